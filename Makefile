@@ -1,0 +1,37 @@
+# `make demo` and `make test` are all that a fresh machine needs: each builds the virtual environment first.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PYTEST_WORKERS ?= 2
+
+.PHONY: demo test check format demo-model clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "inflight needs Python 3.11 or newer"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)            ## a dozen prompts through the embedded model at once, with a live view of the slots
+	$(BIN)/inflight demo
+
+test: $(READY)            ## the whole test suite
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+
+check: $(READY)           ## style, types, and the floors of the house
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo-model: $(READY)      ## train the embedded model anew (about half an hour on two cores)
+	$(BIN)/python tools/train_demo_model.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""How tokens run. Knows tensors, spans and slots, never a request, a text or a queue."""

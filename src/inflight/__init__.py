@@ -1,0 +1,51 @@
+"""inflight: continuous batching for Hugging Face causal language models; exact, fast on CPU, see-through.
+
+    from inflight import LLM, SamplingParams
+
+    llm = LLM()  # the embedded model; or a hub id, a folder, a loaded PreTrainedModel
+    for output in llm.generate(["Once upon a time", "In a quiet village"], SamplingParams(max_tokens=60)):
+        print(output.outputs[0].text)
+
+Names are imported when they are first used, so that `inflight --help` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inflight.config import EngineConfig
+    from inflight.errors import InvalidRequestError, ModelError
+    from inflight.llm import LLM
+    from inflight.outputs import CompletionOutput, RequestOutput, TextDelta
+    from inflight.params import SamplingParams
+
+__version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "LLM": "llm",
+    "SamplingParams": "params",
+    "EngineConfig": "config",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+    "TextDelta": "outputs",
+    "InvalidRequestError": "errors",
+    "ModelError": "errors",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "InvalidRequestError",
+    "ModelError",
+    "RequestOutput",
+    "SamplingParams",
+    "TextDelta",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'inflight' has no attribute {name!r}")
+    return getattr(import_module(f"inflight.{_HOMES[name]}"), name)

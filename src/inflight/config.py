@@ -1,0 +1,59 @@
+"""`EngineConfig`: every choice about the engine that a caller can make, with its default. Plain data, checked when made."""
+
+from dataclasses import dataclass
+
+from inflight.options import check_choice, check_integer, strict_options
+from inflight.params import MAX_SEED
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+ATTENTION_BACKENDS = ("auto", "reference", "torch")
+
+
+@strict_options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How a model is loaded and how its requests are batched.
+
+    Attributes:
+        dtype: of weights, activations and cache. "auto" takes the checkpoint's, except float16 on a CPU, which has
+            no fast arithmetic there and becomes float32.
+        device: "auto" (CUDA, else MPS, else CPU) or a torch device such as "cuda:1".
+        load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the config alone.
+        trust_remote_code: whether Python code that comes with a checkpoint may run.
+        revision: branch, tag or commit of a hub repository.
+        attention_backend: "reference" (the definition, slow), "torch" (any device), or "auto" (the best here).
+        max_model_len: most tokens a sequence can have, prompt and output; None: what the model was made for.
+        max_num_seqs: most sequences that run at once, the number of slots.
+        max_num_batched_tokens: the token budget of a step.
+        block_size: tokens in a block of the cache.
+        num_blocks: blocks in the cache; None: as many as `kv_cache_memory` holds.
+        kv_cache_memory: bytes for keys and values; None: 90 % of what is free on a GPU, else up to a quarter of
+            the machine's memory, which is only touched as it is needed.
+        seed: of the random streams of requests without a seed of their own, and of dummy weights.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    trust_remote_code: bool = False
+    revision: str | None = None
+    attention_backend: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        for name in ("max_model_len", "num_blocks", "kv_cache_memory"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            check_integer(name, getattr(self, name), 1)
+        check_integer("seed", self.seed, 0, MAX_SEED)

@@ -1,0 +1,89 @@
+"""What an attention backend is asked to do, and what it is told about each attention call of a model.
+
+Shapes: T tokens in the row, H query heads, Hkv key/value heads, Dk and Dv head sizes of keys and values.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from inflight.execution.ragged_batch import RaggedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One attention call of a model's forward pass, as the probe found it.
+
+    Attributes:
+        num_heads, num_kv_heads: H and Hkv; query heads `i * H // Hkv ...` share key/value head i.
+        head_size, value_head_size: Dk and Dv.
+        scale: what the products of queries and keys are multiplied with.
+        window: a query at position i sees keys j with `i - j < window`; None sees all before it.
+        chunk: a query sees only keys in its own aligned chunk of so many positions (Llama 4); None: no chunks.
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2); None: they stay.
+        has_sinks: a per-head logit joins each softmax and is dropped from the result (GPT-OSS).
+        cache_group: index into the plan's tables.
+        shares_cache_with: ordinal of the earlier call whose keys and values this one reads; None: its own.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    value_head_size: int
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    cache_group: int = 0
+    shares_cache_with: int | None = None
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """What this call's key and value of one token take in a cache of `dtype`."""
+        if self.shares_cache_with is not None:
+            return 0
+        return self.num_kv_heads * (self.head_size + self.value_head_size) * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """Keys and values of one attention call in plain tensors: `[N + 1, B, Hkv, Dk]` and `[N + 1, B, Hkv, Dv]`.
+
+    The last block belongs to nobody: it takes what is written to place -1.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class AttentionBackend(Protocol):
+    """Stores keys and values in blocks, and lets each query attend to those of its own sequence, causally.
+
+    In every layer all writes of a step are finished before any read.
+    """
+
+    name: str
+
+    def allocate(self, num_blocks: int, spec: AttentionSpec) -> PagedCache:
+        """Storage for one attention call; memory is only committed as it is touched, where the system allows."""
+        ...
+
+    def begin_step(self, batch: RaggedBatch) -> None:
+        """Prepare what all calls of this step have in common."""
+        ...
+
+    def write(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
+        """Store the step's new keys `[T, Hkv, Dk]` and values `[T, Hkv, Dv]` at the batch's `kv_slots`."""
+        ...
+
+    def attend(
+        self, query: torch.Tensor, cache: PagedCache, spec: AttentionSpec, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Each query `[T, H, Dk]` over the keys that it may see; sinks `[H]`; returns `[T, H, Dv]`."""
+        ...
+
+    def copy_blocks(self, cache: PagedCache, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, destination) each."""
+        ...

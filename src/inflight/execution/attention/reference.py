@@ -1,0 +1,133 @@
+"""`ReferenceAttention`: the definition. The whole row at once, its mask written out, in plain torch, for reading.
+
+Every other backend is tested against this one. It gathers the keys of all spans end to end, builds the
+block-diagonal causal mask over them, and attends densely: `T x sum(kv_lens)` scores a head, so it is for small steps.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from inflight.execution.attention.interface import AttentionSpec, PagedCache
+from inflight.execution.ragged_batch import RaggedBatch, ragged_arange
+
+
+def may_attend(
+    query_positions: torch.Tensor, key_positions: torch.Tensor, window: int | None = None, chunk: int | None = None
+) -> torch.Tensor:
+    """Which keys of its own sequence a query may see: `[..., L, K]` bool from positions `[..., L]` and `[..., K]`.
+
+    A key must not be later than the query; a window and a chunk narrow that down (see `AttentionSpec`).
+    """
+    queries, keys = query_positions.unsqueeze(-1), key_positions.unsqueeze(-2)
+    distance = queries - keys
+    allowed = distance >= 0
+    if window is not None:
+        allowed &= distance < window
+    if chunk is not None:
+        allowed &= queries // chunk == keys // chunk
+    return allowed
+
+
+def ragged_mask(batch: RaggedBatch, window: int | None = None, chunk: int | None = None) -> torch.Tensor:
+    """The mask that keeps sequences apart: `[T, sum(kv_lens)]` bool, on the host.
+
+    Rows are the tokens of the step, columns the keys of all spans end to end: block-diagonal (a query sees keys of its
+    own sequence only) and causal.
+    """
+    query_lens, kv_lens = batch.query_lens_host, batch.kv_lens_host
+    query_positions = torch.from_numpy(ragged_arange(query_lens) + np.repeat(kv_lens - query_lens, query_lens))
+    key_positions = torch.from_numpy(ragged_arange(kv_lens))
+    query_spans = torch.from_numpy(np.repeat(np.arange(len(query_lens)), query_lens))
+    key_spans = torch.from_numpy(np.repeat(np.arange(len(kv_lens)), kv_lens))
+    same_sequence = query_spans[:, None] == key_spans[None, :]
+    return same_sequence & may_attend(query_positions, key_positions, window, chunk)
+
+
+def dense_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    allowed: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Softmax attention written out, in float32: scores, softcap, mask, sinks, weights, sum.
+
+    query `[..., H, L, Dk]`, key `[..., Hkv, K, Dk]`, value `[..., Hkv, K, Dv]`, allowed `[..., L, K]` (broadcast over
+    heads), sinks `[H]`; returns `[..., H, L, Dv]` in the query's dtype.
+    """
+    heads_per_kv_head = spec.num_heads // spec.num_kv_heads
+    key = key.float().repeat_interleave(heads_per_kv_head, dim=-3)
+    value = value.float().repeat_interleave(heads_per_kv_head, dim=-3)
+    scores = query.float() @ key.transpose(-1, -2) * spec.scale
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    scores = scores.masked_fill(~allowed.unsqueeze(-3), float("-inf"))
+    if sinks is not None:
+        sink_column = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink_column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return (weights @ value).to(query.dtype)
+
+
+class ReferenceAttention:
+    """Attention as it is defined, in plain torch."""
+
+    name = "reference"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.block_size = block_size
+        self._batch: RaggedBatch | None = None
+
+    @property
+    def batch(self) -> RaggedBatch:
+        """The step that is running."""
+        assert self._batch is not None, "begin_step comes before the first call of a step"
+        return self._batch
+
+    def allocate(self, num_blocks: int, spec: AttentionSpec) -> PagedCache:
+        """See `AttentionBackend`: `[num_blocks + 1, B, Hkv, D]`, the layout of the definition."""
+        shape = (num_blocks + 1, self.block_size, spec.num_kv_heads)
+        return PagedCache(
+            torch.empty(*shape, spec.head_size, dtype=self.dtype, device=self.device),
+            torch.empty(*shape, spec.value_head_size, dtype=self.dtype, device=self.device),
+        )
+
+    def begin_step(self, batch: RaggedBatch) -> None:
+        """See `AttentionBackend`."""
+        self._batch = batch
+
+    def write(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
+        """See `AttentionBackend`. Place -1 is the last one, in the block that belongs to nobody."""
+        kv_slots = self.batch.groups[spec.cache_group].kv_slots
+        cache.keys.flatten(0, 1)[kv_slots] = key
+        cache.values.flatten(0, 1)[kv_slots] = value
+
+    def attend(
+        self, query: torch.Tensor, cache: PagedCache, spec: AttentionSpec, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `AttentionBackend`."""
+        allowed = ragged_mask(self.batch, spec.window, spec.chunk).to(self.device)
+        kv_slots = self._kv_slots_of_all_keys(spec.cache_group)
+        key = cache.keys.flatten(0, 1)[kv_slots].transpose(0, 1)
+        value = cache.values.flatten(0, 1)[kv_slots].transpose(0, 1)
+        return dense_attention(query.transpose(0, 1), key, value, allowed, spec, sinks).transpose(0, 1)
+
+    def copy_blocks(self, cache: PagedCache, copies: Sequence[tuple[int, int]]) -> None:
+        """See `AttentionBackend`."""
+        sources, destinations = torch.tensor(copies, device=self.device).T
+        cache.keys[destinations] = cache.keys[sources]
+        cache.values[destinations] = cache.values[sources]
+
+    def _kv_slots_of_all_keys(self, cache_group: int) -> torch.Tensor:
+        """The places of the keys of all spans, end to end: `[sum(kv_lens)]` int64."""
+        kv_lens = self.batch.kv_lens_host
+        spans, positions = np.repeat(np.arange(len(kv_lens)), kv_lens), ragged_arange(kv_lens)
+        blocks = self.batch.groups[cache_group].block_tables_host[spans, positions // self.block_size].astype(np.int64)
+        return torch.from_numpy(blocks * self.block_size + positions % self.block_size).to(self.device)

@@ -1,0 +1,26 @@
+"""What the engine asks of a way through a model; the scheduler reads its capabilities, never a model's name."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from inflight.execution.ragged_batch import RaggedBatch
+
+
+class Executor(Protocol):
+    """A loaded model together with its cache."""
+
+    name: str
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Memory that one block takes in all layers."""
+        ...
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make room for so many blocks in every layer."""
+        ...
+
+    def forward(self, batch: RaggedBatch, copies: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+        """Copy blocks, run the row, and return the wanted logits `[R, V]`, on the device, in the model's dtype."""
+        ...

@@ -1,0 +1,123 @@
+"""Loading: from a hub id, a folder or a configuration to a `transformers` model on its device, ready to be probed."""
+
+import gc
+import os
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from inflight.config import EngineConfig
+from inflight.errors import ModelError
+
+CACHE_SHARE_OF_GPU = 0.9
+CACHE_SHARE_OF_HOST = 0.25
+ModelSource: TypeAlias = str | os.PathLike[str] | PreTrainedModel
+
+
+def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
+    """The model of `source`, in evaluation mode, on the device and in the dtype that `config` asks for.
+
+    A loaded `PreTrainedModel` is taken as it is (and keeps its device and dtype unless others are asked for).
+    Raises `ModelError` if it can not be loaded, or not completely: missing weights are never made up.
+    """
+    if isinstance(source, PreTrainedModel):
+        device = source.device if config.device == "auto" else resolve_device(config.device)
+        dtype = source.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        check_dtype(dtype, device)
+        return source.to(device=device, dtype=dtype).eval()
+    device = resolve_device(config.device)
+    check_folder(source)
+    name = os.fspath(source)
+    try:
+        model_config = AutoConfig.from_pretrained(
+            name, trust_remote_code=config.trust_remote_code, revision=config.revision
+        )
+        dtype = resolve_dtype(config.dtype, model_config, device)
+        if config.load_format == "dummy":
+            model = _dummy_model(model_config, dtype, device, config)
+        else:
+            model = _pretrained_model(name, dtype, config).to(device)
+    except ModelError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ModelError(f"the model {name!r} can not be loaded: {reason}") from error
+    return model.eval()
+
+
+def check_folder(source: ModelSource) -> None:
+    """Raise `ModelError` if `source` means a local folder (not a hub id such as `org/model`) and is none."""
+    if isinstance(source, PreTrainedModel) or Path(source).is_dir():
+        return
+    name = os.fspath(source)
+    if not isinstance(source, str) or Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(
+            f"there is no model folder {name!r}; give a folder with a config.json, or a hub id like org/model"
+        )
+
+
+def resolve_device(device: str) -> torch.device:
+    """ "auto": CUDA, else MPS, else CPU. Raises `ModelError` for a device that is not here."""
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        torch.empty(0, device=resolved)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {device!r} can not be used here: {str(error).splitlines()[0]}") from error
+    return resolved
+
+
+def resolve_dtype(dtype: str, model_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """The dtype asked for; "auto" is the checkpoint's own, except that float16 on a CPU becomes float32."""
+    if dtype != "auto":
+        chosen: torch.dtype = getattr(torch, dtype)
+        check_dtype(chosen, device)
+        return chosen
+    own = getattr(model_config.get_text_config(), "dtype", None) or torch.float32
+    own = getattr(torch, own) if isinstance(own, str) else own
+    return torch.float32 if own == torch.float16 and device.type == "cpu" else own
+
+
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `ModelError` for float16 on a CPU: its arithmetic is hundreds of times slower there."""
+    if dtype == torch.float16 and device.type == "cpu":
+        raise ModelError("dtype float16 is unusably slow on a CPU; use float32, or bfloat16 where the CPU supports it")
+
+
+def available_cache_memory(device: torch.device) -> int:
+    """Bytes that keys and values may take by default: most of a GPU's free memory, a quarter of a host's."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(device)[0] * CACHE_SHARE_OF_GPU)
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CACHE_SHARE_OF_HOST)
+    return 2 * 2**30
+
+
+def _dummy_model(
+    model_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, config: EngineConfig
+) -> PreTrainedModel:
+    """Seeded random weights in the shapes of the configuration, made on the device."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(config.seed)
+        return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
+
+
+def _pretrained_model(name: str, dtype: torch.dtype, config: EngineConfig) -> PreTrainedModel:
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name,
+        dtype=dtype,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+        output_loading_info=True,
+    )
+    for kind, problem in (("missing_keys", "lacks"), ("mismatched_keys", "has wrong shapes for")):
+        if keys := sorted(map(str, report.get(kind) or ())):
+            raise ModelError(f"the checkpoint {name!r} {problem} {len(keys)} weights, for example {keys[0]}")
+    return model

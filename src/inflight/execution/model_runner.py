@@ -1,0 +1,140 @@
+"""`ModelRunner`: a plan in, tokens out. Everything that has to do with tensors, behind one small interface.
+
+Decides how much cache a model gets and how long its sequences can be; knows slots and spans, never a request.
+"""
+
+from collections import Counter
+
+from transformers import GenerationConfig
+
+from inflight.config import EngineConfig
+from inflight.errors import ModelError
+from inflight.execution.attention import AttentionBackend, AttentionSpec, make_backend
+from inflight.execution.executors import Executor, PackedExecutor
+from inflight.execution.model import ModelSource, available_cache_memory, load_model
+from inflight.execution.probe import ProbeReport, probe_packed
+from inflight.execution.ragged_batch import RaggedBatch
+from inflight.execution.sampler import Sampler
+from inflight.model_info import ModelInfo
+from inflight.plan import StepPlan
+
+NOT_HONOURED = {
+    *("num_beams", "penalty_alpha", "guidance_scale", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "exponential_decay_length_penalty"),
+    *("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens"),
+}
+"""Settings of a `generation_config` that change `model.generate`'s output, but not ours."""
+
+
+class ModelRunner:
+    """A model that was loaded and proved, its cache, and its sampler.
+
+    Raises `ModelError` if the model can not be loaded, or can not be run exactly.
+    """
+
+    def __init__(self, source: ModelSource, config: EngineConfig) -> None:
+        self.config = config
+        self.model = load_model(source, config)
+        device, dtype = self.model.device, self.model.dtype
+
+        def backend(block_size: int) -> AttentionBackend:
+            return make_backend(config.attention_backend, device, dtype, block_size)
+
+        report = probe_packed(self.model, backend)
+        serving_backend = backend(config.block_size)
+        self.executor: Executor = PackedExecutor(self.model, serving_backend, report.specs)
+        self.info = self._describe(report, serving_backend.name)
+        self.executor.allocate(self.info.num_blocks)
+        self.sampler = Sampler(config.max_num_seqs, device)
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The checkpoint's own defaults."""
+        return self.model.generation_config or GenerationConfig()
+
+    def run(self, plan: StepPlan) -> list[int]:
+        """Run one step: a token for each row of logits in order, `INVALID_TOKEN` where they are not finite."""
+        batch = RaggedBatch.pack(plan, self.config.block_size, self.model.device)
+        return self.sampler.sample(self.executor.forward(batch, plan.copies), batch)
+
+    def _describe(self, report: ProbeReport, backend_name: str) -> ModelInfo:
+        config, model = self.config, self.model
+        max_model_len = report.max_model_len
+        if config.max_model_len is not None:
+            if config.max_model_len > max_model_len:
+                reason = "; ".join(report.notes) or "its max_position_embeddings"
+                raise ModelError(
+                    f"max_model_len is {config.max_model_len}; this model accepts at most {max_model_len} ({reason})"
+                )
+            max_model_len = config.max_model_len
+        bytes_per_block = self.executor.bytes_per_block(config.block_size)
+        return ModelInfo(
+            model_class=type(model).__name__,
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+            executor=self.executor.name,
+            attention_backend=backend_name,
+            attention_calls=describe_calls(report.specs),
+            logits_error=report.logits_error,
+            attention_error=report.attention_error,
+            vocab_size=model.get_input_embeddings().weight.shape[0],
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+            num_blocks=self._choose_num_blocks(bytes_per_block, max_model_len),
+            kv_bytes_per_token=bytes_per_block // config.block_size,
+            eos_token_ids=_eos_token_ids(self.generation_config),
+            notes=(*report.notes, *_not_honoured(self.generation_config)),
+        )
+
+    def _choose_num_blocks(self, bytes_per_block: int, max_model_len: int) -> int:
+        """As many as were asked for, else as fit the memory, but never more than all slots at full length need."""
+        config = self.config
+        if config.num_blocks is not None:
+            return config.num_blocks
+        memory = config.kv_cache_memory or available_cache_memory(self.model.device)
+        if memory < bytes_per_block:
+            raise ModelError(
+                f"kv_cache_memory is {memory} bytes; one block of {config.block_size} tokens alone takes {bytes_per_block}"
+            )
+        most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+        return min(memory // bytes_per_block, most_useful)
+
+
+def describe_calls(specs: tuple[AttentionSpec, ...]) -> tuple[str, ...]:
+    """The kinds of attention calls of a forward pass in words, each with its number."""
+    kinds = Counter(_describe_call(spec) for spec in specs)
+    return tuple(f"{number} x {kind}" for kind, number in kinds.items())
+
+
+def _describe_call(spec: AttentionSpec) -> str:
+    sizes = str(spec.head_size)
+    if spec.value_head_size != spec.head_size:
+        sizes += f" (keys) and {spec.value_head_size} (values)"
+    words = [f"{spec.num_heads} heads over {spec.num_kv_heads} key/value heads of size {sizes}"]
+    if spec.window is not None:
+        words.append(f"window {spec.window}")
+    if spec.chunk is not None:
+        words.append(f"chunks of {spec.chunk}")
+    if spec.softcap is not None:
+        words.append(f"softcap {spec.softcap:g}")
+    if spec.has_sinks:
+        words.append("sinks")
+    return ", ".join(words)
+
+
+def _eos_token_ids(generation_config: GenerationConfig) -> tuple[int, ...]:
+    """All token ids that end a sequence, as `model.generate` sees them."""
+    ids = generation_config.eos_token_id
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def _not_honoured(generation_config: GenerationConfig) -> tuple[str, ...]:
+    """What the checkpoint asks `model.generate` to do and this engine does not."""
+    asked = generation_config.to_diff_dict()
+    return tuple(
+        f"generation_config asks for {name}={asked[name]!r}, which is not done" for name in NOT_HONOURED & asked.keys()
+    )

@@ -1,0 +1,115 @@
+"""`RaggedBatch`: a step's spans laid end to end in one unpadded row, as the tensors that a forward pass needs."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from inflight.plan import BlockTable, StepPlan
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroupBatch:
+    """Where one cache group's keys and values of this step lie.
+
+    Attributes:
+        kv_slots: `[T]` int64, each token's place (block * block_size + offset); -1 writes nowhere.
+        block_tables: `[S, max_blocks]` int32, rows padded with 0.
+        block_tables_host: the same in host memory.
+    """
+
+    kv_slots: torch.Tensor
+    block_tables: torch.Tensor
+    block_tables_host: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """T tokens of S spans in one row, and the R rows of logits that are wanted of it.
+
+    Attributes:
+        input_ids: `[T]` int64.
+        positions: `[T]` int64, each token's position in its own sequence.
+        cu_query_lens: `[S + 1]` int32: span s is the row's tokens from `cu_query_lens[s]` up to the next.
+        kv_lens: `[S]` int32: how many of its sequence's keys a span can see, its own tokens included.
+        logit_rows: `[R]` int64, indices into the row.
+        groups: one per cache group.
+        query_lens_host, kv_lens_host: `[S]` int64 in host memory: sizes are decided without asking the device.
+        logit_slots_host, logit_positions_host: `[R]` int64 in host memory: the slot and the position of the token
+            behind each row of logits.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    cu_query_lens: torch.Tensor
+    kv_lens: torch.Tensor
+    logit_rows: torch.Tensor
+    groups: tuple[CacheGroupBatch, ...]
+    query_lens_host: IntArray
+    kv_lens_host: IntArray
+    logit_slots_host: IntArray
+    logit_positions_host: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.input_ids.shape[0])
+
+    @property
+    def num_logit_rows(self) -> int:
+        """R."""
+        return int(self.logit_rows.shape[0])
+
+    @classmethod
+    def pack(cls, plan: StepPlan, block_size: int, device: torch.device) -> "RaggedBatch":
+        """Lay out a plan's spans. Nothing is read back from the device."""
+        starts = np.array([span.start for span in plan.spans], dtype=np.int64)
+        query_lens = np.array([len(span.token_ids) for span in plan.spans], dtype=np.int64)
+        num_logit_rows = np.array([span.num_logit_rows for span in plan.spans], dtype=np.int64)
+        slots = np.array([span.slot for span in plan.spans], dtype=np.int64)
+        cu_query_lens = np.concatenate(([0], np.cumsum(query_lens)))
+        span_of_token = np.repeat(np.arange(len(plan.spans)), query_lens)
+        positions = ragged_arange(query_lens) + starts[span_of_token]
+        first_logit_rows = cu_query_lens[1:] - num_logit_rows
+        logit_rows = ragged_arange(num_logit_rows) + np.repeat(first_logit_rows, num_logit_rows)
+        input_ids = np.concatenate([np.asarray(span.token_ids, dtype=np.int64) for span in plan.spans])
+        return cls(
+            input_ids=_to(input_ids, device),
+            positions=_to(positions, device),
+            cu_query_lens=_to(cu_query_lens.astype(np.int32), device),
+            kv_lens=_to((starts + query_lens).astype(np.int32), device),
+            logit_rows=_to(logit_rows, device),
+            groups=tuple(_pack_group(tables, span_of_token, positions, block_size, device) for tables in plan.tables),
+            query_lens_host=query_lens,
+            kv_lens_host=starts + query_lens,
+            logit_slots_host=np.repeat(slots, num_logit_rows),
+            logit_positions_host=positions[logit_rows],
+        )
+
+
+def ragged_arange(lengths: IntArray) -> IntArray:
+    """`[0 .. lengths[0]), [0 .. lengths[1]), …` end to end."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+
+
+def _pack_group(
+    tables: tuple[BlockTable, ...], span_of_token: IntArray, positions: IntArray, block_size: int, device: torch.device
+) -> CacheGroupBatch:
+    block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+    for row, table in zip(block_tables, tables, strict=True):
+        row[: len(table)] = table
+    blocks = block_tables[span_of_token, positions // block_size].astype(np.int64)
+    kv_slots = blocks * block_size + positions % block_size
+    return CacheGroupBatch(_to(kv_slots, device), _to(block_tables, device), block_tables)
+
+
+def _to(values: npt.NDArray[np.int64] | npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(values)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

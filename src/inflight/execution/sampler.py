@@ -1,0 +1,161 @@
+"""`Sampler`: from logits to tokens, for all rows of a step at once, each with its own parameters.
+
+Parameters are kept by slot and looked up for the rows of a step. Greedy rows cost one pass over the vocabulary; only
+rows that ask for it are filtered, and only rows that need it are sorted. Random numbers are a function of (seed,
+sequence index, output position) alone, in the spirit of counter-based generators (Salmon et al., SC 2011): neither
+preemption, chunking, the order of rows nor other rows change them.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from inflight.execution.ragged_batch import RaggedBatch
+from inflight.params import SamplingParams
+
+INVALID_TOKEN = -1
+"""What `sample` returns for a row whose logits are not finite."""
+
+
+class Sampler:
+    """Chooses the next token of each logit row.
+
+    Args:
+        max_num_seqs: number of slots.
+        device: where the logits will be.
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self.device = device
+        self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self._top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self._min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self._seed = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._index = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._prompt_len = np.zeros(max_num_seqs, dtype=np.int64)
+        self._min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._stop_token_ids: list[tuple[int, ...]] = [()] * max_num_seqs
+
+    def assign(
+        self,
+        slot: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        index: int,
+        prompt_len: int,
+        stop_token_ids: Collection[int],
+    ) -> None:
+        """A sequence has moved into a slot: the `index`-th of its request, with a prompt of `prompt_len` tokens.
+
+        `stop_token_ids` (EOS included) are not chosen before `min_tokens` output tokens."""
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = max(params.top_k, 0)
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._seed[slot] = seed
+        self._index[slot] = index
+        self._prompt_len[slot] = prompt_len
+        self._min_tokens[slot] = params.min_tokens
+        self._stop_token_ids[slot] = tuple(stop_token_ids)
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, batch: RaggedBatch) -> list[int]:
+        """One token for each row of `logits` `[R, V]`; `INVALID_TOKEN` where they are not finite.
+
+        This is the step's only transfer from the device."""
+        if logits.shape[0] == 0:
+            return []
+        slots = batch.logit_slots_host
+        output_positions = batch.logit_positions_host + 1 - self._prompt_len[slots]
+        logits = self._forbid_stop_tokens(logits, slots, output_positions)
+        best_logits, tokens = logits.max(dim=-1)
+        random_rows = np.flatnonzero(self._temperature[slots] > 0)
+        if len(random_rows):
+            rows = self._rows(random_rows)
+            tokens[rows] = self._sample_rows(logits[rows], slots[random_rows], output_positions[random_rows])
+        tokens = torch.where(best_logits.isfinite(), tokens, INVALID_TOKEN)
+        result: list[int] = tokens.tolist()
+        return result
+
+    def _forbid_stop_tokens(
+        self, logits: torch.Tensor, slots: npt.NDArray[np.int64], output_positions: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        early = np.flatnonzero(output_positions < self._min_tokens[slots]).tolist()
+        pairs = [(row, token) for row in early for token in self._stop_token_ids[slots[row]]]
+        if not pairs:
+            return logits
+        rows, tokens = torch.tensor(pairs).T.to(self.device)
+        return logits.index_put((rows, tokens), logits.new_tensor(float("-inf")))
+
+    def _sample_rows(
+        self, logits: torch.Tensor, slots: npt.NDArray[np.int64], output_positions: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Sampled tokens `[R]` of rows that all have a temperature above 0."""
+        logits = logits.float() / self._column(self._temperature[slots])
+        top_k, top_p, min_p = self._top_k[slots], self._top_p[slots], self._min_p[slots]
+        if (rows := np.flatnonzero(top_k)).size:
+            selected, k = self._rows(rows), top_k[rows]
+            logits[selected] = top_k_filter(logits[selected], self._column(k), int(k.max()))
+        if (rows := np.flatnonzero(top_p < 1)).size:
+            selected = self._rows(rows)
+            logits[selected] = top_p_filter(logits[selected], self._column(top_p[rows]))
+        if (rows := np.flatnonzero(min_p)).size:
+            selected = self._rows(rows)
+            logits[selected] = min_p_filter(logits[selected], self._column(min_p[rows]))
+        uniform = counter_uniform(self._seed[slots], self._index[slots], output_positions.astype(np.uint64))
+        return draw(torch.softmax(logits, dim=-1), self._column(uniform)[:, 0])
+
+    def _rows(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(rows).to(self.device)
+
+    def _column(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)[:, None]
+
+
+def top_k_filter(logits: torch.Tensor, top_k: torch.Tensor, largest_k: int) -> torch.Tensor:
+    """Keep each row's k most likely tokens: logits `[R, V]`, top_k `[R, 1]` int64 in [1, largest_k]; ties are kept."""
+    largest = torch.topk(logits, min(largest_k, logits.shape[-1]), dim=-1).values
+    least = largest.gather(-1, top_k.clamp(max=largest.shape[-1]) - 1)
+    return logits.masked_fill(logits < least, float("-inf"))
+
+
+def top_p_filter(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Keep each row's smallest set of most likely tokens that reaches probability p: `[R, V]`, top_p `[R, 1]`.
+
+    Nucleus sampling (Holtzman et al., 2020). Ties with the least likely token that is kept are kept."""
+    ascending = torch.sort(logits, dim=-1).values
+    num_dropped = (torch.softmax(ascending, dim=-1).cumsum(dim=-1) <= 1 - top_p).sum(dim=-1, keepdim=True)
+    least = ascending.gather(-1, num_dropped.clamp(max=logits.shape[-1] - 1))
+    return logits.masked_fill(logits < least, float("-inf"))
+
+
+def min_p_filter(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Drop tokens less likely than min_p times each row's most likely one: logits `[R, V]`, min_p `[R, 1]` > 0."""
+    return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), float("-inf"))
+
+
+def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Invert each row's cumulative distribution at `uniform`: probabilities `[R, V]`, uniform `[R]` in [0, 1); `[R]`."""
+    cumulative = probabilities.cumsum(dim=-1)
+    target = uniform[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=probabilities.shape[-1] - 1)
+
+
+def counter_uniform(
+    seed: npt.NDArray[np.uint64], index: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.float32]:
+    """Uniform numbers in [0, 1) from three counters each, `[R]`: SplitMix64's mixing (Steele et al., 2014) chained."""
+    mixed = _mix(_mix(_mix(seed) ^ index) ^ position)
+    return (mixed >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+
+
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))

@@ -1,0 +1,246 @@
+"""`LLM`: the offline front. Prompts in, texts out, in the caller's process and thread.
+
+Decides what counts as a prompt, and how the results of one call are put together; everything else is the engine's.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from inflight.config import EngineConfig
+from inflight.engine import AcceptedRequest, Engine
+from inflight.errors import InvalidRequestError, ModelError
+from inflight.execution.model import ModelSource, check_folder
+from inflight.model_info import ModelInfo
+from inflight.options import refuse_unknown_options
+from inflight.outputs import RequestOutput, SequenceOutput, TextDelta
+from inflight.params import SamplingParams
+from inflight.text.collector import Collector
+from inflight.text.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a dict with "prompt" or "prompt_token_ids"."""
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""A chat: dicts with "role" and "content"."""
+
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+
+
+class LLM:
+    """A model that generates for many prompts at once.
+
+    Args:
+        model: a hub id, a local folder, or a loaded `PreTrainedModel`; None is the small embedded model.
+        tokenizer: a hub id, a folder, or a loaded tokenizer; None takes the model's own, if it has one. Without a
+            tokenizer prompts are token ids, and texts stay empty.
+        options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
+
+    Raises:
+        ModelError: the model or tokenizer can not be loaded, or the model can not be run exactly (a `ValueError`).
+        ValueError: an option is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource | None = None,
+        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+        **options: Any,
+    ) -> None:
+        refuse_unknown_options(options, [field.name for field in fields(EngineConfig)], "LLM")
+        config = EngineConfig(**options)
+        model = DEMO_MODEL if model is None else model
+        check_folder(model)
+        self.tokenizer = _load_tokenizer(model, tokenizer, config)
+        self.engine = Engine(model, config, self.tokenizer)
+        self._streams: dict[str, _Stream] = {}
+        self._request_ids = count()
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What was found out about the model at load, and how it is run."""
+        return self.engine.model_info
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used when no parameters are given: the model's `generation_config`, else `SamplingParams()`."""
+        asked = self.engine.runner.generation_config.to_diff_dict()
+        names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+        defaults = {ours: asked[theirs] for theirs, ours in names.items() if asked.get(theirs) is not None}
+        if asked.get("do_sample") is False:
+            defaults = {"temperature": 0.0}
+        if asked.get("max_new_tokens") is not None:
+            defaults["max_tokens"] = asked["max_new_tokens"]
+        return SamplingParams(**defaults)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts; results are in the prompts' order.
+
+        Args:
+            prompts: one prompt or many: text, token ids, or {"prompt": …} / {"prompt_token_ids": …}.
+            sampling_params: for all, or one for each prompt; None: the model's own defaults.
+            use_tqdm: show a progress bar with tokens a second on standard error.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is bad (a `ValueError` that names its index); nothing has run.
+        """
+        return self._collect(self._open_stream(prompts, sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one chat or many, written out by the tokenizer's chat template (or `chat_template`)."""
+        if self.tokenizer is None:
+            raise InvalidRequestError("this model has no tokenizer and so no chat template; give token ids to generate")
+        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            {"prompt_token_ids": self.tokenizer.chat([dict(m) for m in chat], chat_template=chat_template)}  # type: ignore[union-attr]
+            for chat in chats
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[TextDelta]:
+        """Like `generate`, but yields each piece of text as it is made, all prompts interleaved.
+
+        Prompts are checked before this returns. Leaving the iterator early aborts what has not finished.
+        """
+        return self._run(self._open_stream(prompts, sampling_params))
+
+    # ------------------------------------------------------------------------------------- one call
+
+    def _open_stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> "_Stream":
+        """Take all prompts of a call through the door; the first bad one is refused by its index."""
+        is_one = _is_one_prompt(prompts)
+        many: Sequence[Any] = [prompts] if is_one else prompts  # type: ignore[assignment]
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(many)
+        if len(sampling_params) != len(many):
+            raise InvalidRequestError(
+                f"there are {len(many)} prompts and {len(sampling_params)} sampling_params; give one for all, or one each"
+            )
+        stream = _Stream()
+        for index, (prompt, params) in enumerate(zip(many, sampling_params, strict=True)):
+            try:
+                self._accept(stream, index, prompt, params)
+            except InvalidRequestError as error:
+                raise error if is_one else InvalidRequestError(f"prompt {index}: {error}") from None
+        return stream
+
+    def _accept(self, stream: "_Stream", index: int, prompt: Prompt, params: SamplingParams) -> None:
+        text, token_ids = self._tokenize(prompt)
+        request_id = str(next(self._request_ids))
+        accepted = self.engine.accept(request_id, token_ids, params)
+        prompt_token_ids = list(accepted.request.prompt_token_ids)
+        stream.accepted.append(accepted)
+        stream.collectors[request_id] = Collector(request_id, text, prompt_token_ids, params, self.tokenizer, index)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        if isinstance(prompt, Mapping):
+            keys = set(prompt)
+            if keys == {"prompt_token_ids"}:
+                return None, prompt["prompt_token_ids"]
+            if keys != {"prompt"}:
+                raise InvalidRequestError(
+                    f'a prompt given as a dict must have the key "prompt" or "prompt_token_ids", not {sorted(keys)}'
+                )
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequestError("the prompt is text, but this model has no tokenizer; give token ids")
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, Sequence):
+            return None, prompt
+        raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; it must be text, token ids, or a dict")
+
+    def _run(self, stream: "_Stream") -> Iterator[TextDelta]:
+        """Submit a call's requests and step the engine until the last has finished."""
+        for accepted in stream.accepted:
+            request_id = accepted.request.request_id
+            self._streams[request_id] = stream
+            self.engine.submit(accepted)
+        try:
+            while stream.collectors or stream.deltas:
+                for news in self.engine.step():
+                    self._streams[news.request_id].take_in(news)
+                while stream.deltas:
+                    yield stream.deltas.popleft()
+        finally:
+            for accepted in stream.accepted:
+                del self._streams[accepted.request.request_id]
+                self.engine.abort(accepted.request.request_id)
+
+    def _collect(self, stream: "_Stream", use_tqdm: bool) -> list[RequestOutput]:
+        outputs: dict[int, RequestOutput] = {}
+        num_tokens, start = 0, time.monotonic()
+        with tqdm(total=len(stream.accepted), unit=" prompts", disable=not use_tqdm) as bar:
+            for delta in self._run(stream):
+                num_tokens += len(delta.token_ids)
+                if delta.output is not None:
+                    outputs[delta.prompt_index] = delta.output
+                    speed = num_tokens / (time.monotonic() - start)
+                    bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
+                    bar.update()
+        return [outputs[index] for index in sorted(outputs)]
+
+
+class _Stream:
+    """The requests of one call, and what they have produced that the caller has not taken yet."""
+
+    def __init__(self) -> None:
+        self.accepted: list[AcceptedRequest] = []
+        self.collectors: dict[str, Collector] = {}
+        self.deltas: deque[TextDelta] = deque()
+
+    def take_in(self, news: SequenceOutput) -> None:
+        """Add what one step gave one of the call's sequences."""
+        delta = self.collectors[news.request_id].take_in(news)
+        self.deltas.append(delta)
+        if delta.output is not None:
+            del self.collectors[news.request_id]
+
+
+def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    if isinstance(prompts, str | Mapping):
+        return True
+    return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Sequence)
+
+
+def _load_tokenizer(
+    model: ModelSource, tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None, config: EngineConfig
+) -> Tokenizer | None:
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return Tokenizer(tokenizer)
+    if tokenizer is None and isinstance(model, PreTrainedModel):
+        return None
+    source = os.fspath(model if tokenizer is None else tokenizer)  # type: ignore[arg-type]
+    loaded = Tokenizer.load(source, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    if loaded is None and tokenizer is not None:
+        raise ModelError(f"there is no tokenizer in {source!r}")
+    return loaded

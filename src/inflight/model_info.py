@@ -1,0 +1,35 @@
+"""`ModelInfo`: what was found out about a model at load, and how it will be run. Plain data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the probe found and what was decided from it.
+
+    Attributes:
+        executor: the way through the model that was proved exact.
+        logits_error, attention_error: the proof's relative errors against the plain model.
+        attention_calls: "12 x 64" like lines, one for each kind of attention call of a forward pass.
+        max_model_len: tokens that a sequence can have.
+        kv_bytes_per_token: cache memory of one token in all layers.
+        eos_token_ids: tokens that end a sequence.
+        notes: what was limited or is not honoured, and why.
+    """
+
+    model_class: str
+    num_parameters: int
+    dtype: str
+    device: str
+    executor: str
+    attention_backend: str
+    attention_calls: tuple[str, ...]
+    logits_error: float
+    attention_error: float
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_token: int
+    eos_token_ids: tuple[int, ...]
+    notes: tuple[str, ...]

@@ -1,0 +1,80 @@
+"""`SamplingParams`: how one request wants its tokens chosen and when it ends. Plain data, checked when made."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inflight.options import check_integer, check_number, strict_options
+
+MAX_SEED = 2**63 - 1
+
+
+@strict_options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends. Names and meanings are vLLM's.
+
+    A distribution is shaped in this order: temperature, top-k, top-p, min-p (each sees what the one before left).
+
+    Attributes:
+        n: how many sequences to generate for the prompt; each has its own random stream.
+        temperature: divides the logits; 0 means greedy (the most likely token, no randomness).
+        top_p: keep the smallest set of most likely tokens whose probability reaches this, in (0, 1].
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: drop tokens less likely than this share of the most likely one's probability, in [0, 1].
+        seed: makes the request's random numbers its own: the same tokens whatever else runs. None: the engine's
+            seed and the order of arrival decide.
+        max_tokens: the most tokens to generate; None: until a stop or the context is full.
+        min_tokens: neither EOS nor a stop token is chosen, and no stop string looked for, before so many tokens.
+        stop: strings that end the text; the text is cut just before the first that appears.
+        stop_token_ids: token ids that end the sequence, besides the model's EOS ids.
+        ignore_eos: go on past the model's EOS ids.
+        include_stop_str_in_output: keep the stop string at the end of the text.
+        skip_special_tokens: leave special tokens out of the text.
+        truncate_prompt_tokens: keep only the last so many tokens of the prompt.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("n", self.n, 1)
+        check_number("temperature", self.temperature, "a finite number of at least 0", 0.0, float("inf"))
+        check_number("top_p", self.top_p, "a number above 0 and at most 1", 0.0, 1.0, above=True)
+        check_integer("top_k", self.top_k, -1)
+        check_number("min_p", self.min_p, "a number from 0 to 1", 0.0, 1.0)
+        if self.seed is not None:
+            check_integer("seed", self.seed, 0, MAX_SEED)
+        if self.max_tokens is not None:
+            check_integer("max_tokens", self.max_tokens, 1)
+        check_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.truncate_prompt_tokens is not None:
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop contains {text!r}; it must be a non-empty string or a list of such strings")
+        for token_id in self.stop_token_ids or ():
+            check_integer("a member of stop_token_ids", token_id, 0)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, empty if there is none."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0

@@ -1,0 +1,39 @@
+"""`StepRecord`: what one step did, as plain data: for live views, timelines and counters."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+SpanKind: TypeAlias = Literal["prefill", "chunk", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRecord:
+    """One span as it ran: `kind` is "chunk" if it ended before its sequence's last token, "decode" if it computed one
+    generated token, else "prefill" (a prompt's last part, or a preempted sequence's recomputation)."""
+
+    slot: int
+    request_id: str
+    index: int
+    start: int
+    length: int
+    kind: SpanKind
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step: when (seconds of `time.monotonic()`), which spans, and the state it left behind."""
+
+    step: int
+    start_time: float
+    duration: float
+    spans: tuple[SpanRecord, ...]
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_blocks_used: int
+    num_blocks: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computed."""
+        return sum(span.length for span in self.spans)

@@ -1,0 +1,68 @@
+"""The door: decides whether a request may come in, and resolves what it left open against the model.
+
+Everything that could go wrong because of what a caller gave is refused here, in one sentence with the value and what
+would be accepted; behind the door nothing is checked again.
+"""
+
+import operator
+from collections.abc import Sequence as SequenceOf
+
+from inflight.errors import InvalidRequestError
+from inflight.model_info import ModelInfo
+from inflight.params import SamplingParams
+from inflight.scheduling.sequence import Request
+
+
+def make_request(
+    request_id: str, prompt_token_ids: SequenceOf[int], params: SamplingParams, info: ModelInfo
+) -> Request:
+    """A request that the scheduler can run to its end, or `InvalidRequestError`."""
+    prompt = _token_ids("the prompt", prompt_token_ids, info.vocab_size)
+    if params.truncate_prompt_tokens is not None:
+        prompt = prompt[-params.truncate_prompt_tokens :]
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty; it must have at least one token")
+    if len(prompt) >= info.max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt)} tokens; with at least one to be generated, at most "
+            f"{info.max_model_len - 1} are accepted (max_model_len is {info.max_model_len})"
+        )
+    stop_token_ids = set(_token_ids("stop_token_ids", params.stop_token_ids or (), info.vocab_size))
+    if not params.ignore_eos:
+        stop_token_ids.update(info.eos_token_ids)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        max_num_tokens=_max_num_tokens(len(prompt), params.max_tokens, info),
+        min_output_tokens=params.min_tokens,
+        stop_token_ids=frozenset(stop_token_ids),
+        num_sequences=params.n,
+    )
+
+
+def _max_num_tokens(prompt_len: int, max_tokens: int | None, info: ModelInfo) -> int:
+    """Tokens after which a sequence ends: what was asked for, but never beyond the model's length."""
+    capacity = info.num_blocks * info.block_size + 1  # the last token generated needs no place in the cache
+    if max_tokens is None and prompt_len < capacity:
+        return min(info.max_model_len, capacity)
+    wanted = min(info.max_model_len, prompt_len + (max_tokens or 1))
+    if wanted > capacity:
+        raise InvalidRequestError(
+            f"the prompt has {prompt_len} tokens and would grow to {wanted}; the whole cache can only serve a sequence "
+            f"of {capacity} ({info.num_blocks} blocks of {info.block_size} tokens)"
+        )
+    return wanted
+
+
+def _token_ids(name: str, token_ids: SequenceOf[int], vocab_size: int) -> list[int]:
+    try:
+        ids = [operator.index(token_id) for token_id in token_ids]
+    except TypeError:
+        wrong = next(token_id for token_id in token_ids if not hasattr(token_id, "__index__"))
+        raise InvalidRequestError(f"{name} contains {wrong!r}, which is not a token id (an integer)") from None
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong_id = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequestError(
+            f"{name} contains token id {wrong_id}; the model's vocabulary has the ids from 0 to {vocab_size - 1}"
+        )
+    return ids

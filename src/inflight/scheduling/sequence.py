@@ -1,0 +1,71 @@
+"""`Request` and `Sequence`: what was asked, and one stream of tokens that answers it. State only; the scheduler decides."""
+
+from array import array
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from inflight.outputs import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the scheduler needs to know of a request; everything is resolved, nothing is None.
+
+    Attributes:
+        prompt_token_ids: at least one.
+        num_sequences: how many streams answer it (`n`).
+        max_num_tokens: prompt and output tokens after which a sequence ends with "length".
+        min_output_tokens: a stop token ends a sequence only once it has so many output tokens.
+        stop_token_ids: any of them, EOS ids included, ends a sequence with "stop".
+    """
+
+    request_id: str
+    prompt_token_ids: SequenceOf[int]
+    max_num_tokens: int
+    min_output_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    num_sequences: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One stream of tokens: `token_ids` (prompt, then output) of which `num_computed_tokens` are in the cache.
+
+    It waits (no slot), runs (a slot), or is finished (`finish_reason` set). A preempted sequence waits again, with
+    nothing computed and everything that it generated still in `token_ids`.
+    """
+
+    sequence_id: int
+    request: Request
+    index: int
+    token_ids: list[int]
+    num_computed_tokens: int = 0
+    block_table: "array[int]" = field(default_factory=lambda: array("i"))
+    slot: int | None = None
+    finish_reason: FinishReason | None = None
+    num_preemptions: int = 0
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that the sequence owes the model."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    def append(self, sampled: SequenceOf[int]) -> list[int]:
+        """Take sampled tokens up to the one that finishes the sequence, set `finish_reason`, return those taken."""
+        request = self.request
+        taken: list[int] = []
+        for token in sampled:
+            self.token_ids.append(token)
+            taken.append(token)
+            if token in request.stop_token_ids and self.num_output_tokens >= request.min_output_tokens:
+                self.finish_reason = "stop"
+            elif len(self.token_ids) >= request.max_num_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                break
+        return taken

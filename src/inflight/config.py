@@ -1,4 +1,4 @@
-"""`EngineConfig`: every choice about the engine that a caller can make, with its default. Plain data, checked when made."""
+"""`EngineConfig`: every choice about the engine that a caller can make. Plain data, checked when made."""
 
 from dataclasses import dataclass
 

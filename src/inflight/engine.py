@@ -2,7 +2,7 @@
 
 One step: the scheduler plans it, the runner runs it and samples tokens, the scheduler takes them in. Data goes one way,
 with two edges back that only the engine has: a stop string found in the text ends its sequence before another step is
-run, and an abort. Knows requests in tokens; turning prompts into tokens and tokens into text for people is its callers' work.
+run, and an abort. Knows requests in tokens; turning prompts into tokens and tokens into text is its callers' work.
 """
 
 import logging
@@ -115,8 +115,8 @@ class Engine:
     def step(self) -> list[SequenceOutput]:
         """Run one step; returns what every sequence with new tokens, or an end, got from it.
 
-        An error in the forward pass ends the sequences of its step with "error", a row of logits that is not finite only
-        its own sequence; the engine goes on. An interrupt leaves everything as it was before the step.
+        An error in the forward pass ends the sequences of its step with "error", a row of logits that is not finite
+        only its own sequence; the engine goes on. An interrupt leaves everything as it was before the step.
         """
         start_time = time.monotonic()
         try:
@@ -145,10 +145,8 @@ class Engine:
         invalid = [span for span, row in zip(plan.spans, sampled, strict=True) if INVALID_TOKEN in row]
         progress = self.scheduler.commit(plan, [[] if INVALID_TOKEN in row else row for row in sampled])
         outputs = [self._take_in(step) for step in progress]
-        for span in invalid:
-            if (sequence := self.scheduler.finish(span.sequence_id, "error")) is not None:
-                outputs.append(self._output(sequence, [], "the model's logits are not finite"))
-        return outputs
+        failed = [self.scheduler.finish(span.sequence_id, "error") for span in invalid]
+        return outputs + [self._output(s, [], "the model's logits are not finite") for s in failed if s is not None]
 
     def _welcome(self, plan: StepPlan, now: float) -> None:
         """Set up what is kept by slot, and by sequence, for those who have just come in."""

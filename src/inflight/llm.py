@@ -4,7 +4,6 @@ Decides what counts as a prompt, and how the results of one call are put togethe
 """
 
 import os
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -12,7 +11,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inflight.config import EngineConfig
@@ -20,6 +18,7 @@ from inflight.engine import AcceptedRequest, Engine
 from inflight.errors import InvalidRequestError, ModelError
 from inflight.execution.model import ModelSource, check_folder
 from inflight.model_info import ModelInfo
+from inflight.observe.progress import with_progress
 from inflight.options import refuse_unknown_options
 from inflight.outputs import RequestOutput, SequenceOutput, TextDelta
 from inflight.params import SamplingParams
@@ -27,7 +26,7 @@ from inflight.text.collector import Collector
 from inflight.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a dict with "prompt" or "prompt_token_ids"."""
+"""Text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages"."""
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A chat: dicts with "role" and "content"."""
@@ -72,8 +71,9 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used when no parameters are given: the model's `generation_config`, else `SamplingParams()`."""
         asked = self.engine.runner.generation_config.to_diff_dict()
-        names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-        defaults = {ours: asked[theirs] for theirs, ours in names.items() if asked.get(theirs) is not None}
+        defaults = {
+            name: asked[name] for name in ("temperature", "top_k", "top_p", "min_p") if asked.get(name) is not None
+        }
         if asked.get("do_sample") is False:
             defaults = {"temperature": 0.0}
         if asked.get("max_new_tokens") is not None:
@@ -89,14 +89,17 @@ class LLM:
         """Generate for all prompts; results are in the prompts' order.
 
         Args:
-            prompts: one prompt or many: text, token ids, or {"prompt": …} / {"prompt_token_ids": …}.
+            prompts: one or many, each text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages".
             sampling_params: for all, or one for each prompt; None: the model's own defaults.
             use_tqdm: show a progress bar with tokens a second on standard error.
 
         Raises:
             InvalidRequestError: a prompt or parameter is bad (a `ValueError` that names its index); nothing has run.
         """
-        return self._collect(self._open_stream(prompts, sampling_params), use_tqdm)
+        stream = self._open_stream(prompts, sampling_params)
+        deltas = with_progress(self._run(stream), len(stream.accepted), enabled=use_tqdm)
+        outputs = {delta.prompt_index: delta.output for delta in deltas if delta.output is not None}
+        return [outputs[index] for index in sorted(outputs)]
 
     def chat(
         self,
@@ -107,14 +110,10 @@ class LLM:
         chat_template: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one chat or many, written out by the tokenizer's chat template (or `chat_template`)."""
-        if self.tokenizer is None:
-            raise InvalidRequestError("this model has no tokenizer and so no chat template; give token ids to generate")
-        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [
-            {"prompt_token_ids": self.tokenizer.chat([dict(m) for m in chat], chat_template=chat_template)}  # type: ignore[union-attr]
-            for chat in chats
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        is_one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        chats = [messages] if is_one else messages
+        prompts = [{"messages": chat, "chat_template": chat_template} for chat in chats]
+        return self.generate(prompts[0] if is_one else prompts, sampling_params, use_tqdm)
 
     def stream(
         self,
@@ -143,7 +142,7 @@ class LLM:
             sampling_params = [sampling_params] * len(many)
         if len(sampling_params) != len(many):
             raise InvalidRequestError(
-                f"there are {len(many)} prompts and {len(sampling_params)} sampling_params; give one for all, or one each"
+                f"{len(many)} prompts came with {len(sampling_params)} sampling_params; give one for all, or one each"
             )
         stream = _Stream()
         for index, (prompt, params) in enumerate(zip(many, sampling_params, strict=True)):
@@ -162,22 +161,30 @@ class LLM:
         stream.collectors[request_id] = Collector(request_id, text, prompt_token_ids, params, self.tokenizer, index)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """A prompt's text, if it has one, and its token ids."""
         if isinstance(prompt, Mapping):
-            keys = set(prompt)
-            if keys == {"prompt_token_ids"}:
-                return None, prompt["prompt_token_ids"]
-            if keys != {"prompt"}:
+            kind = next((key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt), None)
+            extra = set(prompt) - {kind, *(["chat_template"] if kind == "messages" else [])}
+            if kind is None or extra:
                 raise InvalidRequestError(
-                    f'a prompt given as a dict must have the key "prompt" or "prompt_token_ids", not {sorted(keys)}'
+                    'a prompt given as a dict must have the key "prompt", "prompt_token_ids" or "messages" and no '
+                    f"other; it has {sorted(map(str, prompt))}"
                 )
-            prompt = prompt["prompt"]
+            if kind == "messages":
+                return None, self._tokenizer_for("a chat").chat(
+                    [dict(message) for message in prompt["messages"]], chat_template=prompt.get("chat_template")
+                )
+            return self._tokenize(prompt[kind])
         if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequestError("the prompt is text, but this model has no tokenizer; give token ids")
-            return prompt, self.tokenizer.encode(prompt)
-        if isinstance(prompt, Sequence):
-            return None, prompt
-        raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; it must be text, token ids, or a dict")
+            return prompt, self._tokenizer_for("text").encode(prompt)
+        if not isinstance(prompt, Sequence):
+            raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; it must be text, token ids, or a dict")
+        return None, prompt
+
+    def _tokenizer_for(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequestError(f"the prompt is {what}, but this model has no tokenizer; give token ids")
+        return self.tokenizer
 
     def _run(self, stream: "_Stream") -> Iterator[TextDelta]:
         """Submit a call's requests and step the engine until the last has finished."""
@@ -195,19 +202,6 @@ class LLM:
             for accepted in stream.accepted:
                 del self._streams[accepted.request.request_id]
                 self.engine.abort(accepted.request.request_id)
-
-    def _collect(self, stream: "_Stream", use_tqdm: bool) -> list[RequestOutput]:
-        outputs: dict[int, RequestOutput] = {}
-        num_tokens, start = 0, time.monotonic()
-        with tqdm(total=len(stream.accepted), unit=" prompts", disable=not use_tqdm) as bar:
-            for delta in self._run(stream):
-                num_tokens += len(delta.token_ids)
-                if delta.output is not None:
-                    outputs[delta.prompt_index] = delta.output
-                    speed = num_tokens / (time.monotonic() - start)
-                    bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
-                    bar.update()
-        return [outputs[index] for index in sorted(outputs)]
 
 
 class _Stream:
@@ -239,7 +233,7 @@ def _load_tokenizer(
         return Tokenizer(tokenizer)
     if tokenizer is None and isinstance(model, PreTrainedModel):
         return None
-    source = os.fspath(model if tokenizer is None else tokenizer)  # type: ignore[arg-type]
+    source = os.fspath(model if tokenizer is None else tokenizer)
     loaded = Tokenizer.load(source, trust_remote_code=config.trust_remote_code, revision=config.revision)
     if loaded is None and tokenizer is not None:
         raise ModelError(f"there is no tokenizer in {source!r}")

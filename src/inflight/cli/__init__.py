@@ -1,0 +1,38 @@
+"""The `inflight` command: one module a sub-command, no logic of its own."""
+
+import sys
+
+import click
+
+from inflight import __version__
+from inflight.cli.demo import demo
+from inflight.cli.generate import generate
+from inflight.cli.info import info
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(__version__, prog_name="inflight")
+def app() -> None:
+    """Continuous batching for Hugging Face causal language models."""
+
+
+for command in (generate, info, demo):
+    app.add_command(command)
+
+
+def main() -> None:
+    """Run the command line. What the caller got wrong is one sentence and exit code 2; Ctrl-C is exit code 130."""
+    try:
+        app(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except ValueError as error:
+        print(f"inflight: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (KeyboardInterrupt, click.Abort):
+        print("inflight: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)

@@ -96,7 +96,7 @@ class ModelRunner:
         memory = config.kv_cache_memory or available_cache_memory(self.model.device)
         if memory < bytes_per_block:
             raise ModelError(
-                f"kv_cache_memory is {memory} bytes; one block of {config.block_size} tokens alone takes {bytes_per_block}"
+                f"the cache may take {memory} bytes; one block of {config.block_size} tokens takes {bytes_per_block}"
             )
         most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
         return min(memory // bytes_per_block, most_useful)

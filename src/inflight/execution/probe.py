@@ -65,17 +65,17 @@ def probe_packed(model: PreTrainedModel, make_backend: Callable[[int], Attention
     try:
         specs, modules = find_attention_calls(model)
         prompts = _probe_prompts(model)
-        plain_logits, plain_attention = _run_plain(model, modules, prompts)
-        if not torch.isfinite(plain_logits).all():
+        plain = _run_plain(model, modules, prompts)
+        if not torch.isfinite(plain[0]).all():
             raise ModelError(f"the logits of {name} are not finite even when it runs alone: are its weights intact?")
         executor = PackedExecutor(model, make_backend(PROBE_BLOCK_SIZE), specs)
-        packed_logits, packed_attention = _run_packed(executor, modules, prompts)
+        packed = _run_packed(executor, modules, prompts)
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(f"{name} can not run as a packed row: {type(error).__name__}: {error}") from error
-    logits_error = _relative_error(packed_logits, plain_logits)
-    attention_error = max(map(_relative_error, packed_attention, plain_attention))
+    logits_error, *attention_errors = map(_relative_error, packed, plain)
+    attention_error = max(attention_errors)
     tolerance = TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE)
     if not (logits_error <= tolerance and attention_error <= tolerance):
         raise ModelError(
@@ -158,66 +158,62 @@ def _probe_prompts(model: PreTrainedModel) -> list[list[int]]:
 @torch.inference_mode()
 def _run_plain(
     model: PreTrainedModel, modules: Sequence[torch.nn.Module], prompts: Sequence[Sequence[int]]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits `[tokens of all prompts, V]` and each module's output `[tokens, …]`, prompt after prompt, unpacked."""
-    logits: list[torch.Tensor] = []
-    with attention_implementation(model, "eager"), _OutputsOf(modules) as outputs:
-        for prompt in prompts:
-            tokens = torch.tensor([prompt], device=model.device)
-            positions = torch.arange(len(prompt), device=model.device)[None]
-            logits.append(model(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True).logits[0])
-    return torch.cat(logits), [torch.cat(outputs.of(module)) for module in modules]
+) -> list[torch.Tensor]:
+    """The prompts one by one, as `transformers` runs them: logits, then each module's output, `[tokens, …]` each."""
+
+    def forward(prompt: Sequence[int]) -> torch.Tensor:
+        tokens = torch.tensor([prompt], device=model.device)
+        positions = torch.arange(len(prompt), device=model.device)[None]
+        logits: torch.Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True).logits
+        return logits[0]
+
+    with attention_implementation(model, "eager"):
+        return _cat_rows([_observe(modules, forward, prompt) for prompt in prompts])
 
 
 def _run_packed(
     executor: PackedExecutor, modules: Sequence[torch.nn.Module], prompts: Sequence[Sequence[int]]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The same by way of three steps: a chunk beside a whole prompt, two chunks, a decode beside a chunk."""
+) -> list[torch.Tensor]:
+    """The same in three packed steps, over scattered blocks: two chunks; two chunks; a decode beside a chunk."""
     executor.allocate(NUM_PROBE_BLOCKS)
-    long, short = range(len(prompts[0])), range(len(prompts[1]))
-    steps = [{0: long[:9], 1: short[:6]}, {0: long[9:13], 1: short[6:-1]}, {1: short[-1:], 0: long[13:]}]
-    scattered = [array("i", range(block, NUM_PROBE_BLOCKS, 2)) for block in (0, 1)]
-    rows: dict[int, list[torch.Tensor]] = {0: [], 1: []}
-    parts: dict[int, list[list[torch.Tensor]]] = {0: [], 1: []}
+    tables = [array("i", range(number, NUM_PROBE_BLOCKS, len(prompts))) for number in range(len(prompts))]
+    steps = [((0, 0, 9), (1, 0, 6)), ((0, 9, 13), (1, 6, -1)), ((1, -1, None), (0, 13, None))]
+    results: list[list[torch.Tensor]] = []
+    order: list[tuple[int, int]] = []
     for step in steps:
-        spans = tuple(Span(i, i, part[0], [prompts[i][p] for p in part], len(part)) for i, part in step.items())
-        tables = tuple(scattered[span.sequence_id] for span in spans)
-        batch = RaggedBatch.pack(StepPlan(spans, (tables,)), PROBE_BLOCK_SIZE, executor.model.device)
-        with _OutputsOf(modules) as outputs:
-            logits = executor.forward(batch)
-        lengths = [span.length for span in spans]
-        per_module = [torch.cat(outputs.of(module)).split(lengths) for module in modules]
-        for number, (span, span_logits) in enumerate(zip(spans, logits.split(lengths), strict=True)):
-            rows[span.sequence_id].append(span_logits)
-            parts[span.sequence_id].append([pieces[number] for pieces in per_module])
-    steps_in_order = [*parts[0], *parts[1]]
-    return torch.cat([*rows[0], *rows[1]]), [torch.cat(pieces) for pieces in zip(*steps_in_order, strict=True)]
+        parts = [(number, range(len(prompts[number]))[start:end]) for number, start, end in step]
+        spans = [Span(n, n, part[0], [prompts[n][i] for i in part], num_logit_rows=len(part)) for n, part in parts]
+        plan = StepPlan(tuple(spans), (tuple(tables[number] for number, _ in parts),))
+        batch = RaggedBatch.pack(plan, PROBE_BLOCK_SIZE, executor.model.device)
+        results.append(_observe(modules, executor.forward, batch))
+        order += [(number, i) for number, part in parts for i in part]
+    back = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=executor.model.device)
+    return [rows[back] for rows in _cat_rows(results)]
 
 
-class _OutputsOf:
-    """Context manager that keeps what modules return: their first tensor, without the batch dimension.
+def _observe(
+    modules: Sequence[torch.nn.Module], forward: Callable[[Any], torch.Tensor], given: Any
+) -> list[torch.Tensor]:
+    """Run `forward` on what is given: its logits `[T, V]`, then the output of each module `[T, …]`.
 
-    A module that runs several times in one forward pass counts with its last run."""
+    The outputs of a module that runs several times in a forward pass stand side by side."""
+    outputs: dict[torch.nn.Module, list[torch.Tensor]] = {module: [] for module in modules}
 
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._outputs: dict[torch.nn.Module, list[torch.Tensor]] = {module: [] for module in modules}
-        self._hooks: list[Any] = []
+    def keep(module: torch.nn.Module, args: object, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        outputs[module].append(states[0].flatten(1))
 
-    def of(self, module: torch.nn.Module) -> list[torch.Tensor]:
-        """What the module returned, call after call."""
-        return self._outputs[module]
-
-    def __enter__(self) -> "_OutputsOf":
-        for module in self._outputs:
-            self._hooks.append(module.register_forward_hook(self._keep))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
+    hooks = [module.register_forward_hook(keep) for module in modules]
+    try:
+        logits = forward(given)
+    finally:
+        for hook in hooks:
             hook.remove()
+    return [logits, *(torch.cat(states, dim=-1) for states in outputs.values())]
 
-    def _keep(self, module: torch.nn.Module, args: object, output: Any) -> None:
-        self._outputs[module].append((output[0] if isinstance(output, tuple) else output)[0])
+
+def _cat_rows(results: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.cat(pieces) for pieces in zip(*results, strict=True)]
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

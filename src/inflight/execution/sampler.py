@@ -140,7 +140,7 @@ def min_p_filter(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
 
 
 def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Invert each row's cumulative distribution at `uniform`: probabilities `[R, V]`, uniform `[R]` in [0, 1); `[R]`."""
+    """Invert each row's cumulative distribution: probabilities `[R, V]`, uniform `[R]` in [0, 1); tokens `[R]`."""
     cumulative = probabilities.cumsum(dim=-1)
     target = uniform[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=probabilities.shape[-1] - 1)

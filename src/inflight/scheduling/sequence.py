@@ -1,4 +1,4 @@
-"""`Request` and `Sequence`: what was asked, and one stream of tokens that answers it. State only; the scheduler decides."""
+"""`Request` and `Sequence`: what was asked, and a stream of tokens that answers it. State; the scheduler decides."""
 
 from array import array
 from collections.abc import Sequence as SequenceOf

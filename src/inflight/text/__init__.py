@@ -1,0 +1,11 @@
+"""From text to token ids and back: tokenizer, chat template, incremental detokenizer, stop strings.
+
+Decides what a prompt's tokens are and what text a sequence's tokens make. Knows nothing of models, steps or requests.
+"""
+
+from inflight.text.detokenizer import IncrementalDetokenizer
+from inflight.text.output_text import OutputText
+from inflight.text.stop_strings import StopStrings
+from inflight.text.tokenizer import Tokenizer
+
+__all__ = ["IncrementalDetokenizer", "OutputText", "StopStrings", "Tokenizer"]

@@ -4,7 +4,7 @@ Spans are attended in groups of equal query length and similar context length (w
 blocks are gathered into one padded tensor and `scaled_dot_product_attention` runs over it, the query heads of a
 key/value head folded into its rows so that keys and values are not repeated. So all decodes of a step take a few
 calls; a long span is a group of its own, attended in slices of queries so that its mask stays small. Grouping and masks
-are made once a step, not once a layer. Softcap and sinks, which torch's operator does not know, take the written-out path.
+are made once a step, not once a layer. Softcap and sinks, which torch's operator does not know, are written out.
 """
 
 from collections import defaultdict
@@ -86,10 +86,12 @@ class TorchAttention(ReferenceAttention):
         if spec.softcap is not None or sinks is not None:
             return dense_attention(query.transpose(1, 2), key, value, allowed, spec, sinks).transpose(1, 2)
         fold = spec.num_heads // spec.num_kv_heads
-        query = query.unflatten(2, (spec.num_kv_heads, fold)).permute(0, 2, 3, 1, 4)  # [G, Hkv, fold, L, Dk]
+        query = query.reshape(num_spans, num_queries, spec.num_kv_heads, fold, -1).permute(0, 2, 3, 1, 4)
         mask = allowed[:, None, None].expand(-1, -1, fold, -1, -1).flatten(2, 3)  # [G, 1, fold * L, K]
-        out = functional.scaled_dot_product_attention(query.flatten(2, 3), key, value, attn_mask=mask, scale=spec.scale)
-        out = out.unflatten(2, (fold, num_queries)).permute(0, 3, 1, 2, 4)
+        out = functional.scaled_dot_product_attention(
+            query.flatten(2, 3), key, value, attn_mask=mask, scale=spec.scale
+        )  # [G, Hkv, fold * L, Dv]
+        out = out.reshape(num_spans, spec.num_kv_heads, fold, num_queries, -1).permute(0, 3, 1, 2, 4)
         return out.reshape(num_spans, num_queries, spec.num_heads, -1)
 
     # ------------------------------------------------------------------------------------ once a step
@@ -105,8 +107,9 @@ class TorchAttention(ReferenceAttention):
         query_lens, kv_lens = self.batch.query_lens_host, self.batch.kv_lens_host
         starts = kv_lens - query_lens
         first_keys = self._first_visible_keys(starts, spec)
+        visible = kv_lens - first_keys
         by_size: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for span, (query_len, num_keys) in enumerate(zip(query_lens.tolist(), (kv_lens - first_keys).tolist())):
+        for span, (query_len, num_keys) in enumerate(zip(query_lens.tolist(), visible.tolist(), strict=True)):
             grouped = query_len <= MAX_GROUPED_QUERY_LEN
             by_size[(query_len, num_keys.bit_length()) if grouped else (-1, span)].append(span)
         is_plain = spec.window is None and spec.chunk is None and spec.softcap is None and not spec.has_sinks

@@ -1,9 +1,9 @@
 """The seam into `transformers`: one attention function, and how it finds out whom to call.
 
-`transformers` looks its attention function up by the name in a model's configuration, at every call. Inside `attend_with`
-that name is ours and our function hands each call to the given handler; outside, the model is as it was, so a model
-that belongs to the caller stays usable. The handler is kept in a context variable: engines in different threads never
-meet. (Keyword arguments to the model would be simpler, but some models do not pass them on.)
+`transformers` looks its attention function up by the name in a model's configuration, at every call. Inside
+`attend_with` that name is ours and our function hands each call to the given handler; outside, the model is as it was,
+so a model that belongs to the caller stays usable. The handler is kept in a context variable: engines in different
+threads never meet. (Keyword arguments to the model would be simpler, but some models do not pass them on.)
 """
 
 import threading

@@ -1,0 +1,72 @@
+"""`inflight demo`: a dozen prompts stream at once through the embedded model, with a live view of the slots."""
+
+import time
+
+import click
+
+from inflight.cli.options import quiet_libraries
+
+PROMPTS = (
+    ("Once upon a time", 90),
+    ("In a quiet village", 60),
+    ("One morning", 30),
+    ("Long ago, there lived an old fox.", 80),
+    ("Once upon a time there was a small", 40),
+    ("Once", 120),
+    ("One morning a little rabbit went to the river. The sun was shining and the rabbit was very happy.", 60),
+    ("The", 25),
+    ("Once upon a time, deep in the forest,", 100),
+    ("Long ago", 35),
+    ("In a quiet village there lived a girl", 70),
+    ("One", 50),
+)
+"""Prompts, and how many tokens each may generate."""
+
+
+@click.command()
+@click.option("--slots", type=click.IntRange(min=1), default=5, help="Sequences that run at once.")
+@click.option("--slow", is_flag=True, help="Rest a little after each step, to watch it.")
+def demo(slots: int, slow: bool) -> None:
+    """A dozen prompts of different lengths through the embedded model at once, with a live view of the slots."""
+    quiet_libraries()
+    from rich.console import Console
+    from rich.live import Live
+
+    from inflight.llm import LLM
+    from inflight.observe.counters import StepCounters
+    from inflight.observe.live_view import SlotView
+    from inflight.params import SamplingParams
+    from inflight.record import StepRecord
+
+    console = Console()
+    llm = LLM(max_num_seqs=slots)
+    view, counters = SlotView(slots, len(PROMPTS)), StepCounters(slots)
+
+    def see(record: StepRecord) -> None:
+        view.see(record)
+        counters.see(record)
+
+    llm.engine.observer = see
+    texts = [text for text, _ in PROMPTS]
+    params = [SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=m) for i, (_, m) in enumerate(PROMPTS)]
+    num_tokens, start = 0, time.monotonic()
+    outputs = {}
+    with Live(view, console=console, refresh_per_second=20, transient=True):
+        for delta in llm.stream(texts, params):
+            num_tokens += len(delta.token_ids)
+            view.add_text(str(delta.prompt_index), delta.text)
+            if delta.output is not None:
+                outputs[delta.prompt_index] = delta.output
+                view.count_finished()
+            if slow:
+                time.sleep(0.01)
+    seconds = time.monotonic() - start
+    for index, text in enumerate(texts):
+        console.print(f"[dim]{index:2}[/dim] [bold]{text}[/bold]{outputs[index].outputs[0].text}", highlight=False)
+    info = llm.model_info
+    console.print(
+        f"\n{len(texts)} prompts, {num_tokens} tokens in {seconds:.2f} s on {info.device} in {info.dtype}: "
+        f"[bold]{num_tokens / seconds:.0f} tokens/s[/bold], {counters.num_steps} steps, "
+        f"slots [bold]{counters.occupancy:.0%}[/bold] occupied",
+        highlight=False,
+    )

@@ -1,0 +1,85 @@
+"""Options that several sub-commands share, each with its help; and how the libraries beneath are kept quiet.
+
+An option that is not given is None and left to `EngineConfig` and `SamplingParams`: a default is written down once.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import click
+
+from inflight.config import ATTENTION_BACKENDS, DTYPES, LOAD_FORMATS, EngineConfig
+from inflight.params import SamplingParams
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_ENGINE = (
+    click.option("--tokenizer", help="Hub id or folder of the tokenizer, if it is not the model's own."),
+    click.option("--dtype", type=click.Choice(DTYPES), help="Of weights, activations and cache."),
+    click.option("--device", help="auto (CUDA, else MPS, else CPU), or a device such as cuda:1."),
+    click.option("--load-format", type=click.Choice(LOAD_FORMATS), help="dummy: random weights from the config alone."),
+    click.option("--trust-remote-code", is_flag=True, default=None, help="Let code that comes with the model run."),
+    click.option("--revision", help="Branch, tag or commit of a hub repository."),
+    click.option("--attention-backend", type=click.Choice(ATTENTION_BACKENDS), help="How attention is computed."),
+    click.option("--max-model-len", type=int, help="Most tokens a sequence can have, prompt and output."),
+    click.option("--max-num-seqs", type=int, help="Most sequences that run at once: the number of slots."),
+    click.option("--max-num-batched-tokens", type=int, help="Most tokens in a step; longer prompts run in chunks."),
+    click.option("--block-size", type=int, help="Tokens in a block of the cache."),
+    click.option("--num-blocks", type=int, help="Blocks in the cache; else as many as the memory holds."),
+    click.option("--kv-cache-memory", type=int, help="Bytes for keys and values."),
+)
+_SAMPLING = (
+    click.option("--n", type=int, help="Sequences to generate for each prompt."),
+    click.option("--max-tokens", type=int, help="Most tokens to generate; else until a stop or a full context."),
+    click.option("--min-tokens", type=int, help="No stop before so many tokens."),
+    click.option("--temperature", type=float, help="0 always takes the most likely token."),
+    click.option("--top-p", type=float, help="Keep the likeliest tokens that together reach this share."),
+    click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 keeps all."),
+    click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest one."),
+    click.option("--seed", type=int, help="Of the random numbers."),
+    click.option("--stop", multiple=True, help="A string that ends the text; may be repeated."),
+    click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's end tokens."),
+    click.option("--truncate-prompt-tokens", type=int, help="Keep only the last so many tokens of a prompt."),
+)
+
+
+def engine_options(command: Command) -> Command:
+    """How the model is loaded and batched."""
+    return _with(_ENGINE, command)
+
+
+def sampling_options(command: Command) -> Command:
+    """How tokens are chosen and when a sequence ends."""
+    return _with(_SAMPLING, command)
+
+
+def engine_values(options: dict[str, Any]) -> dict[str, Any]:
+    """Of all options of a command, those for `LLM` that were given."""
+    return _given(options, {"tokenizer", *(field.name for field in fields(EngineConfig))} - {"seed"})
+
+
+def sampling_values(options: dict[str, Any]) -> dict[str, Any]:
+    """Of all options of a command, those for `SamplingParams` that were given."""
+    return _given(options, {field.name for field in fields(SamplingParams)})
+
+
+def quiet_libraries() -> None:
+    """Only our own words on standard error; the loading bar of a large model stays, in a terminal."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.basicConfig(level=logging.WARNING, format="inflight: %(message)s", stream=sys.stderr)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _with(options: tuple[Callable[[Command], Command], ...], command: Command) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _given(options: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in names and value not in (None, ())}

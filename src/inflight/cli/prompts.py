@@ -1,0 +1,79 @@
+"""Prompts as the command line takes them: arguments, text files, JSON lines, standard input."""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inflight.errors import InvalidRequestError
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """One prompt: text, token ids or chat messages; sampling parameters of its own; what to call it in the output; and
+    where it stands, for error messages."""
+
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    custom_id: str | None = None
+    where: str = ""
+
+
+def read_prompts(arguments: Iterable[str], file: Path | None) -> list[PromptLine]:
+    """Prompts from arguments, then from a file; from standard input if there is neither, or for a `-`.
+
+    Raises `InvalidRequestError` naming the line for what can not be read.
+    """
+    lines: list[PromptLine] = []
+    for argument in arguments:
+        lines += _from_stdin() if argument == "-" else [PromptLine(argument)]
+    if file is not None:
+        lines += _from_stdin() if str(file) == "-" else _from_file(file)
+    elif not lines:
+        lines = _from_stdin()
+    if not lines:
+        raise InvalidRequestError("there are no prompts; give some as arguments, with --file, or on standard input")
+    return lines
+
+
+def _from_file(file: Path) -> list[PromptLine]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"the prompt file {str(file)!r} can not be read: {error}") from error
+    return _parse(text, str(file), as_json=file.suffix in (".jsonl", ".ndjson"))
+
+
+def _from_stdin() -> list[PromptLine]:
+    if sys.stdin.isatty():
+        print("inflight: type prompts, one a line, and end with Ctrl-D", file=sys.stderr)
+    text = sys.stdin.read()
+    return _parse(text, "standard input", as_json=text.lstrip().startswith(("{", "[")))
+
+
+def _parse(text: str, source: str, *, as_json: bool) -> list[PromptLine]:
+    numbered = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if not as_json:
+        return [PromptLine(line) for _, line in numbered]
+    return [_parse_json(line, f"line {number} of {source}") for number, line in numbered]
+
+
+def _parse_json(line: str, where: str) -> PromptLine:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError(f"{where} is not JSON: {error}") from error
+    if isinstance(value, str | list):
+        return PromptLine(value)
+    if not isinstance(value, dict) or sum(key in value for key in PROMPT_KEYS) != 1:
+        raise InvalidRequestError(
+            f"{where} must be a string, a list of token ids, or an object with one of {PROMPT_KEYS}"
+        )
+    sampling = {key: entry for key, entry in value.items() if key not in (*PROMPT_KEYS, "custom_id")}
+    prompt = value.get("prompt", value.get("prompt_token_ids"))
+    return PromptLine(prompt, value.get("messages"), sampling, value.get("custom_id"), where)

@@ -1,0 +1,20 @@
+"""The progress bar of a call: prompts done, and tokens a second."""
+
+import time
+from collections.abc import Iterable, Iterator
+
+from tqdm.auto import tqdm
+
+from inflight.outputs import TextDelta
+
+
+def with_progress(deltas: Iterable[TextDelta], num_prompts: int, *, enabled: bool = True) -> Iterator[TextDelta]:
+    """Pass on `deltas`, drawing a bar of `num_prompts` on standard error as they go by."""
+    num_tokens, start = 0, time.monotonic()
+    with tqdm(total=num_prompts, unit="prompt", disable=not enabled) as bar:
+        for delta in deltas:
+            num_tokens += len(delta.token_ids)
+            speed = num_tokens / max(time.monotonic() - start, 1e-9)
+            bar.set_postfix_str(f"{num_tokens} tokens, {speed:.0f} tokens/s", refresh=False)
+            bar.update(delta.output is not None)
+            yield delta

@@ -1,0 +1,113 @@
+"""The text of one sequence's output, up to its stop string.
+
+Decides after which token a sequence ends because of its text. Knows nothing of EOS: a token that ended the sequence and
+whose text is not wanted is simply not appended. The same code runs beside the engine (for sequences with stop strings,
+to end them at once) and in the caller's process (for the text), so both see the same end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inflight.outputs import FinishReason
+from inflight.params import SamplingParams
+from inflight.text.detokenizer import IncrementalDetokenizer
+from inflight.text.stop_strings import StopStrings
+from inflight.text.tokenizer import Tokenizer
+
+
+class OutputText:
+    """Joins an incremental detokenizer and stop strings for one sequence.
+
+    The output does not depend on how its tokens were split into appends. `min_tokens`: stop strings are looked for only
+    in the text that later tokens make. Raises ValueError for an empty stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._stop_strings = StopStrings(stop, include_stop_str_in_output) if stop else None
+        self._min_tokens = min_tokens
+        self._pieces: list[str] = []
+        self._num_tokens = 0
+        self._stop_reason: str | None = None
+
+    @classmethod
+    def of_request(cls, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> OutputText:
+        """The text of a sequence that answers a request with these parameters."""
+        return cls(
+            tokenizer,
+            prompt_token_ids,
+            params.stop_strings,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    @property
+    def text(self) -> str:
+        """The text shown so far: all deltas joined."""
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string that has ended the text, if any."""
+        return self._stop_reason
+
+    @property
+    def num_tokens_until_stop(self) -> int:
+        """How many of the appended tokens belong to the output: all, or those up to the one that completed the stop."""
+        return self._num_tokens
+
+    def take_in(
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None, stop_reason: int | str | None = None
+    ) -> str:
+        """The text that is safe to show after a step's tokens, all of it if the sequence has ended.
+
+        A token that ended the sequence ("stop", but not for a string in the text) has no place in the text.
+        """
+        ended_by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
+        delta = self.append(token_ids[:-1] if ended_by_token else token_ids)
+        return delta if finish_reason is None else delta + self.finish()
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """The text that is safe to show after `token_ids`; tokens after a stop are dropped."""
+        if self._stop_strings is None:
+            self._num_tokens += len(token_ids)
+            return self._show(self._detokenizer.append(token_ids))
+        deltas = []
+        for token_id in token_ids:
+            if self._stop_reason is not None:
+                break
+            self._num_tokens += 1
+            deltas.append(self._watch(self._stop_strings, self._detokenizer.append([token_id])))
+        return self._show("".join(deltas))
+
+    def finish(self) -> str:
+        """What was held back, when the sequence has ended. A stop string in it is found too."""
+        if self._stop_reason is not None or self._num_tokens == 0:
+            return ""
+        delta = self._detokenizer.finish()
+        if self._stop_strings is not None:
+            delta = self._watch(self._stop_strings, delta) + self._stop_strings.flush()
+        return self._show(delta)
+
+    def _watch(self, stop_strings: StopStrings, delta: str) -> str:
+        if self._num_tokens <= self._min_tokens:
+            return delta
+        safe, self._stop_reason = stop_strings.feed(delta)
+        return safe
+
+    def _show(self, delta: str) -> str:
+        if delta:
+            self._pieces.append(delta)
+        return delta

@@ -1,0 +1,171 @@
+"""One tokenizer: text and chats to token ids, token ids to text.
+
+Decides where a tokenizer comes from, which errors its user sees, and which token ids stand for text at all. Knows
+nothing of sequences and streams: `detokenizer` turns a growing sequence into text. `transformers` is imported when a
+tokenizer is loaded, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inflight.errors import InvalidRequestError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# A folder with none of these has no tokenizer. `AutoTokenizer` can't be asked: from a folder with a bare config.json it
+# makes a tokenizer with an empty vocabulary.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+)
+
+
+class Tokenizer:
+    """A thin wrapper around a `transformers` tokenizer, fast or slow; `.inner` is the wrapped one."""
+
+    def __init__(self, inner: PreTrainedTokenizerBase) -> None:
+        self.inner = inner
+
+    @classmethod
+    def load(cls, source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer | None:
+        """Load the tokenizer of a local folder or of a repository on the Hugging Face hub.
+
+        Returns None when `source` exists and holds no tokenizer files. Raises ModelError, in one sentence, when
+        `source` can't be reached or its tokenizer can't be read.
+        """
+        try:
+            if not _has_tokenizer_files(source, revision):
+                return None
+            from transformers import AutoTokenizer
+
+            inner = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
+        except Exception as error:  # whatever a broken file makes its reader raise
+            raise ModelError(f"cannot load the tokenizer of {source!r}: {_one_line(error)}") from error
+        if len(inner) <= len(inner.all_special_ids):
+            raise ModelError(f"cannot load the tokenizer of {source!r}: its files hold no vocabulary")
+        return cls(inner)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the tokenizer's own end-of-sequence token; a model's `generation_config` may name others."""
+        token_id: int | None = self.inner.eos_token_id
+        return token_id
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The number of tokens, added ones too. A model's logits may be wider (padding)."""
+        return len(self.inner)
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a prompt, with the special tokens that the tokenizer adds by its own default."""
+        token_ids: list[int] = self.inner.encode(text, verbose=False)
+        return token_ids
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a chat, written out by the model's chat template (or `chat_template`, in Jinja).
+
+        `messages` are dicts with a `role` and a `content`, `tools` JSON schemas. With `continue_final_message` the last
+        message is left open for the model to go on with; set `add_generation_prompt` to False then.
+        `template_arguments` are further variables of the template, such as `enable_thinking`. Raises
+        InvalidRequestError, in one sentence, when there is no template or the template refuses the messages.
+        """
+        if not messages:
+            raise InvalidRequestError("a chat needs at least one message")
+        if chat_template is None and not self.inner.chat_template:
+            raise InvalidRequestError(
+                "this model's tokenizer has no chat template: pass a chat_template, or a text prompt"
+            )
+        try:
+            token_ids: list[int] = self.inner.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                return_dict=False,
+                **(template_arguments or {}),
+            )
+        except Exception as error:  # a template is a program: it can raise anything
+            raise InvalidRequestError(f"the chat template cannot write these messages: {_one_line(error)}") from error
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`, spaces as the model meant them (no clean-up)."""
+        text: str
+        if self.inner.is_fast:  # what `inner.decode` does in the end, in less than half the time: called for each token
+            text = self.inner.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        else:
+            text = self.inner.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        return text
+
+    def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` lets `token_id` through: not a special token that is skipped, nor an id without a token.
+
+        A model's vocabulary may be padded beyond its tokenizer's, so that it can sample an id that means nothing.
+        """
+        if skip_special_tokens and token_id in self._special_token_ids:
+            return False
+        if not self.inner.is_fast:
+            return 0 <= token_id < self.vocab_size
+        try:
+            return self.inner.convert_ids_to_tokens(token_id) is not None
+        except OverflowError:  # not a 32-bit number
+            return False
+
+    @cached_property
+    def byte_of_token(self) -> Mapping[int, int]:
+        """For each byte token (`<0x00>` to `<0xFF>`, SentencePiece's byte fallback) its byte; empty without them."""
+        token_ids = self.inner.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+        if None in token_ids or len(set(token_ids)) < 256:
+            return {}
+        if self.decode([token_ids[byte] for byte in "字".encode()]) != "字":  # ordinary tokens that look alike
+            return {}
+        return {token_id: byte for byte, token_id in enumerate(token_ids)}
+
+    @cached_property
+    def _special_token_ids(self) -> frozenset[int]:
+        """What `decode` skips: in a fast tokenizer the added tokens marked special, in a slow one those with a role."""
+        if self.inner.is_fast:
+            return frozenset(i for i, token in self.inner.added_tokens_decoder.items() if token.special)
+        return frozenset(self.inner.all_special_ids)
+
+
+def _has_tokenizer_files(source: str, revision: str | None) -> bool:
+    folder = Path(source)
+    if folder.is_dir():
+        return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    if folder.exists() or folder.is_absolute():
+        raise ValueError("there is no such folder")
+    from transformers.utils.hub import cached_file
+
+    return any(
+        cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False) is not None
+        for name in _TOKENIZER_FILES
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

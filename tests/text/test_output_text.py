@@ -1,0 +1,101 @@
+"""One sequence's text ends at its stop string, at the same token and character however its tokens came."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inflight.text import OutputText, Tokenizer
+from tests.text.test_detokenizer import cut_points, token_ids_of, whole_text
+from tests.text.test_stop_strings import first_stop, pieces_of
+from tests.text.tokenizers_for_tests import ALL
+
+TOKENIZER = ALL["byte_level"]
+STORY = "The quick brown fox jumps over 😀😃 the lazy dog."
+
+
+def test_stops_inside_a_token_and_drops_the_rest() -> None:
+    token_ids = TOKENIZER.encode(STORY)
+    output = OutputText(TOKENIZER, [], ["ox j", "lazy"])
+    delta = output.append(token_ids)
+    assert delta == output.text == "The quick brown f"
+    assert output.stop_reason == "ox j"
+    num_tokens = output.num_tokens_until_stop
+    assert "ox j" in TOKENIZER.decode(token_ids[:num_tokens])
+    assert "ox j" not in TOKENIZER.decode(token_ids[: num_tokens - 1])
+    assert (output.append(token_ids), output.finish(), output.text) == ("", "", delta)
+    assert output.num_tokens_until_stop == num_tokens
+
+
+def test_stop_string_in_the_output() -> None:
+    output = OutputText(TOKENIZER, [], ["😀😃 t"], include_stop_str_in_output=True)
+    assert output.append(TOKENIZER.encode(STORY)) == "The quick brown fox jumps over 😀😃 t"
+
+
+def test_without_a_stop() -> None:
+    token_ids = TOKENIZER.encode(STORY)
+    for stop in ([], ["dogs"]):
+        output = OutputText(TOKENIZER, [], stop)
+        output.append(token_ids)
+        output.finish()
+        assert (output.text, output.stop_reason, output.num_tokens_until_stop) == (STORY, None, len(token_ids))
+
+
+def test_held_back_text_comes_at_the_end() -> None:
+    output = OutputText(TOKENIZER, [], ["dog.\n"])
+    assert output.append(TOKENIZER.encode(STORY)).endswith("lazy ")
+    assert output.finish() == "dog."
+    assert output.finish() == ""
+
+
+def test_a_stop_string_in_what_was_held_back() -> None:
+    output = OutputText(TOKENIZER, [], ["x\ufffd"])
+    output.append([*TOKENIZER.encode("ax"), *TOKENIZER.encode("😀")[:1]])
+    assert (output.stop_reason, output.finish(), output.stop_reason, output.text) == (None, "", "x\ufffd", "a")
+
+
+def test_min_tokens() -> None:
+    token_ids = TOKENIZER.encode("abab")
+    assert len(token_ids) == 4
+    for min_tokens, text in [(0, ""), (1, "ab"), (2, "ab"), (3, "abab")]:
+        output = OutputText(TOKENIZER, [], ["ab"], min_tokens=min_tokens)
+        output.append(token_ids)
+        output.finish()
+        assert output.text == text
+
+
+def test_no_tokens_make_no_text() -> None:
+    for tokenizer in ALL.values():
+        half_a_character = tokenizer.encode("😀")[:-1]
+        assert OutputText(tokenizer, half_a_character, ["\ufffd"]).finish() == ""
+
+
+def test_special_tokens_are_not_text() -> None:
+    token_ids = [*TOKENIZER.encode("dog"), TOKENIZER.eos_token_id]
+    shown = []
+    for skip_special_tokens in (True, False):
+        output = OutputText(TOKENIZER, [], ["</s>"], skip_special_tokens=skip_special_tokens)
+        shown.append((output.append(token_ids), output.stop_reason))
+    assert shown == [("dog", None), ("dog", "</s>")]
+
+
+@pytest.mark.parametrize("tokenizer", ALL.values(), ids=ALL.keys())
+@given(
+    data=st.data(),
+    cuts=cut_points,
+    stop=st.lists(st.sampled_from(["a", "e ", "\ufffd\ufffd", "字", "T", "x"]), max_size=3),
+)
+def test_any_tokens(tokenizer: Tokenizer, data: st.DataObject, cuts: list[int], stop: list[str]) -> None:
+    prompt, token_ids = data.draw(token_ids_of(tokenizer)), data.draw(token_ids_of(tokenizer))
+    output = OutputText(tokenizer, prompt, stop)
+    deltas = [output.append(piece) for piece in pieces_of(token_ids, cuts)] + [output.finish()]
+    text = whole_text(tokenizer, prompt, token_ids) if token_ids else ""
+    expected = first_stop(text, stop)
+    assert "".join(deltas) == output.text == (text if expected is None else text[: expected[0]])
+    assert output.stop_reason == (None if expected is None else expected[1])
+
+    one_by_one = OutputText(tokenizer, prompt, stop)
+    for token_id in token_ids:
+        one_by_one.append([token_id])
+    one_by_one.finish()
+    assert one_by_one.text == output.text
+    assert one_by_one.num_tokens_until_stop == output.num_tokens_until_stop

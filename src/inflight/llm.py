@@ -162,6 +162,8 @@ class LLM:
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """A prompt's text, if it has one, and its token ids."""
+        if isinstance(prompt, str):
+            return prompt, self._tokenizer_for("text").encode(prompt)
         if isinstance(prompt, Mapping):
             kind = next((key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt), None)
             extra = set(prompt) - {kind, *(["chat_template"] if kind == "messages" else [])}
@@ -175,8 +177,6 @@ class LLM:
                     [dict(message) for message in prompt["messages"]], chat_template=prompt.get("chat_template")
                 )
             return self._tokenize(prompt[kind])
-        if isinstance(prompt, str):
-            return prompt, self._tokenizer_for("text").encode(prompt)
         if not isinstance(prompt, Sequence):
             raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; it must be text, token ids, or a dict")
         return None, prompt

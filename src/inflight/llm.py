@@ -177,9 +177,9 @@ class LLM:
                     [dict(message) for message in prompt["messages"]], chat_template=prompt.get("chat_template")
                 )
             return self._tokenize(prompt[kind])
-        if not isinstance(prompt, Sequence):
-            raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; it must be text, token ids, or a dict")
-        return None, prompt
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+            return None, prompt
+        raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; it must be text, token ids, or a dict")
 
     def _tokenizer_for(self, what: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -67,7 +67,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.runner = ModelRunner(model, config)
         pool = BlockPool(self.model_info.num_blocks, config.block_size)
-        self.scheduler = Scheduler(pool, config.max_num_seqs, config.max_num_batched_tokens)
+        self.scheduler = Scheduler(
+            pool, config.max_num_seqs, config.max_num_batched_tokens, self.model_info.recompute_beyond
+        )
         self.observer: Callable[[StepRecord], None] | None = None
         """Called after each step with its record; while it is None no record is made."""
         self._requests: dict[str, AcceptedRequest] = {}

@@ -12,6 +12,7 @@ class ModelInfo:
         logits_error, attention_error: the proof's relative errors against the plain model.
         attention_calls: "12 x 64" like lines, one for each kind of attention call of a forward pass.
         max_model_len: tokens that a sequence can have.
+        recompute_beyond: a sequence that grows past so many tokens is computed anew (LongRoPE); None: no such length.
         kv_bytes_per_token: cache memory of one token in all layers.
         eos_token_ids: tokens that end a sequence.
         notes: what was limited or is not honoured, and why.
@@ -28,6 +29,7 @@ class ModelInfo:
     attention_error: float
     vocab_size: int
     max_model_len: int
+    recompute_beyond: int | None
     block_size: int
     num_blocks: int
     kv_bytes_per_token: int

@@ -24,6 +24,8 @@ class Span:
         token_ids: the span's tokens.
         num_logit_rows: for how many of the span's last tokens logits are wanted: 0 for a chunk that ends before the
             sequence's last token, 1 for most, more for prompt logprobs and speculation.
+        sequence_length: how many tokens the sequence has by now, those behind the span included (position embeddings
+            of some models depend on it).
         adapter_id: which adapter's weights to add; 0 is none.
     """
 
@@ -32,6 +34,7 @@ class Span:
     start: int
     token_ids: Sequence[int]
     num_logit_rows: int
+    sequence_length: int
     adapter_id: int = 0
 
     @property

@@ -11,6 +11,7 @@ from inflight.config import EngineConfig
 from inflight.errors import ModelError
 from inflight.execution.attention import AttentionBackend, AttentionSpec, make_backend
 from inflight.execution.executors import Executor, PackedExecutor
+from inflight.execution.executors.longrope import longrope_length
 from inflight.execution.model import ModelSource, available_cache_memory, load_model
 from inflight.execution.probe import ProbeReport, probe_packed
 from inflight.execution.ragged_batch import RaggedBatch
@@ -81,6 +82,7 @@ class ModelRunner:
             attention_error=report.attention_error,
             vocab_size=model.get_input_embeddings().weight.shape[0],
             max_model_len=max_model_len,
+            recompute_beyond=longrope_length(model.config.get_text_config()),
             block_size=config.block_size,
             num_blocks=self._choose_num_blocks(bytes_per_block, max_model_len),
             kv_bytes_per_token=bytes_per_block // config.block_size,

@@ -182,7 +182,7 @@ def _run_packed(
     order: list[tuple[int, int]] = []
     for step in steps:
         parts = [(number, range(len(prompts[number]))[start:end]) for number, start, end in step]
-        spans = [Span(n, n, part[0], [prompts[n][i] for i in part], num_logit_rows=len(part)) for n, part in parts]
+        spans = [Span(n, n, part[0], [prompts[n][i] for i in part], len(part), len(prompts[n])) for n, part in parts]
         plan = StepPlan(tuple(spans), (tuple(tables[number] for number, _ in parts),))
         batch = RaggedBatch.pack(plan, PROBE_BLOCK_SIZE, executor.model.device)
         results.append(_observe(modules, executor.forward, batch))
@@ -235,20 +235,4 @@ def _exact_length(config: PreTrainedConfig, specs: Sequence[AttentionSpec]) -> t
     if window is not None and window < limit and all(spec.window is None for spec in specs):
         limit = window
         notes.append(f"sequences are limited to {window} tokens: the model does not tell attention its sliding window")
-    for parameters in _rope_parameter_sets(config):
-        # LongRoPE chooses its factors by the longest sequence in the row. (So does dynamic NTK scaling, but only
-        # beyond max_position_embeddings.)
-        regime = parameters["original_max_position_embeddings"] if parameters.get("rope_type") == "longrope" else limit
-        if regime < limit:
-            limit = regime
-            notes.append(
-                f"sequences are limited to {regime} tokens: LongRoPE would let a longer one change its neighbours"
-            )
     return limit, notes
-
-
-def _rope_parameter_sets(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The position embeddings' parameters: one set, or one for each type of layer."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]

@@ -39,6 +39,7 @@ class RaggedBatch:
         logit_rows: `[R]` int64, indices into the row.
         groups: one per cache group.
         query_lens_host, kv_lens_host: `[S]` int64 in host memory: sizes are decided without asking the device.
+        sequence_lens_host: `[S]` int64 in host memory: tokens that each span's whole sequence has by now.
         logit_slots_host, logit_positions_host: `[R]` int64 in host memory: the slot and the position of the token
             behind each row of logits.
     """
@@ -51,6 +52,7 @@ class RaggedBatch:
     groups: tuple[CacheGroupBatch, ...]
     query_lens_host: IntArray
     kv_lens_host: IntArray
+    sequence_lens_host: IntArray
     logit_slots_host: IntArray
     logit_positions_host: IntArray
 
@@ -86,6 +88,7 @@ class RaggedBatch:
             groups=tuple(_pack_group(tables, span_of_token, positions, block_size, device) for tables in plan.tables),
             query_lens_host=query_lens,
             kv_lens_host=starts + query_lens,
+            sequence_lens_host=np.array([span.sequence_length for span in plan.spans], dtype=np.int64),
             logit_slots_host=np.repeat(slots, num_logit_rows),
             logit_positions_host=positions[logit_rows],
         )

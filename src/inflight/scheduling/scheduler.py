@@ -35,10 +35,25 @@ class Progress:
 
 
 class Scheduler:
-    """Decides, before every forward pass, which tokens run; owns all sequences until they are finished."""
+    """Decides, before every forward pass, which tokens run; owns all sequences until they are finished.
 
-    def __init__(self, block_pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    Args:
+        block_pool: the cache's blocks.
+        max_num_seqs: slots.
+        max_num_batched_tokens: the token budget of a step.
+        recompute_beyond: a sequence that grows past so many tokens is computed anew from its start, because the model
+            sees all of its tokens differently from then on (LongRoPE); None: no such length.
+    """
+
+    def __init__(
+        self,
+        block_pool: BlockPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        recompute_beyond: int | None = None,
+    ) -> None:
         self.block_pool = block_pool
+        self.recompute_beyond = recompute_beyond
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
@@ -109,9 +124,12 @@ class Scheduler:
             sequence.num_computed_tokens = span.end
             if not sampled:
                 continue
-            progress.append(Progress(sequence, sequence.append(sampled)))
+            new_token_ids = sequence.append(sampled)
+            progress.append(Progress(sequence, new_token_ids))
             if sequence.finish_reason is not None:
                 self._remove(sequence)
+            elif self.recompute_beyond is not None and sequence.has_grown_past(self.recompute_beyond, new_token_ids):
+                sequence.num_computed_tokens = 0
         return progress
 
     def discard(self) -> None:
@@ -186,7 +204,8 @@ class Scheduler:
             end = start + length
             num_logit_rows = 1 if end == len(sequence.token_ids) else 0
             token_ids = sequence.token_ids[start:end]
-            spans.append(Span(sequence.sequence_id, sequence.slot, start, token_ids, num_logit_rows))
+            sequence_length = len(sequence.token_ids)
+            spans.append(Span(sequence.sequence_id, sequence.slot, start, token_ids, num_logit_rows, sequence_length))
             tables.append(sequence.block_table[:])
         released_slots, self._released_slots = tuple(self._released_slots), []
         return StepPlan(tuple(spans), (tuple(tables),), released_slots=released_slots)

@@ -55,6 +55,10 @@ class Sequence:
         """Tokens generated so far."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
+    def has_grown_past(self, length: int, new_token_ids: SequenceOf[int]) -> bool:
+        """Whether the last `new_token_ids` took the sequence from at most `length` tokens to more."""
+        return len(self.token_ids) - len(new_token_ids) <= length < len(self.token_ids)
+
     def append(self, sampled: SequenceOf[int]) -> list[int]:
         """Take sampled tokens up to the one that finishes the sequence, set `finish_reason`, return those taken."""
         request = self.request

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from inflight.execution.attention import AttentionBackend, AttentionSpec
 from inflight.execution.attention.interface import PagedCache
 from inflight.execution.executors.hook import attend_with
+from inflight.execution.executors.longrope import length_of_its_own, longrope_length
 from inflight.execution.ragged_batch import RaggedBatch
 
 
@@ -28,6 +29,7 @@ class PackedExecutor:
         self.model = model
         self.backend = backend
         self.specs = tuple(specs)
+        self._longrope_length = longrope_length(model.config.get_text_config())
         self._takes_logit_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._caches: list[PagedCache] = []
         self._num_calls = 0
@@ -49,7 +51,7 @@ class PackedExecutor:
                 self.backend.copy_blocks(cache, copies)
         options = {"logits_to_keep": batch.logit_rows} if self._takes_logit_rows else {}
         self._num_calls = 0
-        with attend_with(self.model, self._attend):
+        with attend_with(self.model, self._attend), length_of_its_own(self.model, batch, self._longrope_length):
             logits: torch.Tensor = self.model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],

@@ -1,0 +1,134 @@
+"""How exactness is measured: the engine against the plain model, teacher-forced on the plain model's own tokens.
+
+The engine runs for real (scheduling, chunks, paging, preemption), but its sampler is replaced by a teacher that keeps
+each row of logits and hands back the plain model's token. So one run gives the engine's logits at every output position
+of every request, and what it would have chosen there.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from inflight.config import EngineConfig
+from inflight.engine import Engine
+from inflight.execution.ragged_batch import RaggedBatch
+from inflight.params import SamplingParams
+from inflight.record import StepRecord
+from tests import zoo
+
+NUM_REQUESTS = 40
+MAX_LOGIT_DIFFERENCE = 2e-5  # of the range of the reference's logits
+MAX_SHARE_OF_TIES = 0.005
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the plain model gives for one prompt alone: its greedy tokens, and the logits `[tokens, V]` behind them."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: Tensor
+
+
+@cache
+def references(name: str) -> list[Reference]:
+    """Requests of mixed lengths, and the plain model's answers to them."""
+    rng = random.Random(name)
+    model = zoo.build(name)
+    made = []
+    for number in range(NUM_REQUESTS):
+        length = rng.choice((1, 2, 7, 16, 17, 31, 32, 33, 50, 64, 90)) if number % 2 else rng.randint(1, 100)
+        prompt = [rng.randrange(zoo.VOCAB_SIZE) for _ in range(length)]
+        tokens = zoo.plain_greedy(model, prompt, rng.randint(1, 24))
+        made.append(Reference(prompt, tokens, _logits_behind(name, prompt, tokens)))
+    return made
+
+
+def _logits_behind(name: str, prompt: list[int], tokens: list[int]) -> Tensor:
+    model, everything = zoo.build(name), prompt + tokens
+    logits = zoo.plain_logits(model, everything)[len(prompt) - 1 : -1]
+    limit = zoo.ORIGINAL_MAX_POSITIONS
+    if name == "phi3_longrope" and len(prompt) <= limit < len(everything):
+        # Tokens that were chosen before the sequence outgrew the short frequencies saw themselves through those.
+        num_short = limit - len(prompt) + 1
+        logits = torch.cat([zoo.plain_logits(model, everything[:limit])[len(prompt) - 1 :], logits[num_short:]])
+    return logits
+
+
+class Teacher:
+    """Stands in for the engine's sampler; requests are told apart by their seed."""
+
+    def __init__(self, lessons: Sequence[Reference]) -> None:
+        self.lessons = lessons
+        self.logits: list[dict[int, Tensor]] = [{} for _ in lessons]
+        self._pupils: dict[int, tuple[int, int]] = {}
+
+    def assign(self, slot: int, params: SamplingParams, *, seed: int, prompt_len: int, **_: object) -> None:
+        self._pupils[slot] = (seed, prompt_len)
+
+    def sample(self, logits: Tensor, batch: RaggedBatch) -> list[int]:
+        tokens = []
+        positions = zip(batch.logit_slots_host.tolist(), batch.logit_positions_host.tolist(), strict=True)
+        for row, (slot, position) in enumerate(positions):
+            request, prompt_len = self._pupils[slot]
+            output_position = position + 1 - prompt_len
+            assert output_position not in self.logits[request], "a token was computed twice"
+            self.logits[request][output_position] = logits[row].clone()
+            tokens.append(self.lessons[request].tokens[output_position])
+        return tokens
+
+
+@dataclass
+class Run:
+    """What one run of the engine showed."""
+
+    largest_difference: float = 0.0
+    ties: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
+    num_preemptions: int = 0
+
+    def count(self, kind: str) -> int:
+        """How many spans of this kind ran."""
+        return sum(span.kind == kind for record in self.records for span in record.spans)
+
+
+def run_teacher_forced(name: str, **options: object) -> Run:
+    """Run all reference requests of a zoo model through an engine with these options, and compare."""
+    return compare(zoo.build(name), references(name), lambda: EngineConfig(**options))  # type: ignore[arg-type]
+
+
+def compare(model: object, lessons: Sequence[Reference], config: Callable[[], EngineConfig]) -> Run:
+    """Teacher-force `lessons` through an engine for `model` and measure every row of logits against them."""
+    engine = Engine(model, config())  # type: ignore[arg-type]
+    teacher, run = Teacher(lessons), Run()
+    engine.runner.sampler = teacher  # type: ignore[assignment]
+    engine.observer = run.records.append
+    for number, lesson in enumerate(lessons):
+        params = SamplingParams(temperature=0, max_tokens=len(lesson.tokens), seed=number, ignore_eos=True)
+        engine.submit(engine.accept(str(number), lesson.prompt, params))
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            assert output.error is None, output.error
+    run.num_preemptions = engine.scheduler.num_preemptions
+    engine.scheduler.block_pool.check([])
+    for number, lesson in enumerate(lessons):
+        _measure(run, number, lesson, teacher.logits[number])
+    return run
+
+
+def _measure(run: Run, number: int, lesson: Reference, rows: dict[int, Tensor]) -> None:
+    assert sorted(rows) == list(range(len(lesson.tokens))), "every output position is computed exactly once"
+    logits = torch.stack([rows[position] for position in range(len(rows))])
+    spread = float(lesson.logits.max() - lesson.logits.min())
+    difference = float((logits - lesson.logits).abs().max())
+    run.largest_difference = max(run.largest_difference, difference / spread)
+    best = lesson.logits.topk(2, dim=-1).values
+    for position in (logits.argmax(-1) != torch.tensor(lesson.tokens)).nonzero()[:, 0].tolist():
+        gap = float(best[position, 0] - best[position, 1])
+        verdict = f"request {number}, output {position}: the two best lie {gap:.1e} apart, noise is {difference:.1e}"
+        (run.ties if gap < 2 * difference else run.wrong).append(verdict)

@@ -1,0 +1,69 @@
+"""The promise: in float32, greedy output is token for token what the plain model gives for each prompt alone.
+
+Whatever the token budget, the block size and the size of the cache: the contract of `docs/architecture.md`, "Exactness".
+"""
+
+import pytest
+
+from inflight import LLM, SamplingParams
+from tests import zoo
+from tests.exactness.harness import MAX_LOGIT_DIFFERENCE, MAX_SHARE_OF_TIES, Run, references, run_teacher_forced
+
+BUDGETS = (8, 64, 2048)
+BLOCK_SIZES = (1, 16, 32)
+TIGHT = 160  # tokens of cache, for requests of up to 124 each
+ROOMY = 16_384
+
+
+def assert_exact(run: Run, num_requests: int) -> None:
+    for tie in run.ties:
+        print("tie:", tie)
+    assert not run.wrong
+    assert run.largest_difference <= MAX_LOGIT_DIFFERENCE
+    assert len(run.ties) <= MAX_SHARE_OF_TIES * num_requests
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_exact_in_a_cache_so_small_that_sequences_are_preempted(name: str, budget: int, block_size: int) -> None:
+    run = run_teacher_forced(
+        name, max_num_batched_tokens=budget, block_size=block_size, num_blocks=TIGHT // block_size, max_num_seqs=12
+    )
+    assert_exact(run, len(references(name)))
+    assert run.num_preemptions > 0
+    assert run.count("decode") > 0
+    assert (run.count("chunk") > 0) == (budget < 100)
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("budget", "block_size", "backend"), [(64, 16, "torch"), (2048, 16, "torch"), (64, 8, "reference")]
+)
+def test_exact_in_a_roomy_cache(name: str, budget: int, block_size: int, backend: str) -> None:
+    run = run_teacher_forced(
+        name,
+        max_num_batched_tokens=budget,
+        block_size=block_size,
+        num_blocks=ROOMY // block_size,
+        attention_backend=backend,
+        max_num_seqs=12,
+    )
+    assert_exact(run, len(references(name)))
+    assert run.num_preemptions == 0
+    mixed = [record for record in run.records if len({span.kind == "decode" for span in record.spans}) == 2]
+    assert mixed, "prefills and decodes ride in the same step"
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_generate_gives_the_plain_models_tokens(name: str) -> None:
+    lessons = references(name)
+    llm = LLM(zoo.build(name), max_num_batched_tokens=64, max_num_seqs=8)
+    params = [SamplingParams(temperature=0, max_tokens=len(lesson.tokens)) for lesson in lessons]
+    outputs = llm.generate([lesson.prompt for lesson in lessons], params, use_tqdm=False)
+    different = [
+        number
+        for number, (output, lesson) in enumerate(zip(outputs, lessons, strict=True))
+        if output.outputs[0].token_ids != lesson.tokens
+    ]
+    assert len(different) <= MAX_SHARE_OF_TIES * len(lessons), different

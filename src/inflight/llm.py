@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from inflight.config import EngineConfig
 from inflight.engine import AcceptedRequest, Engine
 from inflight.errors import InvalidRequestError, ModelError
-from inflight.execution.model import ModelSource, check_folder
+from inflight.execution.model import ModelSource, check_source
 from inflight.model_info import ModelInfo
 from inflight.observe.progress import with_progress
 from inflight.options import refuse_unknown_options
@@ -57,7 +57,8 @@ class LLM:
         refuse_unknown_options(options, [field.name for field in fields(EngineConfig)], "LLM")
         config = EngineConfig(**options)
         model = DEMO_MODEL if model is None else model
-        check_folder(model)
+        if not isinstance(model, PreTrainedModel):
+            check_source(model, config)
         self.tokenizer = _load_tokenizer(model, tokenizer, config)
         self.engine = Engine(model, config, self.tokenizer)
         self._streams: dict[str, _Stream] = {}
@@ -223,7 +224,7 @@ class _Stream:
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     if isinstance(prompts, str | Mapping):
         return True
-    return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Sequence)
+    return not isinstance(prompts, Sequence) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
 def _load_tokenizer(

@@ -28,12 +28,8 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
         check_dtype(dtype, device)
         return source.to(device=device, dtype=dtype).eval()
     device = resolve_device(config.device)
-    check_folder(source)
-    name = os.fspath(source)
+    model_config, name = check_source(source, config), os.fspath(source)
     try:
-        model_config = AutoConfig.from_pretrained(
-            name, trust_remote_code=config.trust_remote_code, revision=config.revision
-        )
         dtype = resolve_dtype(config.dtype, model_config, device)
         if config.load_format == "dummy":
             model = _dummy_model(model_config, dtype, device, config)
@@ -42,20 +38,26 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
     except ModelError:
         raise
     except Exception as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ModelError(f"the model {name!r} can not be loaded: {reason}") from error
+        raise ModelError(f"the model {name!r} can not be loaded: {_first_line(error)}") from error
     return model.eval()
 
 
-def check_folder(source: ModelSource) -> None:
-    """Raise `ModelError` if `source` means a local folder (not a hub id such as `org/model`) and is none."""
-    if isinstance(source, PreTrainedModel) or Path(source).is_dir():
-        return
+def check_source(source: str | os.PathLike[str], config: EngineConfig) -> PreTrainedConfig:
+    """The configuration of a folder or hub repository; raises `ModelError` if there is none, before much is loaded."""
     name = os.fspath(source)
-    if not isinstance(source, str) or Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    looks_like_path = not isinstance(source, str) or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if not Path(name).is_dir() and (looks_like_path or Path(name).exists()):
         raise ModelError(
-            f"there is no model folder {name!r}; give a folder with a config.json, or a hub id like org/model"
+            f"there is no model folder {name!r}; give a folder with a config.json, or a hub id (org/model)"
         )
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    except Exception as error:
+        raise ModelError(f"the model {name!r} can not be loaded: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def resolve_device(device: str) -> torch.device:

@@ -17,7 +17,7 @@ from inflight.errors import InvalidRequestError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A folder with none of these has no tokenizer. `AutoTokenizer` can't be asked: from a folder with a bare config.json it
+# A folder with none of these has no tokenizer. `AutoTokenizer` can't be asked: where there is only a config.json it
 # makes a tokenizer with an empty vocabulary.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -42,20 +42,25 @@ class Tokenizer:
     def load(cls, source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer | None:
         """Load the tokenizer of a local folder or of a repository on the Hugging Face hub.
 
-        Returns None when `source` exists and holds no tokenizer files. Raises ModelError, in one sentence, when
-        `source` can't be reached or its tokenizer can't be read.
+        Returns None when there is none in `source`. Raises ModelError, in one sentence, when `source` can't be reached
+        or its tokenizer can't be read.
         """
-        try:
-            if not _has_tokenizer_files(source, revision):
-                return None
-            from transformers import AutoTokenizer
+        is_folder = Path(source).is_dir()
+        if not is_folder and (Path(source).is_absolute() or Path(source).exists()):
+            raise ModelError(f"cannot load the tokenizer of {source!r}: there is no such folder")
+        if is_folder and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
+            return None
+        from transformers import AutoTokenizer
 
+        try:
             inner = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
         except Exception as error:  # whatever a broken file makes its reader raise
             raise ModelError(f"cannot load the tokenizer of {source!r}: {_one_line(error)}") from error
-        if len(inner) <= len(inner.all_special_ids):
+        if len(inner) > len(inner.all_special_ids):
+            return cls(inner)
+        if is_folder:
             raise ModelError(f"cannot load the tokenizer of {source!r}: its files hold no vocabulary")
-        return cls(inner)
+        return None  # a repository without tokenizer files
 
     @property
     def eos_token_id(self) -> int | None:
@@ -151,20 +156,6 @@ class Tokenizer:
         if self.inner.is_fast:
             return frozenset(i for i, token in self.inner.added_tokens_decoder.items() if token.special)
         return frozenset(self.inner.all_special_ids)
-
-
-def _has_tokenizer_files(source: str, revision: str | None) -> bool:
-    folder = Path(source)
-    if folder.is_dir():
-        return any((folder / name).is_file() for name in _TOKENIZER_FILES)
-    if folder.exists() or folder.is_absolute():
-        raise ValueError("there is no such folder")
-    from transformers.utils.hub import cached_file
-
-    return any(
-        cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False) is not None
-        for name in _TOKENIZER_FILES
-    )
 
 
 def _one_line(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """The promise: in float32, greedy output is token for token what the plain model gives for each prompt alone.
 
-Whatever the token budget, the block size and the size of the cache: the contract of `docs/architecture.md`, "Exactness".
+Whatever the token budget, the block size and the size of the cache (docs/architecture.md, "Exactness").
 """
 
 import pytest

@@ -131,9 +131,9 @@ class Engine:
         except BaseException:
             self.scheduler.discard()
             raise
-        self._num_steps += 1
         if self.observer:
             self.observer(self._record(spans, start_time))
+        self._num_steps += 1
         return outputs
 
     def _run(self, plan: StepPlan) -> list[SequenceOutput]:

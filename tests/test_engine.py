@@ -1,4 +1,4 @@
-"""The loop: what happens when something ends early, goes wrong, or is interrupted; and what it costs to read results."""
+"""The loop: what happens when something ends early, goes wrong, or is interrupted; and what reading results costs."""
 
 from collections.abc import Callable
 from typing import Any

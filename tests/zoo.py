@@ -198,7 +198,7 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
 @torch.no_grad()
 def plain_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
     """What the plain model generates greedily after `prompt` alone: `num_tokens` new tokens."""
-    input_ids = torch.tensor([prompt])
+    input_ids = torch.tensor([prompt], device=model.device)
     with attention_implementation(model, "eager"):
         output = model.generate(
             input_ids,
@@ -213,7 +213,7 @@ def plain_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> 
 def plain_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
     """The plain model's logits [len(token_ids), V] in one forward of one sequence, without a cache."""
     with attention_implementation(model, "eager"):
-        return model(torch.tensor([token_ids]), use_cache=False).logits[0]
+        return model(torch.tensor([token_ids], device=model.device), use_cache=False).logits[0]
 
 
 class Mutation(Enum):

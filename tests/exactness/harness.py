@@ -6,12 +6,14 @@ of every request, and what it would have chosen there.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from inflight.config import EngineConfig
 from inflight.engine import Engine
@@ -36,20 +38,24 @@ class Reference:
 
 @cache
 def references(name: str) -> list[Reference]:
-    """Requests of mixed lengths, and the plain model's answers to them."""
+    """Requests of mixed lengths for a zoo model, and its own plain answers to them."""
+    return make_references(name, zoo.build(name))
+
+
+def make_references(name: str, model: PreTrainedModel) -> list[Reference]:
+    """The same for a model of that architecture wherever it lives."""
     rng = random.Random(name)
-    model = zoo.build(name)
     made = []
     for number in range(NUM_REQUESTS):
         length = rng.choice((1, 2, 7, 16, 17, 31, 32, 33, 50, 64, 90)) if number % 2 else rng.randint(1, 100)
         prompt = [rng.randrange(zoo.VOCAB_SIZE) for _ in range(length)]
         tokens = zoo.plain_greedy(model, prompt, rng.randint(1, 24))
-        made.append(Reference(prompt, tokens, _logits_behind(name, prompt, tokens)))
+        made.append(Reference(prompt, tokens, _logits_behind(name, model, prompt, tokens).cpu()))
     return made
 
 
-def _logits_behind(name: str, prompt: list[int], tokens: list[int]) -> Tensor:
-    model, everything = zoo.build(name), prompt + tokens
+def _logits_behind(name: str, model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> Tensor:
+    everything = prompt + tokens
     logits = zoo.plain_logits(model, everything)[len(prompt) - 1 : -1]
     limit = zoo.ORIGINAL_MAX_POSITIONS
     if name == "phi3_longrope" and len(prompt) <= limit < len(everything):
@@ -77,7 +83,7 @@ class Teacher:
             request, prompt_len = self._pupils[slot]
             output_position = position + 1 - prompt_len
             assert output_position not in self.logits[request], "a token was computed twice"
-            self.logits[request][output_position] = logits[row].clone()
+            self.logits[request][output_position] = logits[row].cpu().clone()
             tokens.append(self.lessons[request].tokens[output_position])
         return tokens
 
@@ -87,6 +93,7 @@ class Run:
     """What one run of the engine showed."""
 
     largest_difference: float = 0.0
+    num_requests: int = 0
     ties: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
@@ -97,15 +104,10 @@ class Run:
         return sum(span.kind == kind for record in self.records for span in record.spans)
 
 
-def run_teacher_forced(name: str, **options: object) -> Run:
-    """Run all reference requests of a zoo model through an engine with these options, and compare."""
-    return compare(zoo.build(name), references(name), lambda: EngineConfig(**options))  # type: ignore[arg-type]
-
-
-def compare(model: object, lessons: Sequence[Reference], config: Callable[[], EngineConfig]) -> Run:
-    """Teacher-force `lessons` through an engine for `model` and measure every row of logits against them."""
-    engine = Engine(model, config())  # type: ignore[arg-type]
-    teacher, run = Teacher(lessons), Run()
+def run_teacher_forced(model: PreTrainedModel, lessons: Sequence[Reference], **options: Any) -> Run:
+    """Run all lessons through an engine for `model` with these options; measure every row of logits against them."""
+    engine = Engine(model, EngineConfig(**options))
+    teacher, run = Teacher(lessons), Run(num_requests=len(lessons))
     engine.runner.sampler = teacher  # type: ignore[assignment]
     engine.observer = run.records.append
     for number, lesson in enumerate(lessons):
@@ -132,3 +134,12 @@ def _measure(run: Run, number: int, lesson: Reference, rows: dict[int, Tensor]) 
         gap = float(best[position, 0] - best[position, 1])
         verdict = f"request {number}, output {position}: the two best lie {gap:.1e} apart, noise is {difference:.1e}"
         (run.ties if gap < 2 * difference else run.wrong).append(verdict)
+
+
+def assert_exact(run: Run) -> None:
+    """The contract, on what a run showed; ties between two tokens are printed."""
+    for tie in run.ties:
+        print("tie:", tie)
+    assert not run.wrong
+    assert run.largest_difference <= MAX_LOGIT_DIFFERENCE
+    assert len(run.ties) <= MAX_SHARE_OF_TIES * run.num_requests

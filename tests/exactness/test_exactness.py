@@ -7,7 +7,7 @@ import pytest
 
 from inflight import LLM, SamplingParams
 from tests import zoo
-from tests.exactness.harness import MAX_LOGIT_DIFFERENCE, MAX_SHARE_OF_TIES, Run, references, run_teacher_forced
+from tests.exactness.harness import MAX_SHARE_OF_TIES, assert_exact, references, run_teacher_forced
 
 BUDGETS = (8, 64, 2048)
 BLOCK_SIZES = (1, 16, 32)
@@ -15,22 +15,19 @@ TIGHT = 160  # tokens of cache, for requests of up to 124 each
 ROOMY = 16_384
 
 
-def assert_exact(run: Run, num_requests: int) -> None:
-    for tie in run.ties:
-        print("tie:", tie)
-    assert not run.wrong
-    assert run.largest_difference <= MAX_LOGIT_DIFFERENCE
-    assert len(run.ties) <= MAX_SHARE_OF_TIES * num_requests
-
-
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_exact_in_a_cache_so_small_that_sequences_are_preempted(name: str, budget: int, block_size: int) -> None:
     run = run_teacher_forced(
-        name, max_num_batched_tokens=budget, block_size=block_size, num_blocks=TIGHT // block_size, max_num_seqs=12
+        zoo.build(name),
+        references(name),
+        max_num_batched_tokens=budget,
+        block_size=block_size,
+        num_blocks=TIGHT // block_size,
+        max_num_seqs=12,
     )
-    assert_exact(run, len(references(name)))
+    assert_exact(run)
     assert run.num_preemptions > 0
     assert run.count("decode") > 0
     assert (run.count("chunk") > 0) == (budget < 100)
@@ -42,14 +39,15 @@ def test_exact_in_a_cache_so_small_that_sequences_are_preempted(name: str, budge
 )
 def test_exact_in_a_roomy_cache(name: str, budget: int, block_size: int, backend: str) -> None:
     run = run_teacher_forced(
-        name,
+        zoo.build(name),
+        references(name),
         max_num_batched_tokens=budget,
         block_size=block_size,
         num_blocks=ROOMY // block_size,
         attention_backend=backend,
         max_num_seqs=12,
     )
-    assert_exact(run, len(references(name)))
+    assert_exact(run)
     assert run.num_preemptions == 0
     mixed = [record for record in run.records if len({span.kind == "decode" for span in record.spans}) == 2]
     assert mixed, "prefills and decodes ride in the same step"

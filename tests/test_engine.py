@@ -171,6 +171,14 @@ def test_a_stop_token_of_the_request_is_the_stop_reason() -> None:
     assert tokens_of(outputs, "a") == plain[: plain.index(stop) + 1]
 
 
+def test_all_sequences_of_a_request_may_stop_in_the_same_step() -> None:
+    plain = zoo.plain_greedy(zoo.build("llama"), [1, 2, 3], 20)
+    engine = make_engine()
+    submit(engine, "a", [1, 2, 3], SamplingParams(n=2, temperature=0, max_tokens=20, stop_token_ids=[plain[4]]))
+    ends = [(o.index, o.finish_reason, o.stop_reason) for o in drain(engine) if o.finish_reason]
+    assert ends == [(0, "stop", plain[4]), (1, "stop", plain[4])]
+
+
 def test_records_tell_what_each_step_did() -> None:
     engine = make_engine(max_num_batched_tokens=8, max_num_seqs=2)
     records: list[StepRecord] = []

@@ -45,6 +45,7 @@ class AcceptedRequest:
 class SequenceState:
     """What the engine keeps of a sequence from its first step to its end."""
 
+    params: SamplingParams
     first_scheduled_time: float
     stop_text: OutputText | None
     """Its text so far, if stop strings have to be looked for."""
@@ -167,7 +168,7 @@ class Engine:
                 stop_token_ids=accepted.request.stop_token_ids,
             )
             if span.sequence_id not in self._states:
-                self._states[span.sequence_id] = SequenceState(now, self._stop_text(accepted))
+                self._states[span.sequence_id] = SequenceState(accepted.params, now, self._stop_text(accepted))
 
     def _stop_text(self, accepted: AcceptedRequest) -> OutputText | None:
         if self.tokenizer is None or not accepted.params.stop_strings:
@@ -198,10 +199,10 @@ class Engine:
     ) -> SequenceOutput:
         """The message about a sequence; one that has ended is forgotten."""
         request_id = sequence.request.request_id
-        state = self._states.get(sequence.sequence_id)
-        if sequence.finish_reason == "stop" and stop_reason is None:
+        state = self._states.get(sequence.sequence_id)  # None: it never ran
+        if state and sequence.finish_reason == "stop" and stop_reason is None:
             last = sequence.token_ids[-1]
-            stop_reason = last if last in (self._requests[request_id].params.stop_token_ids or ()) else None
+            stop_reason = last if last in (state.params.stop_token_ids or ()) else None
         if sequence.finish_reason is not None:
             self._states.pop(sequence.sequence_id, None)
             if not self.scheduler.is_unfinished(request_id):

@@ -161,7 +161,8 @@ def draw(name: str, factor: float, seed: int) -> PreTrainedModel:
     residual stream would still be mostly the input token), norms and biases are moved away from 1 and 0 so that
     forgetting one is noticed.
     """
-    with torch.random.fork_rng(devices=[]):  # construction draws too, and must not move the caller's random state
+    with torch.random.fork_rng(devices=[]):  # construction draws too: not from, and not into, the caller's random state
+        torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
             ARCHITECTURES[name](), dtype=torch.float32, attn_implementation="eager"
         ).eval()

@@ -163,6 +163,8 @@ class LLM:
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """A prompt's text, if it has one, and its token ids."""
+        if prompt == "":  # whatever tokens the tokenizer would put around it
+            raise InvalidRequestError("the prompt is empty; it must have at least one character")
         if isinstance(prompt, str):
             return prompt, self._tokenizer_for("text").encode(prompt)
         if isinstance(prompt, Mapping):

@@ -1,5 +1,6 @@
 """Loading: from a hub id, a folder or a configuration to a `transformers` model on its device, ready to be probed."""
 
+import copy
 import gc
 import os
 from pathlib import Path
@@ -19,16 +20,13 @@ ModelSource: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
     """The model of `source`, in evaluation mode, on the device and in the dtype that `config` asks for.
 
-    A loaded `PreTrainedModel` is taken as it is (and keeps its device and dtype unless others are asked for).
+    Of a loaded `PreTrainedModel` an own copy is made that shares its parameters; the caller's stays as it is.
     Raises `ModelError` if it can not be loaded, or not completely: missing weights are never made up.
     """
     if isinstance(source, PreTrainedModel):
-        device = source.device if config.device == "auto" else resolve_device(config.device)
-        dtype = source.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        check_dtype(dtype, device)
-        return source.to(device=device, dtype=dtype).eval()
+        return _own_copy(source, config)
     device = resolve_device(config.device)
-    model_config, name = check_source(source, config), os.fspath(source)
+    model_config, name = check_source(source, config), os.path.expanduser(source)
     try:
         dtype = resolve_dtype(config.dtype, model_config, device)
         if config.load_format == "dummy":
@@ -44,8 +42,8 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
 
 def check_source(source: str | os.PathLike[str], config: EngineConfig) -> PreTrainedConfig:
     """The configuration of a folder or hub repository; raises `ModelError` if there is none, before much is loaded."""
-    name = os.fspath(source)
-    looks_like_path = not isinstance(source, str) or name.startswith((".", "/", "~")) or name.count("/") > 1
+    name = os.path.expanduser(source)
+    looks_like_path = not isinstance(source, str) or name.startswith((".", "/")) or name.count("/") > 1
     if not Path(name).is_dir() and (looks_like_path or Path(name).exists()):
         raise ModelError(
             f"there is no model folder {name!r}; give a folder with a config.json, or a hub id (org/model)"
@@ -71,7 +69,9 @@ def resolve_device(device: str) -> torch.device:
         torch.empty(0, device=resolved)
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device {device!r} can not be used here: {str(error).splitlines()[0]}") from error
-    return resolved
+    if resolved.type == "meta":
+        raise ModelError("device 'meta' holds no values to compute with; use cpu, cuda or mps")
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else resolved
 
 
 def resolve_dtype(dtype: str, model_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -102,6 +102,23 @@ def available_cache_memory(device: torch.device) -> int:
     return 2 * 2**30
 
 
+def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
+    """A model with modules, buffers and configuration of its own, so that nothing done to it touches the caller's.
+
+    It shares the caller's parameters, unless another dtype or device is asked for. As when a checkpoint is loaded in
+    another dtype, buffers (rotary frequencies) and what the class wants kept in float32 are not converted."""
+    device = model.device if config.device == "auto" else resolve_device(config.device)
+    dtype = model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    check_dtype(dtype, device)
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    replaced: dict[int, torch.nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        wanted = parameter.dtype if kept.intersection(name.split(".")) else dtype
+        is_same = parameter.dtype == wanted and parameter.device == device
+        replaced[id(parameter)] = parameter if is_same else torch.nn.Parameter(parameter.to(device, wanted), False)
+    return copy.deepcopy(model, replaced).to(device).eval()
+
+
 def _dummy_model(
     model_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, config: EngineConfig
 ) -> PreTrainedModel:
@@ -118,8 +135,11 @@ def _pretrained_model(name: str, dtype: torch.dtype, config: EngineConfig) -> Pr
         trust_remote_code=config.trust_remote_code,
         revision=config.revision,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are reported, and refused below
     )
     for kind, problem in (("missing_keys", "lacks"), ("mismatched_keys", "has wrong shapes for")):
         if keys := sorted(map(str, report.get(kind) or ())):
-            raise ModelError(f"the checkpoint {name!r} {problem} {len(keys)} weights, for example {keys[0]}")
+            raise ModelError(
+                f"the checkpoint {name!r} {problem} some of the model's weights ({len(keys)}): {keys[0]} …"
+            )
     return model

@@ -69,6 +69,7 @@ class ModelRunner:
                     f"max_model_len is {config.max_model_len}; this model accepts at most {max_model_len} ({reason})"
                 )
             max_model_len = config.max_model_len
+        vocab_size = model.get_input_embeddings().weight.shape[0]
         bytes_per_block = self.executor.bytes_per_block(config.block_size)
         return ModelInfo(
             model_class=type(model).__name__,
@@ -80,13 +81,13 @@ class ModelRunner:
             attention_calls=describe_calls(report.specs),
             logits_error=report.logits_error,
             attention_error=report.attention_error,
-            vocab_size=model.get_input_embeddings().weight.shape[0],
+            vocab_size=vocab_size,
             max_model_len=max_model_len,
             recompute_beyond=longrope_length(model.config.get_text_config()),
             block_size=config.block_size,
             num_blocks=self._choose_num_blocks(bytes_per_block, max_model_len),
             kv_bytes_per_token=bytes_per_block // config.block_size,
-            eos_token_ids=_eos_token_ids(self.generation_config),
+            eos_token_ids=_eos_token_ids(self.generation_config, vocab_size),
             notes=(*report.notes, *_not_honoured(self.generation_config)),
         )
 
@@ -126,12 +127,11 @@ def _describe_call(spec: AttentionSpec) -> str:
     return ", ".join(words)
 
 
-def _eos_token_ids(generation_config: GenerationConfig) -> tuple[int, ...]:
-    """All token ids that end a sequence, as `model.generate` sees them."""
+def _eos_token_ids(generation_config: GenerationConfig, vocab_size: int) -> tuple[int, ...]:
+    """All token ids that end a sequence, as `model.generate` sees them; what is not in the vocabulary never comes."""
     ids = generation_config.eos_token_id
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
+    return tuple(token_id for token_id in ids if token_id < vocab_size)
 
 
 def _not_honoured(generation_config: GenerationConfig) -> tuple[str, ...]:

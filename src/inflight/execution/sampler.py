@@ -16,6 +16,7 @@ import torch
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.params import SamplingParams
 
+MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 INVALID_TOKEN = -1
 """What `sample` returns for a row whose logits are not finite."""
 
@@ -53,7 +54,7 @@ class Sampler:
         """A sequence has moved into a slot: the `index`-th of its request, with a prompt of `prompt_len` tokens.
 
         `stop_token_ids` (EOS included) are not chosen before `min_tokens` output tokens."""
-        self._temperature[slot] = params.temperature
+        self._temperature[slot] = min(params.temperature, MAX_TEMPERATURE)
         self._top_k[slot] = max(params.top_k, 0)
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
@@ -96,7 +97,9 @@ class Sampler:
         self, logits: torch.Tensor, slots: npt.NDArray[np.int64], output_positions: npt.NDArray[np.int64]
     ) -> torch.Tensor:
         """Sampled tokens `[R]` of rows that all have a temperature above 0."""
-        logits = logits.float() / self._column(self._temperature[slots])
+        logits = logits.float()
+        # Less the largest logit, so that no temperature, however small, makes infinities.
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / self._column(self._temperature[slots])
         top_k, top_p, min_p = self._top_k[slots], self._top_p[slots], self._min_p[slots]
         if (rows := np.flatnonzero(top_k)).size:
             selected, k = self._rows(rows), top_k[rows]
@@ -143,7 +146,10 @@ def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Invert each row's cumulative distribution: probabilities `[R, V]`, uniform `[R]` in [0, 1); tokens `[R]`."""
     cumulative = probabilities.cumsum(dim=-1)
     target = uniform[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=probabilities.shape[-1] - 1)
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp(max=probabilities.shape[-1] - 1)
+    # Sums that a device adds up in parallel need not rise everywhere: never choose what has no probability.
+    possible = probabilities.gather(-1, tokens) > 0
+    return torch.where(possible, tokens, probabilities.argmax(dim=-1, keepdim=True))[:, 0]
 
 
 def counter_uniform(

@@ -48,7 +48,7 @@ class TorchAttention(ReferenceAttention):
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         super().__init__(device, dtype, block_size)
-        self._groups: dict[tuple[int, int | None, int | None], list[SpanGroup]] = {}
+        self._groups: dict[tuple[int, int | None, int | None, bool], list[SpanGroup]] = {}
 
     def begin_step(self, batch: RaggedBatch) -> None:
         """See `AttentionBackend`."""
@@ -97,8 +97,8 @@ class TorchAttention(ReferenceAttention):
     # ------------------------------------------------------------------------------------ once a step
 
     def _span_groups(self, spec: AttentionSpec) -> list[SpanGroup]:
-        """The step's spans in groups, as calls with this window and chunk see them; made at the first such call."""
-        key = (spec.cache_group, spec.window, spec.chunk)
+        """The step's spans in groups, as calls of this kind see them; made at the first such call."""
+        key = (spec.cache_group, spec.window, spec.chunk, _is_plain(spec))
         if key not in self._groups:
             self._groups[key] = self._make_groups(spec)
         return self._groups[key]
@@ -112,12 +112,11 @@ class TorchAttention(ReferenceAttention):
         for span, (query_len, num_keys) in enumerate(zip(query_lens.tolist(), visible.tolist(), strict=True)):
             grouped = query_len <= MAX_GROUPED_QUERY_LEN
             by_size[(query_len, num_keys.bit_length()) if grouped else (-1, span)].append(span)
-        is_plain = spec.window is None and spec.chunk is None and spec.softcap is None and not spec.has_sinks
         groups = []
         for members in by_size.values():
             spans = np.array(members)
             query_len = int(query_lens[spans[0]])
-            if is_plain and len(spans) == 1 and starts[spans[0]] == 0:
+            if _is_plain(spec) and len(spans) == 1 and starts[spans[0]] == 0:
                 groups.append(self._make_group(spans, 0, query_len, first_keys[spans], spec, causal=True))
                 continue
             for first in range(0, query_len, MAX_QUERIES_AT_ONCE):
@@ -159,3 +158,8 @@ class TorchAttention(ReferenceAttention):
 
     def _to_device(self, values: IntArray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def _is_plain(spec: AttentionSpec) -> bool:
+    """Whether causality is all there is to a call, so that torch's operator needs no mask for a whole prompt."""
+    return spec.window is None and spec.chunk is None and spec.softcap is None and not spec.has_sinks

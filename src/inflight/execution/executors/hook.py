@@ -1,12 +1,11 @@
 """The seam into `transformers`: one attention function, and how it finds out whom to call.
 
-`transformers` looks its attention function up by the name in a model's configuration, at every call. Inside
-`attend_with` that name is ours and our function hands each call to the given handler; outside, the model is as it was,
-so a model that belongs to the caller stays usable. The handler is kept in a context variable: engines in different
-threads never meet. (Keyword arguments to the model would be simpler, but some models do not pass them on.)
+`transformers` looks its attention function up by the name in a model's configuration, at every call. Ours is
+registered under the name "inflight" and hands each call to the handler of the running forward pass, which a context
+variable holds: engines in different threads never meet. (Keyword arguments to the model would be simpler, but some
+models do not pass them on.)
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -39,34 +38,19 @@ def _attention(
 AttentionInterface.register("inflight", _attention)
 
 
-@contextmanager
-def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Let `model` run with another attention implementation, and put back the one that it had."""
-    configs = {id(config): config for config in _configs(model)}.values()
-    before = [config._attn_implementation_internal for config in configs]
-    with model.__dict__.setdefault("_inflight_lock", threading.RLock()):
-        try:
-            for config in configs:
-                config._attn_implementation_internal = name
-            yield
-        finally:
-            for config, implementation in zip(configs, before, strict=True):
-                config._attn_implementation_internal = implementation
-
-
-@contextmanager
-def attend_with(model: PreTrainedModel, handler: AttentionHandler) -> Iterator[None]:
-    """Inside, every attention call of `model` in this thread goes to `handler`."""
-    token = _handler.set(handler)
-    try:
-        with attention_implementation(model, "inflight"):
-            yield
-    finally:
-        _handler.reset(token)
-
-
-def _configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
+def use_attention(model: PreTrainedModel, name: str) -> None:
+    """Let a model that is ours (see `own_copy`) run with another attention implementation from now on."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
-            yield config
+            config._attn_implementation_internal = name
+
+
+@contextmanager
+def attend_with(handler: AttentionHandler) -> Iterator[None]:
+    """Inside, the attention calls that a model makes in this thread go to `handler`."""
+    token = _handler.set(handler)
+    try:
+        yield
+    finally:
+        _handler.reset(token)

@@ -18,7 +18,7 @@ class PackedExecutor:
     """Runs a `RaggedBatch` as one batch row of T tokens; every attention call reads and writes its own paged cache.
 
     Args:
-        model: in evaluation mode, on its device.
+        model: ours alone, in evaluation mode, with "inflight" for its attention implementation.
         backend: of the model's device and dtype.
         specs: the attention calls of one forward pass in order, as found by `find_attention_calls`.
     """
@@ -51,7 +51,7 @@ class PackedExecutor:
                 self.backend.copy_blocks(cache, copies)
         options = {"logits_to_keep": batch.logit_rows} if self._takes_logit_rows else {}
         self._num_calls = 0
-        with attend_with(self.model, self._attend), length_of_its_own(self.model, batch, self._longrope_length):
+        with attend_with(self._attend), length_of_its_own(self.model, batch, self._longrope_length):
             logits: torch.Tensor = self.model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],

@@ -1,0 +1,176 @@
+"""The command as a user runs it: a process of its own, with pipes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from inflight.cli import app
+from tests import zoo
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+
+
+def inflight(*arguments: object, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "inflight", *map(str, arguments)]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+
+
+def lines_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a tokenizer: prompts are token ids."""
+    path = tmp_path_factory.mktemp("llama")
+    zoo.build("llama").save_pretrained(path)
+    return path
+
+
+def test_help_comes_without_waiting_for_torch() -> None:
+    code = "import sys; sys.argv = ['inflight', '--help']; sys.stdout = sys.stderr\nimport inflight.cli\n"
+    code += "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.stderr.strip() == "False False"
+    assert "Usage: " in inflight("generate", "--help").stdout
+
+
+def test_every_option_of_every_command_has_help() -> None:
+    options = [option for command in app.commands.values() for option in command.params if option.name != "help"]
+    assert len(options) > 30
+    assert [option.name for option in options if isinstance(option, click.Option) and not option.help] == []
+
+
+def test_one_prompt_is_streamed_as_text() -> None:
+    done = inflight("generate", "Once upon a time", "--max-tokens", 20, "--temperature", 0)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert len(done.stdout.split()) > 5
+    assert "{" not in done.stdout
+
+
+def test_many_prompts_give_json_lines_in_their_order_and_progress_beside() -> None:
+    done = inflight("generate", "Once upon a time", "One morning", "Long ago", "--max-tokens", 9, "--seed", 1)
+    assert done.returncode == 0
+    lines = lines_of(done.stdout)
+    assert [line["prompt"] for line in lines] == ["Once upon a time", "One morning", "Long ago"]
+    assert all(line["num_output_tokens"] <= 9 and line["text"] for line in lines)
+    assert "tokens/s" in done.stderr
+    assert inflight("generate", "a", "b", "--max-tokens", 2, "--quiet").stderr == ""
+
+
+def test_prompts_come_from_standard_input_and_files(tmp_path: Path) -> None:
+    piped = inflight("generate", "--max-tokens", 5, "--temperature", 0, stdin="Once upon a time\n\nOne morning\n")
+    assert [line["prompt"] for line in lines_of(piped.stdout)] == ["Once upon a time", "One morning"]
+    (tmp_path / "prompts.txt").write_text("Once upon a time\nOne morning\n")
+    out = tmp_path / "out.jsonl"
+    written = inflight("generate", "-f", tmp_path / "prompts.txt", "-o", out, "--max-tokens", 5, "--temperature", 0)
+    assert (written.returncode, written.stdout) == (0, "")
+    assert lines_of(out.read_text()) == lines_of(piped.stdout)
+
+
+def test_lines_of_json_have_parameters_of_their_own(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    requests = [
+        {"prompt_token_ids": [1, 2, 3], "max_tokens": 4, "custom_id": "first"},
+        {"prompt_token_ids": [4, 5], "max_tokens": 2, "n": 2},
+        [7, 8, 9],
+    ]
+    file.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    done = inflight("generate", "-m", folder, "-f", file, "--temperature", 0, "--max-tokens", 3)
+    lines = lines_of(done.stdout)
+    assert [(line["prompt_index"], line["index"], len(line["token_ids"])) for line in lines] == [
+        (0, 0, 4),
+        (1, 0, 2),
+        (1, 1, 2),
+        (2, 0, 3),
+    ]
+    assert lines[0]["custom_id"] == "first"
+    assert lines[0]["token_ids"] == zoo.plain_greedy(zoo.build("llama"), [1, 2, 3], 4)
+
+
+def test_chats_go_through_the_template() -> None:
+    done = inflight("generate", "--chat", "Tell me a story.", "--max-tokens", 12)
+    assert done.returncode == 0
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "sentence"),
+    [
+        (["x", "--temperature", "-1"], "", "temperature is -1.0"),
+        (["x", "--top-p", "2"], "", "top_p is 2.0"),
+        (["x", "--max-tokens", "0"], "", "max_tokens is 0"),
+        (["x", "--dtype", "int3"], "", "int3"),
+        (["x", "--temprature", "1"], "", "--temprature"),
+        (["x", "--model", "/nowhere/at/all"], "", "there is no model folder '/nowhere/at/all'"),
+        (["x", "--dtype", "float16"], "", "unusably slow on a CPU"),
+        (["one", ""], "", "prompt 1: the prompt is empty"),
+        ([], "", "there are no prompts"),
+        ([], '{"prompt": "x"}\n{"prompt": \n', "line 2 of standard input is not JSON"),
+        ([], '{"prompt": "x", "temprature": 1}', "line 1 of standard input: SamplingParams has no option 'temprature'"),
+        (["--file", "/nowhere/at/all.txt"], "", "the prompt file '/nowhere/at/all.txt' can not be read"),
+    ],
+)
+def test_what_the_caller_got_wrong_is_one_sentence_and_exit_code_2(
+    arguments: list[str], stdin: str, sentence: str
+) -> None:
+    done = inflight("generate", *arguments, stdin=stdin)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_model_that_fails_the_probe_or_has_corrupt_weights_is_exit_code_2(folder: Path, tmp_path: Path) -> None:
+    weights = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    done = inflight("info", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert str(tmp_path) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_interrupt_writes_out_what_is_finished(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    short = {"prompt_token_ids": [1], "max_tokens": 2}
+    long = {"prompt_token_ids": [2], "max_tokens": 200}
+    file.write_text("".join(json.dumps(request) + "\n" for request in [short, long, short, *[long] * 500]))
+    command = [sys.executable, "-m", "inflight", "generate", "-m", str(folder), "-f", str(file), "--quiet"]
+    with subprocess.Popen(
+        [*command, "--max-num-seqs", "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    indices = [line["prompt_index"] for line in lines_of(first + rest)]
+    assert process.returncode == 130
+    assert indices[0] == 0
+    assert 2 in indices, "it had finished, though the one before it had not"
+    assert len(indices) < 503
+    assert errors.strip() == "inflight: interrupted"
+
+
+def test_info_tells_what_the_probe_found(folder: Path) -> None:
+    done = inflight("info", folder, "--json")
+    found = json.loads(done.stdout)
+    assert found["model_class"] == "LlamaForCausalLM"
+    assert found["executor"] == "packed"
+    assert found["attention_calls"] == ["3 x 4 heads over 2 key/value heads of size 16"]
+    assert "LlamaForCausalLM" in inflight("info", folder).stdout
+
+
+def test_demo_runs_to_its_end_without_a_terminal() -> None:
+    done = inflight("demo")
+    assert done.returncode == 0
+    assert "tokens/s" in done.stdout
+    assert "occupied" in done.stdout

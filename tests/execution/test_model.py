@@ -1,0 +1,279 @@
+"""Loading: what a folder must hold, what is refused and in which words, and which dtype and device come out."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inflight.config import EngineConfig
+from inflight.errors import ModelError
+from inflight.execution.model import available_cache_memory, load_model, resolve_device
+from tests import zoo
+
+UP_PROJECTION = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Llama in float32. Not to be changed: `broken_copy` makes one that is."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    zoo.build("llama").save_pretrained(folder)
+    return folder
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor(zoo.sample_sequences()[:1]), use_cache=False).logits
+
+
+def same_bits(a: PreTrainedModel, b: PreTrainedModel) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+# ------------------------------------------------------------------------------------- what loads
+
+
+@pytest.mark.parametrize("as_source", [str, Path])
+def test_a_saved_model_loads_with_the_same_bits_ready_to_run(saved: Path, as_source: type) -> None:
+    model = load_model(as_source(saved), EngineConfig())
+    assert same_bits(model, zoo.build("llama"))
+    assert not model.training
+    assert model.device == resolve_device("auto")
+
+
+def test_sharded_checkpoints_load(tmp_path: Path) -> None:
+    zoo.build("llama").save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert same_bits(load_model(tmp_path, EngineConfig()), zoo.build("llama"))
+
+
+def test_a_loaded_model_is_copied_in_evaluation_mode_but_shares_its_parameters() -> None:
+    model = zoo.draw("llama", zoo.FACTORS["llama"], seed=0).train()
+    own = load_model(model, EngineConfig())
+    assert not any(module.training for module in own.modules())
+    assert all(module.training for module in model.modules())
+    assert own.config is not model.config
+    pairs = zip(own.parameters(), model.parameters(), strict=True)
+    assert all(ours is theirs for ours, theirs in pairs)
+
+
+# -------------------------------------------------------------------------------- what is refused
+
+
+def truncate_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+
+def empty_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def delete_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def delete_one_weight(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.pop(UP_PROJECTION))
+
+
+def reshape_one_weight(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.update({UP_PROJECTION: torch.zeros(3, 64)}))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def delete_one_shard(folder: Path) -> None:
+    zoo.build("llama").save_pretrained(folder, max_shard_size="100KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def delete_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def config_that_is_no_json(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama",')
+
+
+def config_without_a_type(folder: Path) -> None:
+    (folder / "config.json").write_text('{"hidden_size": 64}')
+
+
+def config_of_an_unknown_type(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "nonesuch"}')
+
+
+def config_of_an_encoder_decoder(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "t5"}')
+
+
+def config_of_another_size(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 80}))
+
+
+BROKEN: dict[Callable[[Path], None], str] = {
+    truncate_weights: "header",
+    empty_weights: "header",
+    delete_weights: "model.safetensors",
+    delete_one_weight: UP_PROJECTION,
+    reshape_one_weight: UP_PROJECTION,
+    delete_one_shard: "safetensors",
+    delete_config: "config.json",
+    config_that_is_no_json: "not a valid JSON file",
+    config_without_a_type: "model_type",
+    config_of_an_unknown_type: "nonesuch",
+    config_of_an_encoder_decoder: "T5Config",
+    config_of_another_size: ".weight",
+}
+"""What is wrong with a folder, and what the sentence about it must name besides the folder."""
+
+
+@pytest.mark.parametrize("breaks", BROKEN)
+def test_a_broken_folder_is_refused_in_one_sentence_that_names_it(
+    saved: Path, tmp_path: Path, breaks: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "broken-llama"
+    shutil.copytree(saved, folder)
+    breaks(folder)
+    with pytest.raises(ModelError) as raised:
+        load_model(str(folder), EngineConfig())
+    assert str(folder) in str(raised.value)
+    assert BROKEN[breaks] in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_missing_folder_is_refused_by_name_and_not_looked_for_elsewhere(tmp_path: Path, load_format: str) -> None:
+    for source in (tmp_path / "nowhere", str(tmp_path / "nowhere"), "./nowhere", "no/model/here"):
+        with pytest.raises(ModelError, match=rf"^there is no model folder '{source}'; give a folder .* or a hub id"):
+            load_model(source, EngineConfig(load_format=load_format))
+
+
+def test_a_file_is_not_taken_for_a_folder(saved: Path) -> None:
+    with pytest.raises(ModelError, match=r"there is no model folder '.*/model\.safetensors'"):
+        load_model(saved / "model.safetensors", EngineConfig())
+
+
+@pytest.mark.parametrize("device", ["nonesuch", "", "cuda:99"])
+def test_a_device_that_is_not_here_is_refused_by_name(saved: Path, device: str) -> None:
+    for source in (str(saved), zoo.build("llama")):
+        with pytest.raises(ModelError, match=rf"^device '{device}' can not be used here: ") as raised:
+            load_model(source, EngineConfig(device=device))
+        assert "\n" not in str(raised.value)
+
+
+# ----------------------------------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "asked", "given"),
+    [
+        (torch.float32, "auto", torch.float32),
+        (torch.bfloat16, "auto", torch.bfloat16),
+        (torch.float16, "auto", torch.float32),
+        (torch.float32, "bfloat16", torch.bfloat16),
+        (torch.bfloat16, "float32", torch.float32),
+        (torch.float16, "bfloat16", torch.bfloat16),
+    ],
+)
+def test_a_checkpoint_on_a_cpu_gets_the_dtype_asked_for_or_its_own_but_never_float16(
+    tmp_path: Path, checkpoint: torch.dtype, asked: str, given: torch.dtype
+) -> None:
+    zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(checkpoint).save_pretrained(tmp_path)
+    model = load_model(tmp_path, EngineConfig(device="cpu", dtype=asked))
+    assert {parameter.dtype for parameter in model.parameters()} == {given}
+    expected = zoo.build("llama").model.layers[0].mlp.up_proj.weight.to(checkpoint).to(given)
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, expected)
+
+
+def test_float16_on_a_cpu_is_refused(saved: Path) -> None:
+    half = zoo.draw("llama", zoo.FACTORS["llama"], seed=0).half()
+    for source, dtype in ((str(saved), "float16"), (zoo.build("llama"), "float16"), (half, "auto")):
+        with pytest.raises(ModelError, match=r"float16 is unusably slow on a CPU; use float32, or bfloat16"):
+            load_model(source, EngineConfig(device="cpu", dtype=dtype))
+    assert zoo.build("llama").dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+def test_a_loaded_model_in_another_dtype_is_the_model_loaded_in_that_dtype(tmp_path: Path, name: str) -> None:
+    """What transformers keeps in float32 whatever the dtype (rotary frequencies, routers' biases) stays so."""
+    zoo.build(name).save_pretrained(tmp_path)
+    config = EngineConfig(device="cpu", dtype="bfloat16")
+    loaded = load_model(tmp_path, config)
+    converted = load_model(zoo.draw(name, zoo.FACTORS[name], seed=0), config)
+    loaded.set_attn_implementation("eager")
+    assert converted.dtype == torch.bfloat16
+    assert all(buffer.dtype == torch.float32 for key, buffer in converted.named_buffers() if "inv_freq" in key)
+    assert torch.equal(logits(converted), logits(loaded))
+
+
+# ----------------------------------------------------------------------------------- dummy weights
+
+
+@pytest.fixture
+def config_only(tmp_path: Path) -> Path:
+    zoo.ARCHITECTURES["llama"]().save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    return tmp_path
+
+
+def test_dummy_weights_are_made_from_the_seed_alone(config_only: Path) -> None:
+    first, other = (load_model(config_only, EngineConfig(load_format="dummy", seed=seed)) for seed in (1, 2))
+    torch.rand(3)
+    again = load_model(config_only, EngineConfig(load_format="dummy", seed=1))
+    assert same_bits(first, again)
+    assert not same_bits(first, other)
+    assert not first.training
+    assert first(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_dummy_weights_leave_the_callers_random_numbers_alone(config_only: Path) -> None:
+    before = torch.random.get_rng_state()
+    load_model(config_only, EngineConfig(load_format="dummy"))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("asked", "given"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_dummy_weights_have_the_dtype_asked_for(config_only: Path, asked: str, given: torch.dtype) -> None:
+    model = load_model(config_only, EngineConfig(load_format="dummy", dtype=asked, device="cpu"))
+    assert {parameter.dtype for parameter in model.parameters()} == {given}
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_config_without_weights_is_refused_unless_dummy_weights_are_asked_for(config_only: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        load_model(config_only, EngineConfig())
+
+
+def test_dummy_weights_of_a_config_in_float16_are_float32_on_a_cpu(tmp_path: Path) -> None:
+    config = zoo.ARCHITECTURES["llama"]()
+    config.dtype = torch.float16
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float16"
+    assert load_model(tmp_path, EngineConfig(load_format="dummy", device="cpu")).dtype == torch.float32
+
+
+# -------------------------------------------------------------------------------------- the device
+
+
+def test_auto_is_a_device_that_is_here() -> None:
+    assert torch.zeros(1, device=resolve_device("auto")).sum() == 0
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+def test_the_cache_may_take_a_part_of_a_hosts_memory() -> None:
+    assert 2**28 < available_cache_memory(torch.device("cpu")) < 2**48

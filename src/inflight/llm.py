@@ -226,7 +226,7 @@ class _Stream:
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     if isinstance(prompts, str | Mapping):
         return True
-    return not isinstance(prompts, Sequence) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return not isinstance(prompts, Sequence) or (len(prompts) > 0 and hasattr(prompts[0], "__index__"))
 
 
 def _load_tokenizer(

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 import pytest
+from transformers import AutoConfig
 
 from inflight.cli import app
 from tests import zoo
@@ -129,7 +130,16 @@ def test_what_the_caller_got_wrong_is_one_sentence_and_exit_code_2(
     assert done.stdout == ""
 
 
-def test_a_model_that_fails_the_probe_or_has_corrupt_weights_is_exit_code_2(folder: Path, tmp_path: Path) -> None:
+def test_a_model_that_fails_the_probe_is_exit_code_2(tmp_path: Path) -> None:
+    AutoConfig.for_model("bloom", vocab_size=64, hidden_size=32, n_layer=2, n_head=2).save_pretrained(tmp_path)
+    done = inflight("generate", "x", "-m", tmp_path, "--load-format", "dummy")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "inflight: BloomForCausalLM takes no position_ids, which a packed row needs to keep sequences apart\n"
+    )
+
+
+def test_corrupt_weights_are_exit_code_2(folder: Path, tmp_path: Path) -> None:
     weights = (folder / "model.safetensors").read_bytes()
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])

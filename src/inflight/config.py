@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from inflight.options import check_choice, check_integer, strict_options
+from inflight.options import check_choice, check_integer, check_switch, strict_options
 from inflight.params import MAX_SEED
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -48,6 +48,8 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.device, str):
+            raise ValueError(f"device is {self.device!r}; it must be 'auto' or the name of a device, such as 'cuda:1'")
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
@@ -57,3 +59,4 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, MAX_SEED)
+        check_switch("trust_remote_code", self.trust_remote_code)

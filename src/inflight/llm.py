@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inflight.config import EngineConfig
@@ -55,6 +56,9 @@ class LLM:
         **options: Any,
     ) -> None:
         refuse_unknown_options(options, [field.name for field in fields(EngineConfig)], "LLM")
+        for name in ("dtype", "device"):  # torch.bfloat16 and torch.device("cuda") are welcome, too
+            if isinstance(options.get(name), torch.dtype | torch.device):
+                options[name] = str(options[name]).removeprefix("torch.")
         config = EngineConfig(**options)
         model = DEMO_MODEL if model is None else model
         if not isinstance(model, PreTrainedModel):

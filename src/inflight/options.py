@@ -2,7 +2,7 @@
 
 import difflib
 import functools
-import math
+import sys
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from inflight.errors import UnknownOptionError
 
 T = TypeVar("T")
+MAX_FLOAT = sys.float_info.max
 
 
 def refuse_unknown_options(names: Iterable[str], accepted: Iterable[str], owner: str) -> None:
@@ -48,9 +49,18 @@ def check_number(
     name: str, value: object, accepted: str, minimum: float, maximum: float, *, above: bool = False
 ) -> None:
     """Raise `ValueError` unless `value` is a finite number in [minimum, maximum], or (minimum, maximum] if `above`."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < minimum or value > maximum or (above and value == minimum):  # type: ignore[operator]
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Compared, not converted: an integer too large for a float is simply above every limit.
+    if not number or not -MAX_FLOAT <= value <= MAX_FLOAT or not minimum <= value <= maximum:  # type: ignore[operator]
         raise ValueError(f"{name} is {value!r}; it must be {accepted}")
+    if above and value == minimum:
+        raise ValueError(f"{name} is {value!r}; it must be {accepted}")
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise `ValueError` unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be True or False")
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inflight.options import check_integer, check_number, strict_options
+from inflight.options import check_integer, check_number, check_switch, strict_options
 
 MAX_SEED = 2**63 - 1
 
@@ -61,9 +61,15 @@ class SamplingParams:
         check_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.truncate_prompt_tokens is not None:
             check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            check_switch(name, getattr(self, name))
+        if self.stop is not None and not isinstance(self.stop, Sequence):
+            raise ValueError(f"stop is {self.stop!r}; it must be a non-empty string or a list of such strings")
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop contains {text!r}; it must be a non-empty string or a list of such strings")
+        if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, Sequence):
+            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids")
         for token_id in self.stop_token_ids or ():
             check_integer("a member of stop_token_ids", token_id, 0)
 

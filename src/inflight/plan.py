@@ -57,7 +57,8 @@ class StepPlan:
         tables: for each cache group, one block table per span. Positions are written through the same table that
             they are read through, so the write indices follow from it.
         copies: (source, destination) blocks to copy in every layer before the forward pass.
-        released_slots: slots that were given up since the last plan: state kept by slot may be dropped.
+        released_slots: slots that were given up since the last plan: state kept by slot may be dropped, before the
+            spans are looked at (a slot may already be somebody else's).
     """
 
     spans: tuple[Span, ...]

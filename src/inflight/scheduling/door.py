@@ -56,9 +56,13 @@ def _max_num_tokens(prompt_len: int, max_tokens: int | None, info: ModelInfo) ->
 
 def _token_ids(name: str, token_ids: SequenceOf[int], vocab_size: int) -> list[int]:
     try:
-        ids = [operator.index(token_id) for token_id in token_ids]
+        given = list(token_ids)
     except TypeError:
-        wrong = next(token_id for token_id in token_ids if not hasattr(token_id, "__index__"))
+        raise InvalidRequestError(f"{name} is {token_ids!r}; it must be a list of token ids") from None
+    try:
+        ids = list(map(operator.index, given))
+    except TypeError:
+        wrong = next(token_id for token_id in given if not _is_integer(token_id))
         raise InvalidRequestError(f"{name} contains {wrong!r}, which is not a token id (an integer)") from None
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong_id = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
@@ -66,3 +70,11 @@ def _token_ids(name: str, token_ids: SequenceOf[int], vocab_size: int) -> list[i
             f"{name} contains token id {wrong_id}; the model's vocabulary has the ids from 0 to {vocab_size - 1}"
         )
     return ids
+
+
+def _is_integer(value: object) -> bool:
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True

@@ -61,7 +61,7 @@ class Scheduler:
         self._running: OrderedDict[int, Sequence] = OrderedDict()  # in order of admission
         self._of_request: dict[str, dict[int, Sequence]] = {}  # its unfinished sequences
         self._free_slots = list(range(max_num_seqs))  # a heap: the lowest is taken first, so lanes stay together
-        self._released_slots: list[int] = []
+        self._released_slots: set[int] = set()
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
         self._next_sequence_id = 0
@@ -102,9 +102,8 @@ class Scheduler:
         if self._in_flight is not None:
             raise RuntimeError("the step planned before is still in flight: commit or fail it first")
         lengths: dict[Sequence, int] = {}
-        budget, any_preempted = self._schedule_running(lengths)
-        if not any_preempted:  # blocks given back belong to those who asked for them
-            self._admit_waiting(lengths, budget)
+        budget = self._schedule_running(lengths)
+        self._admit_waiting(lengths, budget)
         if not lengths:
             return None
         self._in_flight = self._make_plan(lengths)
@@ -113,6 +112,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, tokens: SequenceOf[SequenceOf[int]]) -> list[Progress]:
         """Take in the tokens sampled for each span of `plan`: none for a chunk, one or more for the others.
 
+        A sequence that was to get a token and could not is to be ended with `finish`, or it would wait for ever.
         Tokens of sequences that were finished or aborted while the step was in flight are dropped.
         """
         self._land(plan)
@@ -133,8 +133,12 @@ class Scheduler:
         return progress
 
     def discard(self) -> None:
-        """Forget the step in flight, if there is one, as if it had never been planned."""
+        """Give up the step in flight, if there is one: nothing of it was computed, its spans are owed as before.
+
+        Slots that it was to release are reported again; whoever they were given to since runs in the same plan.
+        """
         if self._in_flight is not None:
+            self._released_slots.update(self._in_flight.released_slots)
             self._land(self._in_flight)
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
@@ -165,24 +169,25 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------- planning
 
-    def _schedule_running(self, lengths: dict[Sequence, int]) -> tuple[int, bool]:
-        """Give running sequences their tokens; returns the budget that is left and whether anyone was preempted."""
+    def _schedule_running(self, lengths: dict[Sequence, int]) -> int:
+        """Give running sequences their tokens, preempting the last admitted as needed; returns the budget left."""
         budget = self.max_num_batched_tokens
-        any_preempted = False
         for sequence in sorted(self._running.values(), key=lambda sequence: sequence.num_uncomputed_tokens > 1):
             length = min(sequence.num_uncomputed_tokens, budget)
             while sequence.slot is not None and not self._grow(sequence, length):
                 victim = next(reversed(self._running.values()))
                 budget += lengths.pop(victim, 0)
                 self._preempt(victim)
-                any_preempted = True
             if sequence.slot is not None and length > 0:
                 lengths[sequence] = length
                 budget -= length
-        return budget, any_preempted
+        return budget
 
     def _admit_waiting(self, lengths: dict[Sequence, int], budget: int) -> None:
-        """Give slots to waiting sequences while there is budget for a token and room for all that they owe."""
+        """Give slots to waiting sequences while there is budget for a token and room for all that they owe.
+
+        (Who was preempted in this step heads the queue and does not fit: its blocks were asked for.)
+        """
         while self._waiting and budget > 0 and self._free_slots:
             sequence = next(iter(self._waiting.values()))
             if self.block_pool.num_blocks_for(len(sequence.token_ids)) > self.block_pool.num_free:
@@ -207,7 +212,8 @@ class Scheduler:
             sequence_length = len(sequence.token_ids)
             spans.append(Span(sequence.sequence_id, sequence.slot, start, token_ids, num_logit_rows, sequence_length))
             tables.append(sequence.block_table[:])
-        released_slots, self._released_slots = tuple(self._released_slots), []
+        released_slots = tuple(sorted(self._released_slots))
+        self._released_slots.clear()
         return StepPlan(tuple(spans), (tuple(tables),), released_slots=released_slots)
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
@@ -256,5 +262,5 @@ class Scheduler:
         assert sequence.slot is not None
         self.block_pool.release(sequence.block_table)
         heapq.heappush(self._free_slots, sequence.slot)
-        self._released_slots.append(sequence.slot)
+        self._released_slots.add(sequence.slot)
         sequence.slot = None

@@ -1,0 +1,602 @@
+"""What the scheduler promises, one example each. Sequences are numbered in the order in which they were submitted."""
+
+import pickle
+from typing import Any
+
+import pytest
+
+from inflight.plan import Span, StepPlan
+from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.scheduler import Progress, Scheduler
+from inflight.scheduling.sequence import Request
+
+TOKEN = 7
+"""What the model of these tests always says."""
+
+
+def make_scheduler(
+    num_blocks: int = 100,
+    block_size: int = 1,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 100,
+    recompute_beyond: int | None = None,
+) -> Scheduler:
+    return Scheduler(BlockPool(num_blocks, block_size), max_num_seqs, max_num_batched_tokens, recompute_beyond)
+
+
+def submit(scheduler: Scheduler, request_id: str, prompt_len: int, max_output: int = 50, **options: Any) -> None:
+    prompt = list(range(100, 100 + prompt_len))
+    scheduler.submit(Request(request_id, prompt, prompt_len + max_output, **options))
+
+
+def plan_of(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.plan()
+    assert plan is not None
+    return plan
+
+
+def commit(scheduler: Scheduler, plan: StepPlan, token: int = TOKEN) -> list[Progress]:
+    return scheduler.commit(plan, [[token] * span.num_logit_rows for span in plan.spans])
+
+
+def step(scheduler: Scheduler, token: int = TOKEN) -> list[tuple[int, int, int]]:
+    """Run a step; returns its spans."""
+    plan = plan_of(scheduler)
+    commit(scheduler, plan, token)
+    return spans_of(plan)
+
+
+def spans_of(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """The sequence, start and end of each span."""
+    return [(span.sequence_id, span.start, span.end) for span in plan.spans]
+
+
+def slots_of(plan: StepPlan) -> dict[int, int]:
+    """The slot of each sequence."""
+    return {span.sequence_id: span.slot for span in plan.spans}
+
+
+def run_to_the_end(scheduler: Scheduler, max_num_steps: int = 1000) -> int:
+    """Run steps until nobody is left; returns how many."""
+    for num_steps in range(max_num_steps + 1):
+        if scheduler.num_running + scheduler.num_waiting == 0:
+            return num_steps
+        step(scheduler)
+    raise AssertionError(f"not finished after {max_num_steps} steps")
+
+
+def waiting(scheduler: Scheduler) -> list[int]:
+    """The queue."""
+    return [sequence.sequence_id for sequence in scheduler.sequences() if sequence.slot is None]
+
+
+# ------------------------------------------------------------------------------------- one sequence
+
+
+def test_a_prompt_is_computed_in_one_span_then_each_token_in_a_span_of_one() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 3)
+    assert plan_of(scheduler).spans == (
+        Span(sequence_id=0, slot=0, start=0, token_ids=[100, 101, 102], num_logit_rows=1, sequence_length=3),
+    )
+    scheduler.discard()
+    assert [step(scheduler) for _ in range(3)] == [[(0, 0, 3)], [(0, 3, 4)], [(0, 4, 5)]]
+    assert plan_of(scheduler).spans == (
+        Span(sequence_id=0, slot=0, start=5, token_ids=[TOKEN], num_logit_rows=1, sequence_length=6),
+    )
+
+
+def test_a_committed_step_says_what_it_gave_to_whom() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 3, max_output=2)
+    (first,) = commit(scheduler, plan_of(scheduler), token=8)
+    assert (first.sequence.request.request_id, first.new_token_ids, first.sequence.finish_reason) == ("a", [8], None)
+    (last,) = commit(scheduler, plan_of(scheduler), token=9)
+    assert (last.sequence, last.new_token_ids, last.sequence.finish_reason) == (first.sequence, [9], "length")
+    assert last.sequence.token_ids == [100, 101, 102, 8, 9]
+    assert last.sequence.num_output_tokens == 2
+
+
+def test_when_nothing_is_left_there_is_no_plan() -> None:
+    scheduler = make_scheduler()
+    assert scheduler.plan() is None
+    submit(scheduler, "a", 3, max_output=1)
+    step(scheduler)
+    assert scheduler.plan() is None
+    assert (scheduler.num_running, scheduler.num_waiting, list(scheduler.sequences())) == (0, 0, [])
+    assert scheduler.block_pool.num_free == 100
+
+
+def test_a_stop_token_ends_a_sequence_and_is_part_of_it() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 1, stop_token_ids=frozenset({9}))
+    step(scheduler)
+    (progress,) = commit(scheduler, plan_of(scheduler), token=9)
+    assert (progress.new_token_ids, progress.sequence.finish_reason) == ([9], "stop")
+    assert progress.sequence.token_ids == [100, TOKEN, 9]
+
+
+def test_a_stop_token_that_comes_before_the_least_number_of_tokens_is_one_like_others() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 1, stop_token_ids=frozenset({9}), min_output_tokens=3)
+    assert [step(scheduler, token=9) for _ in range(3)] == [[(0, 0, 1)], [(0, 1, 2)], [(0, 2, 3)]]
+    assert scheduler.plan() is None
+
+
+def test_a_stop_token_at_the_greatest_length_counts_as_stop() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 1, max_output=1, stop_token_ids=frozenset({9}))
+    (progress,) = commit(scheduler, plan_of(scheduler), token=9)
+    assert progress.sequence.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(("sampled", "taken"), [([7, 7, 7, 7, 7], [7, 7, 7]), ([7, 9, 7], [7, 9]), ([7, 8], [7, 8])])
+def test_of_several_tokens_sampled_at_once_those_up_to_the_end_are_taken(sampled: list[int], taken: list[int]) -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 2, max_output=3, stop_token_ids=frozenset({9}))
+    (progress,) = scheduler.commit(plan_of(scheduler), [sampled])
+    assert progress.new_token_ids == taken
+    assert progress.sequence.token_ids == [100, 101, *taken]
+
+
+def test_the_tokens_of_a_step_that_gave_several_are_owed_together() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 2)
+    scheduler.commit(plan_of(scheduler), [[7, 8, 9]])
+    assert plan_of(scheduler).spans == (
+        Span(sequence_id=0, slot=0, start=2, token_ids=[7, 8, 9], num_logit_rows=1, sequence_length=5),
+    )
+
+
+# ------------------------------------------------------------------------------------- many at once
+
+
+def test_prompts_are_computed_beside_each_other_and_beside_decodes() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 3)
+    step(scheduler)
+    submit(scheduler, "b", 5)
+    submit(scheduler, "c", 2)
+    assert step(scheduler) == [(0, 3, 4), (1, 0, 5), (2, 0, 2)]
+    assert step(scheduler) == [(0, 4, 5), (1, 5, 6), (2, 2, 3)]
+
+
+def test_the_slot_of_a_finished_sequence_is_taken_in_the_very_next_step() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    submit(scheduler, "a", 3, max_output=1)
+    submit(scheduler, "b", 3)
+    submit(scheduler, "c", 3)
+    assert step(scheduler) == [(0, 0, 3), (1, 0, 3)]
+    plan = plan_of(scheduler)
+    assert spans_of(plan) == [(1, 3, 4), (2, 0, 3)]
+    assert slots_of(plan) == {1: 1, 2: 0}
+    assert plan.released_slots == (0,)
+
+
+def test_a_slot_given_up_is_reported_once() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 1)
+    submit(scheduler, "b", 1)
+    assert plan_of(scheduler).released_slots == ()
+    scheduler.discard()
+    scheduler.abort("a")
+    assert plan_of(scheduler).released_slots == (0,)
+    scheduler.discard()
+    step(scheduler)
+    assert plan_of(scheduler).released_slots == ()
+
+
+def test_a_running_sequence_keeps_its_slot_and_newcomers_take_the_lowest_free_one() -> None:
+    scheduler = make_scheduler(max_num_seqs=4)
+    for name in "abcd":
+        submit(scheduler, name, 1)
+    step(scheduler)
+    scheduler.abort("c")
+    scheduler.abort("a")
+    submit(scheduler, "e", 1)
+    assert slots_of(plan_of(scheduler)) == {1: 1, 3: 3, 4: 0}
+
+
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_and_only_the_last_wants_logits() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    submit(scheduler, "a", 10)
+    plans = []
+    for _ in range(4):
+        plans.append(plan_of(scheduler))
+        commit(scheduler, plans[-1])
+    assert [spans_of(plan) for plan in plans] == [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 10)], [(0, 10, 11)]]
+    assert [plan.spans[0].num_logit_rows for plan in plans] == [0, 0, 1, 1]
+
+
+def test_decodes_ride_in_the_same_step_before_the_chunks_of_a_long_prompt() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    submit(scheduler, "a", 1)
+    submit(scheduler, "b", 1)
+    step(scheduler)
+    submit(scheduler, "long", 5)
+    assert step(scheduler) == [(0, 1, 2), (1, 1, 2), (2, 0, 2)]
+    assert step(scheduler) == [(0, 2, 3), (1, 2, 3), (2, 2, 4)]
+    assert step(scheduler) == [(0, 3, 4), (1, 3, 4), (2, 4, 5)]
+
+
+def test_a_decode_goes_before_the_chunk_of_an_older_prompt() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=5)
+    submit(scheduler, "old", 4)
+    submit(scheduler, "young", 1)
+    plan = plan_of(scheduler)
+    scheduler.commit(plan, [[7, 7, 7, 7, 7, 7], [7]])  # as if speculation had given the old one six tokens
+    assert step(scheduler) == [(1, 1, 2), (0, 4, 8)]
+
+
+def test_a_step_has_no_more_tokens_than_the_budget_and_no_more_sequences_than_slots() -> None:
+    scheduler = make_scheduler(max_num_seqs=3, max_num_batched_tokens=5)
+    for name in "abcd":
+        submit(scheduler, name, 2)
+    assert step(scheduler) == [(0, 0, 2), (1, 0, 2), (2, 0, 1)]
+    assert step(scheduler) == [(0, 2, 3), (1, 2, 3), (2, 1, 2)], "two tokens of the budget are left, but no slot"
+
+
+def test_with_a_budget_of_one_token_one_sequence_runs_at_a_time() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=1)
+    submit(scheduler, "a", 2, max_output=2)
+    submit(scheduler, "b", 1, max_output=1)
+    assert [step(scheduler) for _ in range(4)] == [[(0, 0, 1)], [(0, 1, 2)], [(0, 2, 3)], [(1, 0, 1)]]
+
+
+def test_first_come_first_served_even_where_a_later_one_would_fit() -> None:
+    scheduler = make_scheduler(num_blocks=10)
+    submit(scheduler, "a", 6, max_output=2)
+    submit(scheduler, "big", 8, max_output=2)
+    submit(scheduler, "small", 1)
+    assert step(scheduler) == [(0, 0, 6)]
+    assert step(scheduler) == [(0, 6, 7)]
+    assert step(scheduler) == [(1, 0, 8), (2, 0, 1)]
+
+
+def test_a_sequence_comes_in_only_when_there_is_room_for_all_that_it_owes() -> None:
+    scheduler = make_scheduler(num_blocks=10, max_num_batched_tokens=9)
+    submit(scheduler, "a", 5, max_output=3)
+    submit(scheduler, "b", 7, max_output=1)
+    assert step(scheduler) == [(0, 0, 5)], "budget for a chunk, but the seven tokens would not fit beside it"
+
+
+def test_a_request_with_several_sequences_gives_each_its_own_stream() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 2, max_output=2, num_sequences=3)
+    plan = plan_of(scheduler)
+    assert spans_of(plan) == [(0, 0, 2), (1, 0, 2), (2, 0, 2)]
+    progress = scheduler.commit(plan, [[7], [8], [9]])
+    assert [(p.sequence.index, p.sequence.token_ids[2:]) for p in progress] == [(0, [7]), (1, [8]), (2, [9])]
+    scheduler.finish(1, "stop")
+    assert step(scheduler) == [(0, 2, 3), (2, 2, 3)]
+    assert not scheduler.is_unfinished("a")
+
+
+# ------------------------------------------------------------------------------------- the cache is full
+
+
+def test_a_sequence_alone_may_fill_the_whole_cache_and_its_last_token_needs_no_place() -> None:
+    scheduler = make_scheduler(num_blocks=3, block_size=2)
+    submit(scheduler, "a", 2, max_output=5)
+    assert run_to_the_end(scheduler) == 5
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_block_is_taken_when_the_first_token_falls_into_it() -> None:
+    scheduler = make_scheduler(block_size=4)
+    submit(scheduler, "a", 3)
+    tables = []
+    for _ in range(3):
+        plan = plan_of(scheduler)
+        commit(scheduler, plan)
+        tables.append([list(table) for table in plan.tables[0]])
+    assert tables == [[[0]], [[0]], [[0, 1]]]
+
+
+def full_cache() -> Scheduler:
+    """Three sequences that have filled a cache of 9 blocks of one token, and a fourth that waits."""
+    scheduler = make_scheduler(num_blocks=9)
+    for name in "abc":
+        submit(scheduler, name, 2, max_output=6)
+    submit(scheduler, "d", 4, max_output=1)
+    assert step(scheduler) == [(0, 0, 2), (1, 0, 2), (2, 0, 2)]
+    assert step(scheduler) == [(0, 2, 3), (1, 2, 3), (2, 2, 3)]
+    assert scheduler.block_pool.num_free == 0
+    return scheduler
+
+
+def test_when_blocks_run_out_the_last_admitted_gives_all_of_its_own_back() -> None:
+    scheduler = full_cache()
+    victim = scheduler.running(2)
+    plan = plan_of(scheduler)
+    assert spans_of(plan) == [(0, 3, 4), (1, 3, 4)]
+    assert plan.released_slots == (2,)
+    assert (victim.slot, list(victim.block_table), victim.num_computed_tokens) == (None, [], 0)
+    assert (victim.num_preemptions, scheduler.num_preemptions) == (1, 1)
+
+
+def test_a_preempted_sequence_goes_to_the_head_of_the_queue() -> None:
+    scheduler = full_cache()
+    assert waiting(scheduler) == [3]
+    plan_of(scheduler)
+    assert waiting(scheduler) == [2, 3]
+
+
+def test_blocks_given_back_belong_to_those_who_asked_for_them() -> None:
+    """No newcomer is let in by the step that preempted, though there might be room for it."""
+    scheduler = make_scheduler(num_blocks=7)
+    submit(scheduler, "a", 1)
+    submit(scheduler, "b", 5)
+    step(scheduler)
+    submit(scheduler, "small", 1)
+    assert scheduler.block_pool.num_free == 1
+    assert step(scheduler) == [(0, 1, 2)]
+    assert waiting(scheduler) == [1, 2]
+
+
+def test_a_preempted_sequence_keeps_its_tokens_and_computes_them_again_in_one_span() -> None:
+    scheduler = full_cache()
+    step(scheduler)
+    scheduler.abort("b")
+    plan = plan_of(scheduler)
+    assert spans_of(plan) == [(0, 4, 5), (2, 0, 4)]
+    assert list(plan.spans[1].token_ids) == [100, 101, TOKEN, TOKEN]
+    progress = scheduler.commit(plan, [[TOKEN], [8]])
+    assert progress[1].new_token_ids == [8], "tokens handed out before are not handed out again"
+    assert progress[1].sequence.token_ids == [100, 101, TOKEN, TOKEN, 8]
+
+
+def test_several_preempted_sequences_come_back_in_the_order_in_which_they_first_came() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    submit(scheduler, "a", 2)
+    submit(scheduler, "b", 2)
+    submit(scheduler, "c", 2)
+    scheduler.commit(plan_of(scheduler), [[7, 7, 7], [7], [7]])
+    assert spans_of(plan_of(scheduler)) == [(0, 2, 5)], "three blocks for the oldest: two have to go"
+    assert waiting(scheduler) == [1, 2]
+
+
+def test_the_budget_of_a_sequence_that_is_preempted_goes_to_those_after_it() -> None:
+    scheduler = make_scheduler(num_blocks=7, max_num_batched_tokens=5)
+    for name, prompt_len in [("a", 1), ("b", 1), ("c", 3)]:
+        submit(scheduler, name, prompt_len)
+    scheduler.commit(plan_of(scheduler), [[7, 7, 7], [7, 7], [7]])  # as if speculation had given a and b more
+    assert spans_of(plan_of(scheduler)) == [(0, 1, 4), (1, 1, 3)], "c, a decode, was to have one of the five tokens"
+
+
+def test_everybody_finishes_however_small_the_cache() -> None:
+    scheduler = make_scheduler(num_blocks=4, block_size=2)
+    for name in "abcdef":
+        submit(scheduler, name, 3, max_output=6)
+    run_to_the_end(scheduler, max_num_steps=6 * 9)  # the oldest computes at least one token a step
+    assert scheduler.num_preemptions > 0
+
+
+# ------------------------------------------------------------------------------------- a length to recompute beyond
+
+
+def test_a_sequence_that_grows_past_the_length_is_computed_anew_in_its_slot_and_blocks() -> None:
+    scheduler = make_scheduler(recompute_beyond=4)
+    submit(scheduler, "a", 3)
+    assert [step(scheduler) for _ in range(2)] == [[(0, 0, 3)], [(0, 3, 4)]]
+    plan = plan_of(scheduler)
+    assert plan.spans == (
+        Span(sequence_id=0, slot=0, start=0, token_ids=[100, 101, 102, 7, 7], num_logit_rows=1, sequence_length=5),
+    )
+    assert list(plan.tables[0][0]) == [0, 1, 2, 3, 4]
+    commit(scheduler, plan)
+    assert [step(scheduler) for _ in range(2)] == [[(0, 5, 6)], [(0, 6, 7)]], "once is enough"
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_prompt_that_is_beyond_the_length_from_the_beginning_is_computed_once() -> None:
+    scheduler = make_scheduler(recompute_beyond=4)
+    submit(scheduler, "a", 5)
+    assert [step(scheduler) for _ in range(2)] == [[(0, 0, 5)], [(0, 5, 6)]]
+
+
+def test_every_chunk_says_how_long_its_whole_sequence_is() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    submit(scheduler, "a", 10)
+    lengths = []
+    for _ in range(4):
+        plan = plan_of(scheduler)
+        lengths.append(plan.spans[0].sequence_length)
+        commit(scheduler, plan)
+    assert lengths == [10, 10, 10, 11]
+
+
+def test_decodes_do_not_wait_while_an_older_sequence_is_computed_anew() -> None:
+    scheduler = make_scheduler(recompute_beyond=4, max_num_batched_tokens=4)
+    submit(scheduler, "a", 3)
+    submit(scheduler, "b", 1)
+    assert step(scheduler) == [(0, 0, 3), (1, 0, 1)]
+    assert step(scheduler) == [(0, 3, 4), (1, 1, 2)]
+    assert step(scheduler) == [(1, 2, 3), (0, 0, 3)]
+    assert step(scheduler) == [(1, 3, 4), (0, 3, 5)]
+
+
+# ------------------------------------------------------------------------------------- ended from outside
+
+
+def test_abort_ends_all_unfinished_sequences_of_a_request_running_or_waiting() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    submit(scheduler, "a", 2, num_sequences=3)
+    submit(scheduler, "b", 2)
+    step(scheduler)
+    aborted = scheduler.abort("a")
+    assert [(sequence.index, sequence.finish_reason) for sequence in aborted] == [
+        (0, "abort"),
+        (1, "abort"),
+        (2, "abort"),
+    ]
+    assert not scheduler.is_unfinished("a")
+    assert step(scheduler) == [(3, 0, 2)]
+
+
+def test_whoever_is_unknown_or_finished_can_be_aborted_and_finished_to_no_effect() -> None:
+    scheduler = make_scheduler()
+    assert scheduler.abort("nobody") == []
+    assert scheduler.finish(5, "stop") is None
+    submit(scheduler, "a", 2, max_output=1)
+    step(scheduler)
+    assert scheduler.abort("a") == []
+    assert scheduler.finish(0, "stop") is None
+    with pytest.raises(KeyError):
+        scheduler.running(0)
+
+
+def test_a_sequence_aborted_in_flight_keeps_its_slot_and_blocks_until_the_step_is_committed() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    submit(scheduler, "a", 3)
+    submit(scheduler, "b", 2)
+    plan = plan_of(scheduler)
+    (aborted,) = scheduler.abort("a")
+    assert (aborted.slot, list(aborted.block_table)) == (0, [0, 1, 2])
+    assert scheduler.block_pool.num_free == 95
+    assert scheduler.num_running == 1
+    submit(scheduler, "c", 1)
+    progress = commit(scheduler, plan)
+    assert [step.sequence.sequence_id for step in progress] == [1], "the tokens of the aborted one are dropped"
+    assert aborted.token_ids == [100, 101, 102]
+    assert (aborted.slot, list(aborted.block_table)) == (None, [])
+    assert scheduler.block_pool.num_free == 98
+    assert slots_of(plan_of(scheduler)) == {1: 1, 2: 0}
+
+
+def test_a_running_sequence_that_is_not_in_the_step_in_flight_lets_go_at_once() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    submit(scheduler, "a", 3)
+    submit(scheduler, "b", 3)
+    scheduler.commit(plan_of(scheduler), [[7] * 6, [7] * 2])
+    assert spans_of(plan_of(scheduler)) == [(0, 3, 9)], "the budget has nothing left for the other one"
+    (aborted,) = scheduler.abort("b")
+    assert (aborted.slot, list(aborted.block_table)) == (None, [])
+
+
+def test_blocks_are_kept_for_the_step_in_flight_alone_and_free_after_it_failed_or_was_discarded() -> None:
+    for let_go in (lambda scheduler, plan: scheduler.fail(plan), lambda scheduler, plan: scheduler.discard()):
+        scheduler = make_scheduler()
+        submit(scheduler, "a", 3)
+        plan = plan_of(scheduler)
+        scheduler.abort("a")
+        assert scheduler.block_pool.num_free == 97
+        let_go(scheduler, plan)
+        assert scheduler.block_pool.num_free == 100
+
+
+def test_finish_keeps_the_first_tokens_of_the_output() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 2)
+    submit(scheduler, "b", 2)
+    submit(scheduler, "c", 2)
+    for token in (7, 8, 9):
+        step(scheduler, token)
+    ended = [scheduler.finish(0, "stop", 1), scheduler.finish(1, "stop", 0), scheduler.finish(2, "stop")]
+    assert [sequence and sequence.token_ids for sequence in ended] == [[100, 101, 7], [100, 101], [100, 101, 7, 8, 9]]
+    assert [sequence and sequence.finish_reason for sequence in ended] == ["stop"] * 3
+    assert scheduler.plan() is None
+    assert scheduler.block_pool.num_free == 100
+
+
+def test_a_failed_step_ends_its_sequences_with_error_and_nobody_else() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in "abc":
+        submit(scheduler, name, 2)
+    step(scheduler)
+    failed = scheduler.fail(plan_of(scheduler))
+    assert [(sequence.sequence_id, sequence.finish_reason) for sequence in failed] == [(0, "error"), (1, "error")]
+    assert [sequence.token_ids for sequence in failed] == [[100, 101, TOKEN]] * 2, "what came before is kept"
+    assert step(scheduler) == [(2, 0, 2)]
+
+
+def test_a_failed_step_does_not_end_again_what_was_aborted_in_flight() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 2)
+    submit(scheduler, "b", 2)
+    plan = plan_of(scheduler)
+    (aborted,) = scheduler.abort("a")
+    assert [sequence.sequence_id for sequence in scheduler.fail(plan)] == [1]
+    assert aborted.finish_reason == "abort"
+
+
+# ------------------------------------------------------------------------------------- plans
+
+
+def test_a_step_in_flight_has_to_land_before_the_next_is_planned() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 2)
+    plan = plan_of(scheduler)
+    with pytest.raises(RuntimeError, match="still in flight: commit or fail it first"):
+        scheduler.plan()
+    assert commit(scheduler, plan)[0].new_token_ids == [TOKEN], "the step in flight is as it was"
+
+
+def test_only_the_step_in_flight_can_land_and_only_once() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 2)
+    plan = plan_of(scheduler)
+    commit(scheduler, plan)
+    with pytest.raises(RuntimeError, match="this plan is not the step in flight"):
+        commit(scheduler, plan)
+    second = plan_of(scheduler)
+    with pytest.raises(RuntimeError, match="this plan is not the step in flight"):
+        scheduler.fail(plan)
+    commit(scheduler, second)
+    assert scheduler.running(0).token_ids == [100, 101, TOKEN, TOKEN]
+
+
+def test_a_discarded_step_is_planned_again() -> None:
+    scheduler = make_scheduler()
+    scheduler.discard()  # nothing in flight, nothing to forget
+    submit(scheduler, "a", 2)
+    submit(scheduler, "b", 3)
+    step(scheduler)
+    plan = plan_of(scheduler)
+    scheduler.discard()
+    assert plan_of(scheduler) == plan
+
+
+def test_the_slots_that_a_discarded_step_was_to_release_are_reported_again() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "a", 2, max_output=1)
+    submit(scheduler, "b", 2)
+    step(scheduler)
+    assert plan_of(scheduler).released_slots == (0,)
+    scheduler.discard()
+    assert plan_of(scheduler).released_slots == (0,)
+
+
+def test_a_plan_does_not_change_with_what_happens_after_it() -> None:
+    scheduler = make_scheduler(block_size=2)
+    submit(scheduler, "a", 2)
+    plan = plan_of(scheduler)
+    kept = pickle.dumps(plan)
+    commit(scheduler, plan)
+    step(scheduler)
+    scheduler.abort("a")
+    assert plan == pickle.loads(kept)
+
+
+def test_a_plan_survives_pickling() -> None:
+    scheduler = full_cache()
+    plan = plan_of(scheduler)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert plan.num_tokens == 2
+
+
+def test_the_same_requests_give_the_same_plans() -> None:
+    def plans() -> list[StepPlan]:
+        scheduler = make_scheduler(num_blocks=6, block_size=2, max_num_seqs=3, max_num_batched_tokens=5)
+        for length, name in enumerate("abcdef", 1):
+            submit(scheduler, name, length, max_output=5, num_sequences=1 + length % 2)
+        made = []
+        for number in range(20):
+            made.append(plan_of(scheduler))
+            commit(scheduler, made[-1])
+            if number == 7:
+                scheduler.abort("c")
+        assert scheduler.num_preemptions > 0
+        return made
+
+    assert plans() == plans()

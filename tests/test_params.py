@@ -1,0 +1,270 @@
+"""Options are checked when they are made: by name, type and range, each refusal one sentence that names the value."""
+
+import pickle
+from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
+
+import pytest
+
+from inflight.config import EngineConfig
+from inflight.errors import UnknownOptionError
+from inflight.params import MAX_SEED, SamplingParams
+
+NAN, INF = float("nan"), float("inf")
+
+
+def refusal_of(options: type, **given: Any) -> str:
+    with pytest.raises(ValueError, match="must be") as caught:
+        options(**given)
+    return str(caught.value)
+
+
+def is_one_sentence(message: str) -> bool:
+    return "\n" not in message and len(message) < 200
+
+
+# ------------------------------------------------------------------------------------- SamplingParams
+
+BAD_SAMPLING_PARAMS = {
+    "n": [0, -1, 1.0, True, None, "1", NAN],
+    "temperature": [-0.1, -1, NAN, INF, -INF, None, "1", True, 1j],
+    "top_p": [0, 0.0, -0.1, 1.1, 2, NAN, INF, None, "1", True],
+    "top_k": [-2, 0.5, 1.0, True, None, "1", NAN, INF],
+    "min_p": [-0.1, 1.1, NAN, INF, -INF, None, "0", False],
+    "seed": [-1, MAX_SEED + 1, 1.0, True, "1", NAN],
+    "max_tokens": [0, -1, 1.0, True, "16", NAN, INF],
+    "min_tokens": [-1, 17, 1.0, True, None, "0", NAN],
+    "truncate_prompt_tokens": [0, -1, 1.0, True, "1", NAN],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in BAD_SAMPLING_PARAMS.items() for value in values],
+    ids=lambda value: str(value),
+)
+def test_a_bad_sampling_parameter_is_refused_by_name_with_its_value(name: str, value: Any) -> None:
+    message = refusal_of(SamplingParams, **{name: value})
+    assert message.startswith(f"{name} is {value!r}; it must be ")
+    assert is_one_sentence(message)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"n": 0}, "n is 0; it must be an integer of at least 1"),
+        ({"temperature": NAN}, "temperature is nan; it must be a finite number of at least 0"),
+        ({"top_p": 0}, "top_p is 0; it must be a number above 0 and at most 1"),
+        ({"top_k": -2}, "top_k is -2; it must be an integer of at least -1"),
+        ({"min_p": 1.5}, "min_p is 1.5; it must be a number from 0 to 1"),
+        ({"seed": -1}, f"seed is -1; it must be an integer from 0 to {MAX_SEED}"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5; it must be an integer from 0 to 4"),
+    ],
+    ids=lambda value: "",
+)
+def test_a_refusal_says_what_is_accepted(given: dict[str, Any], message: str) -> None:
+    assert refusal_of(SamplingParams, **given) == message
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["a", ""], [None], [5], [b"a"], b"a"], ids=repr)
+def test_a_stop_string_that_is_empty_or_no_string_is_refused(stop: Any) -> None:
+    message = refusal_of(SamplingParams, stop=stop)
+    wrong = stop if isinstance(stop, str) else stop[-1]
+    assert message == f"stop contains {wrong!r}; it must be a non-empty string or a list of such strings"
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.0, True, None, "a", NAN], ids=repr)
+def test_a_bad_stop_token_is_refused(wrong: Any) -> None:
+    message = refusal_of(SamplingParams, stop_token_ids=[7, wrong])
+    assert message == f"a member of stop_token_ids is {wrong!r}; it must be an integer of at least 0"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("stop", 5), ("stop_token_ids", 5), ("temperature", 10**400), ("top_p", 10**400)],
+    ids=["stop", "stop_token_ids", "temperature", "top_p"],
+)
+def test_a_value_that_the_check_itself_trips_over_is_refused_like_others(name: str, value: Any) -> None:
+    assert refusal_of(SamplingParams, **{name: value}).startswith(name)
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens"])
+@pytest.mark.parametrize("value", ["no", None, 2])
+def test_a_switch_that_is_neither_true_nor_false_is_refused(name: str, value: Any) -> None:
+    assert refusal_of(SamplingParams, **{name: value}).startswith(f"{name} is {value!r}; it must be ")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"n": 100},
+        {"temperature": 0},
+        {"temperature": 0.0},
+        {"temperature": 100.0},
+        {"top_p": 1},
+        {"top_p": 1e-9},
+        {"top_k": -1},
+        {"top_k": 0},
+        {"top_k": 10**6},
+        {"min_p": 0},
+        {"min_p": 1.0},
+        {"seed": None},
+        {"seed": 0},
+        {"seed": MAX_SEED},
+        {"max_tokens": None},
+        {"max_tokens": 1},
+        {"min_tokens": 16},
+        {"min_tokens": 1000, "max_tokens": None},
+        {"stop": "\n"},
+        {"stop": ["a", "b"]},
+        {"stop": []},
+        {"stop": None},
+        {"stop_token_ids": (0, 5)},
+        {"stop_token_ids": []},
+        {"truncate_prompt_tokens": 1},
+        {"ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False},
+    ],
+    ids=str,
+)
+def test_good_sampling_parameters_are_kept_as_given(given: dict[str, Any]) -> None:
+    params = SamplingParams(**given)
+    assert {name: getattr(params, name) for name in given} == given
+
+
+def test_defaults_are_vllms() -> None:
+    assert SamplingParams() == SamplingParams(
+        n=1, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, max_tokens=16, min_tokens=0, stop=None
+    )
+
+
+def test_stop_strings_is_a_tuple_whatever_was_given() -> None:
+    assert SamplingParams().stop_strings == ()
+    assert SamplingParams(stop="end").stop_strings == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+
+
+def test_greedy_means_temperature_zero() -> None:
+    assert SamplingParams(temperature=0).is_greedy
+    assert not SamplingParams(temperature=1e-6).is_greedy
+
+
+# ------------------------------------------------------------------------------------- EngineConfig
+
+BAD_CONFIG = {
+    "dtype": ["float64", "", None, 32],
+    "load_format": ["safetensors", None],
+    "attention_backend": ["flash", None],
+    "max_model_len": [0, -1, 1.0, True, "8", NAN, INF],
+    "max_num_seqs": [0, -1, 1.0, True, None, "8", NAN, INF],
+    "max_num_batched_tokens": [0, -1, 1.0, True, None, "8", NAN, INF],
+    "block_size": [0, -1, 1.0, True, None, "8", NAN, INF],
+    "num_blocks": [0, -1, 1.0, True, "8", NAN, INF],
+    "kv_cache_memory": [0, -1, 1e9, True, "1 GB", NAN, INF],
+    "seed": [-1, MAX_SEED + 1, 1.0, True, None, "1", NAN],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in BAD_CONFIG.items() for value in values],
+    ids=lambda value: str(value),
+)
+def test_a_bad_engine_option_is_refused_by_name_with_its_value(name: str, value: Any) -> None:
+    message = refusal_of(EngineConfig, **{name: value})
+    assert message.startswith(f"{name} is {value!r}; it must be ")
+    assert is_one_sentence(message)
+
+
+def test_a_choice_is_refused_with_all_that_could_be_chosen() -> None:
+    message = refusal_of(EngineConfig, dtype="float64")
+    assert message == "dtype is 'float64'; it must be one of 'auto', 'float32', 'bfloat16', 'float16'"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"dtype": "bfloat16", "device": "cuda:1", "load_format": "dummy", "attention_backend": "reference"},
+        {"max_model_len": 1, "num_blocks": 1, "kv_cache_memory": 1, "block_size": 1},
+        {"max_model_len": None, "num_blocks": None, "kv_cache_memory": None},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 1, "seed": MAX_SEED},
+        {"max_num_seqs": 64, "max_num_batched_tokens": 8},
+    ],
+    ids=str,
+)
+def test_good_engine_options_are_kept_as_given(given: dict[str, Any]) -> None:
+    config = EngineConfig(**given)
+    assert {name: getattr(config, name) for name in given} == given
+
+
+# ------------------------------------------------------------------------------------- both
+
+both = pytest.mark.parametrize("options", [SamplingParams, EngineConfig])
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "hint"),
+    [
+        (SamplingParams, "max_token", "did you mean 'max_tokens'?"),
+        (SamplingParams, "temprature", "did you mean 'temperature'?"),
+        (SamplingParams, "best_of", "it accepts ignore_eos, include_stop_str_in_output, max_tokens, "),
+        (EngineConfig, "max_seqs", "did you mean 'max_num_seqs'?"),
+        (EngineConfig, "blocksize", "did you mean 'block_size'?"),
+        (EngineConfig, "gpus", "it accepts attention_backend, block_size, device, "),
+    ],
+)
+def test_an_unknown_option_is_refused_with_a_hint(options: type, name: str, hint: str) -> None:
+    with pytest.raises(UnknownOptionError) as caught:
+        options(**{name: 1})
+    assert str(caught.value).startswith(f"{options.__name__} has no option {name!r}; {hint}")
+
+
+@both
+@pytest.mark.parametrize("error", [ValueError, TypeError])
+def test_the_refusal_of_an_unknown_option_is_caught_as_python_would_raise_it(
+    options: type, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="has no option 'no_such_thing'"):
+        options(no_such_thing=1)
+
+
+@both
+def test_options_are_given_by_name_only(options: type) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        options(1)
+
+
+@both
+def test_options_can_not_be_changed_once_made(options: type) -> None:
+    made = options(seed=3)
+    with pytest.raises(FrozenInstanceError):
+        made.seed = 4
+    assert made.seed == 3
+
+
+@both
+def test_a_changed_copy_is_checked_like_a_new_one(options: type) -> None:
+    assert replace(options(seed=3), seed=4) == options(seed=4)
+    with pytest.raises(ValueError, match="seed is -1; it must be"):
+        replace(options(seed=3), seed=-1)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        SamplingParams(),
+        SamplingParams(n=2, temperature=0.5, seed=7, stop=["a"], stop_token_ids=[1], max_tokens=None),
+        EngineConfig(),
+        EngineConfig(dtype="float32", num_blocks=8, max_model_len=128),
+    ],
+    ids=["SamplingParams", "SamplingParams, some set", "EngineConfig", "EngineConfig, some set"],
+)
+def test_options_survive_pickling(made: Any) -> None:
+    assert pickle.loads(pickle.dumps(made)) == made
+
+
+@both
+def test_every_option_is_explained_in_the_docstring(options: type) -> None:
+    explained = options.__doc__ or ""
+    assert [field.name for field in fields(options) if f"        {field.name}: " not in explained] == []

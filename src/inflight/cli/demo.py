@@ -10,15 +10,19 @@ PROMPTS = (
     ("Once upon a time", 90),
     ("In a quiet village", 60),
     ("One morning", 30),
-    ("Long ago, there lived an old fox.", 80),
-    ("Once upon a time there was a small", 40),
+    ("Long ago, there was a brave fox named Felix who lived under an old oak tree.", 80),
+    ("Once upon a time, there was a shy dragon", 40),
     ("Once", 120),
-    ("One morning a little rabbit went to the river. The sun was shining and the rabbit was very happy.", 60),
-    ("The", 25),
-    ("Once upon a time, deep in the forest,", 100),
-    ("Long ago", 35),
-    ("In a quiet village there lived a girl", 70),
-    ("One", 50),
+    (
+        "One cold day, while snow covered the roofs, a clever owl named Luna sat in a tall lighthouse. She had a "
+        "silver key, and she loved it more than anything else.",
+        60,
+    ),
+    ("This is the story of", 50),
+    ("Many years ago, near a sleepy harbor, there lived", 100),
+    ("Behind the old mill", 35),
+    ("Mia was a", 70),
+    ("On the first day of spring", 50),
 )
 """Prompts, and how many tokens each may generate."""
 

@@ -14,6 +14,7 @@ from inflight.params import SamplingParams
 from inflight.plan import StepPlan
 from inflight.record import StepRecord
 from tests import zoo
+from tests.text.tokenizers_for_tests import byte_level
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -93,6 +94,46 @@ def test_an_interrupt_leaves_everything_as_it_was_before_the_step(monkeypatch: p
         engine.step()
     outputs += drain(engine)
     assert tokens_of(outputs, "a") == zoo.plain_greedy(zoo.build("llama"), [1, 2, 3], 8)
+
+
+def test_tokens_that_an_interrupt_kept_back_come_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    for number in range(2):
+        submit(engine, str(number), [number + 1] * 5)
+    report, calls = engine._report, iter(range(1_000))
+
+    def interrupted(news: Any) -> SequenceOutput:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return report(news)
+
+    monkeypatch.setattr(engine, "_report", interrupted)
+    outputs = engine.step()
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    outputs += drain(engine)
+    for number in range(2):
+        assert tokens_of(outputs, str(number)) == zoo.plain_greedy(zoo.build("llama"), [number + 1] * 5, 8)
+
+
+def test_a_tokenizer_that_fails_ends_the_request_that_needed_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level()
+    engine = Engine(zoo.build("llama"), EngineConfig(), tokenizer)
+    submit(engine, "needs", [1, 2, 3], SamplingParams(temperature=0, max_tokens=8, stop="never"))
+    submit(engine, "other", [1, 2, 3])
+
+    def broken(*_: object) -> str:
+        raise RuntimeError("no such token")
+
+    monkeypatch.setattr(tokenizer, "decode", broken)
+    ends = {o.request_id: (o.finish_reason, o.error) for o in drain(engine) if o.finish_reason}
+    assert ends == {"needs": ("error", "RuntimeError('no such token')"), "other": ("length", None)}
+
+
+def test_a_model_without_an_eos_of_its_own_takes_the_tokenizers() -> None:
+    tokenizer = byte_level()
+    assert Engine(zoo.build("llama"), EngineConfig(), tokenizer).model_info.eos_token_ids == (tokenizer.eos_token_id,)
+    assert Engine(zoo.build("llama"), EngineConfig()).model_info.eos_token_ids == ()
 
 
 def test_an_aborted_request_is_reported_once_and_frees_everything() -> None:

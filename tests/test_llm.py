@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from inflight import LLM, SamplingParams
 from inflight.text import Tokenizer
@@ -171,6 +173,13 @@ def test_truncate_prompt_tokens_keeps_the_last(llm: LLM) -> None:
         ([[1], {"text": "x"}], GREEDY, "prompt 1: a prompt given as a dict"),
         ([[1], [1] * 300], GREEDY, "prompt 1: the prompt has 300 tokens"),
         ([[1], [2]], [GREEDY], "2 prompts came with 1 sampling_params"),
+        ([1], {"temperature": 0}, "it must be SamplingParams"),
+        ([[1]], [None], "sampling_params is or contains None"),
+        ([[1], b"ab"], GREEDY, "prompt 1: the prompt is a bytes"),
+        (np.array([1, 2]), GREEDY, "the prompt is a ndarray"),
+        ([np.array([1, 2])], GREEDY, "prompt 0: the prompt is a ndarray"),
+        ([{"messages": "hi"}], GREEDY, "prompt 0: messages is 'hi'"),
+        ([{"messages": [1]}], GREEDY, "prompt 0: messages is [1]"),
         (None, GREEDY, "the prompt is a NoneType"),
         ("", GREEDY, "the prompt is empty"),
     ],
@@ -191,6 +200,29 @@ def test_what_can_never_fit_the_cache_is_refused_and_what_is_open_ended_stops_at
     (output,) = llm.generate([1] * 20, SamplingParams(temperature=0, max_tokens=None), use_tqdm=False)
     assert output.outputs[0].finish_reason == "length"
     assert output.outputs[0].token_ids == plain([1] * 20, 13)
+
+
+@pytest.mark.parametrize("messages", ["hi", [], None])
+def test_what_is_no_chat_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(ValueError, match="a chat is a list of dicts"):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize("source", [123, torch.nn.Linear(2, 2), b"model"])
+def test_what_is_no_model_is_refused(source: Any) -> None:
+    with pytest.raises(ValueError, match="it must be a hub id, a folder, or a transformers PreTrainedModel"):
+        LLM(source)
+
+
+def test_an_interrupt_outside_a_step_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("inflight.observe.progress.tqdm.update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY)
+    assert not llm.engine.has_unfinished_requests
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class Phase:
 @dataclass(frozen=True)
 class Recipe:
     seed: int = 7
-    documents: int = 64_000
+    documents: int = 67_000
     held_out: int = 3_000
     chats: float = 0.4  # the share of documents that are chats
     vocabulary: int = 1536

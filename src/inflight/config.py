@@ -28,8 +28,8 @@ class EngineConfig:
         max_num_batched_tokens: the token budget of a step.
         block_size: tokens in a block of the cache.
         num_blocks: blocks in the cache; None: as many as `kv_cache_memory` holds.
-        kv_cache_memory: bytes for keys and values; None: 90 % of what is free on a GPU, else up to a quarter of
-            the machine's memory, which is only touched as it is needed.
+        kv_cache_memory: bytes for keys and values; None: 90 % of what is free on a CUDA device, else up to a quarter
+            of the machine's memory, which a CPU only touches as it is needed. Not looked at with `num_blocks`.
         seed: of the random streams of requests without a seed of their own, and of dummy weights.
     """
 

@@ -8,9 +8,10 @@ run, and an abort. Knows requests in tokens; turning prompts into tokens and tok
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inflight.config import EngineConfig
 from inflight.errors import InvalidRequestError
@@ -24,7 +25,7 @@ from inflight.plan import StepPlan
 from inflight.record import SpanKind, SpanRecord, StepRecord
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.door import make_request
-from inflight.scheduling.scheduler import Progress, Scheduler
+from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request, Sequence
 from inflight.text.output_text import OutputText
 from inflight.text.tokenizer import Tokenizer
@@ -42,13 +43,22 @@ class AcceptedRequest:
 
 
 @dataclass(slots=True)
-class SequenceState:
-    """What the engine keeps of a sequence from its first step to its end."""
+class LiveRequest:
+    """What the engine keeps of a request until its last sequence has ended; lists are by sequence index."""
 
-    params: SamplingParams
-    first_scheduled_time: float
-    stop_text: OutputText | None
-    """Its text so far, if stop strings have to be looked for."""
+    accepted: AcceptedRequest
+    first_scheduled_times: list[float | None]
+    stop_texts: list[OutputText | None]
+    """Each sequence's text so far, if stop strings have to be looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Something happened to a sequence that its caller has not heard of yet."""
+
+    sequence: Sequence
+    new_token_ids: list[int]
+    error: str | None = None
 
 
 class Engine:
@@ -67,27 +77,31 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.runner = ModelRunner(model, config)
+        self.model_info = self._describe()
         pool = BlockPool(self.model_info.num_blocks, config.block_size)
         self.scheduler = Scheduler(
             pool, config.max_num_seqs, config.max_num_batched_tokens, self.model_info.recompute_beyond
         )
         self.observer: Callable[[StepRecord], None] | None = None
         """Called after each step with its record; while it is None no record is made."""
-        self._requests: dict[str, AcceptedRequest] = {}
-        self._states: dict[int, SequenceState] = {}
+        self._requests: dict[str, LiveRequest] = {}
+        self._news: deque[News] = deque()
+        self._outbox: list[SequenceOutput] = []
         self._slot_owners = [-1] * config.max_num_seqs
         self._num_steps = 0
         self._num_accepted = 0
 
     @property
-    def model_info(self) -> ModelInfo:
-        """What was found out about the model."""
-        return self.runner.info
-
-    @property
     def has_unfinished_requests(self) -> bool:
         """Whether another step would do something."""
         return bool(self._requests)
+
+    def _describe(self) -> ModelInfo:
+        """What was found out about the model; one that names no EOS of its own takes its tokenizer's."""
+        info, eos_token_id = self.runner.info, self.tokenizer.eos_token_id if self.tokenizer else None
+        if info.eos_token_ids or eos_token_id is None or eos_token_id >= info.vocab_size:
+            return info
+        return replace(info, eos_token_ids=(eos_token_id,))
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -106,12 +120,16 @@ class Engine:
 
     def submit(self, accepted: AcceptedRequest) -> None:
         """Queue a request that has passed the door."""
-        self._requests[accepted.request.request_id] = accepted
+        stop_texts = [self._stop_text(accepted) for _ in range(accepted.params.n)]
+        live = LiveRequest(accepted, [None] * accepted.params.n, stop_texts)
+        self._requests[accepted.request.request_id] = live
         self.scheduler.submit(accepted.request)
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
-        """End a request's unfinished sequences; nothing happens if there are none."""
-        return [self._output(sequence, []) for sequence in self.scheduler.abort(request_id)]
+        """End a request's unfinished sequences, and forget it; nothing happens if it is unknown."""
+        aborted = self.scheduler.abort(request_id)
+        live = self._requests.pop(request_id, None)
+        return [self._output(sequence, [], live) for sequence in aborted if live is not None]
 
     # ------------------------------------------------------------------------------------- the loop
 
@@ -119,102 +137,119 @@ class Engine:
         """Run one step; returns what every sequence with new tokens, or an end, got from it.
 
         An error in the forward pass ends the sequences of its step with "error", a row of logits that is not finite
-        only its own sequence; the engine goes on. An interrupt leaves everything as it was before the step.
+        only its own sequence; the engine goes on. After an interrupt the step is as if it had not run, or its outputs
+        come with those of the next.
         """
         start_time = time.monotonic()
         try:
             plan = self.scheduler.plan()
-            if plan is None:
-                return []
-            self._welcome(plan, start_time)
-            spans = self._span_records(plan) if self.observer else ()
-            outputs = self._run(plan)
+            if plan is not None:
+                self._welcome(plan, start_time)
+                spans = self._span_records(plan) if self.observer else ()
+                self._run(plan)
         except BaseException:
             self.scheduler.discard()
             raise
-        if self.observer:
-            self.observer(self._record(spans, start_time))
-        self._num_steps += 1
+        while self._news:
+            self._outbox.append(self._report(self._news[0]))
+            self._news.popleft()
+        if plan is not None:
+            record = self._record(spans, start_time) if self.observer else None
+            self._num_steps += 1
+            if self.observer and record:
+                self.observer(record)
+        outputs, self._outbox = self._outbox, []
         return outputs
 
-    def _run(self, plan: StepPlan) -> list[SequenceOutput]:
+    def _run(self, plan: StepPlan) -> None:
+        """Run a plan and take in what came of it."""
         try:
             tokens = self.runner.run(plan)
         except Exception as error:
             logger.exception("a step of %d tokens failed", plan.num_tokens)
-            return [self._output(sequence, [], repr(error)) for sequence in self.scheduler.fail(plan)]
+            self._news += [News(sequence, [], repr(error)) for sequence in self.scheduler.fail(plan)]
+            return
         rows = iter(tokens)
         sampled = [[next(rows) for _ in range(span.num_logit_rows)] for span in plan.spans]
-        invalid = [span for span, row in zip(plan.spans, sampled, strict=True) if INVALID_TOKEN in row]
         progress = self.scheduler.commit(plan, [[] if INVALID_TOKEN in row else row for row in sampled])
-        outputs = [self._take_in(step) for step in progress]
-        failed = [self.scheduler.finish(span.sequence_id, "error") for span in invalid]
-        return outputs + [self._output(s, [], "the model's logits are not finite") for s in failed if s is not None]
+        self._news += [News(step.sequence, step.new_token_ids) for step in progress]
+        for span, row in zip(plan.spans, sampled, strict=True):
+            if INVALID_TOKEN in row and (sequence := self.scheduler.finish(span.sequence_id, "error")) is not None:
+                self._news.append(News(sequence, [], "the model's logits are not finite, or no token is allowed"))
 
     def _welcome(self, plan: StepPlan, now: float) -> None:
-        """Set up what is kept by slot, and by sequence, for those who have just come in."""
+        """Set up what is kept by slot for those who have just come in."""
         for span in plan.spans:
             if self._slot_owners[span.slot] == span.sequence_id:
                 continue
-            self._slot_owners[span.slot] = span.sequence_id
             sequence = self.scheduler.running(span.sequence_id)
-            accepted = self._requests[sequence.request.request_id]
+            live = self._requests[sequence.request.request_id]
             self.runner.sampler.assign(
                 span.slot,
-                accepted.params,
-                seed=accepted.seed,
+                live.accepted.params,
+                seed=live.accepted.seed,
                 index=sequence.index,
-                prompt_len=len(accepted.request.prompt_token_ids),
-                stop_token_ids=accepted.request.stop_token_ids,
+                prompt_len=len(sequence.request.prompt_token_ids),
+                stop_token_ids=sequence.request.stop_token_ids,
             )
-            if span.sequence_id not in self._states:
-                self._states[span.sequence_id] = SequenceState(accepted.params, now, self._stop_text(accepted))
+            if live.first_scheduled_times[sequence.index] is None:
+                live.first_scheduled_times[sequence.index] = now
+            self._slot_owners[span.slot] = span.sequence_id
 
     def _stop_text(self, accepted: AcceptedRequest) -> OutputText | None:
         if self.tokenizer is None or not accepted.params.stop_strings:
             return None
         return OutputText.of_request(self.tokenizer, accepted.request.prompt_token_ids, accepted.params)
 
-    def _take_in(self, progress: Progress) -> SequenceOutput:
-        """Look for stop strings in a sequence's new tokens, and end it if one has come."""
-        sequence, new_token_ids = progress.sequence, progress.new_token_ids
-        text = self._states[sequence.sequence_id].stop_text
-        if text is None:
-            return self._output(sequence, new_token_ids)
-        num_before = text.num_tokens_until_stop
-        text.take_in(new_token_ids, sequence.finish_reason)
-        if text.stop_reason is None:
-            return self._output(sequence, new_token_ids)
-        num_kept = text.num_tokens_until_stop
-        self.scheduler.finish(sequence.sequence_id, "stop", num_kept)
-        sequence.finish_reason = "stop"
-        return self._output(sequence, new_token_ids[: num_kept - num_before], stop_reason=text.stop_reason)
+    def _report(self, news: News) -> SequenceOutput:
+        """The message about a sequence's new tokens, cut at a stop string if one has come, which ends it."""
+        sequence, new_token_ids = news.sequence, news.new_token_ids
+        live = self._requests[sequence.request.request_id]
+        text, stop_reason, error = live.stop_texts[sequence.index], None, news.error
+        if text is not None and new_token_ids:
+            num_before = text.num_tokens_until_stop
+            try:
+                text.take_in(new_token_ids, sequence.finish_reason)
+            except Exception as failure:  # the tokenizer's fault; nobody else's request
+                logger.exception("looking for stop strings failed")
+                error = repr(failure)
+                self.scheduler.finish(sequence.sequence_id, "error")
+                sequence.finish_reason = "error"
+            stop_reason = text.stop_reason
+            if stop_reason is not None:
+                num_kept = text.num_tokens_until_stop
+                self.scheduler.finish(sequence.sequence_id, "stop", num_kept)
+                sequence.finish_reason = "stop"
+                new_token_ids = new_token_ids[: num_kept - num_before]
+        if sequence.finish_reason is not None and not self._has_more(sequence):
+            del self._requests[sequence.request.request_id]
+        return self._output(sequence, new_token_ids, live, stop_reason, error)
 
+    def _has_more(self, sequence: Sequence) -> bool:
+        """Whether more is to be said of a request than the end of this one of its sequences."""
+        request_id = sequence.request.request_id
+        unheard = any(n.sequence is not sequence and n.sequence.request.request_id == request_id for n in self._news)
+        return unheard or self.scheduler.is_unfinished(request_id)
+
+    @staticmethod
     def _output(
-        self,
         sequence: Sequence,
         new_token_ids: list[int],
-        error: str | None = None,
+        live: LiveRequest,
         stop_reason: int | str | None = None,
+        error: str | None = None,
     ) -> SequenceOutput:
-        """The message about a sequence; one that has ended is forgotten."""
-        request_id = sequence.request.request_id
-        state = self._states.get(sequence.sequence_id)  # None: it never ran
-        if state and sequence.finish_reason == "stop" and stop_reason is None:
+        if sequence.finish_reason == "stop" and stop_reason is None:
             last = sequence.token_ids[-1]
-            stop_reason = last if last in (state.params.stop_token_ids or ()) else None
-        if sequence.finish_reason is not None:
-            self._states.pop(sequence.sequence_id, None)
-            if not self.scheduler.is_unfinished(request_id):
-                self._requests.pop(request_id, None)
+            stop_reason = last if last in (live.accepted.params.stop_token_ids or ()) else None
         return SequenceOutput(
-            request_id=request_id,
+            request_id=sequence.request.request_id,
             index=sequence.index,
             new_token_ids=new_token_ids,
             finish_reason=sequence.finish_reason,
             stop_reason=stop_reason,
             error=error,
-            first_scheduled_time=state.first_scheduled_time if state else None,
+            first_scheduled_time=live.first_scheduled_times[sequence.index],
             num_preemptions=sequence.num_preemptions,
         )
 

@@ -5,9 +5,11 @@ Decides what counts as a prompt, and how the results of one call are put togethe
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import fields
 from itertools import count
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,8 +42,8 @@ class LLM:
 
     Args:
         model: a hub id, a local folder, or a loaded `PreTrainedModel`; None is the small embedded model.
-        tokenizer: a hub id, a folder, or a loaded tokenizer; None takes the model's own, if it has one. Without a
-            tokenizer prompts are token ids, and texts stay empty.
+        tokenizer: a hub id, a folder, or a loaded tokenizer; None takes the one in the model's folder or repository.
+            Without a tokenizer (a loaded model comes without) prompts are token ids, and texts stay empty.
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
     Raises:
@@ -60,8 +62,8 @@ class LLM:
             if isinstance(options.get(name), torch.dtype | torch.device):
                 options[name] = str(options[name]).removeprefix("torch.")
         config = EngineConfig(**options)
-        model = DEMO_MODEL if model is None else model
-        if not isinstance(model, PreTrainedModel):
+        model = _model_source(model)
+        if isinstance(model, str):
             check_source(model, config)
         self.tokenizer = _load_tokenizer(model, tokenizer, config)
         self.engine = Engine(model, config, self.tokenizer)
@@ -102,8 +104,9 @@ class LLM:
             InvalidRequestError: a prompt or parameter is bad (a `ValueError` that names its index); nothing has run.
         """
         stream = self._open_stream(prompts, sampling_params)
-        deltas = with_progress(self._run(stream), len(stream.accepted), enabled=use_tqdm)
-        outputs = {delta.prompt_index: delta.output for delta in deltas if delta.output is not None}
+        with closing(self._run(stream)) as deltas:  # an interrupt, wherever it comes, leaves nothing running
+            shown = with_progress(deltas, len(stream.accepted), enabled=use_tqdm)
+            outputs = {delta.prompt_index: delta.output for delta in shown if delta.output is not None}
         return [outputs[index] for index in sorted(outputs)]
 
     def chat(
@@ -115,7 +118,9 @@ class LLM:
         chat_template: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one chat or many, written out by the tokenizer's chat template (or `chat_template`)."""
-        is_one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise InvalidRequestError(f"messages is {messages!r}; a chat is a list of dicts with a role and a content")
+        is_one = isinstance(messages[0], Mapping)
         chats = [messages] if is_one else messages
         prompts = [{"messages": chat, "chat_template": chat_template} for chat in chats]
         return self.generate(prompts[0] if is_one else prompts, sampling_params, use_tqdm)
@@ -124,10 +129,10 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[TextDelta]:
+    ) -> Generator[TextDelta, None, None]:
         """Like `generate`, but yields each piece of text as it is made, all prompts interleaved.
 
-        Prompts are checked before this returns. Leaving the iterator early aborts what has not finished.
+        Prompts are checked before this returns. Closing the generator aborts what has not finished.
         """
         return self._run(self._open_stream(prompts, sampling_params))
 
@@ -145,6 +150,9 @@ class LLM:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(many)
+        for params in sampling_params:
+            if not isinstance(params, SamplingParams):
+                raise InvalidRequestError(f"sampling_params is or contains {params!r}; it must be SamplingParams")
         if len(sampling_params) != len(many):
             raise InvalidRequestError(
                 f"{len(many)} prompts came with {len(sampling_params)} sampling_params; give one for all, or one each"
@@ -167,9 +175,9 @@ class LLM:
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """A prompt's text, if it has one, and its token ids."""
-        if prompt == "":  # whatever tokens the tokenizer would put around it
-            raise InvalidRequestError("the prompt is empty; it must have at least one character")
         if isinstance(prompt, str):
+            if not prompt:  # whatever tokens the tokenizer would put around it
+                raise InvalidRequestError("the prompt is empty; it must have at least one character")
             return prompt, self._tokenizer_for("text").encode(prompt)
         if isinstance(prompt, Mapping):
             kind = next((key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt), None)
@@ -180,26 +188,26 @@ class LLM:
                     f"other; it has {sorted(map(str, prompt))}"
                 )
             if kind == "messages":
-                return None, self._tokenizer_for("a chat").chat(
-                    [dict(message) for message in prompt["messages"]], chat_template=prompt.get("chat_template")
-                )
+                messages, template = _messages(prompt["messages"]), prompt.get("chat_template")
+                return None, self._tokenizer_for("a chat").chat(messages, chat_template=template)
             return self._tokenize(prompt[kind])
-        if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
             return None, prompt
         raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; it must be text, token ids, or a dict")
 
     def _tokenizer_for(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise InvalidRequestError(f"the prompt is {what}, but this model has no tokenizer; give token ids")
+            raise InvalidRequestError(
+                f"the prompt is {what}, but this model has no tokenizer; give token ids, or LLM a tokenizer"
+            )
         return self.tokenizer
 
-    def _run(self, stream: "_Stream") -> Iterator[TextDelta]:
+    def _run(self, stream: "_Stream") -> Generator[TextDelta, None, None]:
         """Submit a call's requests and step the engine until the last has finished."""
-        for accepted in stream.accepted:
-            request_id = accepted.request.request_id
-            self._streams[request_id] = stream
-            self.engine.submit(accepted)
         try:
+            for accepted in stream.accepted:
+                self._streams[accepted.request.request_id] = stream
+                self.engine.submit(accepted)
             while stream.collectors or stream.deltas:
                 for news in self.engine.step():
                     self._streams[news.request_id].take_in(news)
@@ -207,7 +215,7 @@ class LLM:
                     yield stream.deltas.popleft()
         finally:
             for accepted in stream.accepted:
-                del self._streams[accepted.request.request_id]
+                self._streams.pop(accepted.request.request_id, None)
                 self.engine.abort(accepted.request.request_id)
 
 
@@ -230,18 +238,42 @@ class _Stream:
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     if isinstance(prompts, str | Mapping):
         return True
-    return not isinstance(prompts, Sequence) or (len(prompts) > 0 and hasattr(prompts[0], "__index__"))
+    return not isinstance(prompts, Sequence) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+        raise InvalidRequestError(f"messages is {messages!r}; a chat is a list of dicts with a role and a content")
+    return [dict(message) for message in messages]
+
+
+def _model_source(model: object) -> str | PreTrainedModel:
+    """What was given as a model, `~` expanded; None is the embedded one."""
+    if model is None:
+        return str(DEMO_MODEL)
+    if isinstance(model, PreTrainedModel):
+        return model
+    if isinstance(model, str | os.PathLike):
+        return os.path.expanduser(os.fspath(model))
+    raise ModelError(
+        f"the model is a {type(model).__name__}; it must be a hub id, a folder, or a transformers PreTrainedModel"
+    )
 
 
 def _load_tokenizer(
-    model: ModelSource, tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None, config: EngineConfig
+    model: str | PreTrainedModel,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
+    config: EngineConfig,
 ) -> Tokenizer | None:
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         return Tokenizer(tokenizer)
     if tokenizer is None and isinstance(model, PreTrainedModel):
         return None
-    source = os.fspath(model if tokenizer is None else tokenizer)
-    loaded = Tokenizer.load(source, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    source = model if tokenizer is None else tokenizer
+    if not isinstance(source, str | os.PathLike):
+        raise ModelError(f"the tokenizer is a {type(source).__name__}; it must be a hub id, a folder, or a loaded one")
+    name = os.path.expanduser(os.fspath(source))
+    loaded = Tokenizer.load(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
     if loaded is None and tokenizer is not None:
-        raise ModelError(f"there is no tokenizer in {source!r}")
+        raise ModelError(f"there is no tokenizer in {name!r}")
     return loaded

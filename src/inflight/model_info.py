@@ -10,7 +10,7 @@ class ModelInfo:
     Attributes:
         executor: the way through the model that was proved exact.
         logits_error, attention_error: the proof's relative errors against the plain model.
-        attention_calls: "12 x 64" like lines, one for each kind of attention call of a forward pass.
+        attention_calls: each kind of attention call of a forward pass, as "28 x 16 heads over 8 key/value heads …".
         max_model_len: tokens that a sequence can have.
         recompute_beyond: a sequence that grows past so many tokens is computed anew (LongRoPE); None: no such length.
         kv_bytes_per_token: cache memory of one token in all layers.

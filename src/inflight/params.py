@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from inflight.options import check_integer, check_number, check_switch, strict_options
 
 MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1
 
 
 @strict_options
@@ -49,16 +50,16 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        check_integer("n", self.n, 1)
+        check_integer("n", self.n, 1, MAX_COUNT)
         check_number("temperature", self.temperature, "a finite number of at least 0", 0.0, float("inf"))
         check_number("top_p", self.top_p, "a number above 0 and at most 1", 0.0, 1.0, above=True)
-        check_integer("top_k", self.top_k, -1)
+        check_integer("top_k", self.top_k, -1, MAX_COUNT)
         check_number("min_p", self.min_p, "a number from 0 to 1", 0.0, 1.0)
         if self.seed is not None:
             check_integer("seed", self.seed, 0, MAX_SEED)
         if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 1)
-        check_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+            check_integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        check_integer("min_tokens", self.min_tokens, 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
         if self.truncate_prompt_tokens is not None:
             check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):

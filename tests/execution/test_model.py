@@ -64,6 +64,13 @@ def test_a_loaded_model_is_copied_in_evaluation_mode_but_shares_its_parameters()
     assert all(ours is theirs for ours, theirs in pairs)
 
 
+def test_a_loaded_model_of_several_dtypes_keeps_them() -> None:
+    model = zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(torch.bfloat16)
+    model.model.layers[0].mlp.float()
+    own = load_model(model, EngineConfig())
+    assert [p.dtype for p in own.parameters()] == [p.dtype for p in model.parameters()]
+
+
 # -------------------------------------------------------------------------------- what is refused
 
 
@@ -202,7 +209,8 @@ def test_a_checkpoint_on_a_cpu_gets_the_dtype_asked_for_or_its_own_but_never_flo
 
 def test_float16_on_a_cpu_is_refused(saved: Path) -> None:
     half = zoo.draw("llama", zoo.FACTORS["llama"], seed=0).half()
-    for source, dtype in ((str(saved), "float16"), (zoo.build("llama"), "float16"), (half, "auto")):
+    assert load_model(half, EngineConfig(device="cpu")).dtype == torch.float32
+    for source, dtype in ((str(saved), "float16"), (zoo.build("llama"), "float16"), (half, "float16")):
         with pytest.raises(ModelError, match=r"float16 is unusably slow on a CPU; use float32, or bfloat16"):
             load_model(source, EngineConfig(device="cpu", dtype=dtype))
     assert zoo.build("llama").dtype == torch.float32

@@ -120,6 +120,14 @@ def test_the_chunks_of_llama_4_are_found() -> None:
     assert [spec.chunk for spec in probe(default_model(config)).specs] == [8, None, 8]
 
 
+def test_llama_4_is_limited_to_where_it_does_not_scale_by_place_in_the_row() -> None:
+    model = default_model(tiny_gqa("llama4_text", floor_scale=40, num_local_experts=2, attention_chunk_size=8))
+    report = probe(model)
+    assert (report.max_model_len, report.max_row_len) == (39, 39)
+    with pytest.raises(ModelError, match="max_num_batched_tokens is 64; this model accepts at most 39"):
+        ModelRunner(model, EngineConfig(max_num_batched_tokens=64))
+
+
 def test_a_window_that_attention_is_not_told_of_limits_the_length() -> None:
     """Phi-3.5-MoE slides by a mask of its own making; up to the window's length that is no different."""
     config = tiny_gqa("phimoe", num_local_experts=4, sliding_window=40)

@@ -35,6 +35,7 @@ def demo(slots: int, slow: bool) -> None:
     quiet_libraries()
     from rich.console import Console
     from rich.live import Live
+    from rich.markup import escape
 
     from inflight.llm import LLM
     from inflight.observe.counters import StepCounters
@@ -58,7 +59,7 @@ def demo(slots: int, slow: bool) -> None:
     with Live(view, console=console, refresh_per_second=20, transient=True):
         for delta in llm.stream(texts, params):
             num_tokens += len(delta.token_ids)
-            view.add_text(str(delta.prompt_index), delta.text)
+            view.add_text(str(delta.prompt_index), delta.text)  # a new engine counts its requests from 0
             if delta.output is not None:
                 outputs[delta.prompt_index] = delta.output
                 view.count_finished()
@@ -66,7 +67,8 @@ def demo(slots: int, slow: bool) -> None:
                 time.sleep(0.01)
     seconds = time.monotonic() - start
     for index, text in enumerate(texts):
-        console.print(f"[dim]{index:2}[/dim] [bold]{text}[/bold]{outputs[index].outputs[0].text}", highlight=False)
+        continuation = escape(outputs[index].outputs[0].text)
+        console.print(f"[dim]{index:2}[/dim] [bold]{text}[/bold]{continuation}", highlight=False)
     info = llm.model_info
     console.print(
         f"\n{len(texts)} prompts, {num_tokens} tokens in {seconds:.2f} s on {info.device} in {info.dtype}: "

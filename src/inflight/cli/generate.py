@@ -1,12 +1,13 @@
 """`inflight generate`: prompts from arguments, files or standard input; streamed text or JSON lines out."""
 
 import json
+import signal
 import sys
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -46,8 +47,10 @@ def generate(
 
     Without PROMPTS and --file, or for a "-", standard input is read. A line of a JSON lines file is a string, a list of
     token ids, or an object with "prompt", "prompt_token_ids" or "messages", and any sampling parameters of its own.
+    (Standard input is taken for JSON lines if it begins with an object.)
     """
     lines = read_prompts(prompts, file)
+    out = _open(output)
     quiet_libraries()
     from inflight.llm import LLM
     from inflight.observe.progress import with_progress
@@ -56,19 +59,35 @@ def generate(
     inputs = [_input(line, chat) for line in lines]
     params = [_params(llm, sampling_values(options), line) for line in lines]
     if len(lines) == 1 and params[0].n == 1 and not jsonl and output is None and llm.tokenizer is not None:
-        for delta in llm.stream(inputs[0], params):
-            print(delta.text, end="", flush=True)
+        with closing(llm.stream(inputs[0], params)) as deltas:
+            for delta in deltas:
+                print(delta.text, end="", flush=True)
         print()
+        if delta.output is not None and delta.output.error is not None:
+            raise click.ClickException(delta.output.error)
         return
-    deltas = with_progress(llm.stream(inputs, params), len(lines), enabled=not quiet)
-    with output.open("w", encoding="utf-8") if output is not None else nullcontext(sys.stdout) as out:
-        _write_in_order(deltas, lines, out)
+    with out, closing(llm.stream(inputs, params)) as deltas, _interrupts_between_steps(llm):
+        _write_in_order(with_progress(deltas, len(lines), enabled=not quiet), lines, out)
+
+
+def _open(output: Path | None) -> TextIO:
+    """Where JSON lines go: a file that can be written, opened before anything large is loaded, or standard output."""
+    if output is None:
+        return open(sys.stdout.fileno(), "w", encoding="utf-8", closefd=False)
+    try:
+        return output.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError(f"the output file {str(output)!r} can not be written: {error}") from error
 
 
 def _input(line: PromptLine, chat: bool) -> Any:
     if line.messages is not None:
         return {"messages": line.messages}
-    return {"messages": [{"role": "user", "content": line.prompt}]} if chat else line.prompt
+    if not chat:
+        return line.prompt
+    if not isinstance(line.prompt, str):
+        raise InvalidRequestError(f"{line.where}: with --chat a prompt is the text of a message")
+    return {"messages": [{"role": "user", "content": line.prompt}]}
 
 
 def _params(llm: "LLM", sampling: dict[str, Any], line: PromptLine) -> "SamplingParams":
@@ -77,6 +96,30 @@ def _params(llm: "LLM", sampling: dict[str, Any], line: PromptLine) -> "Sampling
         return replace(llm.get_default_sampling_params(), **{"max_tokens": None, **sampling, **line.sampling})
     except ValueError as error:
         raise InvalidRequestError(f"{line.where}: {error}" if line.where else str(error)) from error
+
+
+@contextmanager
+def _interrupts_between_steps(llm: "LLM") -> Iterator[None]:
+    """Ctrl-C is heard at the end of a step, so that nothing is half written; a second one does not wait for that."""
+    heard = False
+
+    def hear(*_: object) -> None:
+        nonlocal heard
+        if heard:
+            raise KeyboardInterrupt
+        heard = True
+
+    def pass_on(_: object) -> None:
+        if heard:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, hear)
+    llm.engine.observer = pass_on
+    try:
+        yield
+    finally:
+        llm.engine.observer = None
+        signal.signal(signal.SIGINT, before)
 
 
 def _write_in_order(deltas: "Iterable[TextDelta]", lines: list[PromptLine], out: IO[str]) -> None:

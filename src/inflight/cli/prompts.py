@@ -53,11 +53,12 @@ def _from_stdin() -> list[PromptLine]:
     if sys.stdin.isatty():
         print("inflight: type prompts, one a line, and end with Ctrl-D", file=sys.stderr)
     text = sys.stdin.read()
-    return _parse(text, "standard input", as_json=text.lstrip().startswith(("{", "[")))
+    return _parse(text, "standard input", as_json=text.lstrip().startswith('{"'))
 
 
 def _parse(text: str, source: str, *, as_json: bool) -> list[PromptLine]:
-    numbered = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    lines = text.replace("\r\n", "\n").split("\n")  # not splitlines: a JSON string may hold other line separators
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not as_json:
         return [PromptLine(line) for _, line in numbered]
     return [_parse_json(line, f"line {number} of {source}") for number, line in numbered]

@@ -97,9 +97,21 @@ def available_cache_memory(device: torch.device) -> int:
         gc.collect()
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0] * CACHE_SHARE_OF_GPU)
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() * CACHE_SHARE_OF_HOST)
+    return int(_host_memory() * CACHE_SHARE_OF_HOST)
+
+
+def _host_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or what its container is given."""
+    memory = 8 * 2**30
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CACHE_SHARE_OF_HOST)
-    return 2 * 2**30
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return memory
+    return min(memory, int(limit)) if limit.isdigit() else memory
 
 
 def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
@@ -107,16 +119,25 @@ def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
 
     It shares the caller's parameters, unless another dtype or device is asked for. As when a checkpoint is loaded in
     another dtype, buffers (rotary frequencies) and what the class wants kept in float32 are not converted."""
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1 or "meta" in devices or len(getattr(model, "hf_device_map", None) or {}) > 1:
+        raise ModelError(f"the model given is spread over {', '.join(sorted(devices))}; inflight runs it on one device")
     device = model.device if config.device == "auto" else resolve_device(config.device)
-    dtype = model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    check_dtype(dtype, device)
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    if dtype is None and model.dtype == torch.float16 and device.type == "cpu":
+        dtype = torch.float32
+    check_dtype(dtype or model.dtype, device)
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     replaced: dict[int, torch.nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        wanted = parameter.dtype if kept.intersection(name.split(".")) else dtype
+        converts = dtype is not None and parameter.is_floating_point() and not kept.intersection(name.split("."))
+        wanted = dtype if converts else parameter.dtype
         is_same = parameter.dtype == wanted and parameter.device == device
         replaced[id(parameter)] = parameter if is_same else torch.nn.Parameter(parameter.to(device, wanted), False)
-    return copy.deepcopy(model, replaced).to(device).eval()
+    try:
+        return copy.deepcopy(model, replaced).to(device).eval()
+    except Exception as error:
+        raise ModelError(f"the model given can not be copied: {_first_line(error)}; give its folder instead") from error
 
 
 def _dummy_model(

@@ -23,7 +23,8 @@ NOT_HONOURED = {
     *("num_beams", "penalty_alpha", "guidance_scale", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "exponential_decay_length_penalty"),
     *("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
-    *("forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "max_length", "stop_strings"),
+    *("num_return_sequences", "watermarking_config", "max_time"),
 }
 """Settings of a `generation_config` that change `model.generate`'s output, but not ours."""
 
@@ -69,7 +70,11 @@ class ModelRunner:
                     f"max_model_len is {config.max_model_len}; this model accepts at most {max_model_len} ({reason})"
                 )
             max_model_len = config.max_model_len
-        vocab_size = model.get_input_embeddings().weight.shape[0]
+        if report.max_row_len is not None and config.max_num_batched_tokens > report.max_row_len:
+            raise ModelError(
+                f"max_num_batched_tokens is {config.max_num_batched_tokens}; this model accepts at most "
+                f"{report.max_row_len} ({'; '.join(report.notes)})"
+            )
         bytes_per_block = self.executor.bytes_per_block(config.block_size)
         return ModelInfo(
             model_class=type(model).__name__,
@@ -78,16 +83,16 @@ class ModelRunner:
             device=str(model.device),
             executor=self.executor.name,
             attention_backend=backend_name,
-            attention_calls=describe_calls(report.specs),
+            attention_calls=_describe_calls(report.specs),
             logits_error=report.logits_error,
             attention_error=report.attention_error,
-            vocab_size=vocab_size,
+            vocab_size=report.vocab_size,
             max_model_len=max_model_len,
             recompute_beyond=longrope_length(model.config.get_text_config()),
             block_size=config.block_size,
             num_blocks=self._choose_num_blocks(bytes_per_block, max_model_len),
             kv_bytes_per_token=bytes_per_block // config.block_size,
-            eos_token_ids=_eos_token_ids(self.generation_config, vocab_size),
+            eos_token_ids=_eos_token_ids(self.generation_config, report.vocab_size),
             notes=(*report.notes, *_not_honoured(self.generation_config)),
         )
 
@@ -105,7 +110,7 @@ class ModelRunner:
         return min(memory // bytes_per_block, most_useful)
 
 
-def describe_calls(specs: tuple[AttentionSpec, ...]) -> tuple[str, ...]:
+def _describe_calls(specs: tuple[AttentionSpec, ...]) -> tuple[str, ...]:
     """The kinds of attention calls of a forward pass in words, each with its number."""
     kinds = Counter(_describe_call(spec) for spec in specs)
     return tuple(f"{number} x {kind}" for kind, number in kinds.items())
@@ -131,12 +136,13 @@ def _eos_token_ids(generation_config: GenerationConfig, vocab_size: int) -> tupl
     """All token ids that end a sequence, as `model.generate` sees them; what is not in the vocabulary never comes."""
     ids = generation_config.eos_token_id
     ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
-    return tuple(token_id for token_id in ids if token_id < vocab_size)
+    return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
 
 
 def _not_honoured(generation_config: GenerationConfig) -> tuple[str, ...]:
     """What the checkpoint asks `model.generate` to do and this engine does not."""
     asked = generation_config.to_diff_dict()
     return tuple(
-        f"generation_config asks for {name}={asked[name]!r}, which is not done" for name in NOT_HONOURED & asked.keys()
+        f"generation_config asks for {name}={asked[name]!r}, which is not done"
+        for name in sorted(NOT_HONOURED & asked.keys())
     )

@@ -17,7 +17,7 @@ import inspect
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -62,6 +62,8 @@ class ProbeReport:
         max_model_len: the longest sequence that the model runs exactly.
         attention_error: the largest difference of an attention module's output to the plain module's, relative to it.
         logits_error: the same for the logits, given the plain attention outputs.
+        vocab_size: token ids that can be fed and can come out: the lesser of embedding rows and logit columns.
+        max_row_len: the longest row that the model runs exactly; None: any.
         notes: what was limited, and why.
     """
 
@@ -69,6 +71,8 @@ class ProbeReport:
     max_model_len: int
     attention_error: float
     logits_error: float
+    vocab_size: int
+    max_row_len: int | None
     notes: tuple[str, ...]
 
 
@@ -100,6 +104,7 @@ def probe_packed(model: PreTrainedModel, make_backend: Callable[[int], Attention
         executor.allocate(NUM_PROBE_BLOCKS)
         logits_error, attention_error = _compare(executor, modules, prompts, plain_logits, plain_outputs)
         leak = _leak_between_neighbours(executor, prompts)
+        _check_row_selection(executor, prompts)
     except ModelError:
         raise
     except Exception as error:
@@ -116,8 +121,10 @@ def probe_packed(model: PreTrainedModel, make_backend: Callable[[int], Attention
             f"{attention_error:.1e} of its size ({tolerance.attention:.0e} is allowed in this dtype), its logits by "
             f"{logits_error:.1e} ({tolerance.logits:.0e} is allowed)"
         )
-    max_model_len, notes = _exact_length(model.config.get_text_config(), specs)
-    return ProbeReport(specs, max_model_len, attention_error, logits_error, tuple(notes))
+    config = model.config.get_text_config()
+    max_model_len, notes = _exact_length(config, specs)
+    vocab_size, max_row_len = min(_vocab_size(model), plain_logits.shape[-1]), _max_row_len(config)
+    return ProbeReport(specs, max_model_len, attention_error, logits_error, vocab_size, max_row_len, tuple(notes))
 
 
 # ------------------------------------------------------------------------------------------- the dry run
@@ -246,6 +253,16 @@ def _leak_between_neighbours(executor: PackedExecutor, prompts: Sequence[Sequenc
     return _relative_error(*map(torch.cat, logits))
 
 
+def _check_row_selection(executor: PackedExecutor, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise `ModelError` unless the model gives the logits of just the rows that are asked for."""
+    batch, _ = next(_packed_steps(prompts, executor.model.device))
+    everything = executor.forward(batch)
+    last_rows = batch.cu_query_lens[1:].long() - 1
+    few = executor.forward(replace(batch, logit_rows=last_rows))
+    if _relative_error(few, everything[last_rows]) > _tolerance(executor.model).logits:
+        raise ModelError(f"{type(executor.model).__name__} gives other rows of logits than those it is asked for")
+
+
 def _packed_steps(
     prompts: Sequence[Sequence[int]], device: torch.device
 ) -> Iterator[tuple[RaggedBatch, Sequence[Span]]]:
@@ -302,7 +319,18 @@ def _exact_length(config: PreTrainedConfig, specs: Sequence[AttentionSpec]) -> t
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     slides = getattr(config, "use_sliding_window", True) and (not layer_types or "sliding_attention" in layer_types)
-    if window is None or not slides or window >= limit or any(spec.window is not None for spec in specs):
-        return limit, []
-    note = f"sequences are limited to {window} tokens: the model does not tell attention its sliding window"
-    return int(window), [note]
+    notes = []
+    if window is not None and slides and window < limit and all(spec.window is None for spec in specs):
+        limit = int(window)
+        notes.append(f"sequences are limited to {limit} tokens: the model does not tell attention its sliding window")
+    max_row_len = _max_row_len(config)
+    if max_row_len is not None and max_row_len < limit:
+        limit = max_row_len
+        notes.append(f"sequences are limited to {limit} tokens: beyond, the model scales attention by place in the row")
+    return limit, notes
+
+
+def _max_row_len(config: PreTrainedConfig) -> int | None:
+    """Llama 4 tunes attention's temperature, from `floor_scale` on, by a token's place in the row, not its position."""
+    tunes = getattr(config, "attn_temperature_tuning", False) and config.model_type == "llama4_text"
+    return int(config.floor_scale) - 1 if tunes else None

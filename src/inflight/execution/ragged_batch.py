@@ -1,7 +1,7 @@
 """`RaggedBatch`: a step's spans laid end to end in one unpadded row, as the tensors that a forward pass needs."""
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -80,11 +80,11 @@ class RaggedBatch:
         logit_rows = ragged_arange(num_logit_rows) + np.repeat(first_logit_rows, num_logit_rows)
         input_ids = np.concatenate([np.asarray(span.token_ids, dtype=np.int64) for span in plan.spans])
         return cls(
-            input_ids=_to(input_ids, device),
-            positions=_to(positions, device),
-            cu_query_lens=_to(cu_query_lens.astype(np.int32), device),
-            kv_lens=_to((starts + query_lens).astype(np.int32), device),
-            logit_rows=_to(logit_rows, device),
+            input_ids=to_device(input_ids, device),
+            positions=to_device(positions, device),
+            cu_query_lens=to_device(cu_query_lens.astype(np.int32), device),
+            kv_lens=to_device((starts + query_lens).astype(np.int32), device),
+            logit_rows=to_device(logit_rows, device),
             groups=tuple(_pack_group(tables, span_of_token, positions, block_size, device) for tables in plan.tables),
             query_lens_host=query_lens,
             kv_lens_host=starts + query_lens,
@@ -108,10 +108,11 @@ def _pack_group(
         row[: len(table)] = table
     blocks = block_tables[span_of_token, positions // block_size].astype(np.int64)
     kv_slots = blocks * block_size + positions % block_size
-    return CacheGroupBatch(_to(kv_slots, device), _to(block_tables, device), block_tables)
+    return CacheGroupBatch(to_device(kv_slots, device), to_device(block_tables, device), block_tables)
 
 
-def _to(values: npt.NDArray[np.int64] | npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
+def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A host array as a tensor on the device, without waiting for the device."""
     tensor = torch.from_numpy(values)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from inflight.execution.ragged_batch import RaggedBatch
+from inflight.execution.ragged_batch import RaggedBatch, to_device
 from inflight.params import SamplingParams
 
 MAX_TEMPERATURE = float(np.finfo(np.float32).max)
@@ -90,8 +90,8 @@ class Sampler:
         pairs = [(row, token) for row in early for token in self._stop_token_ids[slots[row]]]
         if not pairs:
             return logits
-        rows, tokens = torch.tensor(pairs).T.to(self.device)
-        return logits.index_put((rows, tokens), logits.new_tensor(float("-inf")))
+        rows, tokens = to_device(np.array(pairs).T.copy(), self.device)
+        return logits.index_put((rows, tokens), torch.full((), -torch.inf, dtype=logits.dtype, device=self.device))
 
     def _sample_rows(
         self, logits: torch.Tensor, slots: npt.NDArray[np.int64], output_positions: npt.NDArray[np.int64]
@@ -114,10 +114,10 @@ class Sampler:
         return draw(torch.softmax(logits, dim=-1), self._column(uniform)[:, 0])
 
     def _rows(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self.device)
+        return to_device(rows, self.device)
 
     def _column(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device)[:, None]
+        return to_device(values, self.device)[:, None]
 
 
 def top_k_filter(logits: torch.Tensor, top_k: torch.Tensor, largest_k: int) -> torch.Tensor:

@@ -194,9 +194,9 @@ class Scheduler:
                 break
             length = min(sequence.num_uncomputed_tokens, budget)
             self._grow(sequence, length)
-            del self._waiting[sequence.sequence_id]
-            self._running[sequence.sequence_id] = sequence
             sequence.slot = heapq.heappop(self._free_slots)
+            self._running[sequence.sequence_id] = sequence
+            del self._waiting[sequence.sequence_id]
             lengths[sequence] = length
             budget -= length
 

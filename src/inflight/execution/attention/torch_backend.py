@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from inflight.execution.attention.interface import AttentionSpec, PagedCache
 from inflight.execution.attention.reference import ReferenceAttention, dense_attention, may_attend
-from inflight.execution.ragged_batch import IntArray, RaggedBatch
+from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
 
 MAX_GROUPED_QUERY_LEN = 16
 """Spans up to this long are grouped with others; longer ones fill the processor alone."""
@@ -106,8 +106,7 @@ class TorchAttention(ReferenceAttention):
     def _make_groups(self, spec: AttentionSpec) -> list[SpanGroup]:
         query_lens, kv_lens = self.batch.query_lens_host, self.batch.kv_lens_host
         starts = kv_lens - query_lens
-        first_keys = self._first_visible_keys(starts, spec)
-        visible = kv_lens - first_keys
+        visible = kv_lens - _first_visible_keys(starts, spec)
         by_size: dict[tuple[int, int], list[int]] = defaultdict(list)
         for span, (query_len, num_keys) in enumerate(zip(query_lens.tolist(), visible.tolist(), strict=True)):
             grouped = query_len <= MAX_GROUPED_QUERY_LEN
@@ -117,30 +116,20 @@ class TorchAttention(ReferenceAttention):
             spans = np.array(members)
             query_len = int(query_lens[spans[0]])
             if _is_plain(spec) and len(spans) == 1 and starts[spans[0]] == 0:
-                groups.append(self._make_group(spans, 0, query_len, first_keys[spans], spec, causal=True))
+                groups.append(self._make_group(spans, 0, query_len, spec, causal=True))
                 continue
             for first in range(0, query_len, MAX_QUERIES_AT_ONCE):
                 last = min(first + MAX_QUERIES_AT_ONCE, query_len)
-                groups.append(self._make_group(spans, first, last, first_keys[spans], spec, causal=False))
+                groups.append(self._make_group(spans, first, last, spec, causal=False))
         return groups
 
-    def _first_visible_keys(self, starts: IntArray, spec: AttentionSpec) -> IntArray:
-        """The first position that any query of each span may see."""
-        first = np.zeros_like(starts)
-        if spec.window is not None:
-            first = np.maximum(first, starts - spec.window + 1)
-        if spec.chunk is not None:
-            first = np.maximum(first, starts // spec.chunk * spec.chunk)
-        return first
-
-    def _make_group(
-        self, spans: IntArray, first: int, last: int, first_keys: IntArray, spec: AttentionSpec, *, causal: bool
-    ) -> SpanGroup:
+    def _make_group(self, spans: IntArray, first: int, last: int, spec: AttentionSpec, *, causal: bool) -> SpanGroup:
         """Queries `first` to `last` of each of `spans`; with `causal` the mask is left to torch's operator."""
         batch = self.batch
         query_lens, kv_lens = batch.query_lens_host[spans], batch.kv_lens_host[spans]
         row_starts = np.cumsum(batch.query_lens_host)[spans] - query_lens
         query_positions = (kv_lens - query_lens)[:, None] + np.arange(first, last)
+        first_keys = _first_visible_keys(query_positions[:, 0], spec)
         num_keys = int((query_positions[:, -1] + 1 - first_keys).max())
         key_positions = first_keys[:, None] + np.arange(num_keys)
         own_positions = np.minimum(key_positions, kv_lens[:, None] - 1)
@@ -157,9 +146,19 @@ class TorchAttention(ReferenceAttention):
         )
 
     def _to_device(self, values: IntArray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device)
+        return to_device(values, self.device)
 
 
 def _is_plain(spec: AttentionSpec) -> bool:
     """Whether causality is all there is to a call, so that torch's operator needs no mask for a whole prompt."""
     return spec.window is None and spec.chunk is None and spec.softcap is None and not spec.has_sinks
+
+
+def _first_visible_keys(query_positions: IntArray, spec: AttentionSpec) -> IntArray:
+    """The first key that a query at each of these positions, or any after it, may see."""
+    first = np.zeros_like(query_positions)
+    if spec.window is not None:
+        first = np.maximum(first, query_positions - spec.window + 1)
+    if spec.chunk is not None:
+        first = np.maximum(first, query_positions // spec.chunk * spec.chunk)
+    return first

@@ -39,7 +39,7 @@ AttentionInterface.register("inflight", _attention)
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Let a model that is ours (see `own_copy`) run with another attention implementation from now on."""
+    """Let a model that is ours alone run with another attention implementation from now on."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):

@@ -1,4 +1,4 @@
-"""What the engine asks of a way through a model; the scheduler reads its capabilities, never a model's name."""
+"""What is asked of a way through a model."""
 
 from collections.abc import Sequence
 from typing import Protocol

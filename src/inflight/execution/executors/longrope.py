@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from inflight.execution.ragged_batch import RaggedBatch
+from inflight.execution.ragged_batch import RaggedBatch, to_device
 
 
 def longrope_length(config: PreTrainedConfig) -> int | None:
@@ -43,7 +43,7 @@ def length_of_its_own(model: PreTrainedModel, batch: RaggedBatch, limit: int | N
         yield
         return
     is_long = np.repeat(batch.sequence_lens_host > limit, batch.query_lens_host)
-    long_tokens = torch.from_numpy(is_long).to(batch.positions.device)[None, :, None]
+    long_tokens = to_device(is_long, batch.positions.device)[None, :, None]
     embeddings = [module for module in model.modules() if _is_longrope(module)]
     for module in embeddings:
         module.forward = _forward_by_length(module.forward, long_tokens, limit)

@@ -62,7 +62,13 @@ class PackedExecutor:
             ).logits[0]
         if self._num_calls != len(self.specs):
             raise RuntimeError(f"the model made {self._num_calls} attention calls, not {len(self.specs)} as at load")
-        return logits if self._takes_logit_rows else logits[batch.logit_rows]
+        if not self._takes_logit_rows:
+            return logits[batch.logit_rows]
+        if logits.shape[0] != batch.num_logit_rows:
+            raise RuntimeError(
+                f"the model gave {logits.shape[0]} rows of logits where {batch.num_logit_rows} were asked"
+            )
+        return logits
 
     def _attend(
         self,

@@ -1,0 +1,9 @@
+"""What continuous batching replaces, kept runnable: a ladder of rungs, each one idea further than the one before.
+
+1. `static_batching`: waves of requests, each as long as its longest.
+2. `padded_batching`: finished rows leave and new ones are merged into a rectangular batch, at the price of padding.
+3. `ragged_batching`: all tokens of all sequences in one unpadded row, kept apart by the mask.
+4. the engine itself: the same over a paged cache.
+
+All have the same `run(model, requests, num_slots) -> Run` and give the same greedy tokens.
+"""

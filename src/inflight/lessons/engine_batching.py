@@ -1,0 +1,44 @@
+"""Rung 4, the engine: rung 3 with a paged cache, chunked prefill and preemption, told in the same words."""
+
+from collections.abc import Callable, Sequence
+
+from inflight.engine import Engine
+from inflight.lessons.run import Lane, LessonRequest, Run
+from inflight.params import SamplingParams
+from inflight.record import StepRecord
+
+
+def run(
+    engine: Engine,
+    requests: Sequence[LessonRequest],
+    eos_token_ids: Sequence[int] = (),
+    log: Callable[[str], None] | None = None,
+) -> Run:
+    """Generate greedily for all requests; the engine's own `max_num_seqs` is the number of slots."""
+    account = Run(requests, eos_token_ids, log)
+    admitted: set[int] = set()
+
+    def see(record: StepRecord) -> None:
+        lanes = {}
+        for span in record.spans:
+            request = int(span.request_id)
+            if request not in admitted:
+                admitted.add(request)
+                account.admit(request, span.slot)
+            lanes[span.slot] = Lane(request, "decode" if span.kind == "decode" else "prefill", span.length)
+        account.step(lanes)
+
+    before, engine.observer = engine.observer, see
+    for number, asked in enumerate(requests):
+        params = SamplingParams(temperature=0, max_tokens=asked.max_new_tokens, stop_token_ids=list(eos_token_ids))
+        engine.submit(engine.accept(str(number), asked.prompt_token_ids, params))
+    try:
+        while engine.has_unfinished_requests:
+            for news in engine.step():
+                for token in news.new_token_ids:
+                    account.add(int(news.request_id), token)
+                if news.finish_reason is not None:
+                    account.log(f"req {news.request_id} is done ({news.finish_reason})")
+    finally:
+        engine.observer = before
+    return account

@@ -1,0 +1,164 @@
+"""Rung 2, padded continuous batching: finished rows leave at once and new requests are merged into the running batch.
+
+The batch stays a rectangle. `filter_batch` drops rows that are done (and the columns that only they needed);
+`merge_batches` joins a freshly prefilled batch to the running one, padding whichever of the two has the shorter past.
+So nobody waits for the longest any more, but every row pays for the longest past, and a prefill stops all others.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+from transformers import DynamicCache, PreTrainedModel
+
+from inflight.lessons.run import Lane, LessonRequest, Run, SlotUse
+from inflight.lessons.static_batching import left_pad
+
+
+@dataclass(slots=True)
+class Batch:
+    """B rows that are generated together.
+
+    Attributes:
+        requests, slots: whose row it is, and which slot it holds.
+        input_ids: `[B, L]` int64, the tokens to feed next: the padded prompts at first, then one token a row.
+        position_ids: `[B, L]` int64.
+        attention_mask: `[B, past + L]` int64: 0 for padding.
+        cache: keys and values of the past, `[B, Hkv, past, D]` in each layer.
+        responses: the tokens generated so far, a list for each row.
+        tokens_remaining: how many more each row may generate.
+    """
+
+    requests: list[int]
+    slots: list[int]
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    cache: DynamicCache
+    responses: list[list[int]]
+    tokens_remaining: list[int]
+
+
+@torch.inference_mode()
+def run(
+    model: PreTrainedModel,
+    requests: Sequence[LessonRequest],
+    num_slots: int,
+    eos_token_ids: Sequence[int] = (),
+    log: Callable[[str], None] | None = None,
+) -> Run:
+    """Generate greedily for all requests, with at most `num_slots` rows in the batch."""
+    account = Run(requests, eos_token_ids, log)
+    queue = deque(range(len(requests)))
+    free_slots = list(range(num_slots))
+    batch: Batch | None = None
+    while queue or batch:
+        if queue and free_slots:
+            admitted = [queue.popleft() for _ in range(min(len(queue), len(free_slots)))]
+            fresh = init_batch(model, account, admitted, [free_slots.pop(0) for _ in admitted])
+            generate_next_token(model, fresh, account)
+            batch = fresh if batch is None else merge_batches(batch, fresh)
+        else:
+            assert batch is not None
+            generate_next_token(model, batch, account)
+        batch, removed = filter_batch(batch, account)
+        free_slots = sorted(free_slots + removed)
+    return account
+
+
+def init_batch(model: PreTrainedModel, account: Run, requests: Sequence[int], slots: Sequence[int]) -> Batch:
+    """A batch of its own for newly admitted requests: left-padded prompts, nothing computed yet."""
+    for request, slot in zip(requests, slots, strict=True):
+        account.admit(request, slot)
+    asked = [account.requests[request] for request in requests]
+    input_ids, attention_mask = left_pad([each.prompt_token_ids for each in asked], model.device)
+    return Batch(
+        requests=list(requests),
+        slots=list(slots),
+        input_ids=input_ids,
+        position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0),
+        attention_mask=attention_mask,
+        cache=DynamicCache(),
+        responses=[account.answers[request].token_ids for request in requests],
+        tokens_remaining=[each.max_new_tokens for each in asked],
+    )
+
+
+def generate_next_token(model: PreTrainedModel, batch: Batch, account: Run) -> None:
+    """One forward pass: every row gets its next token, and the batch is ready for the one after."""
+    use: SlotUse = "decode" if batch.cache.get_seq_length() else "prefill"
+    width = batch.input_ids.shape[1]
+    account.step({s: Lane(r, use, width) for s, r in zip(batch.slots, batch.requests, strict=True)})
+    logits = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.position_ids,
+        past_key_values=batch.cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits
+    next_ids = logits[:, -1].argmax(dim=-1)
+    for row, token in enumerate(next_ids.tolist()):
+        is_last = account.add(batch.requests[row], token)
+        batch.tokens_remaining[row] = 0 if is_last else batch.tokens_remaining[row] - 1
+    batch.input_ids = next_ids[:, None]
+    batch.position_ids = batch.position_ids[:, -1:] + 1
+    batch.attention_mask = functional.pad(batch.attention_mask, (0, 1), value=1)
+
+
+def merge_batches(first: Batch, second: Batch) -> Batch:
+    """The rows of both: the shorter past is padded on the left, and everything is concatenated."""
+    width = max(first.attention_mask.shape[1], second.attention_mask.shape[1])
+    merged = DynamicCache()
+    for layer, (a, b) in enumerate(zip(first.cache.layers, second.cache.layers, strict=True)):
+        keys = torch.cat([pad_past(a.keys, width - 1), pad_past(b.keys, width - 1)])
+        values = torch.cat([pad_past(a.values, width - 1), pad_past(b.values, width - 1)])
+        merged.update(keys, values, layer)
+    masks = [functional.pad(b.attention_mask, (width - b.attention_mask.shape[1], 0)) for b in (first, second)]
+    return Batch(
+        requests=first.requests + second.requests,
+        slots=first.slots + second.slots,
+        input_ids=torch.cat([first.input_ids, second.input_ids]),
+        position_ids=torch.cat([first.position_ids, second.position_ids]),
+        attention_mask=torch.cat(masks),
+        cache=merged,
+        responses=first.responses + second.responses,
+        tokens_remaining=first.tokens_remaining + second.tokens_remaining,
+    )
+
+
+def pad_past(states: torch.Tensor, length: int) -> torch.Tensor:
+    """Keys or values `[B, Hkv, past, D]` with zeros before them up to `length`; the mask hides those."""
+    return functional.pad(states, (0, 0, length - states.shape[2], 0))
+
+
+def filter_batch(batch: Batch, account: Run) -> tuple[Batch | None, list[int]]:
+    """Drop the rows that are done and the columns that are padding for all others; also the slots that are free now."""
+    kept = [row for row, remaining in enumerate(batch.tokens_remaining) if remaining > 0]
+    removed = [slot for row, slot in enumerate(batch.slots) if row not in kept]
+    for row, slot in enumerate(batch.slots):
+        if row not in kept:
+            account.log(f"slot {slot}: req {batch.requests[row]} is done after {len(batch.responses[row])} tokens")
+    if not removed:
+        return batch, []
+    if not kept:
+        return None, removed
+    rows = torch.tensor(kept, device=batch.input_ids.device)
+    mask = batch.attention_mask[rows]
+    num_unneeded = int(mask.argmax(dim=1).min())
+    cache = DynamicCache()
+    for layer, past in enumerate(batch.cache.layers):
+        cache.update(past.keys[rows, :, num_unneeded:], past.values[rows, :, num_unneeded:], layer)
+    left = Batch(
+        requests=[batch.requests[row] for row in kept],
+        slots=[batch.slots[row] for row in kept],
+        input_ids=batch.input_ids[rows],
+        position_ids=batch.position_ids[rows],
+        attention_mask=mask[:, num_unneeded:],
+        cache=cache,
+        responses=[batch.responses[row] for row in kept],
+        tokens_remaining=[batch.tokens_remaining[row] for row in kept],
+    )
+    return left, removed

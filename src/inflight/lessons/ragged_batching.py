@@ -1,0 +1,121 @@
+"""Rung 3, ragged batching: every step decides anew who runs, and all their tokens go through the model as one row.
+
+No rectangle and no padding: the tokens that each sequence owes (a whole prompt, or the last token) are laid end to end,
+each with its own position. Keys and values of the past are laid end to end as well, and a mask keeps sequences apart:
+block-diagonal (a token sees its own sequence only) and causal. A prefill rides in the same forward pass as the decodes
+of others. What is still wasteful: each step copies every past together and apart again, which paging saves.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from inflight.lessons.run import Lane, LessonRequest, Run
+
+
+@dataclass(slots=True)
+class Stream:
+    """A running request: the tokens that it owes the model, and its own cache of those before."""
+
+    request: int
+    pending: list[int]
+    cache: DynamicCache = field(default_factory=DynamicCache)
+
+    @property
+    def num_past(self) -> int:
+        """Tokens in the cache."""
+        return int(self.cache.get_seq_length())
+
+
+@torch.inference_mode()
+def run(
+    model: PreTrainedModel,
+    requests: Sequence[LessonRequest],
+    num_slots: int,
+    eos_token_ids: Sequence[int] = (),
+    log: Callable[[str], None] | None = None,
+) -> Run:
+    """Generate greedily for all requests, at most `num_slots` at once; a free slot is taken in the very next step."""
+    account = Run(requests, eos_token_ids, log)
+    queue = deque(range(len(requests)))
+    slots: dict[int, Stream] = {}
+    while queue or slots:
+        for slot in range(num_slots):
+            if queue and slot not in slots:
+                request = queue.popleft()
+                account.admit(request, slot)
+                slots[slot] = Stream(request, list(requests[request].prompt_token_ids))
+        account.step({slot: lane_of(stream) for slot, stream in sorted(slots.items())})
+        next_ids = forward_ragged(model, list(slots.values()))
+        for (slot, stream), token in zip(list(slots.items()), next_ids, strict=True):
+            stream.pending = [token]
+            if account.add(stream.request, token):
+                account.log(f"slot {slot}: req {stream.request} is done")
+                del slots[slot]
+    return account
+
+
+def lane_of(stream: Stream) -> Lane:
+    """What a stream does in the step to come."""
+    return Lane(stream.request, "decode" if stream.num_past else "prefill", len(stream.pending))
+
+
+def forward_ragged(model: PreTrainedModel, streams: Sequence[Stream]) -> list[int]:
+    """Feed all pending tokens as one row; each stream's next token. Every cache takes in what is new of its own."""
+    device = model.device
+    tokens = [token for stream in streams for token in stream.pending]
+    positions = [stream.num_past + i for stream in streams for i in range(len(stream.pending))]
+    last_rows = torch.tensor([len(stream.pending) for stream in streams], device=device).cumsum(dim=0) - 1
+    packed = pack_caches(streams)
+    logits = model(
+        input_ids=torch.tensor([tokens], device=device),
+        position_ids=torch.tensor([positions], device=device),
+        attention_mask=ragged_mask(streams, model.dtype, device),
+        past_key_values=packed,
+        use_cache=True,
+        logits_to_keep=last_rows,
+    ).logits[0]
+    scatter_new(packed, streams)
+    next_ids: list[int] = logits.argmax(dim=-1).tolist()
+    return next_ids
+
+
+def pack_caches(streams: Sequence[Stream]) -> DynamicCache:
+    """The pasts of all streams end to end, as the cache of one row."""
+    packed = DynamicCache()
+    started = [stream for stream in streams if stream.num_past]
+    for layer in range(len(started[0].cache.layers) if started else 0):
+        keys = torch.cat([stream.cache.layers[layer].keys for stream in started], dim=2)
+        values = torch.cat([stream.cache.layers[layer].values for stream in started], dim=2)
+        packed.update(keys, values, layer)
+    return packed
+
+
+def scatter_new(packed: DynamicCache, streams: Sequence[Stream]) -> None:
+    """Append each stream's new keys and values, which stand behind all pasts, to its own cache."""
+    num_pending = [len(stream.pending) for stream in streams]
+    for layer, states in enumerate(packed.layers):
+        keys = states.keys[:, :, -sum(num_pending) :].split(num_pending, dim=2)
+        values = states.values[:, :, -sum(num_pending) :].split(num_pending, dim=2)
+        for stream, new_keys, new_values in zip(streams, keys, values, strict=True):
+            stream.cache.update(new_keys, new_values, layer)
+
+
+def ragged_mask(streams: Sequence[Stream], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The 4-D mask `[1, 1, tokens, past + tokens]` in `dtype`: 0 where a token may look, the lowest number elsewhere.
+
+    Columns are the pasts of all streams end to end, then the new tokens of all streams end to end.
+    """
+    owners, num_past = range(len(streams)), [stream.num_past for stream in streams]
+    num_new = [len(stream.pending) for stream in streams]
+    past = [(owner, i) for owner in owners for i in range(num_past[owner])]
+    new = [(owner, num_past[owner] + i) for owner in owners for i in range(num_new[owner])]
+    query_owner, query_position = torch.tensor(new, device=device).T
+    key_owner, key_position = torch.tensor(past + new, device=device).T
+    allowed = query_owner[:, None] == key_owner[None, :]
+    allowed &= key_position[None, :] <= query_position[:, None]
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
+    return mask.masked_fill(~allowed, torch.finfo(dtype).min)[None, None]

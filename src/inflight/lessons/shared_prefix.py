@@ -1,0 +1,137 @@
+"""A side step: prompts that begin alike compute their common beginning once and share its keys and values.
+
+The prefix goes through the model as a batch of one; its keys and values are broadcast to all rows without a copy
+(`expand`: a stride of zero), and only the suffixes are prefilled as a batch. Which prompts share is found by content:
+prompts are cut into chunks and grouped by the hash of their first ones. What vLLM's prefix caching and SGLang's
+RadixAttention (Zheng et al., 2023) do for requests that come at any time, here for a batch that is known beforehand;
+Hydragen (Juravsky et al., 2024) shows how its attention could read the prefix once for all rows, too.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from inflight.lessons.run import Lane, LessonRequest, Run, SlotUse
+from inflight.lessons.static_batching import left_pad
+
+CHUNK_SIZE = 16
+"""Tokens in a chunk: prefixes are shared in whole chunks."""
+
+
+@torch.inference_mode()
+def generate_many(
+    model: PreTrainedModel,
+    requests: Sequence[LessonRequest],
+    n_prefix_chunks: int,
+    eos_token_ids: Sequence[int] = (),
+    log: Callable[[str], None] | None = None,
+) -> Run:
+    """Group requests by their first `n_prefix_chunks` chunks, and generate each group as one batch."""
+    account = Run(requests, eos_token_ids, log)
+    prompts = [each.prompt_token_ids for each in requests]
+    for group in group_by_prefix(prompts, n_prefix_chunks).values():
+        account.log(f"group of {len(group)} requests with a common prefix")
+        generate_batch(model, account, group)
+    return account
+
+
+def generate_batch(
+    model: PreTrainedModel, account: Run, group: Sequence[int], temperature: float = 0.0, seed: int = 0
+) -> None:
+    """Generate for requests of `account` that are known to share a prefix (if only in part, then that part)."""
+    prompts = [account.requests[request].prompt_token_ids for request in group]
+    prefix_length = find_common_chunk_prefix(prompts)
+    cache = DynamicCache()
+    if prefix_length:
+        prefix = torch.tensor([list(prompts[0][:prefix_length])], device=model.device)
+        model(prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        account.step({0: Lane(group[0], "prefill", prefix_length)})
+        cache = broadcast_kv(cache, len(group))
+    input_ids, attention_mask, position_ids = pad_and_mask(prompts, prefix_length, model.device)
+    batched_decode(model, account, group, input_ids, attention_mask, position_ids, cache, temperature, seed)
+
+
+def find_common_chunk_prefix(prompts: Sequence[Sequence[int]], chunk_size: int = CHUNK_SIZE) -> int:
+    """How many tokens all prompts have in common at their beginning, in whole chunks; each keeps a token of its own."""
+    limit = min(map(len, prompts)) - 1
+    length = 0
+    while length + chunk_size <= limit:
+        chunk = list(prompts[0][length : length + chunk_size])
+        if any(list(prompt[length : length + chunk_size]) != chunk for prompt in prompts):
+            break
+        length += chunk_size
+    return length
+
+
+def group_by_prefix(
+    prompts: Sequence[Sequence[int]], n_prefix_chunks: int, chunk_size: int = CHUNK_SIZE
+) -> dict[str, list[int]]:
+    """Indices of the prompts, by the hash of their first `n_prefix_chunks` chunks, in order of first appearance."""
+    groups: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        prefix = ",".join(map(str, prompt[: n_prefix_chunks * chunk_size]))
+        groups.setdefault(hashlib.sha256(prefix.encode()).hexdigest(), []).append(index)
+    return groups
+
+
+def broadcast_kv(cache: DynamicCache, batch_size: int) -> DynamicCache:
+    """A cache of `batch_size` rows that all read the one row of `cache`: views on its storage, nothing is copied."""
+    broadcast = DynamicCache()
+    for layer, past in enumerate(cache.layers):
+        broadcast.update(past.keys[:, :, :0], past.values[:, :, :0], layer)  # makes the layer
+        broadcast.layers[layer].keys = past.keys.expand(batch_size, -1, -1, -1)
+        broadcast.layers[layer].values = past.values.expand(batch_size, -1, -1, -1)
+    return broadcast
+
+
+def pad_and_mask(
+    prompts: Sequence[Sequence[int]], prefix_length: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is behind the prefix as a rectangle: ids `[B, L]`, the mask `[B, prefix + L]`, positions `[B, L]`."""
+    input_ids, suffix_mask = left_pad([prompt[prefix_length:] for prompt in prompts], device)
+    prefix_mask = suffix_mask.new_ones(len(prompts), prefix_length)
+    position_ids = prefix_length + (suffix_mask.cumsum(dim=1) - 1).clamp(min=0)
+    return input_ids, torch.cat([prefix_mask, suffix_mask], dim=1), position_ids
+
+
+def batched_decode(
+    model: PreTrainedModel,
+    account: Run,
+    group: Sequence[int],
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    position_ids: torch.Tensor,
+    cache: DynamicCache,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> None:
+    """Prefill the suffixes, then decode row by row in step until each row has its EOS or its last token.
+
+    A temperature of 0 is greedy; else tokens are sampled, from `seed`."""
+    generator = torch.Generator(device=input_ids.device).manual_seed(seed)
+    running, is_first = set(range(len(group))), True
+    while running:
+        logits = model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        use: SlotUse = "prefill" if is_first else "decode"
+        width = input_ids.shape[1]
+        account.step({s: Lane(r, use if s in running else "padding", width) for s, r in enumerate(group)})
+        is_first = False
+        if temperature > 0:
+            next_ids = torch.multinomial(torch.softmax(logits.float() / temperature, -1), 1, generator=generator)[:, 0]
+        else:
+            next_ids = logits.argmax(dim=-1)
+        finished = [
+            row for row, token in enumerate(next_ids.tolist()) if row in running and account.add(group[row], token)
+        ]
+        running -= set(finished)
+        input_ids, position_ids = next_ids[:, None], position_ids[:, -1:] + 1
+        attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(group), 1)], dim=1)

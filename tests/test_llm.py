@@ -151,6 +151,11 @@ def test_chat_goes_through_the_template(llm: LLM, tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(answer.prompt_token_ids) == "u: 42% "
     two = llm.chat([messages, messages], GREEDY, use_tqdm=False, chat_template=template)
     assert [output.outputs[0] for output in two] == [answer.outputs[0]] * 2
+    wordy = "{{ mood }} " + template
+    (moody,) = llm.chat(messages, GREEDY, use_tqdm=False, chat_template=wordy, chat_template_kwargs={"mood": "7"})
+    assert tokenizer.decode(moody.prompt_token_ids) == "7 u: 42% "
+    with pytest.raises(ValueError, match=r"LLM\.chat has no option 'template'"):
+        llm.chat(messages, GREEDY, template=template)
     with pytest.raises(ValueError, match="no chat template"):
         llm.chat(messages, GREEDY, use_tqdm=False)
 

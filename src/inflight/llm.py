@@ -34,6 +34,9 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A chat: dicts with "role" and "content"."""
 
+TEMPLATE_OPTIONS = {"chat_template", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+"""What a chat may carry besides its messages, for the template."""
+
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 
@@ -114,15 +117,21 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        *,
-        chat_template: str | None = None,
+        **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one chat or many, written out by the tokenizer's chat template (or `chat_template`)."""
+        """Answer one chat or many, written out by the tokenizer's chat template.
+
+        Args:
+            messages: one chat or many, each a list of dicts with "role" and "content".
+            template_options: `chat_template` (Jinja, instead of the tokenizer's), `tools` (JSON schemas),
+                `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs` (variables of the template).
+        """
+        refuse_unknown_options(template_options, TEMPLATE_OPTIONS, "LLM.chat")
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise InvalidRequestError(f"messages is {messages!r}; a chat is a list of dicts with a role and a content")
         is_one = isinstance(messages[0], Mapping)
         chats = [messages] if is_one else messages
-        prompts = [{"messages": chat, "chat_template": chat_template} for chat in chats]
+        prompts = [{"messages": chat, **template_options} for chat in chats]
         return self.generate(prompts[0] if is_one else prompts, sampling_params, use_tqdm)
 
     def stream(
@@ -181,15 +190,15 @@ class LLM:
             return prompt, self._tokenizer_for("text").encode(prompt)
         if isinstance(prompt, Mapping):
             kind = next((key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt), None)
-            extra = set(prompt) - {kind, *(["chat_template"] if kind == "messages" else [])}
+            extra = set(prompt) - {kind} - (TEMPLATE_OPTIONS if kind == "messages" else set())
             if kind is None or extra:
                 raise InvalidRequestError(
                     'a prompt given as a dict must have the key "prompt", "prompt_token_ids" or "messages" and no '
                     f"other; it has {sorted(map(str, prompt))}"
                 )
             if kind == "messages":
-                messages, template = _messages(prompt["messages"]), prompt.get("chat_template")
-                return None, self._tokenizer_for("a chat").chat(messages, chat_template=template)
+                options = {name: prompt[name] for name in prompt if name != "messages"}
+                return None, self._tokenizer_for("a chat").chat(_messages(prompt["messages"]), **options)
             return self._tokenize(prompt[kind])
         if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
             return None, prompt

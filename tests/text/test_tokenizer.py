@@ -68,7 +68,7 @@ def test_chat() -> None:
 
     assert text(tokenizer.chat(MESSAGES)) == "<s>user:Thedog</s><s>assistant:"
     assert text(tokenizer.chat(MESSAGES, add_generation_prompt=False)) == "<s>user:Thedog</s>"
-    assert text(tokenizer.chat(MESSAGES, template_arguments={"mood": "calm"})).endswith("<s>assistant:(calm)")
+    assert text(tokenizer.chat(MESSAGES, chat_template_kwargs={"mood": "calm"})).endswith("<s>assistant:(calm)")
     assert text(tokenizer.chat(MESSAGES, chat_template="{{ messages[0].content }}")) == "Thedog"
     assert text(tokenizer.chat(MESSAGES, add_generation_prompt=False, continue_final_message=True)) == "<s>user:Thedog"
 

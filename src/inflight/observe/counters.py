@@ -11,18 +11,12 @@ class StepCounters:
 
     num_slots: int
     num_steps: int = 0
-    num_tokens: int = 0
     num_spans: int = 0
-    num_preemptions: int = 0
-    step_time: float = 0.0
 
     def see(self, record: StepRecord) -> None:
         """Count one step."""
         self.num_steps += 1
-        self.num_tokens += record.num_tokens
         self.num_spans += len(record.spans)
-        self.num_preemptions = record.num_preemptions
-        self.step_time += record.duration
 
     @property
     def occupancy(self) -> float:

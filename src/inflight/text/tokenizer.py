@@ -86,13 +86,13 @@ class Tokenizer:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        template_arguments: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The token ids of a chat, written out by the model's chat template (or `chat_template`, in Jinja).
 
         `messages` are dicts with a `role` and a `content`, `tools` JSON schemas. With `continue_final_message` the last
         message is left open for the model to go on with; set `add_generation_prompt` to False then.
-        `template_arguments` are further variables of the template, such as `enable_thinking`. Raises
+        `chat_template_kwargs` are further variables of the template, such as `enable_thinking`. Raises
         InvalidRequestError, in one sentence, when there is no template or the template refuses the messages.
         """
         if not messages:
@@ -109,7 +109,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 return_dict=False,
-                **(template_arguments or {}),
+                **(chat_template_kwargs or {}),
             )
         except Exception as error:  # a template is a program: it can raise anything
             raise InvalidRequestError(f"the chat template cannot write these messages: {_one_line(error)}") from error

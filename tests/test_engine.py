@@ -116,6 +116,27 @@ def test_tokens_that_an_interrupt_kept_back_come_with_the_next_step(monkeypatch:
         assert tokens_of(outputs, str(number)) == zoo.plain_greedy(zoo.build("llama"), [number + 1] * 5, 8)
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_request_aborted_after_an_interrupt_is_not_heard_of_again(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    engine = make_engine()
+    submit(engine, "a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=1))
+    submit(engine, "b", [4, 5, 6])
+    report, calls = engine._report, iter(range(1_000))
+
+    def interrupted(news: Any) -> SequenceOutput:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return report(news)
+
+    monkeypatch.setattr(engine, "_report", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.abort("a")
+    outputs = drain(engine)
+    assert {output.request_id for output in outputs} == {"b"}
+    assert tokens_of(outputs, "b") == zoo.plain_greedy(zoo.build("llama"), [4, 5, 6], 8)
+
+
 def test_a_tokenizer_that_fails_ends_the_request_that_needed_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_level()
     engine = Engine(zoo.build("llama"), EngineConfig(), tokenizer)

@@ -126,9 +126,13 @@ class Engine:
         self.scheduler.submit(accepted.request)
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
-        """End a request's unfinished sequences, and forget it; nothing happens if it is unknown."""
+        """End a request's unfinished sequences, and forget it; nothing happens if it is unknown.
+
+        What an interrupt kept back of it is not told any more."""
         aborted = self.scheduler.abort(request_id)
         live = self._requests.pop(request_id, None)
+        self._news = deque(news for news in self._news if news.sequence.request.request_id != request_id)
+        self._outbox = [output for output in self._outbox if output.request_id != request_id]
         return [self._output(sequence, [], live) for sequence in aborted if live is not None]
 
     # ------------------------------------------------------------------------------------- the loop

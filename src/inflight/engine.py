@@ -158,10 +158,9 @@ class Engine:
             self._outbox.append(self._report(self._news[0]))
             self._news.popleft()
         if plan is not None:
-            record = self._record(spans, start_time) if self.observer else None
             self._num_steps += 1
-            if self.observer and record:
-                self.observer(record)
+            if self.observer:
+                self.observer(self._record(spans, start_time))
         outputs, self._outbox = self._outbox, []
         return outputs
 
@@ -272,7 +271,7 @@ class Engine:
     def _record(self, spans: tuple[SpanRecord, ...], start_time: float) -> StepRecord:
         pool = self.scheduler.block_pool
         return StepRecord(
-            step=self._num_steps,
+            step=self._num_steps - 1,
             start_time=start_time,
             duration=time.monotonic() - start_time,
             spans=spans,

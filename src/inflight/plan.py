@@ -26,7 +26,7 @@ class Span:
             sequence's last token, 1 for most, more for prompt logprobs and speculation.
         sequence_length: how many tokens the sequence has by now, those behind the span included (position embeddings
             of some models depend on it).
-        adapter_id: which adapter's weights to add; 0 is none.
+        adapter_id: which adapter's weights to add; 0 is none (so far there are none).
     """
 
     sequence_id: int

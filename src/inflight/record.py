@@ -21,7 +21,10 @@ class SpanRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step: when (seconds of `time.monotonic()`), which spans, and the state it left behind."""
+    """One step: its number from 0, when it ran (seconds of `time.monotonic()`), which spans, the state it left behind.
+
+    `num_preemptions` counts from the engine's start.
+    """
 
     step: int
     start_time: float

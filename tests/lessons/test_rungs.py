@@ -45,6 +45,11 @@ def test_a_rung_gives_the_plain_models_tokens(rung: str, name: str) -> None:
     assert RUNGS[rung](model, requests, NUM_SLOTS).token_ids == expected
 
 
+def test_the_ragged_lesson_refuses_windows_that_its_mask_does_not_know() -> None:
+    with pytest.raises(ValueError, match="MistralForCausalLM has sliding windows"):
+        ragged_batching.run(zoo.build("mistral"), requests_of(seed=1), NUM_SLOTS)
+
+
 @pytest.mark.parametrize("rung", RUNGS)
 def test_an_eos_token_ends_an_answer_early(rung: str) -> None:
     model, requests = zoo.build("llama"), [LessonRequest([1, 2, 3], 20), LessonRequest([4, 5], 20)]

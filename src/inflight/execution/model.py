@@ -68,7 +68,7 @@ def resolve_device(device: str) -> torch.device:
         resolved = torch.device(device)
         torch.empty(0, device=resolved)
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"device {device!r} can not be used here: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"device {device!r} can not be used here: {_first_line(error)}") from error
     if resolved.type == "meta":
         raise ModelError("device 'meta' holds no values to compute with; use cpu, cuda or mps")
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else resolved

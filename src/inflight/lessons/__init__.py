@@ -5,5 +5,6 @@
 3. `ragged_batching`: all tokens of all sequences in one unpadded row, kept apart by the mask.
 4. the engine itself: the same over a paged cache.
 
-All have the same `run(model, requests, num_slots) -> Run` and give the same greedy tokens.
+All give the same greedy tokens and the same kind of account: `run(model, requests, num_slots) -> Run`, but for the
+engine, which brings its model and its slots with it. `shared_prefix` is a side step for prompts that begin alike.
 """

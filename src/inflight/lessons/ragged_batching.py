@@ -38,7 +38,12 @@ def run(
     eos_token_ids: Sequence[int] = (),
     log: Callable[[str], None] | None = None,
 ) -> Run:
-    """Generate greedily for all requests, at most `num_slots` at once; a free slot is taken in the very next step."""
+    """Generate greedily for all requests, at most `num_slots` at once; a free slot is taken in the very next step.
+
+    Raises `ValueError` for a model with sliding windows: the mask of this lesson does not know them.
+    """
+    if getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True):
+        raise ValueError(f"{type(model).__name__} has sliding windows, which this lesson's mask does not know")
     account = Run(requests, eos_token_ids, log)
     queue = deque(range(len(requests)))
     slots: dict[int, Stream] = {}

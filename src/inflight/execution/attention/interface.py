@@ -25,7 +25,8 @@ class AttentionSpec:
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2); None: they stay.
         has_sinks: a per-head logit joins each softmax and is dropped from the result (GPT-OSS).
         cache_group: index into the plan's tables.
-        shares_cache_with: ordinal of the earlier call whose keys and values this one reads; None: its own.
+        shares_cache_with: ordinal of the earlier call whose keys and values this one reads; None: its own (so far
+            the probe finds no other).
     """
 
     num_heads: int

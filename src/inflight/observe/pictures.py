@@ -1,0 +1,70 @@
+"""Pictures and pages as files: figures without global state, one self-contained HTML page. Knows nothing of what they
+show. `matplotlib` is an extra, imported only when a figure is asked for."""
+
+import re
+from collections.abc import Sequence
+from html import escape
+from io import BytesIO, StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { margin: 2rem auto; padding: 0 1rem; max-width: max-content;
+       font: 16px/1.5 system-ui, sans-serif; color: #1f2328; background: #ffffff; }
+h1 { font-size: 1.3rem; font-weight: 600; }
+pre { font: 13px/1.3 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; overflow-x: auto; }
+svg { max-width: 100%; height: auto; }
+@media (prefers-color-scheme: dark) { body { color: #e6edf3; background: #0d1117; } svg { background: #ffffff; } }
+"""
+
+
+def new_figure(width_inches: float, height_inches: float) -> "Figure":
+    """An empty figure that nobody else knows of (no `pyplot`).
+
+    Raises:
+        ValueError: `matplotlib` is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("pictures need matplotlib: pip install 'inflight-llm[pictures]'") from None
+    return Figure(figsize=(width_inches, height_inches), layout="constrained")
+
+
+def save_png(figure: "Figure", path: Path) -> None:
+    """Write a figure as a PNG file. Raises `ValueError` if it can not be written."""
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=150)
+    _write(path, drawn.getvalue())
+
+
+def to_svg(figure: "Figure") -> str:
+    """A figure as an `<svg>` element for an HTML page (so without namespaces); its letters are paths: it needs no font."""
+    drawn = StringIO()
+    figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = drawn.getvalue()
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text[text.index("<svg") :], count=2)
+
+
+def write_html(path: Path, title: str, bodies: Sequence[str]) -> None:
+    """Write one page that loads nothing: `title` (plain text) as its heading, then `bodies` (HTML) in order.
+
+    Raises `ValueError` if it can not be written.
+    """
+    body = "\n".join(bodies)
+    page = (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+    )
+    _write(path, page.encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ValueError(f"the file {str(path)!r} can not be written: {error.strerror}") from error

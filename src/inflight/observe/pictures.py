@@ -43,7 +43,7 @@ def save_png(figure: "Figure", path: Path) -> None:
 
 
 def to_svg(figure: "Figure") -> str:
-    """A figure as an `<svg>` element for an HTML page (without namespaces); its letters are paths, so it needs no font."""
+    """A figure as an `<svg>` element for an HTML page (no namespaces); its letters are paths, so it needs no font."""
     drawn = StringIO()
     figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = drawn.getvalue()

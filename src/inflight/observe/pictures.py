@@ -2,11 +2,14 @@
 show. `matplotlib` is an extra, imported only when a figure is asked for."""
 
 import re
+import warnings
 from collections.abc import Sequence
 from html import escape
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,17 +40,21 @@ def new_figure(width_inches: float, height_inches: float) -> "Figure":
 
 def save_png(figure: "Figure", path: Path) -> None:
     """Write a figure as a PNG file. Raises `ValueError` if it can not be written."""
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=150)
-    _write(path, drawn.getvalue())
+    _write(path, _drawn(figure, format="png", dpi=150))
 
 
 def to_svg(figure: "Figure") -> str:
     """A figure as an `<svg>` element for an HTML page (no namespaces); its letters are paths, so it needs no font."""
-    drawn = StringIO()
-    figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    text = drawn.getvalue()
+    nobody = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    text = _drawn(figure, format="svg", metadata=nobody).decode()
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text[text.index("<svg") :], count=2)
+
+
+def to_html(drawing: RenderableType, width: int) -> str:
+    """What `rich` would print on a terminal of `width` columns, as a `<pre>` element."""
+    console = Console(record=True, file=StringIO(), width=width)
+    console.print(drawing)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 def write_html(path: Path, title: str, bodies: Sequence[str]) -> None:
@@ -61,6 +68,14 @@ def write_html(path: Path, title: str, bodies: Sequence[str]) -> None:
         f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
     _write(path, page.encode())
+
+
+def _drawn(figure: "Figure", **options: Any) -> bytes:
+    drawn = BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it draws a box instead
+        figure.savefig(drawn, **options)
+    return drawn.getvalue()
 
 
 def _write(path: Path, content: bytes) -> None:

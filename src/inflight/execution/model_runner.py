@@ -9,7 +9,8 @@ from transformers import GenerationConfig
 
 from inflight.config import EngineConfig
 from inflight.errors import ModelError
-from inflight.execution.attention import AttentionBackend, AttentionSpec, make_backend
+from inflight.execution.attention import AttentionBackend, AttentionSpec, ReferenceAttention, make_backend
+from inflight.execution.attention.witness import WitnessedAttention
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.executors.longrope import longrope_length
 from inflight.execution.model import ModelSource, available_cache_memory, load_model
@@ -59,6 +60,15 @@ class ModelRunner:
         """Run one step: a token for each row of logits in order, `INVALID_TOKEN` where they are not finite."""
         batch = RaggedBatch.pack(plan, self.config.block_size, self.model.device)
         return self.sampler.sample(self.executor.forward(batch, plan.copies), batch)
+
+    def witness_attention(self) -> WitnessedAttention:
+        """From now on run the definition beside the attention backend. The cache is new: nothing may have run yet."""
+        assert isinstance(self.executor, PackedExecutor)
+        definition = ReferenceAttention(self.model.device, self.model.dtype, self.config.block_size)
+        witness = WitnessedAttention(self.executor.backend, definition)
+        self.executor = PackedExecutor(self.model, witness, self.executor.specs)
+        self.executor.allocate(self.info.num_blocks)
+        return witness
 
     def _describe(self, report: ProbeReport, backend_name: str) -> ModelInfo:
         config, model = self.config, self.model

@@ -1,0 +1,94 @@
+"""`WitnessedAttention`: a backend with the definition beside it, so that what ran can be held against what should have.
+
+The definition keeps a cache of its own from the first step on: it does not depend on how the witnessed backend lays out
+its storage, nor on whether that was written correctly. Decides nothing of what runs: results are the witnessed ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inflight.execution.attention.interface import AttentionBackend, AttentionSpec, PagedCache
+from inflight.execution.attention.reference import ReferenceAttention
+from inflight.execution.ragged_batch import RaggedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessedCache(PagedCache):
+    """The witnessed backend's storage as it made it, and the definition's beside it."""
+
+    own: PagedCache
+    shadow: PagedCache
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessedCall:
+    """One attention call of a step, and the largest difference between the two outputs, relative to the largest
+    magnitude in the definition's (infinite if one of them is not finite)."""
+
+    spec: AttentionSpec
+    difference: float
+
+
+class WitnessedAttention:
+    """An `AttentionBackend` that runs `witnessed`, and `ReferenceAttention` beside it.
+
+    Attributes:
+        comparing: whether to attend through the definition, too; writes always go to both.
+        batch: of the step that runs or ran last.
+        calls: that step's attention calls in order; empty if it was not compared.
+    """
+
+    def __init__(self, witnessed: AttentionBackend, definition: ReferenceAttention) -> None:
+        self.name = witnessed.name
+        self.comparing = False
+        self.batch: RaggedBatch | None = None
+        self.calls: list[WitnessedCall] = []
+        self._witnessed = witnessed
+        self._definition = definition
+
+    def allocate(self, num_blocks: int, spec: AttentionSpec) -> WitnessedCache:
+        """See `AttentionBackend`; takes the memory of two."""
+        own = self._witnessed.allocate(num_blocks, spec)
+        return WitnessedCache(own.keys, own.values, own, self._definition.allocate(num_blocks, spec))
+
+    def begin_step(self, batch: RaggedBatch) -> None:
+        """See `AttentionBackend`."""
+        self.batch, self.calls = batch, []
+        self._witnessed.begin_step(batch)
+        self._definition.begin_step(batch)
+
+    def write(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
+        """See `AttentionBackend`."""
+        own, shadow = _both(cache)
+        self._witnessed.write(own, key, value, spec)
+        self._definition.write(shadow, key, value, spec)
+
+    def attend(
+        self, query: torch.Tensor, cache: PagedCache, spec: AttentionSpec, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `AttentionBackend`. Comparing waits for the device."""
+        own, shadow = _both(cache)
+        output = self._witnessed.attend(query, own, spec, sinks)
+        if self.comparing:
+            expected = self._definition.attend(query, shadow, spec, sinks)
+            self.calls.append(WitnessedCall(spec, _largest_difference(output, expected)))
+        return output
+
+    def copy_blocks(self, cache: PagedCache, copies: Sequence[tuple[int, int]]) -> None:
+        """See `AttentionBackend`."""
+        own, shadow = _both(cache)
+        self._witnessed.copy_blocks(own, copies)
+        self._definition.copy_blocks(shadow, copies)
+
+
+def _both(cache: PagedCache) -> tuple[PagedCache, PagedCache]:
+    assert isinstance(cache, WitnessedCache), "the cache was allocated by another backend"
+    return cache.own, cache.shadow
+
+
+def _largest_difference(output: torch.Tensor, expected: torch.Tensor) -> float:
+    magnitude = expected.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    relative = (output.float() - expected.float()).abs().max() / magnitude
+    return relative.nan_to_num(nan=float("inf"), posinf=float("inf")).item()

@@ -1,0 +1,68 @@
+"""`inflight show PROMPT …`: one step of a run, with its tokens, its mask, and how it agrees with the definition."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import click
+
+from inflight.cli.options import engine_options, engine_values, quiet_libraries
+
+FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+PAGE_SIZE = 400
+"""Columns and rows of a mask on a page; it scrolls."""
+
+CACHE_MEMORY = 2**30
+"""Bytes: plenty for a few prompts, and the definition of attention keeps a second cache of the same size."""
+
+
+@click.command()
+@click.argument("prompts", nargs=-1, required=True)
+@click.option("--model", "-m", help="Hub id or local folder; else the small embedded model.")
+@click.option("--step", type=click.IntRange(min=0), default=3, help="Which step; the first is 0.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=16, help="Tokens to generate for each prompt.")
+@click.option("--html", type=FILE, help="Write the same as one page that needs nothing else.")
+@click.option("--png", type=FILE, help="Write the mask as a picture (needs matplotlib).")
+@engine_options
+def show(
+    prompts: tuple[str, ...],
+    model: str | None,
+    step: int,
+    max_tokens: int,
+    html: Path | None,
+    png: Path | None,
+    **options: Any,
+) -> None:
+    """Run PROMPTS together, greedily, and print one step: the packed row, and who may attend to what.
+
+    All prompts run at once unless --max-num-seqs is less; a small --max-num-batched-tokens shows chunks.
+    """
+    quiet_libraries()
+    from rich.console import Console
+
+    from inflight.llm import LLM
+    from inflight.observe.pictures import save_png, to_html, write_html
+    from inflight.observe.step_capture import StepCapture
+    from inflight.observe.step_drawing import StepDrawing
+    from inflight.observe.step_figure import step_figure
+    from inflight.params import SamplingParams
+
+    llm = LLM(model, **{"max_num_seqs": len(prompts), "kv_cache_memory": CACHE_MEMORY, **engine_values(options)})
+    tokenizer = llm.tokenizer
+    token_text = str if tokenizer is None else lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)
+    capture = StepCapture(llm.engine.runner.witness_attention(), step, token_text)
+    llm.engine.observer = capture.see
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    with closing(llm.stream(prompts, params)) as deltas:
+        for delta in deltas:
+            if delta.output is not None and delta.output.error is not None:
+                raise click.ClickException(delta.output.error)
+            if capture.view is not None:
+                break
+    if capture.view is None:
+        raise ValueError(f"the run has {capture.num_steps} steps, the first is 0: there is no step {step}")
+    Console().print(StepDrawing(capture.view))
+    if html is not None:
+        write_html(html, f"inflight: step {step}", [to_html(StepDrawing(capture.view, PAGE_SIZE), PAGE_SIZE)])
+    if png is not None:
+        save_png(step_figure(capture.view), png)

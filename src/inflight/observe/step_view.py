@@ -1,0 +1,190 @@
+"""`StepView`: one step as plain data to draw: whose tokens were in the row, and who could attend to what.
+
+Masks are those that the definition of attention uses (`ragged_mask`), computed from the batch that ran. Decides what
+things are called (letters, kinds, how white space is written); knows nothing of terminals and pictures.
+"""
+
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight.execution.attention.reference import ragged_mask
+from inflight.execution.attention.witness import WitnessedCall
+from inflight.execution.ragged_batch import RaggedBatch
+from inflight.record import SpanKind, SpanRecord, StepRecord
+
+COLOURS = ("#2f7fe0", "#e8590c", "#2b9a45", "#ae3ec9", "#c28100", "#0c8599", "#d6336c", "#7a6bdf")
+"""One a sequence; all can be read on white and on black."""
+
+MAX_NUMBERS = 8
+"""Calls that a heading lists one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanView:
+    """One sequence's part of the row.
+
+    Attributes:
+        number: of the sequence, in order of its first step: its letter and its colour.
+        kind, slot, request_id: see `SpanRecord`.
+        num_cached: how many of its keys were in the cache before the step.
+        keys: the texts of all tokens that the step's last one may look back to, those of the step included.
+    """
+
+    number: int
+    kind: SpanKind
+    slot: int
+    request_id: str
+    num_cached: int
+    keys: tuple[str, ...]
+
+    @property
+    def letter(self) -> str:
+        """What the sequence is called."""
+        return letters(self.number)
+
+    @property
+    def colour(self) -> str:
+        """What it is drawn in, as `#rrggbb`."""
+        return COLOURS[self.number % len(COLOURS)]
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The texts of the tokens that the step computed."""
+        return self.keys[self.num_cached :]
+
+    @property
+    def label(self) -> str:
+        """The kind and the number of tokens; a prefill, which ends in a first token, is written large."""
+        return f"{'PREFILL' if self.kind == 'prefill' else self.kind}({len(self.tokens)})"
+
+
+@dataclass(frozen=True, slots=True)
+class MaskView:
+    """What the attention calls of one kind let through.
+
+    Attributes:
+        heading: which calls.
+        allowed: `[T, sum of all spans' keys]` bool, as `ragged_mask` gives it.
+    """
+
+    heading: str
+    allowed: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """One step.
+
+    Attributes:
+        step: its number from 0.
+        num_waiting: sequences that had no slot.
+        spans: in the order of the row.
+        masks: one for each kind of attention call.
+        backend: the attention backend that ran.
+        num_calls: attention calls in the step.
+        difference: the largest difference between that backend and the definition in any of them, relative to the
+            largest magnitude in the definition's output of that call.
+    """
+
+    step: int
+    num_waiting: int
+    spans: tuple[SpanView, ...]
+    masks: tuple[MaskView, ...]
+    backend: str
+    num_calls: int
+    difference: float
+
+    @property
+    def total_q(self) -> int:
+        """Tokens that the step computed: the length of the row."""
+        return sum(len(span.tokens) for span in self.spans)
+
+    @property
+    def total_kv(self) -> int:
+        """Tokens of its sequences that were in the cache before."""
+        return sum(span.num_cached for span in self.spans)
+
+    @property
+    def sizes(self) -> str:
+        """The step's sizes in words."""
+        keys = self.total_q + self.total_kv
+        return f"total_q {self.total_q} fed, total_kv {self.total_kv} cached: {self.total_q} queries over {keys} keys"
+
+    @property
+    def agreement(self) -> str:
+        """In words, how what ran compares with the definition."""
+        return (
+            f"re-attended through reference: {self.backend} differs by at most {self.difference:.1e} of the largest "
+            f"output, over {self.num_calls} attention calls"
+        )
+
+
+def view_span(
+    number: int, record: SpanRecord, key_token_ids: Sequence[int], token_text: Callable[[int], str]
+) -> SpanView:
+    """A span as it is drawn; `key_token_ids` are its sequence's tokens up to the span's end."""
+    keys = tuple(visible(token_text(token_id)) for token_id in key_token_ids)
+    return SpanView(number, record.kind, record.slot, record.request_id, record.start, keys)
+
+
+def view_step(
+    record: StepRecord, spans: Sequence[SpanView], batch: RaggedBatch, calls: Sequence[WitnessedCall], backend: str
+) -> StepView:
+    """Put a step together from its record and its spans, the batch that ran, and its attention calls as witnessed."""
+    return StepView(
+        step=record.step,
+        num_waiting=record.num_waiting,
+        spans=tuple(spans),
+        masks=view_masks(batch, calls),
+        backend=backend,
+        num_calls=len(calls),
+        difference=max((call.difference for call in calls), default=0.0),
+    )
+
+
+def view_masks(batch: RaggedBatch, calls: Sequence[WitnessedCall]) -> tuple[MaskView, ...]:
+    """One mask for each window and chunk that occurs among the calls, in the order of the first calls that have it."""
+    kinds: dict[tuple[int | None, int | None], list[int]] = {}
+    for number, call in enumerate(calls):
+        kinds.setdefault((call.spec.window, call.spec.chunk), []).append(number)
+    return tuple(
+        MaskView(_heading(numbers, len(calls), window, chunk), ragged_mask(batch, window, chunk).numpy())
+        for (window, chunk), numbers in kinds.items()
+    )
+
+
+def _heading(numbers: Sequence[int], num_calls: int, window: int | None, chunk: int | None) -> str:
+    if len(numbers) == num_calls:
+        who = f"all {num_calls} attention calls"
+    else:
+        who = f"{'call' if len(numbers) == 1 else 'calls'} {', '.join(map(str, numbers[:MAX_NUMBERS]))}"
+        who += f", … ({len(numbers)} of {num_calls})" if len(numbers) > MAX_NUMBERS else ""
+    what = [f"window {window}"] if window is not None else []
+    what += [f"chunks of {chunk}"] if chunk is not None else []
+    return f"{who}: {', '.join(what) or 'the whole past'}"
+
+
+def letters(number: int) -> str:
+    """The name of sequence `number`: A to Z, then AA, AB, …, as spreadsheets count columns."""
+    rest, last = divmod(number, 26)
+    return (letters(rest - 1) if rest else "") + chr(ord("A") + last)
+
+
+_SIGNS = {" ": "·", "\n": "↵", "\t": "⇥"}
+
+
+def visible(text: str) -> str:
+    """A token's text as it can be drawn on one line: spaces, line ends and tabs as signs, what has no shape escaped."""
+    return "".join(_SIGNS.get(char) or (_escaped(char) if _has_no_shape(char) else char) for char in text)
+
+
+def _has_no_shape(char: str) -> bool:
+    return unicodedata.category(char)[0] in "CZ"  # control, format, unassigned; spaces of all kinds
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode()

@@ -10,13 +10,13 @@ from contextlib import closing
 from dataclasses import fields
 from itertools import count
 from numbers import Integral
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inflight.config import EngineConfig
+from inflight.demo_model import DEMO_MODEL
 from inflight.engine import AcceptedRequest, Engine
 from inflight.errors import InvalidRequestError, ModelError
 from inflight.execution.model import ModelSource, check_source
@@ -36,8 +36,6 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 TEMPLATE_OPTIONS = {"chat_template", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 """What a chat may carry besides its messages, for the template."""
-
-DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 
 class LLM:

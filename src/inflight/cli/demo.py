@@ -1,10 +1,12 @@
-"""`inflight demo`: a dozen prompts stream at once through the embedded model, with a live view of the slots."""
+"""`inflight demo`: a dozen prompts stream at once through the embedded model, with a live view of the slots; then a
+short race against what continuous batching replaces."""
 
 import time
 
 import click
 
 from inflight.cli.options import quiet_libraries
+from inflight.demo_model import DEMO_MODEL
 
 PROMPTS = (
     ("Once upon a time", 90),
@@ -31,12 +33,15 @@ PROMPTS = (
 @click.option("--slots", type=click.IntRange(min=1), default=5, help="Sequences that run at once.")
 @click.option("--slow", is_flag=True, help="Rest a little after each step, to watch it.")
 def demo(slots: int, slow: bool) -> None:
-    """A dozen prompts of different lengths through the embedded model at once, with a live view of the slots."""
+    """A dozen prompts of different lengths through the embedded model at once, with a live view of the slots; then the
+    same number of requests through static waves, padded and ragged batches, and the engine."""
     quiet_libraries()
     from rich.console import Console
     from rich.live import Live
     from rich.markup import escape
 
+    from inflight.lessons.methods import Setting
+    from inflight.lessons.race import mixed_requests, run_race
     from inflight.llm import LLM
     from inflight.observe.counters import StepCounters
     from inflight.observe.live_view import SlotView
@@ -76,3 +81,7 @@ def demo(slots: int, slow: bool) -> None:
         f"slots [bold]{counters.occupancy:.0%}[/bold] occupied",
         highlight=False,
     )
+    console.print(f"\nThe race: {len(texts)} requests of mixed lengths, {slots} slots, four ways (`inflight race`)\n")
+    setting = Setting(str(DEMO_MODEL), llm.engine.config)
+    requests = mixed_requests(len(texts), 100, info.vocab_size, seed=0)
+    console.print(run_race(setting.methods, requests, slots, console))

@@ -17,8 +17,8 @@ from inflight.params import SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_ENGINE = (
-    click.option("--tokenizer", help="Hub id or folder of the tokenizer, if it is not the model's own."),
+_TOKENIZER = (click.option("--tokenizer", help="Hub id or folder of the tokenizer, if it is not the model's own."),)
+_CONFIG = (
     click.option("--dtype", type=click.Choice(DTYPES), help="Of weights, activations and cache."),
     click.option("--device", help="auto (CUDA, else MPS, else CPU), or a device such as cuda:1."),
     click.option("--load-format", type=click.Choice(LOAD_FORMATS), help="dummy: random weights from the config alone."),
@@ -48,8 +48,13 @@ _SAMPLING = (
 
 
 def engine_options(command: Command) -> Command:
-    """How the model is loaded and batched."""
-    return _with(_ENGINE, command)
+    """How the model is loaded and batched: what `LLM` takes."""
+    return _with(_TOKENIZER + _CONFIG, command)
+
+
+def config_options(command: Command) -> Command:
+    """The same without a tokenizer: what `EngineConfig` takes."""
+    return _with(_CONFIG, command)
 
 
 def sampling_options(command: Command) -> Command:
@@ -58,7 +63,7 @@ def sampling_options(command: Command) -> Command:
 
 
 def engine_values(options: dict[str, Any]) -> dict[str, Any]:
-    """Of all options of a command, those for `LLM` that were given."""
+    """Of all options of a command, those for `LLM` or `EngineConfig` that were given."""
     return _given(options, {"tokenizer", *(field.name for field in fields(EngineConfig))} - {"seed"})
 
 

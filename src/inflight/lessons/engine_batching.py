@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from inflight.engine import Engine
-from inflight.lessons.run import Lane, LessonRequest, Run
+from inflight.lessons.run import LessonRequest, Run
 from inflight.params import SamplingParams
 from inflight.record import StepRecord
 
@@ -13,24 +13,27 @@ def run(
     requests: Sequence[LessonRequest],
     eos_token_ids: Sequence[int] = (),
     log: Callable[[str], None] | None = None,
+    watch: Callable[[Run], None] | None = None,
 ) -> Run:
     """Generate greedily for all requests; the engine's own `max_num_seqs` is the number of slots."""
-    account = Run(requests, eos_token_ids, log)
+    account = Run(requests, eos_token_ids, log, watch)
     admitted: set[int] = set()
 
     def see(record: StepRecord) -> None:
-        lanes = {}
+        spans = {}
         for span in record.spans:
             request = int(span.request_id)
             if request not in admitted:
                 admitted.add(request)
                 account.admit(request, span.slot)
-            lanes[span.slot] = Lane(request, "decode" if span.kind == "decode" else "prefill", span.length)
-        account.step(lanes)
+            spans[span.slot] = (request, span.length, span.start + span.length)
+        account.ragged(spans)
 
     before, engine.observer = engine.observer, see
     for number, asked in enumerate(requests):
-        params = SamplingParams(temperature=0, max_tokens=asked.max_new_tokens, stop_token_ids=list(eos_token_ids))
+        params = SamplingParams(
+            temperature=0, max_tokens=asked.max_new_tokens, ignore_eos=True, stop_token_ids=list(eos_token_ids)
+        )
         engine.submit(engine.accept(str(number), asked.prompt_token_ids, params))
     try:
         while engine.has_unfinished_requests:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
-from inflight.lessons.run import Lane, LessonRequest, Run, SlotUse
+from inflight.lessons.run import LessonRequest, Run
 from inflight.lessons.static_batching import left_pad
 
 
@@ -48,9 +48,10 @@ def run(
     num_slots: int,
     eos_token_ids: Sequence[int] = (),
     log: Callable[[str], None] | None = None,
+    watch: Callable[[Run], None] | None = None,
 ) -> Run:
     """Generate greedily for all requests, with at most `num_slots` rows in the batch."""
-    account = Run(requests, eos_token_ids, log)
+    account = Run(requests, eos_token_ids, log, watch)
     queue = deque(range(len(requests)))
     free_slots = list(range(num_slots))
     batch: Batch | None = None
@@ -88,9 +89,8 @@ def init_batch(model: PreTrainedModel, account: Run, requests: Sequence[int], sl
 
 def generate_next_token(model: PreTrainedModel, batch: Batch, account: Run) -> None:
     """One forward pass: every row gets its next token, and the batch is ready for the one after."""
-    use: SlotUse = "decode" if batch.cache.get_seq_length() else "prefill"
-    width = batch.input_ids.shape[1]
-    account.step({s: Lane(r, use, width) for s, r in zip(batch.slots, batch.requests, strict=True)})
+    rows = dict(zip(batch.slots, batch.requests, strict=True))
+    account.rectangle(rows, batch.input_ids.shape[1], batch.attention_mask.shape[1])
     logits = model(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,

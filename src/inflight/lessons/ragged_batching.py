@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from inflight.lessons.run import Lane, LessonRequest, Run
+from inflight.lessons.run import LessonRequest, Run
 
 
 @dataclass(slots=True)
@@ -37,6 +37,7 @@ def run(
     num_slots: int,
     eos_token_ids: Sequence[int] = (),
     log: Callable[[str], None] | None = None,
+    watch: Callable[[Run], None] | None = None,
 ) -> Run:
     """Generate greedily for all requests, at most `num_slots` at once; a free slot is taken in the very next step.
 
@@ -44,7 +45,7 @@ def run(
     """
     if getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True):
         raise ValueError(f"{type(model).__name__} has sliding windows, which this lesson's mask does not know")
-    account = Run(requests, eos_token_ids, log)
+    account = Run(requests, eos_token_ids, log, watch)
     queue = deque(range(len(requests)))
     slots: dict[int, Stream] = {}
     while queue or slots:
@@ -53,7 +54,7 @@ def run(
                 request = queue.popleft()
                 account.admit(request, slot)
                 slots[slot] = Stream(request, list(requests[request].prompt_token_ids))
-        account.step({slot: lane_of(stream) for slot, stream in sorted(slots.items())})
+        account.ragged({slot: (s.request, len(s.pending), s.num_past + len(s.pending)) for slot, s in slots.items()})
         next_ids = forward_ragged(model, list(slots.values()))
         for (slot, stream), token in zip(list(slots.items()), next_ids, strict=True):
             stream.pending = [token]
@@ -61,11 +62,6 @@ def run(
                 account.log(f"slot {slot}: req {stream.request} is done")
                 del slots[slot]
     return account
-
-
-def lane_of(stream: Stream) -> Lane:
-    """What a stream does in the step to come."""
-    return Lane(stream.request, "decode" if stream.num_past else "prefill", len(stream.pending))
 
 
 def forward_ragged(model: PreTrainedModel, streams: Sequence[Stream]) -> list[int]:

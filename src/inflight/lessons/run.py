@@ -1,12 +1,12 @@
 """What the rungs have in common: what they are asked, and the account that they keep of what they did."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
-SlotUse: TypeAlias = Literal["prefill", "decode", "padding"]
-"""What a slot does in a step; "padding" computes something that nobody needs."""
+from tqdm.auto import tqdm
+
+from inflight.observe.timeline import Lane, SlotUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,6 @@ class Answer:
     finished_time: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """What one slot did in one step: for which request, and how many of the step's token places it took."""
-
-    request: int
-    use: SlotUse
-    num_tokens: int
-
-
 class Run:
     """The account of one run: answers in the order of the requests, and each step's lanes (slot: `Lane`).
 
@@ -42,6 +33,7 @@ class Run:
         requests: what was asked.
         eos_token_ids: tokens that end an answer early.
         log: where lines such as "slot 2 <- req 5 (10 token cap)" go; None keeps silent.
+        watch: called after each step, with this account; a `ProgressBar`, for instance.
     """
 
     def __init__(
@@ -49,22 +41,30 @@ class Run:
         requests: Sequence[LessonRequest],
         eos_token_ids: Sequence[int] = (),
         log: Callable[[str], None] | None = None,
+        watch: Callable[["Run"], None] | None = None,
     ) -> None:
         self.requests = requests
         self.eos_token_ids = frozenset(eos_token_ids)
         self.answers = [Answer() for _ in requests]
         self.steps: list[dict[int, Lane]] = []
         self.start_time = time.perf_counter()
-        self._log = log or (lambda line: None)
+        self.log = log or (lambda line: None)
+        self._watch = watch or (lambda run: None)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the last answer's end."""
+        return max((answer.finished_time or 0.0 for answer in self.answers), default=0.0) - self.start_time
 
     @property
     def token_ids(self) -> list[list[int]]:
         """The generated tokens, one list for each request."""
         return [answer.token_ids for answer in self.answers]
-
-    def log(self, line: str) -> None:
-        """Say something to whoever listens."""
-        self._log(line)
 
     def admit(self, request: int, slot: int) -> None:
         """A request takes a slot."""
@@ -74,9 +74,34 @@ class Run:
             f"{len(asked.prompt_token_ids)} prompt tokens"
         )
 
-    def step(self, lanes: dict[int, Lane]) -> None:
-        """One forward pass."""
+    def rectangle(self, slots: Mapping[int, int], width: int, num_keys: int) -> None:
+        """One forward pass over a rectangle: a row of `width` tokens and `num_keys` keys for each slot's request.
+
+        Whatever a row does not need of that is padding; all of it, if its answer is complete already."""
+        lanes = {}
+        for slot, request in slots.items():
+            answer, num_prompt_tokens = self.answers[request], len(self.requests[request].prompt_token_ids)
+            if answer.finished_time is not None:
+                lanes[slot] = Lane(request, "padding", width, width, num_keys, num_keys)
+                continue
+            num_padding_keys = num_keys - num_prompt_tokens - len(answer.token_ids)
+            if answer.token_ids:
+                lanes[slot] = Lane(request, "decode", width, 0, num_keys, num_padding_keys)
+            else:
+                lanes[slot] = Lane(request, "prefill", width, min(num_padding_keys, width), num_keys, num_padding_keys)
+        self._step(lanes)
+
+    def ragged(self, spans: Mapping[int, tuple[int, int, int]]) -> None:
+        """One forward pass over an unpadded row: for each slot its request, its tokens there, and its keys."""
+        lanes = {}
+        for slot, (request, num_tokens, num_keys) in spans.items():
+            use: SlotUse = "decode" if self.answers[request].token_ids and num_tokens == 1 else "prefill"
+            lanes[slot] = Lane(request, use, num_tokens, 0, num_keys, 0)
+        self._step(lanes)
+
+    def _step(self, lanes: dict[int, Lane]) -> None:
         self.steps.append(lanes)
+        self._watch(self)
 
     def add(self, request: int, token: int) -> bool:
         """One more token for a request; whether it was its last."""
@@ -87,3 +112,19 @@ class Run:
         if is_last:
             answer.finished_time = now
         return is_last
+
+
+class ProgressBar:
+    """A bar of generated tokens on standard error, to be given to a rung as its `watch`."""
+
+    def __init__(self, name: str = "") -> None:
+        self._bar = tqdm(desc=name, unit="token")
+
+    def __call__(self, run: Run) -> None:
+        """Show how far `run` is."""
+        self._bar.total = sum(request.max_new_tokens for request in run.requests)
+        self._bar.update(run.num_generated - self._bar.n)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self._bar.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from inflight.lessons.run import Lane, LessonRequest, Run, SlotUse
+from inflight.lessons.run import LessonRequest, Run
 from inflight.lessons.static_batching import left_pad
 
 CHUNK_SIZE = 16
@@ -27,9 +27,10 @@ def generate_many(
     n_prefix_chunks: int,
     eos_token_ids: Sequence[int] = (),
     log: Callable[[str], None] | None = None,
+    watch: Callable[[Run], None] | None = None,
 ) -> Run:
     """Group requests by their first `n_prefix_chunks` chunks, and generate each group as one batch."""
-    account = Run(requests, eos_token_ids, log)
+    account = Run(requests, eos_token_ids, log, watch)
     prompts = [each.prompt_token_ids for each in requests]
     for group in group_by_prefix(prompts, n_prefix_chunks).values():
         account.log(f"group of {len(group)} requests with a common prefix")
@@ -47,7 +48,7 @@ def generate_batch(
     if prefix_length:
         prefix = torch.tensor([list(prompts[0][:prefix_length])], device=model.device)
         model(prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        account.step({0: Lane(group[0], "prefill", prefix_length)})
+        account.rectangle({0: group[0]}, prefix_length, prefix_length)
         cache = broadcast_kv(cache, len(group))
     input_ids, attention_mask, position_ids = pad_and_mask(prompts, prefix_length, model.device)
     batched_decode(model, account, group, input_ids, attention_mask, position_ids, cache, temperature, seed)
@@ -111,7 +112,7 @@ def batched_decode(
 
     A temperature of 0 is greedy; else tokens are sampled, from `seed`."""
     generator = torch.Generator(device=input_ids.device).manual_seed(seed)
-    running, is_first = set(range(len(group))), True
+    running = set(range(len(group)))
     while running:
         logits = model(
             input_ids=input_ids,
@@ -121,10 +122,7 @@ def batched_decode(
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        use: SlotUse = "prefill" if is_first else "decode"
-        width = input_ids.shape[1]
-        account.step({s: Lane(r, use if s in running else "padding", width) for s, r in enumerate(group)})
-        is_first = False
+        account.rectangle(dict(enumerate(group)), input_ids.shape[1], attention_mask.shape[1])
         if temperature > 0:
             next_ids = torch.multinomial(torch.softmax(logits.float() / temperature, -1), 1, generator=generator)[:, 0]
         else:

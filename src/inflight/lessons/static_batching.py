@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from inflight.lessons.run import Lane, LessonRequest, Run, SlotUse
+from inflight.lessons.run import LessonRequest, Run
 
 
 @torch.inference_mode()
@@ -19,9 +19,10 @@ def run(
     num_slots: int,
     eos_token_ids: Sequence[int] = (),
     log: Callable[[str], None] | None = None,
+    watch: Callable[[Run], None] | None = None,
 ) -> Run:
     """Generate greedily for all requests in waves of `num_slots`."""
-    account = Run(requests, eos_token_ids, log)
+    account = Run(requests, eos_token_ids, log, watch)
     for number, first in enumerate(range(0, len(requests), num_slots)):
         wave = range(first, min(first + num_slots, len(requests)))
         for slot, request in enumerate(wave):
@@ -46,22 +47,18 @@ def run_wave(model: PreTrainedModel, wave: Sequence[int], account: Run) -> None:
             use_cache=True,
             logits_to_keep=1,
         ).logits
-        use: SlotUse = "decode" if num_steps else "prefill"
-        width = input_ids.shape[1]
-        account.step({s: Lane(r, use if s in running else "padding", width) for s, r in enumerate(wave)})
+        account.rectangle(dict(enumerate(wave)), input_ids.shape[1], attention_mask.shape[1])
         num_steps += 1
         next_ids = logits[:, -1].argmax(dim=-1)
         for slot, token in enumerate(next_ids.tolist()):
             if slot in running and account.add(wave[slot], token):
                 running.remove(slot)
-                useful = len(account.answers[wave[slot]].token_ids)
-                account.log(f"slot {slot}: req {wave[slot]} is done after {useful} tokens")
         input_ids = next_ids[:, None]
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(wave), 1)], dim=1)
         position_ids = position_ids[:, -1:] + 1
     for slot, request in enumerate(wave):
-        useful = len(account.answers[request].token_ids)
-        account.log(f"slot {slot}: req {request} used {useful}/{num_steps} of its steps")
+        num_useful = len(account.answers[request].token_ids)
+        account.log(f"slot {slot}: req {request} finished: {num_useful}/{num_steps} tokens useful")
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

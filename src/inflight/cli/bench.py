@@ -1,0 +1,48 @@
+"""`inflight bench`: what continuous batching is worth on this machine."""
+
+import platform
+
+import click
+
+from inflight.cli.options import quiet_libraries
+
+
+@click.group()
+def bench() -> None:
+    """Measure, side by side on this machine."""
+    quiet_libraries()
+
+
+@bench.command()
+@click.option("--rounds", type=click.IntRange(min=1), default=3, help="Rounds over all methods; medians are told.")
+@click.option("--dtype", type=click.Choice(("float32", "bfloat16")), default="float32", help="Of weights and cache.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of torch; else as torch chooses.")
+def static(rounds: int, dtype: str, threads: int | None) -> None:
+    """Static waves against padded, ragged and the engine: GPT-2 (124 M parameters, random weights), 8 slots, greedy.
+
+    32 requests of 7 tokens, of which every eighth generates 100 tokens and the others 10; then 32 requests with 512
+    tokens in common, 16 of their own and 32 to generate. Tokens are compared, too.
+    """
+    import torch
+    import transformers
+    from rich.console import Console
+
+    from inflight.lessons import static_bench
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    console, progress = Console(), Console(stderr=True)
+    model = static_bench.gpt2_with_random_weights(getattr(torch, dtype))
+
+    def say(line: str) -> None:
+        progress.print(line, style="dim", highlight=False)
+
+    console.print(
+        f"GPT-2 124M, {dtype}, {torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}\n",
+        highlight=False,
+    )
+    console.print("32 requests, 100 new tokens for every eighth and 10 for the rest, 8 slots:")
+    console.print(static_bench.table_of(static_bench.measure_rungs(model, rounds, say)))
+    console.print("\n32 requests with 512 tokens in common, 32 new tokens each, 32 slots:")
+    console.print(static_bench.table_of(static_bench.measure_shared_prefix(model, rounds, say)))

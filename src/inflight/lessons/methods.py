@@ -1,0 +1,54 @@
+"""The methods that are compared: every rung of the ladder on the same weights, behind one call."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+from inflight.config import EngineConfig
+from inflight.engine import Engine
+from inflight.execution.model import ModelSource, load_model
+from inflight.lessons import engine_batching, padded_batching, ragged_batching, static_batching
+from inflight.lessons.run import LessonRequest, Run
+
+
+class Method(Protocol):
+    """Runs requests greedily to their ends; `log` and `watch` as in `Run`."""
+
+    def __call__(
+        self,
+        requests: Sequence[LessonRequest],
+        *,
+        eos_token_ids: Sequence[int] = (),
+        log: Callable[[str], None] | None = None,
+        watch: Callable[[Run], None] | None = None,
+    ) -> Run: ...
+
+
+class Setting:
+    """A plain model for the rungs, and an engine on a copy that shares its weights.
+
+    Args:
+        source: hub id, folder, or a loaded model.
+        config: of the engine; its `max_num_seqs` is everybody's number of slots.
+    """
+
+    def __init__(self, source: ModelSource, config: EngineConfig) -> None:
+        self.model = load_model(source, config)
+        self.engine = Engine(self.model, config)
+        self.num_slots = config.max_num_seqs
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        """The rungs by name, in order."""
+        return {
+            "static": partial(static_batching.run, self.model, num_slots=self.num_slots),
+            "padded": partial(padded_batching.run, self.model, num_slots=self.num_slots),
+            "ragged": partial(ragged_batching.run, self.model, num_slots=self.num_slots),
+            "engine": partial(engine_batching.run, self.engine),
+        }
+
+
+def warm_up(methods: Mapping[str, Method], requests: Sequence[LessonRequest]) -> None:
+    """Run two short requests through each method: what a first forward pass has to set up is not measured."""
+    for run in methods.values():
+        run([LessonRequest(request.prompt_token_ids, 2) for request in requests[:2]])

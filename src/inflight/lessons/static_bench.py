@@ -1,0 +1,142 @@
+"""What iteration-level scheduling is worth, measured: each rung against static waves, same weights, alternating rounds.
+
+The workload is the classic one: most requests are short and every eighth is long, so each static wave waits for one of
+its eight. Beside the seconds stand the steps, which depend on no machine.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from rich.table import Table
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from inflight.config import EngineConfig
+from inflight.lessons import shared_prefix, static_batching
+from inflight.lessons.methods import Method, Setting, warm_up
+from inflight.lessons.run import LessonRequest
+from inflight.lessons.static_batching import left_pad
+
+NUM_REQUESTS, NUM_SLOTS = 32, 8
+NUM_PREFIX_TOKENS, NUM_SUFFIX_TOKENS, NUM_SHARED_NEW_TOKENS = 512, 16, 32
+
+Contestant: TypeAlias = Callable[[], tuple[int, list[list[int]]]]
+"""Runs all requests once; returns the number of forward passes, and the tokens of each request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One method: the seconds of each round, forward passes, and how many requests got other tokens than from the
+    first method."""
+
+    seconds: list[float]
+    num_steps: int
+    num_differing: int
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds)
+
+
+def gpt2_with_random_weights(dtype: torch.dtype) -> PreTrainedModel:
+    """GPT-2 of 124 M parameters, seeded."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(GPT2Config()).to(dtype).eval()
+
+
+def long_and_short_requests(vocab_size: int) -> list[LessonRequest]:
+    """32 requests of 7 random tokens: every eighth asks for 100 new tokens, the others for 10."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(vocab_size) for _ in range(7)] for _ in range(NUM_REQUESTS)]
+    return [LessonRequest(prompt, 100 if number % 8 == 0 else 10) for number, prompt in enumerate(prompts)]
+
+
+def sharing_requests(vocab_size: int) -> list[LessonRequest]:
+    """32 requests with 512 tokens in common and 16 of their own, 32 new tokens each."""
+    rng = random.Random(0)
+    prefix = [rng.randrange(vocab_size) for _ in range(NUM_PREFIX_TOKENS)]
+    suffixes = [[rng.randrange(vocab_size) for _ in range(NUM_SUFFIX_TOKENS)] for _ in range(NUM_REQUESTS)]
+    return [LessonRequest(prefix + suffix, NUM_SHARED_NEW_TOKENS) for suffix in suffixes]
+
+
+def measure_rungs(model: PreTrainedModel, rounds: int, say: Callable[[str], None]) -> dict[str, Measured]:
+    """Every rung on the long and short requests, and plain `model.generate` over the same waves."""
+    setting = Setting(model, EngineConfig(max_num_seqs=NUM_SLOTS))
+    requests = long_and_short_requests(model.config.get_text_config().vocab_size)
+    warm_up(setting.methods, requests)
+    contestants = {name: partial(_run, method, requests) for name, method in setting.methods.items()}
+    return measure({**contestants, "model.generate": partial(_generate_waves, model, requests)}, rounds, say)
+
+
+def measure_shared_prefix(model: PreTrainedModel, rounds: int, say: Callable[[str], None]) -> dict[str, Measured]:
+    """Static waves, and one batch that computes the common prefix once."""
+    requests = sharing_requests(model.config.get_text_config().vocab_size)
+    num_chunks = NUM_PREFIX_TOKENS // shared_prefix.CHUNK_SIZE
+    methods: dict[str, Method] = {
+        "static": partial(static_batching.run, model, num_slots=NUM_REQUESTS),
+        "shared prefix": partial(shared_prefix.generate_many, model, n_prefix_chunks=num_chunks),
+    }
+    return measure({name: partial(_run, method, requests) for name, method in methods.items()}, rounds, say)
+
+
+def measure(contestants: Mapping[str, Contestant], rounds: int, say: Callable[[str], None]) -> dict[str, Measured]:
+    """Run all contestants in turn, `rounds` times over, so that a change of the machine's mood hits all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    results: dict[str, tuple[int, list[list[int]]]] = {}
+    for number in range(rounds):
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            results[name] = run()
+            seconds[name].append(time.perf_counter() - start)
+            say(f"round {number + 1} of {rounds}: {name} {seconds[name][-1]:.2f} s")
+    expected = next(iter(results.values()))[1]
+    return {
+        name: Measured(seconds[name], num_steps, sum(a != b for a, b in zip(tokens, expected, strict=True)))
+        for name, (num_steps, tokens) in results.items()
+    }
+
+
+def table_of(measured: Mapping[str, Measured]) -> Table:
+    """Medians, and how many times faster, and in how many times fewer steps, each is than the first."""
+    first = next(iter(measured.values()))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("method\n")
+    for heading in ("median\ns", "from\n", "to\n", "times\nfaster", "forward\npasses", "times\nfewer", "tokens\n"):
+        table.add_column(heading, justify="right")
+    for name, each in measured.items():
+        table.add_row(
+            name,
+            *(f"{seconds:.2f}" for seconds in (each.median, min(each.seconds), max(each.seconds))),
+            f"{first.median / each.median:.2f}",
+            str(each.num_steps),
+            f"{first.num_steps / each.num_steps:.2f}",
+            f"{each.num_differing} differ" if each.num_differing else "equal",
+        )
+    return table
+
+
+def _run(method: Method, requests: Sequence[LessonRequest]) -> tuple[int, list[list[int]]]:
+    account = method(requests)
+    return len(account.steps), account.token_ids
+
+
+def _generate_waves(model: PreTrainedModel, requests: Sequence[LessonRequest]) -> tuple[int, list[list[int]]]:
+    """What a user of `transformers` alone would write: `model.generate` over one left-padded wave after the other."""
+    num_steps, token_ids = 0, []
+    for first in range(0, len(requests), NUM_SLOTS):
+        wave = requests[first : first + NUM_SLOTS]
+        input_ids, attention_mask = left_pad([request.prompt_token_ids for request in wave], model.device)
+        longest = max(request.max_new_tokens for request in wave)
+        config = GenerationConfig(max_new_tokens=longest, do_sample=False, pad_token_id=0, eos_token_id=None)
+        output = model.generate(input_ids, attention_mask=attention_mask, generation_config=config)
+        rows = output[:, input_ids.shape[1] :].tolist()
+        token_ids += [row[: request.max_new_tokens] for row, request in zip(rows, wave, strict=True)]
+        num_steps += longest
+    return num_steps, token_ids

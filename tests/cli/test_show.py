@@ -1,0 +1,69 @@
+"""`inflight show` as a user runs it."""
+
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from tests import zoo
+from tests.cli.test_cli import inflight
+
+PROMPTS = ("Once upon a time", "One morning", "In a quiet village there lived a clever fox named Felix")
+
+
+def test_one_step_on_the_terminal_as_a_page_and_as_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    html, png = tmp_path / "step.html", tmp_path / "step.png"
+    options = ("--step", 1, "--max-num-batched-tokens", 12, "--html", html, "--png", png)
+    done = inflight("show", *PROMPTS, *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("step 1: total_q 10 fed, total_kv 12 cached: 10 queries over 22 keys\n")
+    assert re.search(r"^A  decode\(1\) +slot 0  5 cached", done.stdout, re.MULTILINE)
+    assert re.search(r"^C  PREFILL\(8\) +slot 2  4 cached +·village ·there ·lived", done.stdout, re.MULTILINE)
+    assert re.search(r"^C ·Felix +\.{6} \.{4} #{12}$", done.stdout, re.MULTILINE)
+    error = re.search(r"torch differs by at most (\S+) of the largest output, over 4 attention calls", done.stdout)
+    assert error is not None
+    assert float(error[1]) < 1e-5
+    page = html.read_text(encoding="utf-8")
+    text = unescape(re.sub("<[^>]+>", "", page))
+    same = text[text.index("step 1: total_q") :].rstrip()
+    assert [line.rstrip() for line in done.stdout.splitlines()] == [line.rstrip() for line in same.splitlines()]
+    assert "http" not in page
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_fewer_slots_than_prompts_leave_some_waiting() -> None:
+    done = inflight("show", *PROMPTS, "--step", 2, "--max-num-seqs", 2)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[0].endswith("; 1 waiting")
+    assert "C  " not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["x", "--step", "9", "--max-tokens", "4"],
+            "inflight: the run has 4 steps, the first is 0: there is no step 9\n",
+        ),
+        (["x", ""], "inflight: prompt 1: the prompt is empty; it must have at least one character\n"),
+        ([], "Missing argument 'PROMPTS...'"),
+        (["x", "--step", "-1"], "-1 is not in the range"),
+        (["x", "--model", "/nowhere/at/all"], "there is no model folder '/nowhere/at/all'"),
+        (["x", "--html", "/nowhere/at/all.html"], "the file '/nowhere/at/all.html' can not be written"),
+    ],
+)
+def test_what_the_caller_got_wrong_is_one_sentence_and_exit_code_2(arguments: list[str], sentence: str) -> None:
+    done = inflight("show", *arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    zoo.build("llama").save_pretrained(tmp_path)
+    done = inflight("show", "x", "-m", tmp_path)
+    assert done.returncode == 2
+    assert "this model has no tokenizer" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,25 @@
+"""Steps to look at, of small models that know no text."""
+
+from typing import Any
+
+from inflight.config import EngineConfig
+from inflight.engine import Engine
+from inflight.observe.step_capture import StepCapture
+from inflight.observe.step_view import StepView
+from inflight.params import SamplingParams
+from tests import zoo
+
+MIXED = ([7, 8, 9], list(range(10, 19)), list(range(20, 50)))
+"""With 10 tokens a step, step 1 has a decode, the end of a prefill and a chunk."""
+
+
+def captured(prompts: Any = MIXED, step: int = 1, name: str = "llama", **options: Any) -> StepView:
+    engine = Engine(zoo.build(name), EngineConfig(**{"max_num_batched_tokens": 10, **options}))
+    capture = StepCapture(engine.runner.witness_attention(), step)
+    engine.observer = capture.see
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0, max_tokens=step + 1)
+        engine.submit(engine.accept(str(number), prompt, params))
+    while capture.view is None:
+        engine.step()
+    return capture.view

@@ -5,9 +5,12 @@ import sys
 import click
 
 from inflight import __version__
+from inflight.cli.bench import bench
 from inflight.cli.demo import demo
 from inflight.cli.generate import generate
 from inflight.cli.info import info
+from inflight.cli.race import race
+from inflight.cli.show import show
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -16,7 +19,7 @@ def app() -> None:
     """Continuous batching for Hugging Face causal language models."""
 
 
-for command in (generate, info, demo):
+for command in (generate, info, demo, show, race, bench):
     app.add_command(command)
 
 

@@ -80,7 +80,10 @@ class Engine:
         self.model_info = self._describe()
         pool = BlockPool(self.model_info.num_blocks, config.block_size)
         self.scheduler = Scheduler(
-            pool, config.max_num_seqs, config.max_num_batched_tokens, self.model_info.recompute_beyond
+            pool,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            recompute_beyond=self.model_info.recompute_beyond,
         )
         self.observer: Callable[[StepRecord], None] | None = None
         """Called after each step with its record; while it is None no record is made."""
@@ -278,6 +281,6 @@ class Engine:
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             num_preemptions=self.scheduler.num_preemptions,
-            num_blocks_used=pool.num_blocks - pool.num_free,
+            num_blocks_used=pool.num_used,
             num_blocks=pool.num_blocks,
         )

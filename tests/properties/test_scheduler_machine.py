@@ -329,7 +329,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = [sequence for sequence in self.scheduler.sequences() if sequence.slot is None]
         if waiting and not preempted:
             no_slot = len(running) == self.scheduler.max_num_seqs
-            assert no_slot or self.pool.num_blocks_for(len(waiting[0].token_ids)) > self.pool.num_free
+            assert no_slot or self.pool.num_blocks_for(len(waiting[0].token_ids)) > self.pool.num_available
 
     def run_step(self) -> StepPlan | None:
         """The forward pass of the step in flight, or of one planned now; None if there is nothing to compute.
@@ -382,7 +382,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     tables.append(table)  # kept until the step in flight has landed
         held = [block for table in tables for block in table]
         assert len(held) == len(set(held))
-        assert len(held) + self.pool.num_free == self.pool.num_blocks
+        assert len(held) + self.pool.num_available == self.pool.num_blocks
         self.pool.check(tables)
 
     def teardown(self) -> None:
@@ -400,7 +400,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.run_steps(1, [[NO_STOP]])
         assert self.scheduler.plan() is None
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
-        assert self.pool.num_free == self.pool.num_blocks
+        assert self.pool.num_available == self.pool.num_blocks
         self.check_that_all_slots_are_free()
         event(f"preempted: {self.scheduler.num_preemptions > 0}")
 
@@ -473,7 +473,7 @@ def run_to_the_end(requests: list[Request], engine: Engine, num_steps_between: i
             outputs.setdefault(key, []).extend(progress.new_token_ids)
             if progress.sequence.finish_reason is not None:
                 outcome[key] = (outputs[key], progress.sequence.finish_reason)
-    assert scheduler.block_pool.num_free == engine.num_blocks
+    assert scheduler.block_pool.num_available == engine.num_blocks
     scheduler.block_pool.check([])
     return outcome, scheduler
 

@@ -21,9 +21,9 @@ def grown(pool: BlockPool, num_tokens: int) -> "array[int]":
 
 def test_a_new_pool_is_free_and_hands_out_its_blocks_in_order() -> None:
     pool = BlockPool(4, 16)
-    assert pool.num_free == 4
+    assert pool.num_available == 4
     assert list(grown(pool, 3 * 16)) == [0, 1, 2]
-    assert pool.num_free == 1
+    assert pool.num_available == 1
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
@@ -49,7 +49,7 @@ def test_grow_takes_nothing_unless_it_gets_everything() -> None:
     table = grown(pool, 4)
     assert not pool.grow(table, 16)
     assert list(table) == [0]
-    assert pool.num_free == 2
+    assert pool.num_available == 2
     assert pool.grow(table, 12)
     assert list(table) == [0, 1, 2]
 
@@ -80,9 +80,9 @@ def test_release_empties_the_table() -> None:
     table = grown(pool, 2)
     pool.release(table)
     assert list(table) == []
-    assert pool.num_free == 2
+    assert pool.num_available == 2
     pool.release(table)
-    assert pool.num_free == 2, "an empty table gives back nothing"
+    assert pool.num_available == 2, "an empty table gives back nothing"
 
 
 def test_giving_back_a_block_twice_raises() -> None:
@@ -92,7 +92,7 @@ def test_giving_back_a_block_twice_raises() -> None:
     pool.release(table)
     with pytest.raises(RuntimeError, match="block 0 was given back by somebody who does not hold it"):
         pool.release(copy)
-    assert pool.num_free == 2
+    assert pool.num_available == 2
 
 
 def test_check_accepts_the_tables_that_hold_the_blocks() -> None:
@@ -127,7 +127,7 @@ def test_whatever_is_grown_and_released_each_block_has_one_owner_or_is_free(
     pool = BlockPool(num_blocks, block_size)
     tables = [new_table() for _ in range(4)]
     for index, num_tokens in actions:
-        table, num_free, before = tables[index], pool.num_free, list(tables[index])
+        table, num_free, before = tables[index], pool.num_available, list(tables[index])
         if num_tokens == -1:
             pool.release(table)
         else:
@@ -138,4 +138,4 @@ def test_whatever_is_grown_and_released_each_block_has_one_owner_or_is_free(
         pool.check(tables)
         held = [block for table in tables for block in table]
         assert len(held) == len(set(held))
-        assert pool.num_free == num_blocks - len(held)
+        assert pool.num_available == num_blocks - len(held)

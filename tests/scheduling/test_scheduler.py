@@ -21,7 +21,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 100,
     recompute_beyond: int | None = None,
 ) -> Scheduler:
-    return Scheduler(BlockPool(num_blocks, block_size), max_num_seqs, max_num_batched_tokens, recompute_beyond)
+    return Scheduler(BlockPool(num_blocks, block_size), max_num_seqs, max_num_batched_tokens, recompute_beyond=recompute_beyond)
 
 
 def submit(scheduler: Scheduler, request_id: str, prompt_len: int, max_output: int = 50, **options: Any) -> None:
@@ -104,7 +104,7 @@ def test_when_nothing_is_left_there_is_no_plan() -> None:
     step(scheduler)
     assert scheduler.plan() is None
     assert (scheduler.num_running, scheduler.num_waiting, list(scheduler.sequences())) == (0, 0, [])
-    assert scheduler.block_pool.num_free == 100
+    assert scheduler.block_pool.num_available == 100
 
 
 def test_a_stop_token_ends_a_sequence_and_is_part_of_it() -> None:
@@ -301,7 +301,7 @@ def full_cache() -> Scheduler:
     submit(scheduler, "d", 4, max_output=1)
     assert step(scheduler) == [(0, 0, 2), (1, 0, 2), (2, 0, 2)]
     assert step(scheduler) == [(0, 2, 3), (1, 2, 3), (2, 2, 3)]
-    assert scheduler.block_pool.num_free == 0
+    assert scheduler.block_pool.num_available == 0
     return scheduler
 
 
@@ -329,7 +329,7 @@ def test_blocks_given_back_belong_to_those_who_asked_for_them() -> None:
     submit(scheduler, "b", 5)
     step(scheduler)
     submit(scheduler, "small", 1)
-    assert scheduler.block_pool.num_free == 1
+    assert scheduler.block_pool.num_available == 1
     assert step(scheduler) == [(0, 1, 2)]
     assert waiting(scheduler) == [1, 2]
 
@@ -453,14 +453,14 @@ def test_a_sequence_aborted_in_flight_keeps_its_slot_and_blocks_until_the_step_i
     plan = plan_of(scheduler)
     (aborted,) = scheduler.abort("a")
     assert (aborted.slot, list(aborted.block_table)) == (0, [0, 1, 2])
-    assert scheduler.block_pool.num_free == 95
+    assert scheduler.block_pool.num_available == 95
     assert scheduler.num_running == 1
     submit(scheduler, "c", 1)
     progress = commit(scheduler, plan)
     assert [step.sequence.sequence_id for step in progress] == [1], "the tokens of the aborted one are dropped"
     assert aborted.token_ids == [100, 101, 102]
     assert (aborted.slot, list(aborted.block_table)) == (None, [])
-    assert scheduler.block_pool.num_free == 98
+    assert scheduler.block_pool.num_available == 98
     assert slots_of(plan_of(scheduler)) == {1: 1, 2: 0}
 
 
@@ -480,9 +480,9 @@ def test_blocks_are_kept_for_the_step_in_flight_alone_and_free_after_it_failed_o
         submit(scheduler, "a", 3)
         plan = plan_of(scheduler)
         scheduler.abort("a")
-        assert scheduler.block_pool.num_free == 97
+        assert scheduler.block_pool.num_available == 97
         let_go(scheduler, plan)
-        assert scheduler.block_pool.num_free == 100
+        assert scheduler.block_pool.num_available == 100
 
 
 def test_finish_keeps_the_first_tokens_of_the_output() -> None:
@@ -496,7 +496,7 @@ def test_finish_keeps_the_first_tokens_of_the_output() -> None:
     assert [sequence and sequence.token_ids for sequence in ended] == [[100, 101, 7], [100, 101], [100, 101, 7, 8, 9]]
     assert [sequence and sequence.finish_reason for sequence in ended] == ["stop"] * 3
     assert scheduler.plan() is None
-    assert scheduler.block_pool.num_free == 100
+    assert scheduler.block_pool.num_available == 100
 
 
 def test_a_failed_step_ends_its_sequences_with_error_and_nobody_else() -> None:

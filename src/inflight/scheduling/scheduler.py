@@ -3,19 +3,25 @@
 There is no prefill phase and no decode phase. A running sequence owes the model its uncomputed tokens: one after a
 decode, many after its admission or a preemption. Each step gives out the token budget in this order:
 
-1. running sequences that owe one token, oldest first, so that no decode ever waits behind a prefill;
-2. running sequences that owe more (a prompt in chunks), oldest first;
-3. waiting sequences, first come first served, as long as budget, slots and blocks last.
+1. running sequences that owe one token, so that no decode ever waits behind a prefill;
+2. running sequences that owe more (a prompt in chunks);
+3. waiting sequences, as long as budget, slots and blocks last.
 
-When blocks run out, the sequence admitted last gives all of its own back and waits at the head of the queue, to be
-recomputed later: the oldest always makes progress, so everybody finishes. Iteration-level scheduling is Orca's (Yu et
-al., OSDI 2022), blocks and preemption by recomputation are vLLM's (Kwon et al., SOSP 2023), prompts in chunks beside
-decodes are Sarathi's (Agrawal et al., 2023). Pure and deterministic: no tensor, no clock, no randomness.
+In each group the better one is served first: by effective priority, if the policy looks at it (`WaitingQueue`), then
+by arrival. When blocks run out, the worst running sequence gives all of its own back and waits to be recomputed: the
+best always makes progress, so everybody finishes.
+
+Before it computes anything a sequence takes what is there: the blocks of a sibling of the same request (a fork), or
+blocks with the same content (the prefix cache). Blocks that are being computed in this very step count as well: a
+backend finishes all writes of a layer before any read. They are forgotten if the step does not succeed.
+
+Iteration-level scheduling is Orca's (Yu et al., OSDI 2022), blocks, forks and preemption by recomputation are vLLM's
+(Kwon et al., SOSP 2023), prompts in chunks beside decodes are Sarathi's (Agrawal et al., 2023). Pure and deterministic:
+no tensor, no clock, no randomness.
 """
 
 import heapq
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -23,7 +29,9 @@ from dataclasses import dataclass
 from inflight.outputs import FinishReason
 from inflight.plan import Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.prefix_cache import Key, Root, make_key
 from inflight.scheduling.sequence import Request, Sequence
+from inflight.scheduling.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,11 @@ class Scheduler:
         block_pool: the cache's blocks.
         max_num_seqs: slots.
         max_num_batched_tokens: the token budget of a step.
+        max_prefill_tokens_per_step: of these, how many may go to sequences that owe more than one token while others
+            decode; None: all that the decodes leave.
+        aging_steps: priorities count, and a waiting sequence gains one for each so many steps; None: first come, first
+            served.
+        enable_prefix_caching: whether blocks are found again by their content.
         recompute_beyond: a sequence that grows past so many tokens is computed anew from its start, because the model
             sees all of its tokens differently from then on (LongRoPE); None: no such length.
     """
@@ -50,21 +63,31 @@ class Scheduler:
         block_pool: BlockPool,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        *,
+        max_prefill_tokens_per_step: int | None = None,
+        aging_steps: int | None = None,
+        enable_prefix_caching: bool = True,
         recompute_beyond: int | None = None,
     ) -> None:
         self.block_pool = block_pool
-        self.recompute_beyond = recompute_beyond
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
+        self.enable_prefix_caching = enable_prefix_caching
+        self.recompute_beyond = recompute_beyond
+        self.num_steps = 0
         self.num_preemptions = 0
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self._running: OrderedDict[int, Sequence] = OrderedDict()  # in order of admission
+        self._waiting = WaitingQueue(aging_steps)
+        self._running: dict[int, Sequence] = {}
         self._of_request: dict[str, dict[int, Sequence]] = {}  # its unfinished sequences
         self._free_slots = list(range(max_num_seqs))  # a heap: the lowest is taken first, so lanes stay together
         self._released_slots: set[int] = set()
+        self._next_sequence_id = 0
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
-        self._next_sequence_id = 0
+        self._blocks_in_flight: list[int] = []  # findable already, valid once the step has succeeded
+        self._changed_in_flight: dict[Sequence, None] = {}  # who counts on what the step in flight is to do
+        self._copies: list[tuple[int, int]] = []
 
     @property
     def num_waiting(self) -> int:
@@ -78,8 +101,8 @@ class Scheduler:
 
     def sequences(self) -> Iterator[Sequence]:
         """All unfinished sequences, running ones first, each group in the order in which it is served."""
-        yield from self._running.values()
-        yield from self._waiting.values()
+        yield from sorted(self._running.values(), key=self._service_order)
+        yield from sorted(self._waiting, key=self._service_order)
 
     def running(self, sequence_id: int) -> Sequence:
         """The running sequence of this id. Raises `KeyError` if it is not running."""
@@ -94,16 +117,23 @@ class Scheduler:
         sequences = self._of_request[request.request_id] = {}
         for index in range(request.num_sequences):
             sequence = Sequence(self._next_sequence_id, request, index, list(request.prompt_token_ids))
+            sequence.parent = self._root(sequence)
             self._next_sequence_id += 1
-            self._waiting[sequence.sequence_id] = sequences[sequence.sequence_id] = sequence
+            sequences[sequence.sequence_id] = sequence
+            self._waiting.push(sequence, self.num_steps)
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if there is nothing to compute. To be committed or failed before the next call."""
         if self._in_flight is not None:
             raise RuntimeError("the step planned before is still in flight: commit or fail it first")
+        self.num_steps += 1
         lengths: dict[Sequence, int] = {}
-        budget = self._schedule_running(lengths)
-        self._admit_waiting(lengths, budget)
+        self._changed_in_flight.clear()
+        self._copies.clear()
+        self._make_room_for_better_ones()
+        budget, has_preempted = self._schedule_running(lengths)
+        if not has_preempted:  # else blocks are short, and those given back belong to those who asked for them
+            self._admit_waiting(lengths, budget)
         if not lengths:
             return None
         self._in_flight = self._make_plan(lengths)
@@ -122,6 +152,7 @@ class Scheduler:
             if sequence is None:
                 continue
             sequence.num_computed_tokens = span.end
+            self._remember(sequence, span.end)
             if not sampled:
                 continue
             new_token_ids = sequence.append(sampled)
@@ -129,7 +160,7 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 self._remove(sequence)
             elif self.recompute_beyond is not None and sequence.has_grown_past(self.recompute_beyond, new_token_ids):
-                sequence.num_computed_tokens = 0
+                self._start_over(sequence)
         return progress
 
     def discard(self) -> None:
@@ -139,11 +170,11 @@ class Scheduler:
         """
         if self._in_flight is not None:
             self._released_slots.update(self._in_flight.released_slots)
-            self._land(self._in_flight)
+            self._land_failed(self._in_flight)
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """Finish every sequence of a step that went wrong with "error"; returns them. Nothing of it is kept."""
-        self._land(plan)
+        self._land_failed(plan)
         failed = [sequence for span in plan.spans if (sequence := self._running.get(span.sequence_id)) is not None]
         for sequence in failed:
             self.finish(sequence.sequence_id, "error")
@@ -155,7 +186,7 @@ class Scheduler:
         if sequence is None:
             return None
         if num_tokens_kept is not None:
-            del sequence.token_ids[len(sequence.request.prompt_token_ids) + num_tokens_kept :]
+            del sequence.token_ids[sequence.num_prompt_tokens + num_tokens_kept :]
         sequence.finish_reason = reason
         self._remove(sequence)
         return sequence
@@ -169,36 +200,87 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------- planning
 
-    def _schedule_running(self, lengths: dict[Sequence, int]) -> int:
-        """Give running sequences their tokens, preempting the last admitted as needed; returns the budget left."""
-        budget = self.max_num_batched_tokens
-        for sequence in sorted(self._running.values(), key=lambda sequence: sequence.num_uncomputed_tokens > 1):
-            length = min(sequence.num_uncomputed_tokens, budget)
-            while sequence.slot is not None and not self._grow(sequence, length):
-                victim = next(reversed(self._running.values()))
-                budget += lengths.pop(victim, 0)
-                self._preempt(victim)
-            if sequence.slot is not None and length > 0:
-                lengths[sequence] = length
-                budget -= length
-        return budget
+    def _service_order(self, sequence: Sequence) -> tuple[int, int]:
+        """Smaller is served first, and preempted last."""
+        return self._waiting.effective_priority(sequence, self.num_steps), sequence.sequence_id
+
+    def _in_service_order(self) -> list[Sequence]:
+        """The running sequences, best first. (First come, first served: that is the order of their admission.)"""
+        running = list(self._running.values())
+        return running if self._waiting.aging_steps is None else sorted(running, key=self._service_order)
+
+    def _make_room_for_better_ones(self) -> None:
+        """Preempt for the best waiting sequence, if it lacks a slot or blocks and strictly worse ones can give them."""
+        if self._waiting.aging_steps is None or (best := self._waiting.best(self.num_steps)) is None:
+            return
+        priority = self._waiting.effective_priority(best, self.num_steps)
+        running, victims = self._in_service_order(), []
+        num_slots, num_blocks = len(self._free_slots), self.block_pool.num_available
+        num_needed = self.block_pool.num_blocks_for(len(best.token_ids))
+        while num_slots < 1 or num_blocks < num_needed:
+            if not running or self._waiting.effective_priority(running[-1], self.num_steps) <= priority:
+                return
+            victims.append(running.pop())
+            num_slots += 1
+            num_blocks += len(victims[-1].block_table)  # at most: some may be shared
+        for victim in victims:
+            self._preempt(victim)
+
+    def _schedule_running(self, lengths: dict[Sequence, int]) -> tuple[int, bool]:
+        """Give running sequences their tokens, preempting the worst as needed; the budget left, and whether so.
+
+        Prefills are looked at after all decodes, best first, so one that has its span is never preempted by another:
+        whoever shares what it is about to compute can rely on it.
+        """
+        budget, num_preemptions = self.max_num_batched_tokens, self.num_preemptions
+        running = self._in_service_order()
+        decodes, prefills = [], []
+        for sequence in running:
+            (decodes if sequence.num_uncomputed_tokens == 1 else prefills).append(sequence)
+        for sequence in decodes:
+            budget -= self._schedule(sequence, 1, lengths, running)
+        if lengths and self.max_prefill_tokens_per_step is not None:
+            budget = min(budget, self.max_prefill_tokens_per_step)
+        for sequence in prefills:
+            if sequence.slot is not None and not self._waits_for_sibling(sequence):
+                self._reuse(sequence)
+                budget -= self._schedule(sequence, min(sequence.num_uncomputed_tokens, budget), lengths, running)
+        return budget, self.num_preemptions > num_preemptions
 
     def _admit_waiting(self, lengths: dict[Sequence, int], budget: int) -> None:
-        """Give slots to waiting sequences while there is budget for a token and room for all that they owe.
-
-        (Who was preempted in this step heads the queue and does not fit: its blocks were asked for.)
-        """
-        while self._waiting and budget > 0 and self._free_slots:
-            sequence = next(iter(self._waiting.values()))
-            if self.block_pool.num_blocks_for(len(sequence.token_ids)) > self.block_pool.num_free:
-                break
-            length = min(sequence.num_uncomputed_tokens, budget)
-            self._grow(sequence, length)
+        """Give slots to waiting sequences while there is budget for a token and room for all that they owe."""
+        while self._free_slots and budget > 0:
+            sequence = self._waiting.best(self.num_steps)
+            if sequence is None or not self._has_room_for(sequence):
+                return
+            self._waiting.remove(sequence, self.num_steps)
             sequence.slot = heapq.heappop(self._free_slots)
             self._running[sequence.sequence_id] = sequence
-            del self._waiting[sequence.sequence_id]
-            lengths[sequence] = length
-            budget -= length
+            if not self._waits_for_sibling(sequence):
+                self._reuse(sequence)
+                budget -= self._schedule(sequence, min(sequence.num_uncomputed_tokens, budget), lengths, [])
+
+    def _schedule(self, sequence: Sequence, length: int, lengths: dict[Sequence, int], victims: list[Sequence]) -> int:
+        """Let a running sequence compute `length` tokens, preempting the last of `victims` while blocks lack, which may
+        be itself; returns how much of the budget that took (preempted ones give theirs back)."""
+        num_returned = 0
+        while sequence.slot is not None and not self._grow(sequence, length):
+            victim = victims.pop()
+            num_returned += lengths.pop(victim, 0)
+            self._preempt(victim)
+        if sequence.slot is None or length == 0:
+            return -num_returned
+        lengths[sequence] = length
+        if length > 1:
+            self._remember(sequence, sequence.num_computed_tokens + length, in_flight=True)
+        return length - num_returned
+
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        """Whether enough blocks are available for all that a waiting sequence owes."""
+        num_needed = self.block_pool.num_blocks_for(len(sequence.token_ids))
+        if num_needed > self.block_pool.num_available:
+            num_needed -= sum(self.block_pool.is_used(block) for block in self._find_cached(sequence))
+        return num_needed <= self.block_pool.num_available
 
     def _make_plan(self, lengths: dict[Sequence, int]) -> StepPlan:
         spans: list[Span] = []
@@ -214,19 +296,119 @@ class Scheduler:
             tables.append(sequence.block_table[:])
         released_slots = tuple(sorted(self._released_slots))
         self._released_slots.clear()
-        return StepPlan(tuple(spans), (tuple(tables),), released_slots=released_slots)
+        return StepPlan(tuple(spans), (tuple(tables),), tuple(self._copies), released_slots)
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
         return self.block_pool.grow(sequence.block_table, sequence.num_computed_tokens + length)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take back everything that a running sequence holds; it waits at the head of the queue to be recomputed."""
+        """Take back everything that a running sequence holds; it waits to be computed again."""
+        table = set(sequence.block_table)
+        self._copies = [copy for copy in self._copies if copy[1] not in table]
         self._release(sequence)
-        sequence.num_computed_tokens = 0
+        self._forget_progress(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting[sequence.sequence_id] = sequence
-        self._waiting.move_to_end(sequence.sequence_id, last=False)
+        self._waiting.push(sequence, self.num_steps)
+
+    # ---------------------------------------------------------------------------------------- reuse
+
+    def _root(self, sequence: Sequence) -> Root:
+        """What else than tokens must be the same for this sequence to share blocks with another."""
+        is_long = self.recompute_beyond is not None and len(sequence.token_ids) > self.recompute_beyond
+        return Root(sequence.request.cache_salt, is_long=is_long)
+
+    def _reuse(self, sequence: Sequence) -> None:
+        """Before a sequence computes anything more: take what is there, all but its last token."""
+        block_size, num_before = self.block_pool.block_size, sequence.num_computed_tokens
+        if not num_before == len(sequence.block_table) * block_size == sequence.num_known_blocks * block_size:
+            return  # in the middle of a block
+        for block in self._find_cached(sequence):
+            self.block_pool.share(sequence.block_table, block)
+            node = self.block_pool.node_of(block)
+            assert node is not None
+            sequence.parent = node.number
+            sequence.num_known_blocks += 1
+            sequence.num_computed_tokens += block_size
+        if (source := self._fork_source(sequence)) is not None:
+            self._fork(sequence, source)
+        if sequence.num_computed_tokens > num_before:
+            self._changed_in_flight[sequence] = None
+        if sequence.num_preemptions == 0 and sequence.num_output_tokens == 0:
+            sequence.num_cached_tokens += sequence.num_computed_tokens - num_before
+
+    def _find_cached(self, sequence: Sequence) -> list[int]:
+        """The blocks that follow those a sequence has, found by their content; its last token is never among them."""
+        blocks: list[int] = []
+        if not self.enable_prefix_caching:
+            return blocks
+        block_size, parent = self.block_pool.block_size, sequence.parent
+        first = sequence.num_known_blocks * block_size
+        for start in range(first, len(sequence.token_ids) - block_size, block_size):
+            node = self.block_pool.find(make_key(parent, sequence.token_ids[start : start + block_size]))
+            if node is None:
+                break
+            blocks.append(node.block)
+            parent = node.number
+        return blocks
+
+    def _remember(self, sequence: Sequence, num_tokens: int, *, in_flight: bool = False) -> None:
+        """Let the full blocks among a sequence's first `num_tokens` tokens be found. One that is known already, in
+        another block, is given up for that one: what a sequence holds is what is found."""
+        if not self.enable_prefix_caching:
+            return
+        block_size = self.block_pool.block_size
+        while (sequence.num_known_blocks + 1) * block_size <= num_tokens:
+            index = sequence.num_known_blocks
+            key = make_key(sequence.parent, sequence.token_ids[index * block_size : (index + 1) * block_size])
+            block = sequence.block_table[index]
+            node = self.block_pool.find(key)
+            if node is None:
+                node = self.block_pool.remember(key, block)
+                if in_flight:
+                    self._blocks_in_flight.append(block)
+            elif node.block != block:
+                if in_flight:
+                    break  # the step is to write to its own block; whoever needs this one finds the other
+                self.block_pool.replace(sequence.block_table, index, node.block)
+            sequence.parent = node.number
+            sequence.num_known_blocks += 1
+        if in_flight:
+            self._changed_in_flight[sequence] = None
+
+    def _siblings(self, sequence: Sequence) -> Iterator[Sequence]:
+        """The other running sequences of its request."""
+        if sequence.request.num_sequences > 1:
+            for sibling in self._of_request[sequence.request.request_id].values():
+                if sibling is not sequence and sibling.slot is not None:
+                    yield sibling
+
+    def _fork_source(self, sequence: Sequence) -> Sequence | None:
+        """A sibling that has computed the whole prompt but, perhaps, its last token."""
+        num_shared = sequence.num_prompt_tokens - 1
+        if sequence.num_computed_tokens >= num_shared:
+            return None
+        ready = (s for s in self._siblings(sequence) if s.num_computed_tokens >= num_shared)
+        return next((sibling for sibling in ready if sibling not in self._changed_in_flight), None)
+
+    def _waits_for_sibling(self, sequence: Sequence) -> bool:
+        """Whether one that came before it is computing the prompt for both."""
+        if sequence.block_table or sequence.num_prompt_tokens == 1 or self._fork_source(sequence) is not None:
+            return False
+        return any(sibling.sequence_id < sequence.sequence_id for sibling in self._siblings(sequence))
+
+    def _fork(self, sequence: Sequence, source: Sequence) -> None:
+        """Share the blocks of a sibling's prompt, and copy the last one if both will write to it."""
+        num_tokens = sequence.num_prompt_tokens - 1
+        num_shared, num_copied = divmod(num_tokens, self.block_pool.block_size)
+        if num_copied and self.block_pool.num_available == 0:
+            return
+        for block in source.block_table[len(sequence.block_table) : num_shared]:
+            self.block_pool.share(sequence.block_table, block)
+        if num_copied:
+            self.block_pool.grow(sequence.block_table, num_tokens)
+            self._copies.append((source.block_table[num_shared], sequence.block_table[num_shared]))
+        sequence.num_computed_tokens = num_tokens
 
     # ---------------------------------------------------------------------------------------- letting go
 
@@ -235,9 +417,28 @@ class Scheduler:
         if plan is not self._in_flight:
             raise RuntimeError("this plan is not the step in flight")
         self._in_flight = None
+        self._blocks_in_flight.clear()
         for sequence in self._released_at_commit:
             self._give_back(sequence)
         self._released_at_commit.clear()
+
+    def _land_failed(self, plan: StepPlan) -> None:
+        """The same for a step that did not do what it was to do: whoever relied on that starts over."""
+        for block in self._blocks_in_flight:
+            self.block_pool.forget(block)
+        self._land(plan)
+        for sequence in self._changed_in_flight:
+            if sequence.slot is not None:
+                self._start_over(sequence)
+
+    def _start_over(self, sequence: Sequence) -> None:
+        """A running sequence gives its blocks back, and owes all of its tokens."""
+        self.block_pool.release(sequence.block_table)
+        self._forget_progress(sequence)
+
+    def _forget_progress(self, sequence: Sequence) -> None:
+        sequence.num_computed_tokens = sequence.num_known_blocks = 0
+        sequence.parent = self._root(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         """Forget a finished sequence."""
@@ -246,7 +447,7 @@ class Scheduler:
         if not siblings:
             del self._of_request[sequence.request.request_id]
         if sequence.slot is None:
-            del self._waiting[sequence.sequence_id]
+            self._waiting.remove(sequence, self.num_steps)
         else:
             self._release(sequence)
 

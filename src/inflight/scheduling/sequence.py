@@ -5,6 +5,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from inflight.outputs import FinishReason
+from inflight.scheduling.prefix_cache import Parent, Root
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,8 @@ class Request:
     Attributes:
         prompt_token_ids: at least one.
         num_sequences: how many streams answer it (`n`).
+        priority: lower runs first, where the policy looks at it.
+        cache_salt: only requests of the same salt share cached prefixes.
         max_num_tokens: prompt and output tokens after which a sequence ends with "length".
         min_output_tokens: a stop token ends a sequence only once it has so many output tokens.
         stop_token_ids: any of them, EOS ids included, ends a sequence with "stop".
@@ -25,6 +28,8 @@ class Request:
     min_output_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     num_sequences: int = 1
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +38,11 @@ class Sequence:
 
     It waits (no slot), runs (a slot), or is finished (`finish_reason` set). A preempted sequence waits again, with
     nothing computed and everything that it generated still in `token_ids`.
+
+    Attributes:
+        parent, num_known_blocks: so many of its first blocks can be found in the prefix cache; the node of the last.
+        num_cached_tokens: prompt tokens that it did not have to compute when it first ran.
+        num_steps_waited: steps that it was without a slot, so far as they are counted (a waiting one's are running up).
     """
 
     sequence_id: int
@@ -44,6 +54,15 @@ class Sequence:
     slot: int | None = None
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
+    parent: Parent = Root()
+    num_known_blocks: int = 0
+    num_cached_tokens: int = 0
+    num_steps_waited: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of its request's prompt."""
+        return len(self.request.prompt_token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from inflight.outputs import FinishReason
 from inflight.plan import Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.prefix_cache import Key, Root, make_key
+from inflight.scheduling.prefix_cache import Root, make_key
 from inflight.scheduling.sequence import Request, Sequence
 from inflight.scheduling.waiting_queue import WaitingQueue
 
@@ -234,7 +234,8 @@ class Scheduler:
         """
         budget, num_preemptions = self.max_num_batched_tokens, self.num_preemptions
         running = self._in_service_order()
-        decodes, prefills = [], []
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
         for sequence in running:
             (decodes if sequence.num_uncomputed_tokens == 1 else prefills).append(sequence)
         for sequence in decodes:

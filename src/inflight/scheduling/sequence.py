@@ -54,7 +54,7 @@ class Sequence:
     slot: int | None = None
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
-    parent: Parent = Root()
+    parent: Parent = field(default_factory=Root)
     num_known_blocks: int = 0
     num_cached_tokens: int = 0
     num_steps_waited: int = 0

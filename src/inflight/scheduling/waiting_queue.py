@@ -1,9 +1,9 @@
 """`WaitingQueue`: who is next. Decides the order in which sequences are served, and nothing else.
 
 Effective priority = priority - floor(steps waited / aging_steps); lower comes first, and of equals who came first. So
-nobody waits for ever behind better ones that keep coming. Written out, the steps waited by step `now` are `now - since`,
-and floor((now - since) / aging_steps) differs among sequences with equal `since % aging_steps` only by a constant: each
-such residue keeps a heap whose order never changes, and the best of all is the best of their heads.
+nobody waits for ever behind better ones that keep coming. The steps waited by step `now` are `now - since`, and among
+sequences with equal `since % aging_steps` the floor differs only by a constant: each such residue keeps a heap whose
+order never changes, and the best of all is the best of their heads.
 """
 
 import heapq

@@ -211,7 +211,7 @@ both = pytest.mark.parametrize("options", [SamplingParams, EngineConfig])
         (SamplingParams, "best_of", "it accepts ignore_eos, include_stop_str_in_output, max_tokens, "),
         (EngineConfig, "max_seqs", "did you mean 'max_num_seqs'?"),
         (EngineConfig, "blocksize", "did you mean 'block_size'?"),
-        (EngineConfig, "gpus", "it accepts attention_backend, block_size, device, "),
+        (EngineConfig, "gpus", "it accepts aging_steps, attention_backend, block_size, "),
     ],
 )
 def test_an_unknown_option_is_refused_with_a_hint(options: type, name: str, hint: str) -> None:

@@ -7,6 +7,7 @@ from inflight.params import MAX_SEED
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+POLICIES = ("fcfs", "priority")
 ATTENTION_BACKENDS = ("auto", "reference", "torch")
 
 
@@ -26,6 +27,12 @@ class EngineConfig:
         max_model_len: most tokens a sequence can have, prompt and output; None: what the model was made for.
         max_num_seqs: most sequences that run at once, the number of slots.
         max_num_batched_tokens: the token budget of a step.
+        max_prefill_tokens_per_step: how many tokens of a step may be prefill while other sequences decode, so that a
+            long prompt does not stall them; None: no limit offline, in `AsyncLLM` derived from measured speed.
+        policy: "fcfs" (first come, first served) or "priority" (lower `priority` runs first, and may preempt).
+        aging_steps: with "priority", a waiting request gains one priority for each so many steps.
+        max_num_waiting: a request is refused while so many sequences wait; None: no limit.
+        enable_prefix_caching: whether blocks of the cache are found again by their content.
         block_size: tokens in a block of the cache.
         num_blocks: blocks in the cache; None: as many as `kv_cache_memory` holds.
         kv_cache_memory: bytes for keys and values; None: 90 % of what is free on a CUDA device, else up to a quarter
@@ -42,6 +49,11 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    max_prefill_tokens_per_step: int | None = None
+    policy: str = "fcfs"
+    aging_steps: int = 100
+    max_num_waiting: int | None = None
+    enable_prefix_caching: bool = True
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory: int | None = None
@@ -53,10 +65,13 @@ class EngineConfig:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        for name in ("max_model_len", "num_blocks", "kv_cache_memory"):
+        check_choice("policy", self.policy, POLICIES)
+        optional = ("max_model_len", "num_blocks", "kv_cache_memory", "max_prefill_tokens_per_step", "max_num_waiting")
+        for name in optional:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "aging_steps", "block_size"):
             check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, MAX_SEED)
-        check_switch("trust_remote_code", self.trust_remote_code)
+        for name in ("trust_remote_code", "enable_prefix_caching"):
+            check_switch(name, getattr(self, name))

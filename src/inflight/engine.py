@@ -14,7 +14,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 from inflight.config import EngineConfig
-from inflight.errors import InvalidRequestError
+from inflight.errors import InvalidRequestError, QueueFullError
 from inflight.execution.model import ModelSource
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.sampler import INVALID_TOKEN
@@ -24,7 +24,9 @@ from inflight.params import SamplingParams
 from inflight.plan import StepPlan
 from inflight.record import SpanKind, SpanRecord, StepRecord
 from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.deadlines import Deadlines
 from inflight.scheduling.door import make_request
+from inflight.scheduling.prefill_limit import PrefillLimit
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request, Sequence
 from inflight.text.output_text import OutputText
@@ -40,6 +42,7 @@ class AcceptedRequest:
     request: Request
     params: SamplingParams
     seed: int
+    deadline: float | None = None
 
 
 @dataclass(slots=True)
@@ -83,8 +86,14 @@ class Engine:
             pool,
             config.max_num_seqs,
             config.max_num_batched_tokens,
+            max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
+            aging_steps=config.aging_steps if config.policy == "priority" else None,
+            enable_prefix_caching=config.enable_prefix_caching,
             recompute_beyond=self.model_info.recompute_beyond,
         )
+        self.prefill_limit: PrefillLimit | None = None
+        """If set, learns from every step how much prefill the next may have."""
+        self._deadlines = Deadlines()
         self.observer: Callable[[StepRecord], None] | None = None
         """Called after each step with its record; while it is None no record is made."""
         self._requests: dict[str, LiveRequest] = {}
@@ -108,25 +117,47 @@ class Engine:
 
     # ------------------------------------------------------------------------------------- requests
 
-    def accept(self, request_id: str, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> AcceptedRequest:
-        """Check a request and resolve it against the model; nothing is queued. Raises `InvalidRequestError`."""
+    def accept(
+        self,
+        request_id: str,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        deadline: float | None = None,
+    ) -> AcceptedRequest:
+        """Check a request and resolve it against the model; nothing is queued. Raises `InvalidRequestError`.
+
+        Args:
+            priority: lower runs first, where the engine's policy is "priority".
+            cache_salt: only requests of the same salt share cached prefixes.
+            deadline: a time of `time.monotonic()` at which it is aborted, if it has not finished.
+        """
         if request_id in self._requests:
             raise InvalidRequestError(f"request_id {request_id!r} is in use by an unfinished request")
         if params.stop_strings and self.tokenizer is None:
             raise InvalidRequestError(f"stop is {params.stop!r}, but this model has no tokenizer to find text with")
-        request = make_request(request_id, prompt_token_ids, params, self.model_info)
+        request = make_request(
+            request_id, prompt_token_ids, params, self.model_info, priority=priority, cache_salt=cache_salt
+        )
         self._num_accepted += 1
         seed = params.seed
         if seed is None:
             seed = random.Random(f"{self.config.seed} {self._num_accepted}").getrandbits(63)
-        return AcceptedRequest(request, params, seed)
+        return AcceptedRequest(request, params, seed, deadline)
 
     def submit(self, accepted: AcceptedRequest) -> None:
-        """Queue a request that has passed the door."""
+        """Queue a request that has passed the door. Raises `QueueFullError` if too many wait already."""
+        limit, num_waiting = self.config.max_num_waiting, self.scheduler.num_waiting
+        if limit is not None and num_waiting + accepted.params.n > limit:
+            raise QueueFullError(f"{num_waiting} sequences wait already, and at most {limit} may; try again later")
         stop_texts = [self._stop_text(accepted) for _ in range(accepted.params.n)]
         live = LiveRequest(accepted, [None] * accepted.params.n, stop_texts)
         self._requests[accepted.request.request_id] = live
         self.scheduler.submit(accepted.request)
+        if accepted.deadline is not None:
+            self._deadlines.add(accepted.request.request_id, accepted.deadline)
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """End a request's unfinished sequences, and forget it; nothing happens if it is unknown.
@@ -148,6 +179,8 @@ class Engine:
         come with those of the next.
         """
         start_time = time.monotonic()
+        for request_id in self._deadlines.due(start_time):
+            self._expire(request_id, start_time)
         try:
             plan = self.scheduler.plan()
             if plan is not None:
@@ -162,6 +195,8 @@ class Engine:
             self._news.popleft()
         if plan is not None:
             self._num_steps += 1
+            if self.prefill_limit is not None:
+                self._learn(plan, time.monotonic() - start_time)
             if self.observer:
                 self.observer(self._record(spans, start_time))
         outputs, self._outbox = self._outbox, []
@@ -182,6 +217,21 @@ class Engine:
         for span, row in zip(plan.spans, sampled, strict=True):
             if INVALID_TOKEN in row and (sequence := self.scheduler.finish(span.sequence_id, "error")) is not None:
                 self._news.append(News(sequence, [], "the model's logits are not finite, or no token is allowed"))
+
+    def _expire(self, request_id: str, now: float) -> None:
+        """Abort a request whose deadline has passed (its id may be somebody else's by now)."""
+        live = self._requests.get(request_id)
+        if live is not None and live.accepted.deadline is not None and live.accepted.deadline <= now:
+            aborted = self.scheduler.abort(request_id)
+            self._news += [News(sequence, [], "the request's deadline has passed") for sequence in aborted]
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        """Bound the prefill of coming steps by how long this one took, unless its bound was given."""
+        assert self.prefill_limit is not None
+        num_decodes = sum(span.length == 1 for span in plan.spans)
+        self.prefill_limit.see(num_decodes, plan.num_tokens - num_decodes, seconds)
+        if self.config.max_prefill_tokens_per_step is None:
+            self.scheduler.max_prefill_tokens_per_step = self.prefill_limit.num_tokens
 
     def _welcome(self, plan: StepPlan, now: float) -> None:
         """Set up what is kept by slot for those who have just come in."""
@@ -257,6 +307,7 @@ class Engine:
             error=error,
             first_scheduled_time=live.first_scheduled_times[sequence.index],
             num_preemptions=sequence.num_preemptions,
+            num_cached_tokens=sequence.num_cached_tokens,
         )
 
     # ------------------------------------------------------------------------------------- seeing it
@@ -281,6 +332,9 @@ class Engine:
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             num_preemptions=self.scheduler.num_preemptions,
+            num_prompt_tokens=self.scheduler.num_prompt_tokens,
+            num_cached_tokens=self.scheduler.num_cached_tokens,
             num_blocks_used=pool.num_used,
+            num_blocks_cached=pool.num_cached,
             num_blocks=pool.num_blocks,
         )

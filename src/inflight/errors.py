@@ -10,6 +10,10 @@ class InvalidRequestError(ValueError):
     """A prompt or a sampling parameter was refused at the door; nothing was queued."""
 
 
+class QueueFullError(ValueError):
+    """Too many requests wait already; nothing was queued, and the same request may be accepted later."""
+
+
 class UnknownOptionError(ValueError, TypeError):
     """An option that does not exist was given by name (a `TypeError` too, as Python's own refusal would be)."""
 

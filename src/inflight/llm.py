@@ -93,18 +93,21 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts; results are in the prompts' order.
 
         Args:
-            prompts: one or many, each text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages".
+            prompts: one or many, each text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages"
+                (and "cache_salt": only prompts of the same salt share cached prefixes).
             sampling_params: for all, or one for each prompt; None: the model's own defaults.
             use_tqdm: show a progress bar with tokens a second on standard error.
+            priority: one for each prompt, lower runs first (if `policy="priority"`); None: all alike.
 
         Raises:
             InvalidRequestError: a prompt or parameter is bad (a `ValueError` that names its index); nothing has run.
         """
-        stream = self._open_stream(prompts, sampling_params)
+        stream = self._open_stream(prompts, sampling_params, priority)
         with closing(self._run(stream)) as deltas:  # an interrupt, wherever it comes, leaves nothing running
             shown = with_progress(deltas, len(stream.accepted), enabled=use_tqdm)
             outputs = {delta.prompt_index: delta.output for delta in shown if delta.output is not None}
@@ -136,12 +139,13 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> Generator[TextDelta, None, None]:
         """Like `generate`, but yields each piece of text as it is made, all prompts interleaved.
 
         Prompts are checked before this returns. Closing the generator aborts what has not finished.
         """
-        return self._run(self._open_stream(prompts, sampling_params))
+        return self._run(self._open_stream(prompts, sampling_params, priority))
 
     # ------------------------------------------------------------------------------------- one call
 
@@ -149,6 +153,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
     ) -> "_Stream":
         """Take all prompts of a call through the door; the first bad one is refused by its index."""
         is_one = _is_one_prompt(prompts)
@@ -164,18 +169,24 @@ class LLM:
             raise InvalidRequestError(
                 f"{len(many)} prompts came with {len(sampling_params)} sampling_params; give one for all, or one each"
             )
+        priority = [0] * len(many) if priority is None else priority
+        if len(priority) != len(many):
+            raise InvalidRequestError(f"{len(many)} prompts came with {len(priority)} priorities; give one each")
         stream = _Stream()
         for index, (prompt, params) in enumerate(zip(many, sampling_params, strict=True)):
             try:
-                self._accept(stream, index, prompt, params)
+                self._accept(stream, index, prompt, params, priority[index])
             except InvalidRequestError as error:
                 raise error if is_one else InvalidRequestError(f"prompt {index}: {error}") from None
         return stream
 
-    def _accept(self, stream: "_Stream", index: int, prompt: Prompt, params: SamplingParams) -> None:
+    def _accept(
+        self, stream: "_Stream", index: int, prompt: Prompt, params: SamplingParams, priority: int
+    ) -> None:
         text, token_ids = self._tokenize(prompt)
         request_id = str(next(self._request_ids))
-        accepted = self.engine.accept(request_id, token_ids, params)
+        cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        accepted = self.engine.accept(request_id, token_ids, params, priority=priority, cache_salt=cache_salt)
         prompt_token_ids = list(accepted.request.prompt_token_ids)
         stream.accepted.append(accepted)
         stream.collectors[request_id] = Collector(request_id, text, prompt_token_ids, params, self.tokenizer, index)
@@ -188,14 +199,14 @@ class LLM:
             return prompt, self._tokenizer_for("text").encode(prompt)
         if isinstance(prompt, Mapping):
             kind = next((key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt), None)
-            extra = set(prompt) - {kind} - (TEMPLATE_OPTIONS if kind == "messages" else set())
+            extra = set(prompt) - {kind, "cache_salt"} - (TEMPLATE_OPTIONS if kind == "messages" else set())
             if kind is None or extra:
                 raise InvalidRequestError(
-                    'a prompt given as a dict must have the key "prompt", "prompt_token_ids" or "messages" and no '
-                    f"other; it has {sorted(map(str, prompt))}"
+                    'a prompt given as a dict must have the key "prompt", "prompt_token_ids" or "messages" and, besides '
+                    f'"cache_salt", no other; it has {sorted(map(str, prompt))}"
                 )
             if kind == "messages":
-                options = {name: prompt[name] for name in prompt if name != "messages"}
+                options = {name: prompt[name] for name in prompt if name in TEMPLATE_OPTIONS}
                 return None, self._tokenizer_for("a chat").chat(_messages(prompt["messages"]), **options)
             return self._tokenize(prompt[kind])
         if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):

@@ -10,7 +10,8 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 class RequestMetrics:
     """When what happened to a request. Times are seconds of `time.monotonic()`; None: not yet.
 
-    `num_cached_tokens` counts prompt tokens that were found in the prefix cache instead of being computed;
+    `num_cached_tokens` counts prompt tokens of its first sequence that were found in the prefix cache instead of being
+    computed (what the other `n - 1` share with that one is not counted);
     `num_preemptions` how often one of its sequences had to give its blocks back and start over.
     """
 
@@ -65,8 +66,8 @@ class RequestOutput:
 class SequenceOutput:
     """What one step gave one sequence: the engine's message to the fronts.
 
-    Every sequence is heard of until, exactly once, `finish_reason` is set. `first_scheduled_time` and
-    `num_preemptions` are the sequence's own (metrics of its request are made from them).
+    Every sequence is heard of until, exactly once, `finish_reason` is set. `first_scheduled_time`, `num_preemptions`
+    and `num_cached_tokens` are the sequence's own (metrics of its request are made from them).
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class SequenceOutput:
     error: str | None = None
     first_scheduled_time: float | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

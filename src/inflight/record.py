@@ -23,7 +23,9 @@ class SpanRecord:
 class StepRecord:
     """One step: its number from 0, when it ran (seconds of `time.monotonic()`), which spans, the state it left behind.
 
-    `num_preemptions` counts from the engine's start.
+    `num_preemptions`, `num_prompt_tokens` (of admitted sequences) and `num_cached_tokens` (of these, how many did not
+    have to be computed) count from the engine's start. Blocks are used (held by a sequence), cached (held by nobody,
+    their content can be found), or free.
     """
 
     step: int
@@ -33,7 +35,10 @@ class StepRecord:
     num_running: int
     num_waiting: int
     num_preemptions: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
     num_blocks_used: int
+    num_blocks_cached: int
     num_blocks: int
 
     @property

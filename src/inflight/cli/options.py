@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from inflight.config import ATTENTION_BACKENDS, DTYPES, LOAD_FORMATS, EngineConfig
+from inflight.config import ATTENTION_BACKENDS, DTYPES, LOAD_FORMATS, POLICIES, EngineConfig
 from inflight.params import SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -28,6 +28,13 @@ _CONFIG = (
     click.option("--max-model-len", type=int, help="Most tokens a sequence can have, prompt and output."),
     click.option("--max-num-seqs", type=int, help="Most sequences that run at once: the number of slots."),
     click.option("--max-num-batched-tokens", type=int, help="Most tokens in a step; longer prompts run in chunks."),
+    click.option("--max-prefill-tokens-per-step", type=int, help="Most prefill tokens in a step beside decodes."),
+    click.option("--policy", type=click.Choice(POLICIES), help="Who is served first."),
+    click.option("--aging-steps", type=int, help="Steps in which a waiting request gains one priority."),
+    click.option("--max-num-waiting", type=int, help="Most sequences that may wait; more are refused."),
+    click.option(
+        "--enable-prefix-caching/--no-prefix-caching", default=None, help="Find blocks of the cache by their content."
+    ),
     click.option("--block-size", type=int, help="Tokens in a block of the cache."),
     click.option("--num-blocks", type=int, help="Blocks in the cache; else as many as the memory holds."),
     click.option("--kv-cache-memory", type=int, help="Bytes for keys and values."),

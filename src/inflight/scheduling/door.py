@@ -14,7 +14,13 @@ from inflight.scheduling.sequence import Request
 
 
 def make_request(
-    request_id: str, prompt_token_ids: SequenceOf[int], params: SamplingParams, info: ModelInfo
+    request_id: str,
+    prompt_token_ids: SequenceOf[int],
+    params: SamplingParams,
+    info: ModelInfo,
+    *,
+    priority: int = 0,
+    cache_salt: str | None = None,
 ) -> Request:
     """A request that the scheduler can run to its end, or `InvalidRequestError`."""
     prompt = _token_ids("the prompt", prompt_token_ids, info.vocab_size)
@@ -27,6 +33,10 @@ def make_request(
             f"the prompt has {len(prompt)} tokens; with at least one to be generated, at most "
             f"{info.max_model_len - 1} are accepted (max_model_len is {info.max_model_len})"
         )
+    if not _is_integer(priority):
+        raise InvalidRequestError(f"priority is {priority!r}; it must be an integer, lower runs first")
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise InvalidRequestError(f"cache_salt is {cache_salt!r}; it must be text")
     stop_token_ids = set(_token_ids("stop_token_ids", params.stop_token_ids or (), info.vocab_size))
     if not params.ignore_eos:
         stop_token_ids.update(info.eos_token_ids)
@@ -37,6 +47,8 @@ def make_request(
         min_output_tokens=params.min_tokens,
         stop_token_ids=frozenset(stop_token_ids),
         num_sequences=params.n,
+        priority=operator.index(priority),
+        cache_salt=cache_salt,
     )
 
 

@@ -77,6 +77,10 @@ class Scheduler:
         self.recompute_beyond = recompute_beyond
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        """Of all sequences that have been admitted, each once."""
+        self.num_cached_tokens = 0
+        """Of these, how many did not have to be computed."""
         self._waiting = WaitingQueue(aging_steps)
         self._running: dict[int, Sequence] = {}
         self._of_request: dict[str, dict[int, Sequence]] = {}  # its unfinished sequences
@@ -257,6 +261,8 @@ class Scheduler:
             self._waiting.remove(sequence, self.num_steps)
             sequence.slot = heapq.heappop(self._free_slots)
             self._running[sequence.sequence_id] = sequence
+            if sequence.num_preemptions == 0:
+                self.num_prompt_tokens += sequence.num_prompt_tokens
             if not self._waits_for_sibling(sequence):
                 self._reuse(sequence)
                 budget -= self._schedule(sequence, min(sequence.num_uncomputed_tokens, budget), lengths, [])
@@ -337,6 +343,7 @@ class Scheduler:
             self._changed_in_flight[sequence] = None
         if sequence.num_preemptions == 0 and sequence.num_output_tokens == 0:
             sequence.num_cached_tokens += sequence.num_computed_tokens - num_before
+            self.num_cached_tokens += sequence.num_computed_tokens - num_before
 
     def _find_cached(self, sequence: Sequence) -> list[int]:
         """The blocks that follow those a sequence has, found by their content; its last token is never among them."""
@@ -434,6 +441,9 @@ class Scheduler:
 
     def _start_over(self, sequence: Sequence) -> None:
         """A running sequence gives its blocks back, and owes all of its tokens."""
+        if sequence.num_output_tokens == 0 and sequence.num_preemptions == 0:
+            self.num_cached_tokens -= sequence.num_cached_tokens
+            sequence.num_cached_tokens = 0
         self.block_pool.release(sequence.block_table)
         self._forget_progress(sequence)
 

@@ -72,3 +72,5 @@ class Collector:
             metrics.finished_time = now
         self._num_preemptions[news.index] = news.num_preemptions
         metrics.num_preemptions = sum(self._num_preemptions)
+        if news.index == 0:
+            metrics.num_cached_tokens = news.num_cached_tokens

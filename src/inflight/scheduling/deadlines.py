@@ -1,0 +1,21 @@
+"""`Deadlines`: which requests have run out of time. Time is passed in; there is no clock."""
+
+import heapq
+
+
+class Deadlines:
+    """Requests that are to end by a time. Those that have ended before are simply reported again; nobody minds."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+
+    def add(self, request_id: str, deadline: float) -> None:
+        """Let a request be due at `deadline`."""
+        heapq.heappush(self._heap, (deadline, request_id))
+
+    def due(self, now: float) -> list[str]:
+        """The requests whose deadline has passed; each once."""
+        ids = []
+        while self._heap and self._heap[0][0] <= now:
+            ids.append(heapq.heappop(self._heap)[1])
+        return ids

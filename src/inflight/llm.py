@@ -180,9 +180,7 @@ class LLM:
                 raise error if is_one else InvalidRequestError(f"prompt {index}: {error}") from None
         return stream
 
-    def _accept(
-        self, stream: "_Stream", index: int, prompt: Prompt, params: SamplingParams, priority: int
-    ) -> None:
+    def _accept(self, stream: "_Stream", index: int, prompt: Prompt, params: SamplingParams, priority: int) -> None:
         text, token_ids = self._tokenize(prompt)
         request_id = str(next(self._request_ids))
         cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
@@ -202,8 +200,8 @@ class LLM:
             extra = set(prompt) - {kind, "cache_salt"} - (TEMPLATE_OPTIONS if kind == "messages" else set())
             if kind is None or extra:
                 raise InvalidRequestError(
-                    'a prompt given as a dict must have the key "prompt", "prompt_token_ids" or "messages" and, besides '
-                    f'"cache_salt", no other; it has {sorted(map(str, prompt))}"
+                    'a prompt given as a dict must have the key "prompt", "prompt_token_ids" or "messages" and no '
+                    f'other but "cache_salt"; it has {sorted(map(str, prompt))}'
                 )
             if kind == "messages":
                 options = {name: prompt[name] for name in prompt if name in TEMPLATE_OPTIONS}

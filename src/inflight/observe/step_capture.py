@@ -1,6 +1,5 @@
 """`StepCapture`: an observer of a running engine that keeps one step of it as a `StepView`."""
 
-from collections import defaultdict
 from collections.abc import Callable
 
 from inflight.execution.attention.witness import WitnessedAttention
@@ -28,22 +27,31 @@ class StepCapture:
         self._step = step
         self._token_text = token_text
         self._numbers: dict[tuple[str, int], int] = {}
-        self._token_ids: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._cached: dict[int, int] = {}  # the token at each place of the cache, whoever put it there
         witness.comparing = step == 0
 
     def see(self, record: StepRecord) -> None:
-        """Remember who has which tokens; keep the step if it is the one."""
+        """Remember which token lies where; keep the step if it is the one."""
         batch = self._witness.batch
         assert batch is not None, "a step has run"
         self.num_steps = record.step + 1
         self._witness.comparing = self.num_steps == self._step
-        row, spans = iter(batch.input_ids.tolist()), []
-        for span in record.spans:
+        self._follow_copies()
+        self._cached.update(zip(batch.groups[0].kv_slots.tolist(), batch.input_ids.tolist(), strict=True))
+        spans = []
+        for span, table in zip(record.spans, batch.groups[0].block_tables_host.tolist(), strict=True):
             number = self._numbers.setdefault((span.request_id, span.index), len(self._numbers))
-            known = self._token_ids[number]
-            known.update((position, next(row)) for position in range(span.start, span.start + span.length))
             if record.step == self._step:
-                keys = [known[position] for position in range(span.start + span.length)]
+                keys = [self._cached[self._place(table, position)] for position in range(span.start + span.length)]
                 spans.append(view_span(number, span, keys, self._token_text))
         if spans:
             self.view = view_step(record, spans, batch, self._witness.calls, self._witness.name)
+
+    def _follow_copies(self) -> None:
+        size = self._witness.block_size
+        moved = [(source * size + i, to * size + i) for source, to in self._witness.copies for i in range(size)]
+        self._cached.update([(to, self._cached[source]) for source, to in moved if source in self._cached])
+
+    def _place(self, table: list[int], position: int) -> int:
+        size = self._witness.block_size
+        return table[position // size] * size + position % size

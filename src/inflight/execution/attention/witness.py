@@ -36,14 +36,18 @@ class WitnessedAttention:
 
     Attributes:
         comparing: whether to attend through the definition, too; writes always go to both.
+        block_size: of both caches.
         batch: of the step that runs or ran last.
+        copies: the blocks that were copied before it, (source, destination) each.
         calls: that step's attention calls in order; empty if it was not compared.
     """
 
     def __init__(self, witnessed: AttentionBackend, definition: ReferenceAttention) -> None:
         self.name = witnessed.name
+        self.block_size = definition.block_size
         self.comparing = False
         self.batch: RaggedBatch | None = None
+        self.copies: Sequence[tuple[int, int]] = ()
         self.calls: list[WitnessedCall] = []
         self._witnessed = witnessed
         self._definition = definition
@@ -55,7 +59,7 @@ class WitnessedAttention:
 
     def begin_step(self, batch: RaggedBatch) -> None:
         """See `AttentionBackend`."""
-        self.batch, self.calls = batch, []
+        self.batch, self.copies, self.calls = batch, (), []
         self._witnessed.begin_step(batch)
         self._definition.begin_step(batch)
 
@@ -79,6 +83,7 @@ class WitnessedAttention:
     def copy_blocks(self, cache: PagedCache, copies: Sequence[tuple[int, int]]) -> None:
         """See `AttentionBackend`."""
         own, shadow = _both(cache)
+        self.copies = copies
         self._witnessed.copy_blocks(own, copies)
         self._definition.copy_blocks(shadow, copies)
 

@@ -6,6 +6,7 @@ of every request, and what it would have chosen there.
 """
 
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -49,9 +50,14 @@ def make_references(name: str, model: PreTrainedModel) -> list[Reference]:
     for number in range(NUM_REQUESTS):
         length = rng.choice((1, 2, 7, 16, 17, 31, 32, 33, 50, 64, 90)) if number % 2 else rng.randint(1, 100)
         prompt = [rng.randrange(zoo.VOCAB_SIZE) for _ in range(length)]
-        tokens = zoo.plain_greedy(model, prompt, rng.randint(1, 24))
-        made.append(Reference(prompt, tokens, _logits_behind(name, model, prompt, tokens).cpu()))
+        made.append(make_reference(name, model, prompt, rng.randint(1, 24)))
     return made
+
+
+def make_reference(name: str, model: PreTrainedModel, prompt: list[int], num_tokens: int) -> Reference:
+    """What the plain model gives for one prompt."""
+    tokens = zoo.plain_greedy(model, prompt, num_tokens)
+    return Reference(prompt, tokens, _logits_behind(name, model, prompt, tokens).cpu())
 
 
 def _logits_behind(name: str, model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> Tensor:
@@ -66,24 +72,24 @@ def _logits_behind(name: str, model: PreTrainedModel, prompt: list[int], tokens:
 
 
 class Teacher:
-    """Stands in for the engine's sampler; requests are told apart by their seed."""
+    """Stands in for the engine's sampler; requests are told apart by their seed. `logits`: by request and index."""
 
     def __init__(self, lessons: Sequence[Reference]) -> None:
         self.lessons = lessons
-        self.logits: list[dict[int, Tensor]] = [{} for _ in lessons]
-        self._pupils: dict[int, tuple[int, int]] = {}
+        self.logits: defaultdict[tuple[int, int], dict[int, Tensor]] = defaultdict(dict)
+        self._pupils: dict[int, tuple[int, int, int]] = {}
 
-    def assign(self, slot: int, params: SamplingParams, *, seed: int, prompt_len: int, **_: object) -> None:
-        self._pupils[slot] = (seed, prompt_len)
+    def assign(self, slot: int, params: SamplingParams, *, seed: int, index: int, prompt_len: int, **_: object) -> None:
+        self._pupils[slot] = (seed, index, prompt_len)
 
     def sample(self, logits: Tensor, batch: RaggedBatch) -> list[int]:
         tokens = []
         positions = zip(batch.logit_slots_host.tolist(), batch.logit_positions_host.tolist(), strict=True)
         for row, (slot, position) in enumerate(positions):
-            request, prompt_len = self._pupils[slot]
+            request, index, prompt_len = self._pupils[slot]
             output_position = position + 1 - prompt_len
-            assert output_position not in self.logits[request], "a token was computed twice"
-            self.logits[request][output_position] = logits[row].cpu().clone()
+            assert output_position not in self.logits[request, index], "a token was computed twice"
+            self.logits[request, index][output_position] = logits[row].cpu().clone()
             tokens.append(self.lessons[request].tokens[output_position])
         return tokens
 
@@ -119,18 +125,21 @@ def run_teacher_forced(model: PreTrainedModel, lessons: Sequence[Reference], **o
     run.num_preemptions = engine.scheduler.num_preemptions
     engine.scheduler.block_pool.check([])
     for number, lesson in enumerate(lessons):
-        _measure(run, number, lesson, teacher.logits[number])
+        rows = teacher.logits[number, 0]
+        assert sorted(rows) == list(range(len(lesson.tokens))), "every output position is computed exactly once"
+        measure(run, number, lesson, rows)
     return run
 
 
-def _measure(run: Run, number: int, lesson: Reference, rows: dict[int, Tensor]) -> None:
-    assert sorted(rows) == list(range(len(lesson.tokens))), "every output position is computed exactly once"
+def measure(run: Run, number: int, lesson: Reference, rows: dict[int, Tensor]) -> None:
+    """Hold the logits at the first so many output positions of a request against its lesson."""
     logits = torch.stack([rows[position] for position in range(len(rows))])
+    expected = lesson.logits[: len(rows)]
     spread = float(lesson.logits.max() - lesson.logits.min())
-    difference = float((logits - lesson.logits).abs().max())
+    difference = float((logits - expected).abs().max())
     run.largest_difference = max(run.largest_difference, difference / spread)
-    best = lesson.logits.topk(2, dim=-1).values
-    for position in (logits.argmax(-1) != torch.tensor(lesson.tokens)).nonzero()[:, 0].tolist():
+    best = expected.topk(2, dim=-1).values
+    for position in (logits.argmax(-1) != torch.tensor(lesson.tokens[: len(rows)])).nonzero()[:, 0].tolist():
         gap = float(best[position, 0] - best[position, 1])
         verdict = f"request {number}, output {position}: the two best lie {gap:.1e} apart, noise is {difference:.1e}"
         (run.ties if gap < 2 * difference else run.wrong).append(verdict)

@@ -385,10 +385,11 @@ class Scheduler:
             self._changed_in_flight[sequence] = None
 
     def _siblings(self, sequence: Sequence) -> Iterator[Sequence]:
-        """The other running sequences of its request."""
+        """The other running sequences of its request whose blocks can be shared with it."""
         if sequence.request.num_sequences > 1:
+            root = self._root(sequence)
             for sibling in self._of_request[sequence.request.request_id].values():
-                if sibling is not sequence and sibling.slot is not None:
+                if sibling is not sequence and sibling.slot is not None and self._root(sibling) == root:
                     yield sibling
 
     def _fork_source(self, sequence: Sequence) -> Sequence | None:

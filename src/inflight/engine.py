@@ -22,7 +22,7 @@ from inflight.model_info import ModelInfo
 from inflight.outputs import SequenceOutput
 from inflight.params import SamplingParams
 from inflight.plan import StepPlan
-from inflight.record import SpanKind, SpanRecord, StepRecord
+from inflight.record import EngineStats, SpanKind, SpanRecord, StepRecord
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.deadlines import Deadlines
 from inflight.scheduling.door import make_request
@@ -102,6 +102,8 @@ class Engine:
         self._slot_owners = [-1] * config.max_num_seqs
         self._num_steps = 0
         self._num_accepted = 0
+        self._num_requests = 0
+        self._num_generated_tokens = 0
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -114,6 +116,18 @@ class Engine:
         if info.eos_token_ids or eos_token_id is None or eos_token_id >= info.vocab_size:
             return info
         return replace(info, eos_token_ids=(eos_token_id,))
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's `generation_config` asks for, else `SamplingParams()`."""
+        asked = self.runner.generation_config.to_diff_dict()
+        defaults = {
+            name: asked[name] for name in ("temperature", "top_k", "top_p", "min_p") if asked.get(name) is not None
+        }
+        if asked.get("do_sample") is False:
+            defaults = {"temperature": 0.0}
+        if asked.get("max_new_tokens") is not None:
+            defaults["max_tokens"] = asked["max_new_tokens"]
+        return SamplingParams(**defaults)
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -155,6 +169,7 @@ class Engine:
         stop_texts = [self._stop_text(accepted) for _ in range(accepted.params.n)]
         live = LiveRequest(accepted, [None] * accepted.params.n, stop_texts)
         self._requests[accepted.request.request_id] = live
+        self._num_requests += 1
         self.scheduler.submit(accepted.request)
         if accepted.deadline is not None:
             self._deadlines.add(accepted.request.request_id, accepted.deadline)
@@ -200,6 +215,7 @@ class Engine:
             if self.observer:
                 self.observer(self._record(spans, start_time))
         outputs, self._outbox = self._outbox, []
+        self._num_generated_tokens += sum(len(output.new_token_ids) for output in outputs)
         return outputs
 
     def _run(self, plan: StepPlan) -> None:
@@ -311,6 +327,23 @@ class Engine:
         )
 
     # ------------------------------------------------------------------------------------- seeing it
+
+    def stats(self) -> EngineStats:
+        """What the engine has done since it was made, and what it holds now."""
+        scheduler, pool = self.scheduler, self.scheduler.block_pool
+        return EngineStats(
+            num_requests=self._num_requests,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_steps=self._num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks_used=pool.num_used,
+            num_blocks_cached=pool.num_cached,
+            num_blocks_free=pool.num_free,
+        )
 
     def _span_records(self, plan: StepPlan) -> tuple[SpanRecord, ...]:
         records = []

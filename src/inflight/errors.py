@@ -1,6 +1,6 @@
 """The errors that inflight raises for its callers to read.
 
-All of them are `ValueError`s: something that the caller gave was wrong, and the sentence says what, with which
+All but the last are `ValueError`s: something that the caller gave was wrong, and the sentence says what, with which
 value, and what would be accepted. A fault inside a running step is not raised but reported on its requests
 (`finish_reason="error"`).
 """
@@ -20,3 +20,7 @@ class UnknownOptionError(ValueError, TypeError):
 
 class ModelError(ValueError):
     """A model could not be loaded, or can not be run exactly by any executor; the message says why."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine died, or was stopped, before it could answer; the message says how. The next call starts it anew."""

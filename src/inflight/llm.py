@@ -1,41 +1,37 @@
 """`LLM`: the offline front. Prompts in, texts out, in the caller's process and thread.
 
-Decides what counts as a prompt, and how the results of one call are put together; everything else is the engine's.
+Decides how the results of one call are put together; everything else is the engine's, or `inputs`'.
 """
 
 import os
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields
 from itertools import count
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from inflight.config import EngineConfig
-from inflight.demo_model import DEMO_MODEL
 from inflight.engine import AcceptedRequest, Engine
-from inflight.errors import InvalidRequestError, ModelError
+from inflight.errors import InvalidRequestError
 from inflight.execution.model import ModelSource, check_source
+from inflight.inputs import (
+    TEMPLATE_OPTIONS,
+    Messages,
+    Prompt,
+    check_chat,
+    engine_config,
+    load_tokenizer,
+    model_source,
+    read_prompt,
+)
 from inflight.model_info import ModelInfo
 from inflight.observe.progress import with_progress
 from inflight.options import refuse_unknown_options
 from inflight.outputs import RequestOutput, SequenceOutput, TextDelta
 from inflight.params import SamplingParams
 from inflight.text.collector import Collector
-from inflight.text.tokenizer import Tokenizer
-
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages"."""
-
-Messages: TypeAlias = Sequence[Mapping[str, Any]]
-"""A chat: dicts with "role" and "content"."""
-
-TEMPLATE_OPTIONS = {"chat_template", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
-"""What a chat may carry besides its messages, for the template."""
 
 
 class LLM:
@@ -58,16 +54,11 @@ class LLM:
         tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         **options: Any,
     ) -> None:
-        refuse_unknown_options(options, [field.name for field in fields(EngineConfig)], "LLM")
-        for name in ("dtype", "device"):  # torch.bfloat16 and torch.device("cuda") are welcome, too
-            if isinstance(options.get(name), torch.dtype | torch.device):
-                options[name] = str(options[name]).removeprefix("torch.")
-        config = EngineConfig(**options)
-        model = _model_source(model)
-        if isinstance(model, str):
-            check_source(model, config)
-        self.tokenizer = _load_tokenizer(model, tokenizer, config)
-        self.engine = Engine(model, config, self.tokenizer)
+        config, source = engine_config(options, "LLM"), model_source(model)
+        if isinstance(source, str):
+            check_source(source, config)
+        self.tokenizer = load_tokenizer(source, tokenizer, config)
+        self.engine = Engine(source, config, self.tokenizer)
         self._streams: dict[str, _Stream] = {}
         self._request_ids = count()
 
@@ -78,15 +69,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used when no parameters are given: the model's `generation_config`, else `SamplingParams()`."""
-        asked = self.engine.runner.generation_config.to_diff_dict()
-        defaults = {
-            name: asked[name] for name in ("temperature", "top_k", "top_p", "min_p") if asked.get(name) is not None
-        }
-        if asked.get("do_sample") is False:
-            defaults = {"temperature": 0.0}
-        if asked.get("max_new_tokens") is not None:
-            defaults["max_tokens"] = asked["max_new_tokens"]
-        return SamplingParams(**defaults)
+        return self.engine.default_sampling_params()
 
     def generate(
         self,
@@ -128,8 +111,7 @@ class LLM:
                 `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs` (variables of the template).
         """
         refuse_unknown_options(template_options, TEMPLATE_OPTIONS, "LLM.chat")
-        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            raise InvalidRequestError(f"messages is {messages!r}; a chat is a list of dicts with a role and a content")
+        check_chat(messages)
         is_one = isinstance(messages[0], Mapping)
         chats = [messages] if is_one else messages
         prompts = [{"messages": chat, **template_options} for chat in chats]
@@ -181,42 +163,12 @@ class LLM:
         return stream
 
     def _accept(self, stream: "_Stream", index: int, prompt: Prompt, params: SamplingParams, priority: int) -> None:
-        text, token_ids = self._tokenize(prompt)
+        text, token_ids, cache_salt = read_prompt(prompt, self.tokenizer)
         request_id = str(next(self._request_ids))
-        cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         accepted = self.engine.accept(request_id, token_ids, params, priority=priority, cache_salt=cache_salt)
         prompt_token_ids = list(accepted.request.prompt_token_ids)
         stream.accepted.append(accepted)
         stream.collectors[request_id] = Collector(request_id, text, prompt_token_ids, params, self.tokenizer, index)
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        """A prompt's text, if it has one, and its token ids."""
-        if isinstance(prompt, str):
-            if not prompt:  # whatever tokens the tokenizer would put around it
-                raise InvalidRequestError("the prompt is empty; it must have at least one character")
-            return prompt, self._tokenizer_for("text").encode(prompt)
-        if isinstance(prompt, Mapping):
-            kind = next((key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt), None)
-            extra = set(prompt) - {kind, "cache_salt"} - (TEMPLATE_OPTIONS if kind == "messages" else set())
-            if kind is None or extra:
-                raise InvalidRequestError(
-                    'a prompt given as a dict must have the key "prompt", "prompt_token_ids" or "messages" and no '
-                    f'other but "cache_salt"; it has {sorted(map(str, prompt))}'
-                )
-            if kind == "messages":
-                options = {name: prompt[name] for name in prompt if name in TEMPLATE_OPTIONS}
-                return None, self._tokenizer_for("a chat").chat(_messages(prompt["messages"]), **options)
-            return self._tokenize(prompt[kind])
-        if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
-            return None, prompt
-        raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; it must be text, token ids, or a dict")
-
-    def _tokenizer_for(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequestError(
-                f"the prompt is {what}, but this model has no tokenizer; give token ids, or LLM a tokenizer"
-            )
-        return self.tokenizer
 
     def _run(self, stream: "_Stream") -> Generator[TextDelta, None, None]:
         """Submit a call's requests and step the engine until the last has finished."""
@@ -255,41 +207,3 @@ def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     if isinstance(prompts, str | Mapping):
         return True
     return not isinstance(prompts, Sequence) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-
-
-def _messages(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
-        raise InvalidRequestError(f"messages is {messages!r}; a chat is a list of dicts with a role and a content")
-    return [dict(message) for message in messages]
-
-
-def _model_source(model: object) -> str | PreTrainedModel:
-    """What was given as a model, `~` expanded; None is the embedded one."""
-    if model is None:
-        return str(DEMO_MODEL)
-    if isinstance(model, PreTrainedModel):
-        return model
-    if isinstance(model, str | os.PathLike):
-        return os.path.expanduser(os.fspath(model))
-    raise ModelError(
-        f"the model is a {type(model).__name__}; it must be a hub id, a folder, or a transformers PreTrainedModel"
-    )
-
-
-def _load_tokenizer(
-    model: str | PreTrainedModel,
-    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
-    config: EngineConfig,
-) -> Tokenizer | None:
-    if isinstance(tokenizer, PreTrainedTokenizerBase):
-        return Tokenizer(tokenizer)
-    if tokenizer is None and isinstance(model, PreTrainedModel):
-        return None
-    source = model if tokenizer is None else tokenizer
-    if not isinstance(source, str | os.PathLike):
-        raise ModelError(f"the tokenizer is a {type(source).__name__}; it must be a hub id, a folder, or a loaded one")
-    name = os.path.expanduser(os.fspath(source))
-    loaded = Tokenizer.load(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
-    if loaded is None and tokenizer is not None:
-        raise ModelError(f"there is no tokenizer in {name!r}")
-    return loaded

@@ -1,4 +1,4 @@
-"""`StepRecord`: what one step did, as plain data: for live views, timelines and counters."""
+"""`StepRecord`: what one step did; `EngineStats`: what all did. Plain data: for live views, timelines and counters."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -45,3 +45,37 @@ class StepRecord:
     def num_tokens(self) -> int:
         """Tokens that the step computed."""
         return sum(span.length for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """An engine's totals since it was started, and its state now.
+
+    Attributes:
+        num_requests: that were queued (those refused are not counted).
+        num_prompt_tokens: of sequences that have been admitted, each once.
+        num_cached_tokens: of these, how many did not have to be computed.
+        num_generated_tokens: that were reported to callers.
+        num_running, num_waiting: sequences with and without a slot.
+        num_blocks_used, num_blocks_cached, num_blocks_free: blocks held by a sequence, held by nobody with content that
+            can be found, and the rest.
+        num_crashes: how often the engine died before and was started anew; all else counts from its last start.
+    """
+
+    num_requests: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    num_steps: int
+    num_preemptions: int
+    num_running: int
+    num_waiting: int
+    num_blocks_used: int
+    num_blocks_cached: int
+    num_blocks_free: int
+    num_crashes: int = 0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """The share of prompt tokens that did not have to be computed."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0

@@ -4,6 +4,7 @@ Runs in the caller's process. Knows tokens and texts, nothing of steps or of oth
 """
 
 import time
+from dataclasses import replace
 
 from inflight.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceOutput, TextDelta
 from inflight.params import SamplingParams
@@ -60,6 +61,14 @@ class Collector:
             finish_reason=news.finish_reason,
             output=self.output if self.output.finished else None,
         )
+
+    def snapshot(self) -> RequestOutput:
+        """All that there is so far, with its text; what comes later leaves it as it is."""
+        outputs = [
+            replace(each, token_ids=each.token_ids.copy(), text=self._texts[each.index].text if self._texts else "")
+            for each in self.output.outputs
+        ]
+        return replace(self.output, outputs=outputs, metrics=replace(self.output.metrics))
 
     def _measure(self, news: SequenceOutput) -> None:
         metrics, now = self.output.metrics, time.monotonic()

@@ -77,9 +77,9 @@ class BlockPool:
             self._drop(block)
         del table[:]
 
-    def is_used(self, block: int) -> bool:
-        """Whether anybody holds this block."""
-        return self._num_references[block] > 0
+    def num_holders(self, block: int) -> int:
+        """How many tables name this block."""
+        return self._num_references[block]
 
     # ------------------------------------------------------------------------------------- finding content
 

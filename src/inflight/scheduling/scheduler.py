@@ -22,6 +22,7 @@ no tensor, no clock, no randomness.
 
 import heapq
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Scheduler:
 
     Args:
         block_pool: the cache's blocks.
-        max_num_seqs: slots.
+        max_num_seqs: slots; no more than `max_num_batched_tokens` are used, so that each decode gets its token.
         max_num_batched_tokens: the token budget of a step.
         max_prefill_tokens_per_step: of these, how many may go to sequences that owe more than one token while others
             decode; None: all that the decodes leave.
@@ -84,14 +85,16 @@ class Scheduler:
         self._waiting = WaitingQueue(aging_steps)
         self._running: dict[int, Sequence] = {}
         self._of_request: dict[str, dict[int, Sequence]] = {}  # its unfinished sequences
-        self._free_slots = list(range(max_num_seqs))  # a heap: the lowest is taken first, so lanes stay together
+        num_slots = min(max_num_seqs, max_num_batched_tokens)
+        self._free_slots = list(range(num_slots))  # a heap: the lowest is taken first, so lanes stay together
         self._released_slots: set[int] = set()
         self._next_sequence_id = 0
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
         self._blocks_in_flight: list[int] = []  # findable already, valid once the step has succeeded
-        self._changed_in_flight: dict[Sequence, None] = {}  # who counts on what the step in flight is to do
-        self._copies: list[tuple[int, int]] = []
+        self._copies: list[tuple[int, int]] = []  # of the step in flight, or of the next
+        # Who counts on what that step is to do, and how many tokens each had without it:
+        self._num_computed_before: dict[Sequence, int] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -120,24 +123,24 @@ class Scheduler:
         """Queue the request's sequences. The door has made sure that each can run to its end alone in the cache."""
         sequences = self._of_request[request.request_id] = {}
         for index in range(request.num_sequences):
-            sequence = Sequence(self._next_sequence_id, request, index, list(request.prompt_token_ids))
-            sequence.parent = self._root(sequence)
+            sequence = Sequence(self._next_sequence_id, request, index, list(request.prompt_token_ids), self.num_steps)
             self._next_sequence_id += 1
+            self._forget_progress(sequence)
             sequences[sequence.sequence_id] = sequence
-            self._waiting.push(sequence, self.num_steps)
+            self._waiting.push(sequence)
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if there is nothing to compute. To be committed or failed before the next call."""
         if self._in_flight is not None:
             raise RuntimeError("the step planned before is still in flight: commit or fail it first")
-        self.num_steps += 1
         lengths: dict[Sequence, int] = {}
-        self._changed_in_flight.clear()
-        self._copies.clear()
-        self._make_room_for_better_ones()
-        budget, has_preempted = self._schedule_running(lengths)
-        if not has_preempted:  # else blocks are short, and those given back belong to those who asked for them
+        running = self._in_service_order()
+        self._make_room_for_the_best(running)
+        num_preemptions = self.num_preemptions
+        budget = self._schedule_running(running, lengths)
+        if self.num_preemptions == num_preemptions:  # else blocks given back belong to those who asked for them
             self._admit_waiting(lengths, budget)
+        self.num_steps += 1
         if not lengths:
             return None
         self._in_flight = self._make_plan(lengths)
@@ -213,52 +216,60 @@ class Scheduler:
         running = list(self._running.values())
         return running if self._waiting.aging_steps is None else sorted(running, key=self._service_order)
 
-    def _make_room_for_better_ones(self) -> None:
-        """Preempt for the best waiting sequence, if it lacks a slot or blocks and strictly worse ones can give them."""
+    def _make_room_for_the_best(self, running: list[Sequence]) -> None:
+        """Preempt for the best waiting sequence, if it lacks a slot or blocks and strictly worse ones can give them.
+
+        A block that several share is free once all of them are gone.
+        """
         if self._waiting.aging_steps is None or (best := self._waiting.best(self.num_steps)) is None:
             return
         priority = self._waiting.effective_priority(best, self.num_steps)
-        running, victims = self._in_service_order(), []
-        num_slots, num_blocks = len(self._free_slots), self.block_pool.num_available
-        num_needed = self.block_pool.num_blocks_for(len(best.token_ids))
-        while num_slots < 1 or num_blocks < num_needed:
-            if not running or self._waiting.effective_priority(running[-1], self.num_steps) <= priority:
+        num_missing, shared = self._num_missing_blocks(best)
+        num_slots, num_victims, held = len(self._free_slots), 0, Counter[int]()
+        while num_slots < 1 or num_missing > 0:
+            if num_victims == len(running):
                 return
-            victims.append(running.pop())
+            victim = running[-1 - num_victims]
+            if self._waiting.effective_priority(victim, self.num_steps) <= priority:
+                return
+            num_victims += 1
             num_slots += 1
-            num_blocks += len(victims[-1].block_table)  # at most: some may be shared
-        for victim in victims:
-            self._preempt(victim)
+            held.update(victim.block_table)
+            given_back = (b for b in victim.block_table if held[b] == self.block_pool.num_holders(b))
+            num_missing -= sum(block not in shared for block in given_back)
+        for _ in range(num_victims):
+            self._preempt(running.pop())
 
-    def _schedule_running(self, lengths: dict[Sequence, int]) -> tuple[int, bool]:
-        """Give running sequences their tokens, preempting the worst as needed; the budget left, and whether so.
+    def _schedule_running(self, running: list[Sequence], lengths: dict[Sequence, int]) -> int:
+        """Give running sequences their tokens, preempting the worst as needed; returns the budget left for others.
 
         Prefills are looked at after all decodes, best first, so one that has its span is never preempted by another:
         whoever shares what it is about to compute can rely on it.
         """
-        budget, num_preemptions = self.max_num_batched_tokens, self.num_preemptions
-        running = self._in_service_order()
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in running:
             (decodes if sequence.num_uncomputed_tokens == 1 else prefills).append(sequence)
+        budget = num_prefill_tokens = self.max_num_batched_tokens
         for sequence in decodes:
             budget -= self._schedule(sequence, 1, lengths, running)
         if lengths and self.max_prefill_tokens_per_step is not None:
-            budget = min(budget, self.max_prefill_tokens_per_step)
+            num_prefill_tokens = self.max_prefill_tokens_per_step
         for sequence in prefills:
             if sequence.slot is not None and not self._waits_for_sibling(sequence):
                 self._reuse(sequence)
-                budget -= self._schedule(sequence, min(sequence.num_uncomputed_tokens, budget), lengths, running)
-        return budget, self.num_preemptions > num_preemptions
+                length = min(sequence.num_uncomputed_tokens, budget, num_prefill_tokens)
+                budget -= self._schedule(sequence, length, lengths, running)
+                num_prefill_tokens -= lengths.get(sequence, 0)
+        return min(budget, num_prefill_tokens)
 
     def _admit_waiting(self, lengths: dict[Sequence, int], budget: int) -> None:
         """Give slots to waiting sequences while there is budget for a token and room for all that they owe."""
         while self._free_slots and budget > 0:
             sequence = self._waiting.best(self.num_steps)
-            if sequence is None or not self._has_room_for(sequence):
+            if sequence is None or self._num_missing_blocks(sequence)[0] > 0:
                 return
-            self._waiting.remove(sequence, self.num_steps)
+            self._waiting.remove(sequence)
             sequence.slot = heapq.heappop(self._free_slots)
             self._running[sequence.sequence_id] = sequence
             if sequence.num_preemptions == 0:
@@ -282,12 +293,17 @@ class Scheduler:
             self._remember(sequence, sequence.num_computed_tokens + length, in_flight=True)
         return length - num_returned
 
-    def _has_room_for(self, sequence: Sequence) -> bool:
-        """Whether enough blocks are available for all that a waiting sequence owes."""
-        num_needed = self.block_pool.num_blocks_for(len(sequence.token_ids))
-        if num_needed > self.block_pool.num_available:
-            num_needed -= sum(self.block_pool.is_used(block) for block in self._find_cached(sequence))
-        return num_needed <= self.block_pool.num_available
+    def _num_missing_blocks(self, sequence: Sequence) -> tuple[int, set[int]]:
+        """How many blocks lack for all that a waiting sequence owes; and, if any, those in use that it is to share."""
+        num_missing = self.block_pool.num_blocks_for(len(sequence.token_ids)) - self.block_pool.num_available
+        if num_missing <= 0:
+            return num_missing, set()
+        found = self._find_cached(sequence)
+        shared = {block for block in found if self.block_pool.num_holders(block)}
+        if (source := self._fork_source(sequence)) is not None:
+            num_full_blocks = (sequence.num_prompt_tokens - 1) // self.block_pool.block_size
+            shared.update(source.block_table[len(found) : num_full_blocks])
+        return num_missing - len(shared), shared
 
     def _make_plan(self, lengths: dict[Sequence, int]) -> StepPlan:
         spans: list[Span] = []
@@ -310,13 +326,11 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take back everything that a running sequence holds; it waits to be computed again."""
-        table = set(sequence.block_table)
-        self._copies = [copy for copy in self._copies if copy[1] not in table]
         self._release(sequence)
         self._forget_progress(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.push(sequence, self.num_steps)
+        self._waiting.push(sequence)
 
     # ---------------------------------------------------------------------------------------- reuse
 
@@ -327,8 +341,8 @@ class Scheduler:
 
     def _reuse(self, sequence: Sequence) -> None:
         """Before a sequence computes anything more: take what is there, all but its last token."""
-        block_size, num_before = self.block_pool.block_size, sequence.num_computed_tokens
-        if not num_before == len(sequence.block_table) * block_size == sequence.num_known_blocks * block_size:
+        num_computed, block_size = sequence.num_computed_tokens, self.block_pool.block_size
+        if not num_computed == len(sequence.block_table) * block_size == sequence.num_known_blocks * block_size:
             return  # in the middle of a block
         for block in self._find_cached(sequence):
             self.block_pool.share(sequence.block_table, block)
@@ -336,14 +350,20 @@ class Scheduler:
             assert node is not None
             sequence.parent = node.number
             sequence.num_known_blocks += 1
-            sequence.num_computed_tokens += block_size
+        self._take_over(sequence, sequence.num_known_blocks * block_size)
         if (source := self._fork_source(sequence)) is not None:
             self._fork(sequence, source)
-        if sequence.num_computed_tokens > num_before:
-            self._changed_in_flight[sequence] = None
+
+    def _take_over(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many tokens of a sequence count as computed now, though it did not compute them."""
+        num_new = num_tokens - sequence.num_computed_tokens
+        if num_new == 0:
+            return
+        self._num_computed_before.setdefault(sequence, sequence.num_computed_tokens)
+        sequence.num_computed_tokens = num_tokens
         if sequence.num_preemptions == 0 and sequence.num_output_tokens == 0:
-            sequence.num_cached_tokens += sequence.num_computed_tokens - num_before
-            self.num_cached_tokens += sequence.num_computed_tokens - num_before
+            sequence.num_cached_tokens += num_new
+            self.num_cached_tokens += num_new
 
     def _find_cached(self, sequence: Sequence) -> list[int]:
         """The blocks that follow those a sequence has, found by their content; its last token is never among them."""
@@ -382,23 +402,25 @@ class Scheduler:
             sequence.parent = node.number
             sequence.num_known_blocks += 1
         if in_flight:
-            self._changed_in_flight[sequence] = None
+            self._num_computed_before.setdefault(sequence, sequence.num_computed_tokens)
 
     def _siblings(self, sequence: Sequence) -> Iterator[Sequence]:
         """The other running sequences of its request whose blocks can be shared with it."""
         if sequence.request.num_sequences > 1:
-            root = self._root(sequence)
             for sibling in self._of_request[sequence.request.request_id].values():
-                if sibling is not sequence and sibling.slot is not None and self._root(sibling) == root:
+                if sibling is not sequence and sibling.slot is not None and sibling.root == sequence.root:
                     yield sibling
 
     def _fork_source(self, sequence: Sequence) -> Sequence | None:
-        """A sibling that has computed the whole prompt but, perhaps, its last token."""
+        """A sibling that has computed the whole prompt but, perhaps, its last token, and without the next step."""
         num_shared = sequence.num_prompt_tokens - 1
         if sequence.num_computed_tokens >= num_shared:
             return None
-        ready = (s for s in self._siblings(sequence) if s.num_computed_tokens >= num_shared)
-        return next((sibling for sibling in ready if sibling not in self._changed_in_flight), None)
+        for sibling in self._siblings(sequence):
+            num_computed = self._num_computed_before.get(sibling, sibling.num_computed_tokens)
+            if num_computed >= num_shared:
+                return sibling
+        return None
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         """Whether one that came before it is computing the prompt for both."""
@@ -417,7 +439,7 @@ class Scheduler:
         if num_copied:
             self.block_pool.grow(sequence.block_table, num_tokens)
             self._copies.append((source.block_table[num_shared], sequence.block_table[num_shared]))
-        sequence.num_computed_tokens = num_tokens
+        self._take_over(sequence, num_tokens)
 
     # ---------------------------------------------------------------------------------------- letting go
 
@@ -427,6 +449,8 @@ class Scheduler:
             raise RuntimeError("this plan is not the step in flight")
         self._in_flight = None
         self._blocks_in_flight.clear()
+        self._copies.clear()
+        self._num_computed_before.clear()
         for sequence in self._released_at_commit:
             self._give_back(sequence)
         self._released_at_commit.clear()
@@ -435,8 +459,9 @@ class Scheduler:
         """The same for a step that did not do what it was to do: whoever relied on that starts over."""
         for block in self._blocks_in_flight:
             self.block_pool.forget(block)
+        changed = list(self._num_computed_before)
         self._land(plan)
-        for sequence in self._changed_in_flight:
+        for sequence in changed:
             if sequence.slot is not None:
                 self._start_over(sequence)
 
@@ -449,17 +474,22 @@ class Scheduler:
         self._forget_progress(sequence)
 
     def _forget_progress(self, sequence: Sequence) -> None:
+        self._num_computed_before.pop(sequence, None)
         sequence.num_computed_tokens = sequence.num_known_blocks = 0
-        sequence.parent = self._root(sequence)
+        sequence.root = sequence.parent = self._root(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
-        """Forget a finished sequence."""
+        """Forget a finished sequence; siblings that wait for its prompt are forked from it first."""
+        if sequence.slot is not None and self._in_flight is None:
+            for sibling in self._siblings(sequence):
+                if not sibling.block_table and self._fork_source(sibling) is sequence:
+                    self._fork(sibling, sequence)
         siblings = self._of_request[sequence.request.request_id]
         del siblings[sequence.sequence_id]
         if not siblings:
             del self._of_request[sequence.request.request_id]
         if sequence.slot is None:
-            self._waiting.remove(sequence, self.num_steps)
+            self._waiting.remove(sequence)
         else:
             self._release(sequence)
 
@@ -474,6 +504,7 @@ class Scheduler:
     def _give_back(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
         self.block_pool.release(sequence.block_table)
+        self._copies = [copy for copy in self._copies if self.block_pool.num_holders(copy[1])]
         heapq.heappush(self._free_slots, sequence.slot)
         self._released_slots.add(sequence.slot)
         sequence.slot = None

@@ -40,24 +40,26 @@ class Sequence:
     nothing computed and everything that it generated still in `token_ids`.
 
     Attributes:
+        arrival: the first step that it could have been part of.
+        root: under which its keys and values are found, as they are being computed now.
         parent, num_known_blocks: so many of its first blocks can be found in the prefix cache; the node of the last.
         num_cached_tokens: prompt tokens that it did not have to compute when it first ran.
-        num_steps_waited: steps that it was without a slot, so far as they are counted (a waiting one's are running up).
     """
 
     sequence_id: int
     request: Request
     index: int
     token_ids: list[int]
+    arrival: int
     num_computed_tokens: int = 0
     block_table: "array[int]" = field(default_factory=lambda: array("i"))
     slot: int | None = None
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
+    root: Root = field(default_factory=Root)
     parent: Parent = field(default_factory=Root)
     num_known_blocks: int = 0
     num_cached_tokens: int = 0
-    num_steps_waited: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,9 +1,11 @@
 """`WaitingQueue`: who is next. Decides the order in which sequences are served, and nothing else.
 
 Effective priority = priority - floor(steps waited / aging_steps); lower comes first, and of equals who came first. So
-nobody waits for ever behind better ones that keep coming. The steps waited by step `now` are `now - since`, and among
-sequences with equal `since % aging_steps` the floor differs only by a constant: each such residue keeps a heap whose
-order never changes, and the best of all is the best of their heads.
+nobody waits for ever behind better ones that keep coming. Steps are counted from a sequence's arrival on, also while it
+runs: one that came later and is not better can never catch up with it and take its place.
+
+Written out, floor((now - arrival) / aging_steps) differs among sequences with equal `arrival % aging_steps` only by a
+constant: each such residue keeps a heap whose order never changes, and the best of all is the best of their heads.
 """
 
 import heapq
@@ -12,8 +14,8 @@ from typing import TypeAlias
 
 from inflight.scheduling.sequence import Sequence
 
-Entry: TypeAlias = tuple[int, int, int]
-"""(priority + since // aging_steps, sequence id, since): what orders the sequences of one residue, best first."""
+Entry: TypeAlias = tuple[int, int]
+"""(priority + arrival // aging_steps, sequence id): what orders the sequences of one residue, best first."""
 
 MOST_STALE = 64
 """So many entries of sequences that have left may stay in the heaps, besides one for each that waits."""
@@ -23,22 +25,18 @@ class WaitingQueue:
     """Waiting sequences, best first.
 
     Args:
-        aging_steps: a waiting sequence gains one priority for each so many steps; None: priorities don't count at all,
-            who came first is first.
+        aging_steps: a sequence gains one priority for each so many steps; None: priorities don't count at all, who came
+            first is first.
     """
 
     def __init__(self, aging_steps: int | None) -> None:
         self.aging_steps = aging_steps
         self._waiting: dict[int, Sequence] = {}
-        self._since: dict[int, int] = {}  # the step from which each would have waited without a break
         self._heaps: dict[int, list[Entry]] = {}  # by residue; those who have left are dropped when they come up
         self._num_entries = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.sequence_id in self._waiting
 
     def __iter__(self) -> Iterator[Sequence]:
         """All, in no order."""
@@ -48,17 +46,16 @@ class WaitingQueue:
         """The waiting sequence of this id."""
         return self._waiting.get(sequence_id)
 
-    def push(self, sequence: Sequence, now: int) -> None:
-        """Let a sequence wait from step `now` on; what it has waited before counts."""
+    def push(self, sequence: Sequence) -> None:
+        """Let a sequence wait."""
         self._waiting[sequence.sequence_id] = sequence
-        self._since[sequence.sequence_id] = now - sequence.num_steps_waited
         self._enter(sequence)
 
     def best(self, now: int) -> Sequence | None:
         """Who is to be served first in step `now`."""
         heads = []
         for residue, heap in list(self._heaps.items()):
-            while heap and self._since.get(heap[0][1]) != heap[0][2]:
+            while heap and heap[0][1] not in self._waiting:
                 heapq.heappop(heap)
                 self._num_entries -= 1
             if not heap:
@@ -68,10 +65,9 @@ class WaitingQueue:
             heads.append((heap[0][0] - aged, heap[0][1]))
         return self._waiting[min(heads)[1]] if heads else None
 
-    def remove(self, sequence: Sequence, now: int) -> None:
-        """Take a sequence out; the steps that it has waited are its own now."""
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out."""
         del self._waiting[sequence.sequence_id]
-        sequence.num_steps_waited = now - self._since.pop(sequence.sequence_id)
         if self._num_entries > 2 * len(self._waiting) + MOST_STALE:
             self._heaps.clear()
             self._num_entries = 0
@@ -82,13 +78,12 @@ class WaitingQueue:
         """Of any sequence, waiting or not; the same for all where priorities don't count."""
         if self.aging_steps is None:
             return 0
-        since = self._since.get(sequence.sequence_id)
-        waited = sequence.num_steps_waited if since is None else now - since
-        return sequence.request.priority - waited // self.aging_steps
+        return sequence.request.priority - (now - sequence.arrival) // self.aging_steps
 
     def _enter(self, sequence: Sequence) -> None:
-        since = self._since[sequence.sequence_id]
-        quotient, residue = (0, 0) if self.aging_steps is None else divmod(since, self.aging_steps)
-        priority = 0 if self.aging_steps is None else sequence.request.priority
-        heapq.heappush(self._heaps.setdefault(residue, []), (priority + quotient, sequence.sequence_id, since))
+        priority = quotient = residue = 0
+        if self.aging_steps is not None:
+            priority = sequence.request.priority
+            quotient, residue = divmod(sequence.arrival, self.aging_steps)
+        heapq.heappush(self._heaps.setdefault(residue, []), (priority + quotient, sequence.sequence_id))
         self._num_entries += 1

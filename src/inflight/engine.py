@@ -19,10 +19,11 @@ from inflight.execution.model import ModelSource
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.sampler import INVALID_TOKEN
 from inflight.model_info import ModelInfo
+from inflight.observe.step_watch import StepWatch
 from inflight.outputs import SequenceOutput
 from inflight.params import SamplingParams
 from inflight.plan import StepPlan
-from inflight.record import EngineStats, SpanKind, SpanRecord, StepRecord
+from inflight.record import ArrivalRecord, EngineStats, StepRecord
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.deadlines import Deadlines
 from inflight.scheduling.door import make_request
@@ -94,6 +95,7 @@ class Engine:
         self.prefill_limit: PrefillLimit | None = None
         """If set, learns from every step how much prefill the next may have."""
         self._deadlines = Deadlines()
+        self._watch = StepWatch(self.scheduler)
         self.observer: Callable[[StepRecord], None] | None = None
         """Called after each step with its record; while it is None no record is made."""
         self._requests: dict[str, LiveRequest] = {}
@@ -171,6 +173,8 @@ class Engine:
         self._requests[accepted.request.request_id] = live
         self._num_requests += 1
         self.scheduler.submit(accepted.request)
+        if self.observer:
+            self._watch.see_arrival(self._arrival_record(accepted.request))
         if accepted.deadline is not None:
             self._deadlines.add(accepted.request.request_id, accepted.deadline)
 
@@ -200,7 +204,7 @@ class Engine:
             plan = self.scheduler.plan()
             if plan is not None:
                 self._welcome(plan, start_time)
-                spans = self._span_records(plan) if self.observer else ()
+                planned = self._watch.see_plan(plan) if self.observer else None
                 self._run(plan)
         except BaseException:
             self.scheduler.discard()
@@ -212,8 +216,9 @@ class Engine:
             self._num_steps += 1
             if self.prefill_limit is not None:
                 self._learn(plan, time.monotonic() - start_time)
-            if self.observer:
-                self.observer(self._record(spans, start_time))
+            if self.observer and planned is not None:
+                duration = time.monotonic() - start_time
+                self.observer(self._watch.record(planned, self._num_steps - 1, start_time, duration))
         outputs, self._outbox = self._outbox, []
         self._num_generated_tokens += sum(len(output.new_token_ids) for output in outputs)
         return outputs
@@ -345,29 +350,13 @@ class Engine:
             num_blocks_free=pool.num_free,
         )
 
-    def _span_records(self, plan: StepPlan) -> tuple[SpanRecord, ...]:
-        records = []
-        for span in plan.spans:
-            sequence = self.scheduler.running(span.sequence_id)
-            is_decode = span.length == 1 and span.start >= len(sequence.request.prompt_token_ids)
-            kind: SpanKind = "chunk" if span.num_logit_rows == 0 else "decode" if is_decode else "prefill"
-            request_id, index = sequence.request.request_id, sequence.index
-            records.append(SpanRecord(span.slot, request_id, index, span.start, span.length, kind))
-        return tuple(records)
-
-    def _record(self, spans: tuple[SpanRecord, ...], start_time: float) -> StepRecord:
-        pool = self.scheduler.block_pool
-        return StepRecord(
-            step=self._num_steps - 1,
-            start_time=start_time,
-            duration=time.monotonic() - start_time,
-            spans=spans,
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
-            num_preemptions=self.scheduler.num_preemptions,
-            num_prompt_tokens=self.scheduler.num_prompt_tokens,
-            num_cached_tokens=self.scheduler.num_cached_tokens,
-            num_blocks_used=pool.num_used,
-            num_blocks_cached=pool.num_cached,
-            num_blocks=pool.num_blocks,
+    @staticmethod
+    def _arrival_record(request: Request) -> ArrivalRecord:
+        return ArrivalRecord(
+            request.request_id,
+            time.monotonic(),
+            request.prompt_token_ids,
+            request.num_sequences,
+            request.priority,
+            request.cache_salt,
         )

@@ -1,22 +1,50 @@
-"""`StepRecord`: what one step did; `EngineStats`: what all did. Plain data: for live views, timelines and counters."""
+"""`StepRecord`: what one step did; `EngineStats`: what all did. Plain data: for timelines, recordings and counters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 SpanKind: TypeAlias = Literal["prefill", "chunk", "decode"]
 
 
-@dataclass(frozen=True, slots=True)
-class SpanRecord:
+class SpanRecord(NamedTuple):
     """One span as it ran: `kind` is "chunk" if it ended before its sequence's last token, "decode" if it computed one
-    generated token, else "prefill" (a prompt's last part, or a preempted sequence's recomputation)."""
+    generated token, else "prefill" (a prompt's last part, or a preempted sequence's recomputation).
+
+    (A named tuple, because many are made in each step: that takes a third of a frozen dataclass's time.)
+    """
 
     slot: int
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     start: int
     length: int
     kind: SpanKind
+
+    @property
+    def num_keys(self) -> int:
+        """Keys that its tokens attend to, all together, where no window limits that."""
+        return self.length * self.start + self.length * (self.length + 1) // 2
+
+
+class PreemptionRecord(NamedTuple):
+    """A sequence that had to give everything back, and the slot that it lost."""
+
+    slot: int
+    request_id: str
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalRecord:
+    """A request that was submitted, and when (seconds of `time.monotonic()`)."""
+
+    request_id: str
+    time: float
+    prompt_token_ids: Sequence[int]
+    num_sequences: int = 1
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +54,10 @@ class StepRecord:
     `num_preemptions`, `num_prompt_tokens` (of admitted sequences) and `num_cached_tokens` (of these, how many did not
     have to be computed) count from the engine's start. Blocks are used (held by a sequence), cached (held by nobody,
     their content can be found), or free.
+
+    Attributes:
+        arrivals: what was submitted since the step before was told of.
+        preempted: who had to make room for this step.
     """
 
     step: int
@@ -40,10 +72,12 @@ class StepRecord:
     num_blocks_used: int
     num_blocks_cached: int
     num_blocks: int
+    arrivals: tuple[ArrivalRecord, ...] = ()
+    preempted: tuple[PreemptionRecord, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computed."""
+        """Tokens that the step computed: what it used of its budget."""
         return sum(span.length for span in self.spans)
 
 

@@ -30,10 +30,20 @@ def random_sizes(rng: random.Random) -> Sizes:
     )
 
 
-def random_prompt(rng: random.Random, world: World) -> list[int]:
-    """One of a few beginnings, or a whole sequence that was given out before, and a tail."""
+def submit_some(rng: random.Random, world: World) -> None:
+    """One request, or several that begin alike: as one of a few beginnings, or as a sequence that has ended."""
     beginning = rng.choice([[0] * 16, [0, 1] * 8, [0, 0, 1, 2] * 4, *world.turns])
-    return [*beginning[: rng.randint(0, 16)], *(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 4)))]
+    num_common = rng.choice([rng.randint(0, 16), len(beginning)])
+    for _ in range(rng.choice([1, 1, 1, 4])):
+        world.submit(
+            [*beginning[:num_common], *(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 4)))],
+            rng.choice([1, 2, 5, 20]),
+            num_sequences=rng.choice([1, 1, 1, 2, 3, 5]),
+            stop_token_ids=frozenset(rng.sample(range(2 * VOCABULARY), 1)),
+            min_output=rng.randint(0, 3),
+            priority=rng.randint(-1, 2),
+            cache_salt=rng.choice([None, None, None, "tenant"]),
+        )
 
 
 def random_samples(rng: random.Random) -> list[list[int]]:
@@ -45,16 +55,8 @@ def random_samples(rng: random.Random) -> list[list[int]]:
 def random_operation(rng: random.Random, world: World) -> None:
     """One thing that may happen, steps most often."""
     what = rng.random()
-    if what < 0.22 and len(world.unfinished) < 24:
-        world.submit(
-            random_prompt(rng, world),
-            rng.choice([1, 2, 5, 20]),
-            num_sequences=rng.choice([1, 1, 1, 2, 3, 5]),
-            stop_token_ids=frozenset(rng.sample(range(2 * VOCABULARY), 1)),
-            min_output=rng.randint(0, 3),
-            priority=rng.randint(-1, 2),
-            cache_salt=rng.choice([None, None, None, "tenant"]),
-        )
+    if what < 0.2 and len(world.unfinished) < 20:
+        submit_some(rng, world)
     elif what < 0.32:
         world.plan()
     elif what < 0.92:

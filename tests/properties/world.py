@@ -140,6 +140,8 @@ class World:
         self.num_preemptions = 0
         self.turns: list[list[int]] = [[]]
         """Whole sequences that have finished, for others to begin with."""
+        self.outcomes: dict[tuple[str, int], tuple[list[int], str]] = {}
+        """For each request and index that has ended: its output, and why it ended."""
         self.contents: dict[int, tuple[Root, tuple[int, ...]]] = {}
         """By node: all tokens up to the end of its block."""
         self.reached: Counter[str] = Counter()
@@ -201,6 +203,7 @@ class World:
             return
         self.follow_reuse(plan)
         self.check_what_is_computed(plan)
+        decodes = [each for each in decodes if each not in preempted]
         self.check_that_the_budget_is_well_spent(plan, decodes, bool(preempted) and not admitted)
         self.lanes.take_in(plan, self.running(), readmitted)
         self.num_plans += 1
@@ -371,8 +374,8 @@ class World:
         """After a step that went wrong a sequence owes what it owed before, or everything if it counted on that."""
         for each in self.running():
             num_kept = each.sequence.num_computed_tokens
+            self.reached["restarts after a step that went wrong"] += num_kept < each.num_computed
             each.num_computed = num_kept if num_kept == each.num_computed_before else 0
-            self.reached["restarts after a step that went wrong"] += each.num_computed < each.num_computed_before
         self.follow_early_forks()
 
     def forget_finished(self) -> None:
@@ -380,6 +383,9 @@ class World:
             if each.finish_reason is not None:
                 assert each.sequence.token_ids == each.token_ids
                 assert each.sequence.finish_reason == each.finish_reason
+                key = (each.request.request_id, each.sequence.index)
+                assert key not in self.outcomes, "a sequence ends once"
+                self.outcomes[key] = (each.token_ids[len(each.request.prompt_token_ids) :], each.finish_reason)
                 self.turns = [*self.turns[-2:], each.token_ids]
                 del self.unfinished[sequence_id]
                 self.reached[f"ended with {each.finish_reason}"] += 1
@@ -426,11 +432,9 @@ class World:
     def check_that_the_budget_is_well_spent(self, plan: StepPlan, decodes: list[Expected], has_preempted: bool) -> None:
         """Decodes first; prefills beside them within their own limit; and nothing is left that could be used."""
         ends = {span.sequence_id: span.end for span in plan.spans}
-        decoding = {each.sequence_id for each in decodes if each.is_running and each.sequence_id in ends}
+        decoding = {each.sequence_id for each in decodes}
+        assert decoding <= ends.keys(), "a decode never waits"
         num_prefill = sum(span.length for span in plan.spans if span.sequence_id not in decoding)
-        for each in decodes:
-            if each.is_running and each.num_computed_before > 0:
-                assert each.sequence_id in ends, "a decode never waits"
         limit = self.sizes.budget
         if self.sizes.max_prefill is not None and decoding:
             limit = self.sizes.max_prefill

@@ -115,8 +115,8 @@ def test_check_names_the_blocks_that_a_table_holds_without_having_taken_them_or_
 def test_check_finds_a_block_that_nobody_holds_and_that_is_not_free_either() -> None:
     pool = BlockPool(4, 1)
     pool.release(grown(pool, 2))
-    pool._given_back.pop()
-    with pytest.raises(RuntimeError, match="the free list is not the set of blocks that nobody holds"):
+    pool._free.pop()
+    with pytest.raises(RuntimeError, match="the free and cached blocks are not those that nobody holds"):
         pool.check([])
 
 

@@ -1,74 +1,23 @@
-"""What the scheduler promises, one example each. Sequences are numbered in the order in which they were submitted."""
+"""What the scheduler promises, one example each, of plain scheduling: nobody shares anything here."""
 
 import pickle
-from typing import Any
 
 import pytest
 
 from inflight.plan import Span, StepPlan
-from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.scheduler import Progress, Scheduler
-from inflight.scheduling.sequence import Request
-
-TOKEN = 7
-"""What the model of these tests always says."""
-
-
-def make_scheduler(
-    num_blocks: int = 100,
-    block_size: int = 1,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 100,
-    recompute_beyond: int | None = None,
-) -> Scheduler:
-    return Scheduler(BlockPool(num_blocks, block_size), max_num_seqs, max_num_batched_tokens, recompute_beyond=recompute_beyond)
-
-
-def submit(scheduler: Scheduler, request_id: str, prompt_len: int, max_output: int = 50, **options: Any) -> None:
-    prompt = list(range(100, 100 + prompt_len))
-    scheduler.submit(Request(request_id, prompt, prompt_len + max_output, **options))
-
-
-def plan_of(scheduler: Scheduler) -> StepPlan:
-    plan = scheduler.plan()
-    assert plan is not None
-    return plan
-
-
-def commit(scheduler: Scheduler, plan: StepPlan, token: int = TOKEN) -> list[Progress]:
-    return scheduler.commit(plan, [[token] * span.num_logit_rows for span in plan.spans])
-
-
-def step(scheduler: Scheduler, token: int = TOKEN) -> list[tuple[int, int, int]]:
-    """Run a step; returns its spans."""
-    plan = plan_of(scheduler)
-    commit(scheduler, plan, token)
-    return spans_of(plan)
-
-
-def spans_of(plan: StepPlan) -> list[tuple[int, int, int]]:
-    """The sequence, start and end of each span."""
-    return [(span.sequence_id, span.start, span.end) for span in plan.spans]
-
-
-def slots_of(plan: StepPlan) -> dict[int, int]:
-    """The slot of each sequence."""
-    return {span.sequence_id: span.slot for span in plan.spans}
-
-
-def run_to_the_end(scheduler: Scheduler, max_num_steps: int = 1000) -> int:
-    """Run steps until nobody is left; returns how many."""
-    for num_steps in range(max_num_steps + 1):
-        if scheduler.num_running + scheduler.num_waiting == 0:
-            return num_steps
-        step(scheduler)
-    raise AssertionError(f"not finished after {max_num_steps} steps")
-
-
-def waiting(scheduler: Scheduler) -> list[int]:
-    """The queue."""
-    return [sequence.sequence_id for sequence in scheduler.sequences() if sequence.slot is None]
-
+from inflight.scheduling.scheduler import Scheduler
+from tests.scheduling.helpers import (
+    TOKEN,
+    commit,
+    make_scheduler,
+    plan_of,
+    run_to_the_end,
+    slots_of,
+    spans_of,
+    step,
+    submit,
+    waiting,
+)
 
 # ------------------------------------------------------------------------------------- one sequence
 
@@ -236,6 +185,17 @@ def test_a_step_has_no_more_tokens_than_the_budget_and_no_more_sequences_than_sl
     assert step(scheduler) == [(0, 2, 3), (1, 2, 3), (2, 1, 2)], "two tokens of the budget are left, but no slot"
 
 
+def test_no_more_run_than_can_each_get_a_token_in_one_step() -> None:
+    """Else some decode would have to wait, or the budget be broken."""
+    scheduler = make_scheduler(max_num_seqs=8, max_num_batched_tokens=4)
+    submit(scheduler, "a", 3, num_sequences=7)
+    for _ in range(5):
+        assert plan_of(scheduler).num_tokens <= 4
+        scheduler.discard()
+        step(scheduler)
+    assert scheduler.num_running == 4
+
+
 def test_with_a_budget_of_one_token_one_sequence_runs_at_a_time() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=1)
     submit(scheduler, "a", 2, max_output=2)
@@ -262,13 +222,13 @@ def test_a_sequence_comes_in_only_when_there_is_room_for_all_that_it_owes() -> N
 
 def test_a_request_with_several_sequences_gives_each_its_own_stream() -> None:
     scheduler = make_scheduler()
-    submit(scheduler, "a", 2, max_output=2, num_sequences=3)
+    submit(scheduler, "a", 1, max_output=2, num_sequences=3)
     plan = plan_of(scheduler)
-    assert spans_of(plan) == [(0, 0, 2), (1, 0, 2), (2, 0, 2)]
+    assert spans_of(plan) == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
     progress = scheduler.commit(plan, [[7], [8], [9]])
-    assert [(p.sequence.index, p.sequence.token_ids[2:]) for p in progress] == [(0, [7]), (1, [8]), (2, [9])]
+    assert [(p.sequence.index, p.sequence.token_ids[1:]) for p in progress] == [(0, [7]), (1, [8]), (2, [9])]
     scheduler.finish(1, "stop")
-    assert step(scheduler) == [(0, 2, 3), (2, 2, 3)]
+    assert step(scheduler) == [(0, 1, 2), (2, 1, 2)]
     assert not scheduler.is_unfinished("a")
 
 
@@ -383,7 +343,7 @@ def test_a_sequence_that_grows_past_the_length_is_computed_anew_in_its_slot_and_
     assert plan.spans == (
         Span(sequence_id=0, slot=0, start=0, token_ids=[100, 101, 102, 7, 7], num_logit_rows=1, sequence_length=5),
     )
-    assert list(plan.tables[0][0]) == [0, 1, 2, 3, 4]
+    assert sorted(plan.tables[0][0]) == [0, 1, 2, 3, 4]
     commit(scheduler, plan)
     assert [step(scheduler) for _ in range(2)] == [[(0, 5, 6)], [(0, 6, 7)]], "once is enough"
     assert scheduler.num_preemptions == 0
@@ -414,6 +374,33 @@ def test_decodes_do_not_wait_while_an_older_sequence_is_computed_anew() -> None:
     assert step(scheduler) == [(0, 3, 4), (1, 1, 2)]
     assert step(scheduler) == [(1, 2, 3), (0, 0, 3)]
     assert step(scheduler) == [(1, 3, 4), (0, 3, 5)]
+
+
+# ------------------------------------------------------------------------------------- prefills beside decodes
+
+
+def test_prefills_beside_decodes_get_no_more_than_their_own_limit() -> None:
+    scheduler = make_scheduler(max_prefill_tokens_per_step=4)
+    submit(scheduler, "a", 10)
+    submit(scheduler, "b", 1)
+    assert step(scheduler) == [(0, 0, 10), (1, 0, 1)], "nobody decodes who could be held up"
+    submit(scheduler, "c", 6)
+    submit(scheduler, "d", 3)
+    assert step(scheduler) == [(0, 10, 11), (1, 1, 2), (2, 0, 4)]
+    assert step(scheduler) == [(0, 11, 12), (1, 2, 3), (2, 4, 6), (3, 0, 2)]
+    assert step(scheduler) == [(0, 12, 13), (1, 3, 4), (2, 6, 7), (3, 2, 3)]
+
+
+def test_the_token_of_a_preempted_decode_is_not_a_prefills_beyond_its_limit() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_prefill_tokens_per_step=3)
+    submit(scheduler, "long", 1)
+    submit(scheduler, "too", 1)
+    submit(scheduler, "decode", 1)
+    submit(scheduler, "victim", 2)
+    scheduler.commit(plan_of(scheduler), [[7] * 3, [7] * 2, [7], [7]])  # as if by speculation
+    plan = plan_of(scheduler)
+    assert spans_of(plan) == [(2, 1, 2), (0, 1, 4)], "five blocks are held, of eight; the two prefills owe five tokens"
+    assert waiting(scheduler) == [3]
 
 
 # ------------------------------------------------------------------------------------- ended from outside

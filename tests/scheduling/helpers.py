@@ -1,0 +1,83 @@
+"""What the tests of the scheduler have in common. Sequences are numbered in the order in which they were submitted."""
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+from inflight.plan import StepPlan
+from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.scheduler import Progress, Scheduler
+from inflight.scheduling.sequence import Request
+
+TOKEN = 7
+"""What the model of these tests always says."""
+
+
+def make_scheduler(
+    num_blocks: int = 100,
+    block_size: int = 1,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 100,
+    enable_prefix_caching: bool = False,
+    **options: Any,
+) -> Scheduler:
+    return Scheduler(
+        BlockPool(num_blocks, block_size),
+        max_num_seqs,
+        max_num_batched_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+        **options,
+    )
+
+
+def submit(
+    scheduler: Scheduler, request_id: str, prompt: int | SequenceOf[int], max_output: int = 50, **options: Any
+) -> None:
+    """Queue a request; a prompt that is a number has so many tokens, the same in every prompt."""
+    prompt = list(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt
+    scheduler.submit(Request(request_id, prompt, len(prompt) + max_output, **options))
+
+
+def plan_of(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.plan()
+    assert plan is not None
+    return plan
+
+
+def commit(scheduler: Scheduler, plan: StepPlan, token: int = TOKEN) -> list[Progress]:
+    return scheduler.commit(plan, [[token] * span.num_logit_rows for span in plan.spans])
+
+
+def step(scheduler: Scheduler, token: int = TOKEN) -> list[tuple[int, int, int]]:
+    """Run a step; returns its spans."""
+    plan = plan_of(scheduler)
+    commit(scheduler, plan, token)
+    return spans_of(plan)
+
+
+def spans_of(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """The sequence, start and end of each span."""
+    return [(span.sequence_id, span.start, span.end) for span in plan.spans]
+
+
+def tables_of(plan: StepPlan) -> dict[int, list[int]]:
+    """The blocks of each sequence."""
+    return {span.sequence_id: list(table) for span, table in zip(plan.spans, plan.tables[0], strict=True)}
+
+
+def slots_of(plan: StepPlan) -> dict[int, int]:
+    """The slot of each sequence."""
+    return {span.sequence_id: span.slot for span in plan.spans}
+
+
+def run_to_the_end(scheduler: Scheduler, max_num_steps: int = 1000) -> int:
+    """Run steps until nobody is left; returns how many."""
+    for num_steps in range(max_num_steps + 1):
+        if scheduler.num_running + scheduler.num_waiting == 0:
+            return num_steps
+        step(scheduler)
+    raise AssertionError(f"not finished after {max_num_steps} steps")
+
+
+def waiting(scheduler: Scheduler) -> list[int]:
+    """The queue."""
+    return [sequence.sequence_id for sequence in scheduler.sequences() if sequence.slot is None]

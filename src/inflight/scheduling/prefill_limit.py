@@ -15,7 +15,7 @@ SMOOTHING = 0.2
 class PrefillLimit:
     """Learns from steps as they are seen. Until it has seen both kinds it allows everything."""
 
-    def __init__(self, stretch: float = 1.0) -> None:
+    def __init__(self, stretch: float = 2.0) -> None:
         self.stretch = stretch
         self._decode_seconds: float | None = None
         self._seconds_per_token: float | None = None

@@ -1,0 +1,13 @@
+"""`Deadlines`: in order of time, each once."""
+
+from inflight.scheduling.deadlines import Deadlines
+
+
+def test_requests_are_due_once_when_their_time_has_come() -> None:
+    deadlines = Deadlines()
+    for request_id, time in (("late", 9.0), ("early", 1.0), ("middle", 5.0)):
+        deadlines.add(request_id, time)
+    assert deadlines.due(0.5) == []
+    assert deadlines.due(5.0) == ["early", "middle"]
+    assert deadlines.due(5.0) == []
+    assert deadlines.due(100.0) == ["late"]

@@ -13,16 +13,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from inflight.async_llm import AsyncLLM
+    from inflight.callback_llm import CallbackLLM
     from inflight.config import EngineConfig
-    from inflight.errors import InvalidRequestError, ModelError
+    from inflight.errors import EngineDeadError, InvalidRequestError, ModelError, QueueFullError
     from inflight.llm import LLM
     from inflight.outputs import CompletionOutput, RequestOutput, TextDelta
     from inflight.params import SamplingParams
+    from inflight.record import EngineStats
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "CallbackLLM": "callback_llm",
     "SamplingParams": "params",
     "EngineConfig": "config",
     "RequestOutput": "outputs",
@@ -30,14 +35,22 @@ _HOMES = {
     "TextDelta": "outputs",
     "InvalidRequestError": "errors",
     "ModelError": "errors",
+    "QueueFullError": "errors",
+    "EngineDeadError": "errors",
+    "EngineStats": "record",
 }
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
+    "CallbackLLM",
     "CompletionOutput",
     "EngineConfig",
+    "EngineDeadError",
+    "EngineStats",
     "InvalidRequestError",
     "ModelError",
+    "QueueFullError",
     "RequestOutput",
     "SamplingParams",
     "TextDelta",

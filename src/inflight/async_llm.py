@@ -1,0 +1,330 @@
+"""`AsyncLLM`: the front for those who serve. Streams of many callers at once, in one event loop or in several.
+
+Decides how one request is followed: text is made here, in the caller's process, when the reader is ready for more, so
+that a slow one gets more at once. The engine runs in a process of its own, or in a thread; `Supervisor` starts it.
+"""
+
+import asyncio
+import os
+import time
+import weakref
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from itertools import chain, count
+from types import TracebackType
+from typing import Any, Self
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from inflight.config import EngineConfig
+from inflight.engine import Engine
+from inflight.engine_process.connection import Connection, ProcessConnection, ThreadConnection
+from inflight.engine_process.messages import Abort, AskStats, Generate, Load, Ready
+from inflight.engine_process.session import Session
+from inflight.engine_process.supervisor import RESTART_DELAYS, Supervisor
+from inflight.errors import InvalidRequestError, ModelError
+from inflight.execution.model import ModelSource, check_source
+from inflight.inputs import (
+    TEMPLATE_OPTIONS,
+    Prompt,
+    TokenizerSource,
+    check_chat,
+    engine_config,
+    load_tokenizer,
+    model_source,
+    read_prompt,
+)
+from inflight.model_info import ModelInfo
+from inflight.options import MAX_FLOAT, check_number, refuse_unknown_options
+from inflight.outputs import RequestOutput, SequenceOutput, TextDelta
+from inflight.params import SamplingParams
+from inflight.record import EngineStats
+from inflight.scheduling.door import make_request
+from inflight.text.collector import Collector
+
+
+class AsyncLLM:
+    """A model that generates for many callers at once, each with a stream of its own.
+
+    The engine starts with the first call, or with `start()` (`async with` does that, and `stop()`). If it dies,
+    whatever waits for it raises `EngineDeadError`, and the next call starts it anew.
+
+    Args:
+        model: a hub id or a local folder; None is the small embedded model.
+        tokenizer: a hub id or a folder; None takes the one in the model's folder or repository.
+        in_process: run the engine in a thread of this process instead of in a process of its own. Then `model` and
+            `tokenizer` may be loaded ones, as for `LLM`.
+        restart_delays: seconds from a crash of the engine to its next start, for each crash in a row that is put up
+            with; after one more every call raises `EngineDeadError` at once, until `stop()` has been called.
+        options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
+
+    Raises:
+        ModelError: there is no such model, or its tokenizer can not be loaded (a `ValueError`). What else is wrong with
+            it shows when the engine starts, and is raised there.
+        ValueError: an option is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource | None = None,
+        tokenizer: TokenizerSource | None = None,
+        *,
+        in_process: bool = False,
+        restart_delays: Sequence[float] = RESTART_DELAYS,
+        **options: Any,
+    ) -> None:
+        config, source = engine_config(options, "AsyncLLM"), model_source(model)
+        load = None if in_process else _load(source, tokenizer, config)
+        if isinstance(source, str):
+            check_source(source, config)
+        loaded = self.tokenizer = load_tokenizer(source, tokenizer, config)
+
+        def connect() -> Connection:
+            if load is not None:
+                return ProcessConnection(load)
+            return ThreadConnection(lambda: Engine(source, config, loaded))
+
+        self._supervisor = Supervisor(connect, restart_delays)
+        self._ready: Ready | None = None
+        self._calls: dict[str, _Call] = {}
+        self._numbers = count()
+        weakref.finalize(self, self._supervisor.stop)  # nobody else will when this one is gone
+
+    # ------------------------------------------------------------------------------------- the engine
+
+    async def start(self) -> None:
+        """Start the engine, if it does not run, and wait until it is loaded. Raises `ModelError`, `EngineDeadError`."""
+        await self._session()
+
+    async def stop(self) -> None:
+        """End the engine and wait until it has ended; whatever is still unfinished raises `EngineDeadError`."""
+        session = self._supervisor.stop()
+        if session is not None:
+            await asyncio.to_thread(session.join)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def stats(self) -> EngineStats:
+        """What the engine has done since it was started, and what it holds now. Waits for the step that is running."""
+        session = await self._session()
+        with session.mailbox() as mailbox:
+            session.send(AskStats(mailbox.address))
+            stats: EngineStats = (await mailbox.read())[0]
+        return replace(stats, num_crashes=self._supervisor.num_crashes)
+
+    async def check_health(self) -> None:
+        """Return once the engine has answered. Raises `EngineDeadError` if it can not be had."""
+        await self.stats()
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What was found out about the model at load, and how it is run. Known from the first start on."""
+        return self._known().model_info
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used when no parameters are given: the model's `generation_config`, else `SamplingParams()`. Known
+        from the first start on."""
+        return self._known().default_params
+
+    # ------------------------------------------------------------------------------------- requests
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate for one prompt; yields all that there is so far, each time that there is more.
+
+        Leaving the loop, or cancelling the task that runs it, aborts the request.
+
+        Args:
+            prompt: text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages" (and "cache_salt").
+            sampling_params: None: the model's own defaults.
+            request_id: to call it by, in `abort`; None: a new one.
+            priority: lower runs first (if `policy="priority"`).
+            cache_salt: only requests of the same salt share cached prefixes.
+            timeout: seconds from now after which it is aborted, if it has not finished.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter is bad, or the `request_id` is in use.
+            QueueFullError: too many wait already (`max_num_waiting`).
+            EngineDeadError: the engine died.
+        """
+        follow = self._follow(prompt, sampling_params, request_id, priority, cache_salt, timeout)
+        async with aclosing(follow) as updates:
+            async for collector, _ in updates:
+                yield collector.snapshot()
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Like `generate`, but yields only what is new, and the whole with the last piece."""
+        follow = self._follow(prompt, sampling_params, request_id, priority, cache_salt, timeout)
+        async with aclosing(follow) as updates:
+            async for _, deltas in updates:
+                for delta in deltas:
+                    yield delta
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+        **template_options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """`generate` for a chat, written out by the tokenizer's chat template.
+
+        Args:
+            messages: dicts with "role" and "content".
+            template_options: `chat_template` (Jinja, instead of the tokenizer's), `tools` (JSON schemas),
+                `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs` (variables of the template).
+        """
+        refuse_unknown_options(template_options, TEMPLATE_OPTIONS, "AsyncLLM.chat")
+        check_chat(messages)
+        prompt = {"messages": messages, **template_options}
+        return self.generate(
+            prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt, timeout=timeout
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """End a request, whose stream then ends with `finish_reason="abort"`; nothing happens if it is unknown."""
+        call = self._calls.get(request_id)
+        if call is not None:
+            call.abort()
+
+    async def _follow(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str | None,
+        timeout: float | None,
+    ) -> AsyncGenerator[tuple[Collector, list[TextDelta]], None]:
+        """One request to its end: what there is so far, and what is new, each time that there is more."""
+        if timeout is not None:
+            check_number("timeout", timeout, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._call(request_id) as call:
+            session = await self._session()
+            text, token_ids, salt = read_prompt(prompt, self.tokenizer)
+            params = session.ready.default_params if params is None else params
+            if not isinstance(params, SamplingParams):
+                raise InvalidRequestError(f"sampling_params is {params!r}; it must be SamplingParams")
+            salt = salt if cache_salt is None else cache_salt
+            info = session.ready.model_info
+            request = make_request(call.request_id, token_ids, params, info, priority=priority, cache_salt=salt)
+            checked = list(request.prompt_token_ids)
+            collector = Collector(call.request_id, text, checked, params, self.tokenizer)
+            with session.mailbox() as mailbox:
+                session.send(Generate(mailbox.address, checked, params, request.priority, salt, deadline))
+                call.reach(session, mailbox.address)
+                try:
+                    while not collector.output.finished:
+                        news = _merged(await mailbox.read())
+                        yield collector, [collector.take_in(each) for each in news]
+                finally:
+                    if not collector.output.finished:
+                        call.abort()
+
+    @contextmanager
+    def _call(self, request_id: str | None) -> "Iterator[_Call]":
+        """A request that goes by its id until the block ends."""
+        if request_id is None:
+            request_id = f"request-{next(self._numbers)}"
+        if request_id in self._calls:
+            raise InvalidRequestError(f"request_id {request_id!r} is in use by an unfinished request")
+        call = self._calls[request_id] = _Call(request_id)
+        try:
+            yield call
+        finally:
+            del self._calls[request_id]
+
+    async def _session(self) -> Session:
+        """The engine, started if it has to be."""
+        started = self._supervisor.start()
+        session = started.result() if started.done() else await asyncio.wrap_future(started)
+        self._ready = session.ready
+        return session
+
+    def _known(self) -> Ready:
+        if self._ready is None:
+            raise RuntimeError("the model is not loaded yet; await start() first")
+        return self._ready
+
+
+class _Call:
+    """A request as its caller knows it; where it runs, as soon as it does."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self._is_aborted = False
+        self._session: Session | None = None
+        self._address = ""
+
+    def reach(self, session: Session, address: str) -> None:
+        """It was sent to be run; if it was aborted before, so it is now."""
+        self._session, self._address = session, address
+        if self._is_aborted:
+            self.abort()
+
+    def abort(self) -> None:
+        """Abort it, or let it be aborted as soon as it runs."""
+        self._is_aborted = True
+        if self._session is not None:
+            self._session.send(Abort(self._address))
+
+
+def _load(model: str | PreTrainedModel, tokenizer: TokenizerSource | None, config: EngineConfig) -> Load:
+    """What another process has to be told to load the same; only names can be told."""
+    for what, given in (("model", model), ("tokenizer", tokenizer)):
+        if isinstance(given, PreTrainedModel | PreTrainedTokenizerBase):
+            raise ModelError(
+                f"the {what} is a loaded {type(given).__name__}, which can not be handed to the engine's process; give "
+                "its hub id or folder, or in_process=True"
+            )
+    assert isinstance(model, str)
+    return Load(_full_name(model), None if tokenizer is None else _full_name(os.fspath(tokenizer)), config)
+
+
+def _full_name(name: str) -> str:
+    """A hub id as it is, a folder in full: the caller may be in another directory when the engine starts anew."""
+    name = os.path.expanduser(name)
+    return os.path.abspath(name) if os.path.isdir(name) else name
+
+
+def _merged(news: list[SequenceOutput]) -> list[SequenceOutput]:
+    """What several steps gave, as if one had: one message for each sequence."""
+    if len(news) == 1:
+        return news
+    of_index: dict[int, list[SequenceOutput]] = {}
+    for each in news:
+        of_index.setdefault(each.index, []).append(each)
+    return [
+        replace(parts[-1], new_token_ids=list(chain.from_iterable(part.new_token_ids for part in parts)))
+        for parts in of_index.values()
+    ]

@@ -1,0 +1,149 @@
+"""`CallbackLLM`: the front for those who serve without asyncio. Each piece of a stream is handed to a function.
+
+An `AsyncLLM` whose event loop runs in a thread of its own, where the functions are called one after another.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from itertools import count
+from typing import Any, TypeVar
+
+from inflight.async_llm import AsyncLLM
+from inflight.errors import EngineDeadError
+from inflight.execution.model import ModelSource
+from inflight.inputs import Prompt, TokenizerSource
+from inflight.outputs import RequestMetrics, RequestOutput, TextDelta
+from inflight.params import SamplingParams
+from inflight.record import EngineStats
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+OnToken = Callable[[TextDelta], object]
+
+
+class CallbackLLM:
+    """A model that generates for many callers at once, and calls them back.
+
+    Arguments and errors are those of `AsyncLLM`. Methods may be called from any thread; `start`, `stop` and `stats`
+    wait, and so must not be called from a callback.
+    """
+
+    def __init__(
+        self, model: ModelSource | None = None, tokenizer: TokenizerSource | None = None, **options: Any
+    ) -> None:
+        self._llm = AsyncLLM(model, tokenizer, **options)
+        self._numbers = count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+
+    def start(self) -> None:
+        """Start the engine, and wait until it is loaded. Raises `ModelError`, `EngineDeadError`."""
+        if self._loop is None:
+            self._is_stopping = False
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="inflight: callbacks", daemon=True)
+            self._thread.start()
+        self._wait(self._llm.start())
+
+    def stop(self) -> None:
+        """End the engine, and wait until every request that was unfinished has had its last call."""
+        if self._loop is None or self._thread is None:
+            return
+        self._wait(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._loop = None
+
+    def stats(self) -> EngineStats:
+        """What the engine has done since it was started, and what it holds now."""
+        return self._wait(self._llm.stats())
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        on_token: OnToken,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+    ) -> str:
+        """Let a request be run, and return its id at once.
+
+        Args:
+            on_token: called with each piece of its stream. The last call, and only that, has the `output` set, whose
+                sequences say why they ended; if the request was refused or the engine died there are none, and its
+                `error` says why. Should be quick: others wait. If it raises, that is logged and its request aborted.
+            prompt, sampling_params, request_id, priority, cache_salt, timeout: as for `AsyncLLM.generate`.
+        """
+        request_id = f"submitted-{next(self._numbers)}" if request_id is None else request_id
+        deltas = self._llm.stream(
+            prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt, timeout=timeout
+        )
+        loop = self._running()
+        loop.call_soon_threadsafe(self._follow_in_task, request_id, deltas, on_token)
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, whose last call then says "abort"; nothing happens if it has ended."""
+        asyncio.run_coroutine_threadsafe(self._llm.abort(request_id), self._running())
+
+    # ------------------------------------------------------------------------------------- in the loop's thread
+
+    def _follow_in_task(self, request_id: str, deltas: AsyncGenerator[TextDelta, None], on_token: OnToken) -> None:
+        task = asyncio.ensure_future(self._follow(request_id, deltas, on_token))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _follow(self, request_id: str, deltas: AsyncGenerator[TextDelta, None], on_token: OnToken) -> None:
+        try:
+            if self._is_stopping:
+                raise EngineDeadError("the engine was stopped")
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    if not _call(on_token, delta):
+                        return
+        except Exception as error:
+            _call(on_token, _last_delta(request_id, error))
+
+    async def _stop(self) -> None:
+        self._is_stopping = True
+        await self._llm.stop()
+        await asyncio.gather(*self._tasks)
+
+    # ------------------------------------------------------------------------------------- in the caller's thread
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise RuntimeError("CallbackLLM is not running; call start() first")
+        return self._loop
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("start(), stop() and stats() wait, and all callbacks with them: call them elsewhere")
+        return asyncio.run_coroutine_threadsafe(work, self._running()).result()
+
+
+def _call(on_token: OnToken, delta: TextDelta) -> bool:
+    try:
+        on_token(delta)
+    except Exception:
+        logger.exception("a callback failed; its request is aborted")
+        return False
+    return True
+
+
+def _last_delta(request_id: str, error: Exception) -> TextDelta:
+    metrics = RequestMetrics(arrival_time=time.monotonic())
+    output = RequestOutput(request_id, None, [], [], metrics, finished=True, error=str(error) or repr(error))
+    return TextDelta(prompt_index=0, index=0, text="", token_ids=[], finish_reason="error", output=output)

@@ -93,8 +93,8 @@ class Lanes:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.owners: dict[int, int] = {}
-        self.perhaps_released: set[int] = set()
-        """Reported with a step that was discarded: may be reported again."""
+        self.reported_in_vain: set[int] = set()
+        """With a step that was discarded: to be reported again."""
 
     def take_in(self, plan: StepPlan, running: list[Expected], readmitted: set[int]) -> None:
         """Follow a plan, and check that the slots which it releases are those that were given up since the last.
@@ -106,8 +106,9 @@ class Lanes:
         given_up = {slot for slot, owner in self.owners.items() if now.get(slot) != owner}
         released = set(plan.released_slots)
         assert len(released) == len(plan.released_slots)
-        assert given_up <= released <= given_up | self.perhaps_released | readmitted
-        self.perhaps_released.clear()
+        given_up |= self.reported_in_vain
+        assert given_up <= released <= given_up | readmitted
+        self.reported_in_vain.clear()
         for span in plan.spans:
             assert 0 <= span.slot < self.num_slots
             assert now[span.slot] == span.sequence_id
@@ -255,7 +256,7 @@ class World:
         """The step in flight, if there is one, is given up halfway."""
         if self.in_flight is not None and (plan := self.take_off()) is not None:
             self.cache.spoil(plan)
-            self.lanes.perhaps_released |= set(plan.released_slots)
+            self.lanes.reported_in_vain |= set(plan.released_slots)
             self.scheduler.discard()
             self.forget_finished()
             self.follow_restarts()
@@ -490,7 +491,9 @@ class World:
         """References are those of the tables, and free + used + cached = all."""
         tables = [each.sequence.block_table for each in self.unfinished.values()]
         if self.in_flight is not None:  # those of the ended are kept until the step in flight has landed
-            tables += [each.sequence.block_table for each in self.hit if each.finish_reason is not None]
+            ended = [each.sequence for each in self.hit if each.finish_reason is not None]
+            assert all(sequence.slot is not None and sequence.block_table for sequence in ended)
+            tables += [sequence.block_table for sequence in ended]
         self.pool.check(tables)
         assert self.pool.num_used == len({block for table in tables for block in table})
         assert self.pool.num_free + self.pool.num_used + self.pool.num_cached == self.pool.num_blocks

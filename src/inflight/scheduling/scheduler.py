@@ -219,7 +219,7 @@ class Scheduler:
     def _make_room_for_the_best(self, running: list[Sequence]) -> None:
         """Preempt for the best waiting sequence, if it lacks a slot or blocks and strictly worse ones can give them.
 
-        A block that several share is free once all of them are gone.
+        For one in each step; a block that several share comes free when all of them are gone.
         """
         if self._waiting.aging_steps is None or (best := self._waiting.best(self.num_steps)) is None:
             return
@@ -264,17 +264,18 @@ class Scheduler:
         return min(budget, num_prefill_tokens)
 
     def _admit_waiting(self, lengths: dict[Sequence, int], budget: int) -> None:
-        """Give slots to waiting sequences while there is budget for a token and room for all that they owe."""
-        while self._free_slots and budget > 0:
-            sequence = self._waiting.best(self.num_steps)
-            if sequence is None or self._num_missing_blocks(sequence)[0] > 0:
+        """Give slots to waiting sequences while there is room for all that they owe, and budget for a token: those who
+        wait for a sibling need none, but have to be there when it has computed the prompt."""
+        while self._free_slots and (sequence := self._waiting.best(self.num_steps)) is not None:
+            waits = self._waits_for_sibling(sequence)
+            if (budget <= 0 and not waits) or self._num_missing_blocks(sequence)[0] > 0:
                 return
             self._waiting.remove(sequence)
             sequence.slot = heapq.heappop(self._free_slots)
             self._running[sequence.sequence_id] = sequence
             if sequence.num_preemptions == 0:
                 self.num_prompt_tokens += sequence.num_prompt_tokens
-            if not self._waits_for_sibling(sequence):
+            if not waits:
                 self._reuse(sequence)
                 budget -= self._schedule(sequence, min(sequence.num_uncomputed_tokens, budget), lengths, [])
 

@@ -11,6 +11,8 @@ from inflight.cli.generate import generate
 from inflight.cli.info import info
 from inflight.cli.race import race
 from inflight.cli.show import show
+from inflight.cli.simulate import simulate
+from inflight.cli.trace import trace
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -19,7 +21,7 @@ def app() -> None:
     """Continuous batching for Hugging Face causal language models."""
 
 
-for command in (generate, info, demo, show, race, bench):
+for command in (generate, info, demo, show, race, bench, trace, simulate):
     app.add_command(command)
 
 

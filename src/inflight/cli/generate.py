@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--jsonl", is_flag=True, help="JSON lines even for a single prompt.")
 @click.option("--chat", is_flag=True, help="Each prompt is a message to answer, by the model's chat template.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
+@click.option("--record", type=Path, help="Write what every step did to a file, for inflight trace and simulate.")
 @sampling_options
 @engine_options
 def generate(
@@ -41,6 +42,7 @@ def generate(
     jsonl: bool,
     chat: bool,
     quiet: bool,
+    record: Path | None,
     **options: Any,
 ) -> None:
     """Generate text for PROMPTS: streamed for one, JSON lines in the prompts' order for many.
@@ -59,14 +61,14 @@ def generate(
     inputs = [_input(line, chat) for line in lines]
     params = [_params(llm, sampling_values(options), line) for line in lines]
     if len(lines) == 1 and params[0].n == 1 and not jsonl and output is None and llm.tokenizer is not None:
-        with closing(llm.stream(inputs[0], params)) as deltas:
+        with _recorded(llm, record), closing(llm.stream(inputs[0], params)) as deltas:
             for delta in deltas:
                 print(delta.text, end="", flush=True)
         print()
         if delta.output is not None and delta.output.error is not None:
             raise click.ClickException(delta.output.error)
         return
-    with out, closing(llm.stream(inputs, params)) as deltas, _interrupts_between_steps(llm):
+    with out, _recorded(llm, record), closing(llm.stream(inputs, params)) as deltas, _interrupts_between_steps(llm):
         _write_in_order(with_progress(deltas, len(lines), enabled=not quiet), lines, out)
 
 
@@ -99,6 +101,22 @@ def _params(llm: "LLM", sampling: dict[str, Any], line: PromptLine) -> "Sampling
 
 
 @contextmanager
+def _recorded(llm: "LLM", path: Path | None) -> Iterator[None]:
+    """Write a recording of what runs meanwhile, if a file is named."""
+    if path is None:
+        yield
+        return
+    from inflight.observe.recorder import Recorder
+
+    with Recorder(path, llm.engine.config, llm.engine.model_info) as recorder:
+        llm.engine.observer = recorder.see
+        try:
+            yield
+        finally:
+            llm.engine.observer = None
+
+
+@contextmanager
 def _interrupts_between_steps(llm: "LLM") -> Iterator[None]:
     """Ctrl-C is heard at the end of a step, so that nothing is half written; a second one does not wait for that."""
     heard = False
@@ -113,12 +131,14 @@ def _interrupts_between_steps(llm: "LLM") -> Iterator[None]:
         if heard:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, hear)
-    llm.engine.observer = pass_on
+    from inflight.observe.recorder import observe_with
+
+    before, observer = signal.signal(signal.SIGINT, hear), llm.engine.observer
+    llm.engine.observer = observe_with(observer, pass_on)
     try:
         yield
     finally:
-        llm.engine.observer = None
+        llm.engine.observer = observer
         signal.signal(signal.SIGINT, before)
 
 

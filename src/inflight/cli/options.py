@@ -18,13 +18,15 @@ from inflight.params import SamplingParams
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _TOKENIZER = (click.option("--tokenizer", help="Hub id or folder of the tokenizer, if it is not the model's own."),)
-_CONFIG = (
+_LOADING = (
     click.option("--dtype", type=click.Choice(DTYPES), help="Of weights, activations and cache."),
     click.option("--device", help="auto (CUDA, else MPS, else CPU), or a device such as cuda:1."),
     click.option("--load-format", type=click.Choice(LOAD_FORMATS), help="dummy: random weights from the config alone."),
     click.option("--trust-remote-code", is_flag=True, default=None, help="Let code that comes with the model run."),
     click.option("--revision", help="Branch, tag or commit of a hub repository."),
     click.option("--attention-backend", type=click.Choice(ATTENTION_BACKENDS), help="How attention is computed."),
+)
+_SCHEDULING = (
     click.option("--max-model-len", type=int, help="Most tokens a sequence can have, prompt and output."),
     click.option("--max-num-seqs", type=int, help="Most sequences that run at once: the number of slots."),
     click.option("--max-num-batched-tokens", type=int, help="Most tokens in a step; longer prompts run in chunks."),
@@ -37,8 +39,9 @@ _CONFIG = (
     ),
     click.option("--block-size", type=int, help="Tokens in a block of the cache."),
     click.option("--num-blocks", type=int, help="Blocks in the cache; else as many as the memory holds."),
-    click.option("--kv-cache-memory", type=int, help="Bytes for keys and values."),
 )
+_CACHE_MEMORY = (click.option("--kv-cache-memory", type=int, help="Bytes for keys and values."),)
+_CONFIG = _LOADING + _SCHEDULING + _CACHE_MEMORY
 _SAMPLING = (
     click.option("--n", type=int, help="Sequences to generate for each prompt."),
     click.option("--max-tokens", type=int, help="Most tokens to generate; else until a stop or a full context."),
@@ -62,6 +65,11 @@ def engine_options(command: Command) -> Command:
 def config_options(command: Command) -> Command:
     """The same without a tokenizer: what `EngineConfig` takes."""
     return _with(_CONFIG, command)
+
+
+def scheduling_options(command: Command) -> Command:
+    """How requests are batched, of all that `EngineConfig` takes."""
+    return _with(_SCHEDULING, command)
 
 
 def sampling_options(command: Command) -> Command:

@@ -1,0 +1,76 @@
+"""`inflight simulate`: how a machine would serve a load, from what its steps cost."""
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from inflight.cli.options import engine_values, scheduling_options
+
+FILE = click.Path(path_type=Path)
+LOAD = ("num_requests", "rate", "shared_prefix_tokens", "shared_prefix_share", "num_prefixes", "seed")
+
+
+@click.command()
+@click.option("--trace", type=FILE, help="Simulate the requests of a recording (inflight generate --record).")
+@click.option("--synthetic", is_flag=True, help="Simulate made-up requests, as the next options say.")
+@click.option("--num-requests", type=click.IntRange(min=1), default=1000, help="How many.")
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests a second; else all at once.")
+@click.option("--prompt-tokens", default="100", help="100, uniform:16:256, exponential:100 or lognormal:100:1.")
+@click.option("--output-tokens", default="exponential:100", help="In the same way.")
+@click.option("--shared-prefix-tokens", type=click.IntRange(min=0), default=0, help="Tokens that prompts begin with.")
+@click.option("--shared-prefix-share", type=click.FloatRange(0, 1), default=1.0, help="Share of prompts that do so.")
+@click.option("--num-prefixes", type=click.IntRange(min=1), default=1, help="Different such beginnings.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the random numbers.")
+@click.option("--fit", type=FILE, multiple=True, help="A recording to learn from what steps cost; may be repeated.")
+@click.option("--step-cost", help='What steps cost, in seconds, as JSON: \'{"fixed": 0.02, "per_token": 0.0001}\'.')
+@click.option("--record", type=FILE, help="Write the simulated run as a recording, for inflight trace.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@scheduling_options
+def simulate(
+    trace: Path | None,
+    synthetic: bool,
+    fit: tuple[Path, ...],
+    step_cost: str | None,
+    record: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Run requests through the real scheduler on a virtual clock: throughput, latencies, preemptions, prefix hits.
+
+    Engine options that are not given are those of the trace, or of the first --fit. What steps cost is fitted to the
+    trace, if it is not given.
+    """
+    if (trace is None) != synthetic:
+        raise click.UsageError("give either --trace FILE or --synthetic")
+    from rich.console import Console
+
+    from inflight.config import EngineConfig
+    from inflight.observe.recorder import Recorder, read_recording
+    from inflight.simulate import Lengths, StepCost, SyntheticLoad, fit_cost, replay
+    from inflight.simulate import simulate as run
+
+    recorded = None if trace is None else read_recording(trace)
+    learned_from = [read_recording(path) for path in fit] or ([recorded] if recorded else [])
+    if step_cost is None and not learned_from:
+        raise click.UsageError("what steps cost is not known: give --fit RECORDING or --step-cost JSON")
+    like = recorded or next(iter(learned_from), None)
+    config = EngineConfig(**engine_values(options)) if like is None else replace(like.config, **engine_values(options))
+    cost = fit_cost(learned_from) if step_cost is None else StepCost.parse(step_cost)
+    requests = replay(recorded) if recorded else SyntheticLoad(
+        **{name: options[name] for name in LOAD},
+        prompt_tokens=Lengths.parse(options["prompt_tokens"]),
+        output_tokens=Lengths.parse(options["output_tokens"]),
+        max_model_len=config.max_model_len,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        observer = stack.enter_context(Recorder(record, config)).see if record else None
+        recompute_beyond = like.model.recompute_beyond if like and like.model else None
+        report = run(requests, config, cost, recompute_beyond=recompute_beyond, observer=observer)
+    if as_json:
+        print(json.dumps({**report.as_dict(), "step_cost": cost.as_dict()}))
+    else:
+        Console().print(report.table())

@@ -1,0 +1,36 @@
+"""`inflight trace RECORDING`: a recorded run as a table, a Chrome/Perfetto trace, a page, or a picture."""
+
+from pathlib import Path
+
+import click
+
+FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+
+@click.command()
+@click.argument("recording", type=click.Path(path_type=Path))
+@click.option("--chrome", type=FILE, help="Write a trace for chrome://tracing or ui.perfetto.dev (JSON).")
+@click.option("--html", type=FILE, help="Write a timeline to zoom into, as one page that needs nothing else.")
+@click.option("--png", type=FILE, help="Write the timeline as a picture (needs matplotlib).")
+def trace(recording: Path, chrome: Path | None, html: Path | None, png: Path | None) -> None:
+    """What happened in a run that was recorded with --record: a table, and timelines as files.
+
+    One lane a slot: prefills, chunks, decodes, who waits in a slot and who was preempted; blocks and queue beneath.
+    """
+    from rich.console import Console
+
+    from inflight.observe.pictures import save_png
+    from inflight.observe.recorder import read_recording
+    from inflight.observe.run_report import report_of
+    from inflight.observe.trace import write_chrome_trace
+    from inflight.observe.trace_figure import trace_figure
+    from inflight.observe.trace_page import write_page
+
+    recorded = read_recording(recording)
+    Console().print(report_of(recorded).table())
+    if chrome is not None:
+        write_chrome_trace(recorded, chrome)
+    if html is not None:
+        write_page(recorded, html, f"inflight: {recording.name}")
+    if png is not None:
+        save_png(trace_figure(recorded), png)

@@ -1,0 +1,204 @@
+"""Recordings: the steps of a run as lines of JSON, written while it runs and read back for traces and the simulator.
+
+The first line says how the engine was configured, for which model, and on which machine; each further line is a
+`StepRecord`. Prompts are not kept. Of each full block of a prompt only a hash is, with a key that nobody keeps, which
+stands for it and all before it: enough to share prefixes in a replay as in the run, and no text can be told from it.
+Knows no engine: whoever runs steps calls `see`.
+"""
+
+import json
+import os
+import platform
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from inflight.config import EngineConfig
+from inflight.model_info import ModelInfo
+from inflight.record import ArrivalRecord, PreemptionRecord, SpanRecord, StepRecord
+
+FORMAT = 1
+STEP_FIELDS = [field.name for field in fields(StepRecord) if field.name != "arrivals"]
+MANY_BYTES = 1 << 16
+"""So much is collected before it is written to the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A run that was recorded.
+
+    Attributes:
+        config: as it ran: `num_blocks` and `max_model_len` are what the model made of them.
+        model: what was run; None for a simulated run.
+        machine: in words: processor, system, versions.
+        steps: in order. The prompts of their arrivals are stand-ins of the same lengths that share the same blocks;
+            salts are part of these.
+    """
+
+    config: EngineConfig
+    model: ModelInfo | None
+    machine: dict[str, str]
+    steps: list[StepRecord]
+
+    @property
+    def arrivals(self) -> list[ArrivalRecord]:
+        """All requests that are known to have been submitted, in order."""
+        return [arrival for step in self.steps for arrival in step.arrivals]
+
+
+class Recorder:
+    """Writes the steps that it sees to a file; close it, or use it in a `with` statement.
+
+    Args:
+        path: is overwritten.
+        config: how the engine was asked to run.
+        model: what is run, and what it made of that; None for a simulation.
+
+    Raises:
+        ValueError: the file can not be written.
+    """
+
+    def __init__(self, path: Path, config: EngineConfig, model: ModelInfo | None = None) -> None:
+        self._path = path
+        self._block_size = config.block_size
+        self._key = os.urandom(16)
+        self._encode = json.JSONEncoder(separators=(",", ":")).encode
+        try:
+            self._file = path.open("w", encoding="utf-8", buffering=MANY_BYTES)
+        except OSError as error:
+            raise self._failure(error) from error
+        if model is not None:
+            config = replace(config, num_blocks=model.num_blocks, max_model_len=model.max_model_len)
+        header = {"inflight_recording": FORMAT, "config": asdict(config), "machine": describe_machine()}
+        self._write({**header, "model": None if model is None else asdict(model)})
+
+    def see(self, record: StepRecord) -> None:
+        """Keep one step."""
+        line: dict[str, Any] = {name: getattr(record, name) for name in STEP_FIELDS}
+        if record.arrivals:
+            line["arrivals"] = [self._about(arrival) for arrival in record.arrivals]
+        self._write(line)
+
+    def close(self) -> None:
+        """Write what has been collected."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        try:
+            self._file.write(self._encode(line) + "\n")
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> ValueError:
+        return ValueError(f"the recording {str(self._path)!r} can not be written: {error.strerror}")
+
+    def _about(self, arrival: ArrivalRecord) -> dict[str, Any]:
+        """A request without its tokens."""
+        return {
+            "request_id": arrival.request_id,
+            "time": arrival.time,
+            "num_prompt_tokens": len(arrival.prompt_token_ids),
+            "block_hashes": self._block_hashes(arrival.prompt_token_ids, arrival.cache_salt),
+            "num_sequences": arrival.num_sequences,
+            "priority": arrival.priority,
+        }
+
+    def _block_hashes(self, token_ids: Sequence[int], cache_salt: str | None) -> list[int]:
+        """One for each full block, of it and all before it."""
+        size, digest, hashes = self._block_size, repr(cache_salt).encode(), []
+        for start in range(0, len(token_ids) - size + 1, size):
+            content = digest + array("q", token_ids[start : start + size]).tobytes()
+            digest = blake2b(content, digest_size=8, key=self._key).digest()
+            hashes.append(int.from_bytes(digest, "little"))
+        return hashes
+
+
+def observe_with(*observers: Callable[[StepRecord], None] | None) -> Callable[[StepRecord], None]:
+    """One observer that calls several in order; None among them is nobody."""
+    present = [observer for observer in observers if observer is not None]
+
+    def see(record: StepRecord) -> None:
+        for observer in present:
+            observer(record)
+
+    return see
+
+
+def read_recording(path: Path) -> Recording:
+    """A recording from its file; a last line that was cut off, because the run was killed, is left out.
+
+    Raises `ValueError`, with the line, if it can not be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the recording {str(path)!r} can not be read: {error}") from error
+    try:
+        header = json.loads(lines[0])
+        if header["inflight_recording"] != FORMAT:
+            raise ValueError("its format is not known")
+        config = EngineConfig(**header["config"])
+        model = _model_info(header["model"])
+        steps: list[StepRecord] = []
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(path)!r} is not a recording of inflight: {error!r}") from error
+    for number, line in enumerate(lines[1:-1], start=2):
+        try:
+            steps.append(_step(json.loads(line), config.block_size))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"line {number} of the recording {str(path)!r} is not a step: {error!r}") from error
+    return Recording(config, model, header["machine"], steps)
+
+
+def describe_machine() -> dict[str, str]:
+    """What a recording says of where it was made."""
+    packages = {}
+    for name in ("torch", "transformers"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": str(os.cpu_count()),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        **packages,
+    }
+
+
+def _model_info(values: dict[str, Any] | None) -> ModelInfo | None:
+    if values is None:
+        return None
+    for name, value in values.items():
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return ModelInfo(**values)
+
+
+def _step(values: dict[str, Any], block_size: int) -> StepRecord:
+    values["spans"] = tuple(SpanRecord(*span) for span in values["spans"])
+    values["preempted"] = tuple(PreemptionRecord(*each) for each in values["preempted"])
+    values["arrivals"] = tuple(_arrival(each, block_size) for each in values.get("arrivals", ()))
+    return StepRecord(**values)
+
+
+def _arrival(values: dict[str, Any], block_size: int) -> ArrivalRecord:
+    """A request with a prompt that stands in for its own."""
+    prompt: list[int] = []
+    for digest in values["block_hashes"]:
+        prompt += [digest >> 33, digest >> 2 & 0x7FFFFFFF, *([0] * block_size)][:block_size]
+    prompt += [0] * (values["num_prompt_tokens"] - len(prompt))
+    return ArrivalRecord(values["request_id"], values["time"], prompt, values["num_sequences"], values["priority"])

@@ -1,0 +1,210 @@
+"""`RunReport`: a run in numbers, the same for one that was recorded and one that was simulated.
+
+Times are seconds. A sequence's time to first token (TTFT) and latency count from its request's arrival to the end of
+the step that made its first and its last token; its time per output token (TPOT) is between these two.
+"""
+
+from array import array
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from inflight.observe.recorder import Recording
+
+QUANTILES = (50, 95, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of times in seconds."""
+
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: "array[float]") -> "Percentiles":
+        """Zeros if there are no values."""
+        if not values:
+            return cls(0.0, 0.0, 0.0)
+        return cls(*(float(value) for value in np.percentile(np.frombuffer(values, dtype=np.float32), QUANTILES)))
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """A run in numbers.
+
+    Attributes:
+        num_sequences: that have got their first token.
+        num_prompt_tokens, num_cached_tokens: of admitted sequences, and how many of these were in the cache.
+        num_output_tokens: that were generated.
+        seconds: from the start of the run to the end of its last step.
+        time_to_first_token, time_per_output_token, latency: of sequences.
+        occupancy: the share of all slots, over all steps, in which a sequence ran.
+        mean_blocks_used, peak_blocks_used: of `num_blocks`; the mean is over time.
+    """
+
+    num_sequences: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    seconds: float
+    time_to_first_token: Percentiles
+    time_per_output_token: Percentiles
+    latency: Percentiles
+    num_preemptions: int
+    occupancy: float
+    mean_blocks_used: float
+    peak_blocks_used: int
+    num_blocks: int
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        """Throughput of generated tokens."""
+        return self.num_output_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def total_tokens_per_second(self) -> float:
+        """Throughput of prompt and generated tokens; prompt tokens count whether they were cached or not."""
+        return (self.num_prompt_tokens + self.num_output_tokens) / self.seconds if self.seconds else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of prompt tokens that did not have to be computed."""
+        return self.num_cached_tokens / max(1, self.num_prompt_tokens)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rates = ("output_tokens_per_second", "total_tokens_per_second", "hit_rate")
+        return asdict(self) | {name: getattr(self, name) for name in rates}
+
+    def table(self) -> Table:
+        """For a terminal."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        rows = {
+            "wall time": f"{self.seconds:,.2f} s, {self.num_steps:,} steps",
+            "sequences": f"{self.num_sequences:,}",
+            "tokens": f"{self.num_prompt_tokens:,} prompt, {self.num_output_tokens:,} output",
+            "throughput": f"{self.output_tokens_per_second:,.1f} output tokens/s, "
+            f"{self.total_tokens_per_second:,.1f} with prompts",
+            "time to first token": _words(self.time_to_first_token),
+            "time per output token": _words(self.time_per_output_token),
+            "latency": _words(self.latency),
+            "preemptions": f"{self.num_preemptions:,}",
+            "prefix cache hits": f"{self.hit_rate:.1%} of prompt tokens",
+            "blocks used": f"{self.mean_blocks_used:,.0f} on average, at most {self.peak_blocks_used:,} of "
+            f"{self.num_blocks:,}",
+            "slots in use": f"{self.occupancy:.1%}",
+        }
+        for name, words in rows.items():
+            table.add_row(name, words)
+        return table
+
+
+def _words(times: Percentiles) -> str:
+    scale, unit = (1.0, "s") if times.p50 >= 1 else (1e3, "ms")
+    return "   ".join(f"p{q} {getattr(times, f'p{q}') * scale:,.1f} {unit}" for q in QUANTILES)
+
+
+@dataclass(slots=True)
+class RunLog:
+    """Adds up a run of `num_slots` slots, in little memory: twelve bytes for each sequence."""
+
+    num_slots: int
+    num_blocks: int
+    num_steps: int = 0
+    num_spans: int = 0
+    num_output_tokens: int = 0
+    seconds_of_blocks: float = 0.0
+    seconds_of_steps: float = 0.0
+    peak_blocks_used: int = 0
+    first_token: "array[float]" = field(default_factory=lambda: array("f"))
+    per_token: "array[float]" = field(default_factory=lambda: array("f"))
+    latency: "array[float]" = field(default_factory=lambda: array("f"))
+
+    def see_step(self, num_spans: int, num_blocks_used: int, seconds: float) -> None:
+        """One step that took so long, and left so many blocks in use."""
+        self.num_steps += 1
+        self.num_spans += num_spans
+        self.seconds_of_steps += seconds
+        self.seconds_of_blocks += seconds * num_blocks_used
+        self.peak_blocks_used = max(self.peak_blocks_used, num_blocks_used)
+
+    def see_sequence(self, arrival: float, first: float, last: float, num_output_tokens: int) -> None:
+        """One sequence that has ended: when it came, and had its first and its last token."""
+        self.num_output_tokens += num_output_tokens
+        self.first_token.append(first - arrival)
+        self.latency.append(last - arrival)
+        if num_output_tokens > 1:
+            self.per_token.append((last - first) / (num_output_tokens - 1))
+
+    def report(
+        self, seconds: float, *, num_preemptions: int, num_prompt_tokens: int, num_cached_tokens: int
+    ) -> RunReport:
+        """What it all comes to; the numbers given are the scheduler's own."""
+        return RunReport(
+            num_sequences=len(self.latency),
+            num_steps=self.num_steps,
+            num_prompt_tokens=num_prompt_tokens,
+            num_cached_tokens=num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
+            seconds=seconds,
+            time_to_first_token=Percentiles.of(self.first_token),
+            time_per_output_token=Percentiles.of(self.per_token),
+            latency=Percentiles.of(self.latency),
+            num_preemptions=num_preemptions,
+            occupancy=self.num_spans / max(1, self.num_steps * self.num_slots),
+            mean_blocks_used=self.seconds_of_blocks / self.seconds_of_steps if self.seconds_of_steps else 0.0,
+            peak_blocks_used=self.peak_blocks_used,
+            num_blocks=self.num_blocks,
+        )
+
+
+@dataclass(slots=True)
+class SequenceTimes:
+    """What a recording tells of one sequence."""
+
+    first: float
+    last: float
+    num_output_tokens: int = 0
+
+
+def sequence_times(recording: Recording) -> dict[tuple[str, int], SequenceTimes]:
+    """Of each sequence that got a token, by request and index: every span but a chunk gives one, at its step's end."""
+    times: dict[tuple[str, int], SequenceTimes] = {}
+    for step in recording.steps:
+        end = step.start_time + step.duration
+        for span in step.spans:
+            if span.kind != "chunk":
+                known = times.setdefault((span.request_id, span.index), SequenceTimes(end, end))
+                known.last = end
+                known.num_output_tokens += 1
+    return times
+
+
+def report_of(recording: Recording) -> RunReport:
+    """A recorded run in numbers. (Where a request's arrival was missed, its sequences count from their first token.)
+
+    Raises `ValueError` if no step was recorded.
+    """
+    config, steps = recording.config, recording.steps
+    if not steps:
+        raise ValueError("the recording has no steps")
+    log, last_step = RunLog(config.max_num_seqs, steps[-1].num_blocks), steps[-1]
+    for step in steps:
+        log.see_step(len(step.spans), step.num_blocks_used, step.duration)
+    arrivals = {arrival.request_id: arrival.time for arrival in recording.arrivals}
+    for (request_id, _), times in sequence_times(recording).items():
+        arrival = arrivals.get(request_id, times.first)
+        log.see_sequence(arrival, times.first, times.last, times.num_output_tokens)
+    started = min([*arrivals.values(), steps[0].start_time])
+    return log.report(
+        last_step.start_time + last_step.duration - started,
+        num_preemptions=last_step.num_preemptions,
+        num_prompt_tokens=last_step.num_prompt_tokens,
+        num_cached_tokens=last_step.num_cached_tokens,
+    )

@@ -1,0 +1,8 @@
+"""Planning capacity before buying it: the real scheduler and block pool on a virtual clock. No model, no tensor."""
+
+from inflight.simulate.fitting import fit_cost
+from inflight.simulate.requests import Lengths, SimulatedRequest, SyntheticLoad, replay
+from inflight.simulate.simulator import simulate
+from inflight.simulate.step_cost import StepCost
+
+__all__ = ["Lengths", "SimulatedRequest", "StepCost", "SyntheticLoad", "fit_cost", "replay", "simulate"]

@@ -1,0 +1,98 @@
+"""Fits a `StepCost` to the steps of recordings: non-negative least squares on relative errors, without outliers.
+
+A step lasts until the next one starts, where the engine has work left, so that what its caller does between steps is
+counted. Decides where the knots lie: at powers of two, as far as steps were seen between them.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight.observe.recorder import Recording
+from inflight.record import StepRecord
+from inflight.simulate.step_cost import StepCost, StepLoad
+
+ROUNDS = 8
+FARTHEST = 4.0
+"""A step whose relative error is more than so many times the median one is an outlier: something else ran."""
+
+SMALLEST_SPREAD, SMALLEST_SECONDS = 1e-9, 1e-9
+
+Matrix = npt.NDArray[np.float64]
+
+
+def fit_cost(recordings: Sequence[Recording]) -> StepCost:
+    """The cost that explains all steps of the recordings best. Raises `ValueError` if there are fewer than two."""
+    steps = [pair for recording in recordings for pair in timed_steps(recording.steps)]
+    loads, seconds = [load_of(step) for step, _ in steps], np.array([seconds for _, seconds in steps])
+    if len({load.num_tokens for load in loads}) < 2:
+        raise ValueError("a step cost can only be fitted to steps of at least two different numbers of tokens")
+    knots = choose_knots([load.num_tokens for load in loads])
+    rates = np.array([load[1:] for load in loads], dtype=np.float64)
+    design = np.hstack([_rises([load.num_tokens for load in loads], knots), rates])
+    solution = _robust(design, seconds)
+    levels = np.cumsum(solution[: len(knots)])
+    return StepCost(
+        tuple((tokens, float(level)) for tokens, level in zip(knots, levels, strict=True)),
+        *(float(rate) for rate in solution[len(knots) :]),
+    )
+
+
+def timed_steps(steps: Iterable[StepRecord]) -> list[tuple[StepRecord, float]]:
+    """Each step with its seconds: to the next one's start, if it left work to do; else its own duration."""
+    steps = list(steps)
+    timed = [
+        (step, after.start_time - step.start_time if step.num_running + step.num_waiting else step.duration)
+        for step, after in pairwise(steps)
+    ]
+    return timed + [(step, step.duration) for step in steps[-1:]]
+
+
+def load_of(step: StepRecord) -> StepLoad:
+    """What was in a recorded step."""
+    return StepLoad.of((span.start, span.length, int(span.kind != "chunk")) for span in step.spans)
+
+
+def choose_knots(num_tokens: Sequence[int]) -> list[int]:
+    """The fewest and the most tokens seen, and the powers of two between, if steps fall between each and the last."""
+    seen = sorted(set(num_tokens))
+    knots = [seen[0]]
+    for exponent in range(seen[-1].bit_length()):
+        candidate = 1 << exponent
+        if candidate < seen[-1] and any(knots[-1] < tokens <= candidate for tokens in seen):
+            knots.append(candidate)
+    return [*knots, seen[-1]]
+
+
+def _rises(num_tokens: Sequence[int], knots: Sequence[int]) -> Matrix:
+    """`[steps, knots]`: the first knot's level, then how much of the rise up to each further knot a step has."""
+    tokens = np.array(num_tokens, dtype=np.float64)[:, None]
+    low, high = np.array(knots[:-1], dtype=np.float64), np.array(knots[1:], dtype=np.float64)
+    return np.hstack([np.ones_like(tokens), np.clip((tokens - low) / (high - low), 0.0, 1.0)])
+
+
+def _robust(design: Matrix, seconds: Matrix) -> Matrix:
+    """Least squares on errors relative to what is predicted, again and again without the steps that lie far off."""
+    predicted, kept = seconds, np.ones(len(seconds), dtype=bool)
+    for _ in range(ROUNDS):
+        solution = _non_negative((design / predicted[:, None])[kept], (seconds / predicted)[kept])
+        predicted = np.maximum(design @ solution, SMALLEST_SECONDS)
+        errors = np.abs(seconds / predicted - 1.0)
+        kept = errors <= FARTHEST * max(float(np.median(errors)), SMALLEST_SPREAD)
+    return solution
+
+
+def _non_negative(design: Matrix, target: Matrix) -> Matrix:
+    """Least squares with no negative coefficient: those that come out negative are left out, one at a time."""
+    scale = np.linalg.norm(design, axis=0)
+    columns = [column for column in range(design.shape[1]) if scale[column] > 0]
+    solution = np.zeros(design.shape[1])
+    while columns:
+        values = np.linalg.lstsq(design[:, columns] / scale[columns], target, rcond=None)[0]
+        if values.min() >= 0:
+            solution[columns] = values / scale[columns]
+            break
+        del columns[int(values.argmin())]
+    return solution

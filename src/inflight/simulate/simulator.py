@@ -1,0 +1,196 @@
+"""`simulate`: the engine's loop with the real scheduler and block pool, where a step takes as long as a model says.
+
+Plans, blocks, preemptions and prefix hits are the engine's own, step by step; only the time is computed, and every
+sequence gets exactly the tokens that it was to get. A token is its sequence's number, so that no two sequences write
+the same; what a prompt repeats of an earlier answer is therefore not found in the cache here.
+
+Where who came first is served first, no more requests are handed to the scheduler than could be admitted in a step:
+its decisions are the same, and a million of them take no memory.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from inflight.config import EngineConfig
+from inflight.observe.run_report import RunLog, RunReport
+from inflight.observe.step_watch import StepWatch
+from inflight.plan import StepPlan
+from inflight.record import ArrivalRecord, StepRecord
+from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.sequence import Request, Sequence
+from inflight.simulate.requests import SimulatedRequest
+from inflight.simulate.step_cost import StepCost, StepLoad
+
+DEFAULT_MODEL_LEN = 4096
+LARGEST_TOKEN = 0x7FFFFFFF
+
+
+def simulate(
+    requests: Iterable[SimulatedRequest],
+    config: EngineConfig,
+    cost: StepCost,
+    *,
+    recompute_beyond: int | None = None,
+    observer: Callable[[StepRecord], None] | None = None,
+) -> RunReport:
+    """Run requests to their ends on a virtual clock that begins at 0.
+
+    Args:
+        requests: by time of arrival; taken one by one, as the clock goes on.
+        config: what of it has to do with scheduling. `num_blocks` None: as many as all slots could ever fill.
+        cost: seconds of a step.
+        recompute_beyond: as the model has it (`ModelInfo`).
+        observer: is called with each step's record; the times in it are virtual.
+
+    Raises:
+        ValueError: a request could never fit the cache, or comes before the one ahead of it.
+    """
+    return Simulation(requests, config, cost, recompute_beyond, observer).run()
+
+
+def enough_blocks(config: EngineConfig) -> int:
+    """Blocks of the cache: what the configuration says, or so many that they are never short."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    return config.max_num_seqs * -(-(config.max_model_len or DEFAULT_MODEL_LEN) // config.block_size)
+
+
+@dataclass(slots=True)
+class Expected:
+    """What is kept of a request until its last sequence has ended."""
+
+    arrival: float
+    num_output_tokens: tuple[int, ...]
+    num_unfinished: int
+
+
+class Simulation:
+    """The state of one run; see `simulate`."""
+
+    def __init__(
+        self,
+        requests: Iterable[SimulatedRequest],
+        config: EngineConfig,
+        cost: StepCost,
+        recompute_beyond: int | None,
+        observer: Callable[[StepRecord], None] | None,
+    ) -> None:
+        self.cost, self.observer = cost, observer
+        self.pool = BlockPool(enough_blocks(config), config.block_size)
+        self.scheduler = Scheduler(
+            self.pool,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
+            aging_steps=config.aging_steps if config.policy == "priority" else None,
+            enable_prefix_caching=config.enable_prefix_caching,
+            recompute_beyond=recompute_beyond,
+        )
+        self.log = RunLog(config.max_num_seqs, self.pool.num_blocks)
+        self.clock = 0.0
+        self._watch = StepWatch(self.scheduler)
+        everybody_counts = config.policy == "priority" or observer is not None  # a record tells how many wait
+        self._most_waiting = float("inf") if everybody_counts else config.max_num_seqs
+        self._incoming = iter(requests)
+        self._next = next(self._incoming, None)
+        self._began = 0.0 if self._next is None else min(0.0, self._next.arrival)
+        self._expected: dict[str, Expected] = {}
+        self._uneven: set[str] = set()  # requests whose sequences get different numbers of tokens
+        self._first_token_times: dict[int, float] = {}
+
+    def run(self) -> RunReport:
+        """Step until everybody has finished."""
+        scheduler = self.scheduler
+        while True:
+            self._submit_arrived()
+            plan = scheduler.plan()
+            if plan is not None:
+                self._step(plan)
+            elif self._next is not None and not self._expected:
+                self.clock = self._next.arrival
+            elif not self._expected:
+                break
+        return self.log.report(
+            self.clock - self._began,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+        )
+
+    def _submit_arrived(self) -> None:
+        while (request := self._next) is not None and request.arrival <= self.clock:
+            if self.scheduler.num_waiting >= self._most_waiting:
+                return
+            self._submit(request)
+            self._next = next(self._incoming, None)
+            if self._next is not None and self._next.arrival < request.arrival:
+                raise ValueError(f"request {self._next.request_id!r} comes before {request.request_id!r}, ahead of it")
+
+    def _submit(self, request: SimulatedRequest) -> None:
+        outputs, prompt = request.num_output_tokens, request.prompt_token_ids
+        num_tokens, capacity = len(prompt) + max(outputs), self.pool.num_blocks * self.pool.block_size + 1
+        if num_tokens > capacity:
+            raise ValueError(
+                f"request {request.request_id!r} grows to {num_tokens} tokens; the whole cache can only serve a "
+                f"sequence of {capacity} ({self.pool.num_blocks} blocks of {self.pool.block_size} tokens)"
+            )
+        self._expected[request.request_id] = Expected(request.arrival, outputs, len(outputs))
+        if len(set(outputs)) > 1:
+            self._uneven.add(request.request_id)
+        self.scheduler.submit(
+            Request(request.request_id, prompt, num_tokens, num_sequences=len(outputs), priority=request.priority)
+        )
+        if self.observer is not None:
+            arrival = ArrivalRecord(request.request_id, request.arrival, prompt, len(outputs), request.priority)
+            self._watch.see_arrival(arrival)
+
+    def _step(self, plan: StepPlan) -> None:
+        """Let one step pass, and take in what it gave."""
+        planned = None if self.observer is None else self._watch.see_plan(plan)
+        start, seconds = self.clock, self.cost.seconds(load_of_plan(plan))
+        self.clock += seconds
+        sampled = [[span.sequence_id & LARGEST_TOKEN] if span.num_logit_rows else [] for span in plan.spans]
+        for step in self.scheduler.commit(plan, sampled):
+            sequence = step.sequence
+            if sequence.sequence_id not in self._first_token_times:
+                self._first_token_times[sequence.sequence_id] = self.clock
+            if self._uneven and sequence.finish_reason is None:
+                self._end_early(sequence)
+            if sequence.finish_reason is not None:
+                self._finish(sequence)
+        self.log.see_step(len(plan.spans), self.pool.num_used, seconds)
+        if self.observer is not None and planned is not None:
+            self.observer(self._watch.record(planned, self.log.num_steps - 1, start, seconds))
+
+    def _end_early(self, sequence: Sequence) -> None:
+        """End a sequence that was to get fewer tokens than others of its request."""
+        request_id = sequence.request.request_id
+        if request_id in self._uneven:
+            wanted = self._expected[request_id].num_output_tokens[sequence.index]
+            if sequence.num_output_tokens >= wanted:
+                self.scheduler.finish(sequence.sequence_id, "length")
+
+    def _finish(self, sequence: Sequence) -> None:
+        request_id = sequence.request.request_id
+        expected = self._expected[request_id]
+        first = self._first_token_times.pop(sequence.sequence_id)
+        self.log.see_sequence(expected.arrival, first, self.clock, sequence.num_output_tokens)
+        expected.num_unfinished -= 1
+        if expected.num_unfinished == 0:
+            del self._expected[request_id]
+            self._uneven.discard(request_id)
+
+
+def load_of_plan(plan: StepPlan) -> StepLoad:
+    """What is in a step. (`StepLoad.of`, written out for decodes: this is called a lot.)"""
+    decodes = [span.start for span in plan.spans if span.sequence_length == span.start + 1]
+    others = [(s.start, len(s.token_ids), s.num_logit_rows) for s in plan.spans if s.sequence_length != s.start + 1]
+    num_keys = sum(decodes) + len(decodes)
+    rest = StepLoad.of(others)
+    return StepLoad(
+        rest.num_tokens + len(decodes),
+        rest.num_logit_rows + len(decodes),
+        rest.num_context_tokens + num_keys,
+        rest.num_attended_keys + num_keys,
+    )

@@ -239,19 +239,30 @@ def test_siblings_that_have_all_outgrown_the_length_share_their_prompt_again() -
     assert len(plan.copies) == 1
 
 
+def test_nobody_is_forked_from_one_that_ends_in_another_regime() -> None:
+    """It has just outgrown the length, but what it leaves behind was computed before."""
+    scheduler = forking(recompute_beyond=8)
+    submit(scheduler, "a", 7, num_sequences=2, stop_token_ids=frozenset({9}))
+    step(scheduler)
+    plan = plan_of(scheduler)
+    assert spans_of(plan) == [(0, 7, 8), (1, 6, 7)]
+    first, second = scheduler.commit(plan, [[7], [7, 9]])
+    assert (first.sequence.num_computed_tokens, second.sequence.finish_reason) == (0, "stop")
+    assert step(scheduler) == [(0, 0, 9)]
+
+
 def test_a_copy_is_made_though_somebody_who_shared_its_block_is_preempted_in_the_same_step() -> None:
-    """A fork that owes more than its last token fills its copied block, others share that in flight, and one of them
-    finds no block for itself."""
-    scheduler = make_scheduler(7, 4, enable_prefix_caching=True, max_num_batched_tokens=100)
-    submit(scheduler, "a", [1, 1, 1, 1, 1, 1], max_output=12, num_sequences=2)
+    """A fork that owes more than its last token fills its copied block, another shares that in flight, and finds no
+    block for the rest of its own."""
+    scheduler = make_scheduler(6, 4, enable_prefix_caching=True)
+    submit(scheduler, "a", [1] * 6, max_output=12, num_sequences=2)
     submit(scheduler, "b", [1], max_output=20)
     step(scheduler, token=1)
     first, second, other = scheduler.running(0), scheduler.running(1), scheduler.running(2)
-    scheduler._start_over(second)
     scheduler._start_over(other)
     second.token_ids += [2, 2, 2]
-    other.token_ids += [1] * 5 + [2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]
+    other.token_ids += [*[1] * 4, *[2] * 14]
     plan = plan_of(scheduler)
-    assert other.slot is None
-    assert spans_of(plan)[-1] == (1, 5, 9)
+    assert spans_of(plan) == [(0, 6, 7), (1, 5, 9)]
     assert plan.copies == ((first.block_table[1], second.block_table[1]),)
+    assert other.num_preemptions == 1

@@ -40,7 +40,7 @@ class RunReport:
         num_sequences: that have got their first token.
         num_prompt_tokens, num_cached_tokens: of admitted sequences, and how many of these were in the cache.
         num_output_tokens: that were generated.
-        seconds: from the start of the run to the end of its last step.
+        seconds: from the first request's arrival to the end of the last step.
         time_to_first_token, time_per_output_token, latency: of sequences.
         occupancy: the share of all slots, over all steps, in which a sequence ran.
         mean_blocks_used, peak_blocks_used: of `num_blocks`; the mean is over time.

@@ -94,7 +94,7 @@ class Simulation:
         self._most_waiting = float("inf") if everybody_counts else config.max_num_seqs
         self._incoming = iter(requests)
         self._next = next(self._incoming, None)
-        self._began = 0.0 if self._next is None else min(0.0, self._next.arrival)
+        self._began = 0.0 if self._next is None else self._next.arrival
         self._expected: dict[str, Expected] = {}
         self._uneven: set[str] = set()  # requests whose sequences get different numbers of tokens
         self._first_token_times: dict[int, float] = {}

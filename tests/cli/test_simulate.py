@@ -1,0 +1,80 @@
+"""`inflight simulate`, as a user runs it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from inflight.cli import app
+from inflight.observe.recorder import read_recording
+from tests.observe.recordings import NUM_TOKENS, run_recorded
+
+LINEAR = '{"fixed": 0.01, "per_token": 0.001}'
+
+
+def simulate(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+
+
+def report(*arguments: object) -> dict[str, Any]:
+    done = simulate(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    values: dict[str, Any] = json.loads(done.stdout)
+    return values
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recordings") / "run"
+    run_recorded(path)
+    return path
+
+
+def test_made_up_requests() -> None:
+    done = simulate("--synthetic", "--num-requests", 20, "--step-cost", LINEAR, "--max-num-seqs", 4)
+    assert done.exit_code == 0
+    assert "throughput" in done.stdout
+    values = report("--synthetic", "--num-requests", 20, "--output-tokens", 10, "--step-cost", LINEAR, "--rate", 0.01)
+    assert values["num_output_tokens"] == 200
+    assert values["time_to_first_token"]["p50"] == pytest.approx(0.11)
+
+
+def test_a_trace_is_simulated_as_it_was_recorded(recording: Path) -> None:
+    values = report("--trace", recording)
+    steps = read_recording(recording).steps
+    assert values["num_steps"] == len(steps)
+    assert values["num_output_tokens"] == sum(NUM_TOKENS)
+    assert values["num_preemptions"] == steps[-1].num_preemptions > 0
+    assert values["step_cost"]["knots"]
+
+
+def test_a_trace_with_another_engine_and_another_machine(recording: Path) -> None:
+    values = report("--trace", recording, "--num-blocks", 100, "--max-num-seqs", 8, "--step-cost", LINEAR)
+    assert values["num_preemptions"] == 0
+    assert values["num_blocks"] == 100
+    assert values["step_cost"]["knots"] == [[0, 0.01], [1, 0.011]]
+
+
+def test_made_up_requests_on_a_machine_that_was_recorded(recording: Path, tmp_path: Path) -> None:
+    arguments = ("--synthetic", "--num-requests", 5, "--prompt-tokens", 8, "--output-tokens", 8, "--fit", recording)
+    values = report(*arguments, "--fit", recording, "--record", tmp_path / "simulated")
+    assert values["num_blocks"] == 13
+    simulated = read_recording(tmp_path / "simulated")
+    assert simulated.config.max_num_seqs == 3
+    assert len(simulated.steps) == values["num_steps"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "either --trace FILE or --synthetic"),
+        (("--synthetic", "--trace", "x"), "either --trace FILE or --synthetic"),
+        (("--synthetic",), "what steps cost is not known"),
+    ],
+)
+def test_what_is_missing_is_one_sentence(arguments: tuple[str, ...], message: str) -> None:
+    done = simulate(*arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr

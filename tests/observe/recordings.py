@@ -1,0 +1,44 @@
+"""Runs that were recorded, of a small model that knows no text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from inflight.config import EngineConfig
+from inflight.engine import Engine
+from inflight.observe.recorder import Recorder, observe_with
+from inflight.params import SamplingParams
+from inflight.record import StepRecord
+from tests import zoo
+
+SHARED = list(range(100, 112))
+PROMPTS = ([7, 8, 9], list(range(20, 50)), [*SHARED, 1, 2], [*SHARED, 3], [5] * 8, list(range(60, 73)), [5] * 8)
+NUM_TOKENS = (14, 9, 30, 1, 12, 25, 3)
+TIGHT = {"max_num_seqs": 3, "max_num_batched_tokens": 10, "block_size": 4, "num_blocks": 13}
+"""Chunks, preemptions and prefix hits all come to pass."""
+
+
+def params(max_tokens: int, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0, **options})
+
+
+def run_recorded(
+    path: Path,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    num_tokens: Sequence[int] = NUM_TOKENS,
+    n: int = 1,
+    **options: Any,
+) -> list[StepRecord]:
+    """Run all prompts together, write a recording, and return the records as they came.
+
+    Several sequences of a request are sampled, for equal ones would share blocks of their answers, too.
+    """
+    engine = Engine(zoo.build("llama"), EngineConfig(**options or TIGHT))
+    records: list[StepRecord] = []
+    with Recorder(path, engine.config, engine.model_info) as recorder:
+        engine.observer = observe_with(recorder.see, None, records.append)
+        for number, (prompt, count) in enumerate(zip(prompts, num_tokens, strict=True)):
+            engine.submit(engine.accept(f"<{number}>", prompt, params(count, n=n, temperature=float(n > 1))))
+        while engine.has_unfinished_requests:
+            engine.step()
+    return records

@@ -1,0 +1,420 @@
+"""The simulator: step by step what the engine does, on a clock that adds up, at a cost that can be learned."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inflight.config import EngineConfig
+from inflight.engine import Engine
+from inflight.observe.recorder import Recorder, Recording, read_recording
+from inflight.observe.run_report import Percentiles, RunLog, RunReport, report_of
+from inflight.plan import Span, StepPlan
+from inflight.record import StepRecord
+from inflight.simulate import Lengths, SimulatedRequest, StepCost, SyntheticLoad, fit_cost, replay, simulate
+from inflight.simulate.fitting import choose_knots, load_of, timed_steps
+from inflight.simulate.simulator import Simulation, load_of_plan
+from inflight.simulate.step_cost import StepLoad
+from tests import zoo
+from tests.observe.recordings import NUM_TOKENS, PROMPTS, TIGHT, run_recorded
+
+COST = StepCost.linear(fixed=0.01, per_token=0.001)
+LOOSE: dict[str, Any] = {"max_num_seqs": 4, "num_blocks": 64, "block_size": 4}
+
+
+def made_of(prompts: Iterable[list[int]], outputs: Iterable[int], gap: float = 0.0) -> list[SimulatedRequest]:
+    pairs = enumerate(zip(prompts, outputs, strict=True))
+    return [SimulatedRequest(f"<{number}>", number * gap, prompt, (count,)) for number, (prompt, count) in pairs]
+
+
+def run(
+    requests: Iterable[SimulatedRequest], cost: StepCost = COST, **options: Any
+) -> tuple[RunReport, list[StepRecord]]:
+    records: list[StepRecord] = []
+    report = simulate(requests, EngineConfig(**options or LOOSE), cost, observer=records.append)
+    return report, records
+
+
+def flat(report: RunReport) -> dict[str, float]:
+    return {
+        f"{name} {part}": number
+        for name, value in report.as_dict().items()
+        for part, number in (value.items() if isinstance(value, dict) else [("", value)])
+    }
+
+
+# ------------------------------------------------------------------------------------------- the engine's own steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        TIGHT,
+        TIGHT | {"enable_prefix_caching": False},
+        TIGHT | {"max_prefill_tokens_per_step": 3},
+        TIGHT | {"policy": "priority", "aging_steps": 3},
+        LOOSE,
+        {"max_num_seqs": 2, "block_size": 1, "num_blocks": 50},
+        {},
+    ],
+)
+def test_step_by_step_it_does_what_the_engine_does(tmp_path: Path, options: dict[str, Any]) -> None:
+    records = run_recorded(tmp_path / "run", **options or {"max_num_seqs": 64})
+    recording = read_recording(tmp_path / "run")
+    given: list[StepRecord] = []
+    simulate(made_of(PROMPTS, NUM_TOKENS), recording.config, COST, observer=given.append)
+    again: list[StepRecord] = []
+    simulate(replay(recording), recording.config, COST, observer=again.append)
+    for simulated in (given, again):
+        assert [step.spans for step in simulated] == [step.spans for step in records]
+        for name in ("preempted", "num_running", "num_waiting", "num_preemptions", "num_cached_tokens"):
+            assert [getattr(step, name) for step in simulated] == [getattr(step, name) for step in records]
+        for name in ("num_prompt_tokens", "num_blocks_used", "num_blocks"):
+            assert [getattr(step, name) for step in simulated] == [getattr(step, name) for step in records]
+
+
+def test_several_sequences_of_a_request_fork_as_they_do_in_the_engine(tmp_path: Path) -> None:
+    records = run_recorded(tmp_path / "run", n=3, **TIGHT)
+    recording = read_recording(tmp_path / "run")
+    simulated: list[StepRecord] = []
+    simulate(replay(recording), recording.config, COST, observer=simulated.append)
+    assert [step.spans for step in simulated] == [step.spans for step in records]
+
+
+def test_sequences_of_a_request_may_get_different_numbers_of_tokens() -> None:
+    report, records = run([SimulatedRequest("a", 0.0, [1, 2, 3], (5, 2, 9))])
+    assert report.num_output_tokens == 16
+    assert report.num_sequences == 3
+    counts = [sum((s.index == index) and s.kind != "chunk" for r in records for s in r.spans) for index in range(3)]
+    assert counts == [5, 2, 9]
+
+
+def test_the_scheduler_is_set_up_as_the_engine_sets_it_up() -> None:
+    options: dict[str, Any] = {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 99,
+        "max_prefill_tokens_per_step": 7,
+        "policy": "priority",
+        "aging_steps": 5,
+        "enable_prefix_caching": False,
+        "block_size": 8,
+        "num_blocks": 17,
+    }
+    config = EngineConfig(**options)
+    real, simulated = Engine(zoo.build("llama"), config).scheduler, Simulation([], config, COST, 40, None).scheduler
+    names = ("max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens_per_step", "enable_prefix_caching")
+    assert [getattr(simulated, name) for name in names] == [getattr(real, name) for name in names]
+    assert simulated.recompute_beyond == 40
+    assert vars(simulated).keys() == vars(real).keys()
+    pools = (simulated.block_pool, real.block_pool)
+    assert {(pool.num_blocks, pool.block_size) for pool in pools} == {(17, 8)}
+
+
+def test_a_long_queue_is_not_handed_over_at_once_and_changes_nothing() -> None:
+    load = SyntheticLoad(num_requests=60, prompt_tokens=Lengths("uniform", 1, 30), output_tokens=Lengths("fixed", 7))
+    config = EngineConfig(max_num_seqs=4, num_blocks=20, block_size=4, max_num_batched_tokens=16)
+    simulation = Simulation(load, config, COST, None, None)
+    most, submit = 0, simulation.scheduler.submit
+
+    def counted(request: Any) -> None:
+        nonlocal most
+        submit(request)
+        most = max(most, simulation.scheduler.num_waiting)
+
+    simulation.scheduler.submit = counted  # type: ignore[method-assign]
+    lazily = simulation.run()
+    assert most <= 8
+    assert lazily == simulate(load, config, COST, observer=lambda record: None)
+    assert lazily.num_preemptions > 0
+
+
+# --------------------------------------------------------------------------------------------------------- the clock
+
+
+def test_virtual_time_adds_up() -> None:
+    report, records = run(made_of([[1] * 10, [2] * 5], [3, 2]))
+    assert report.seconds == pytest.approx(sum(record.duration for record in records))
+    for before, after in pairwise(records):
+        assert after.start_time == pytest.approx(before.start_time + before.duration)
+    assert [record.duration for record in records] == pytest.approx([0.025, 0.012, 0.011])
+    assert report.num_output_tokens == 5
+    assert report.time_to_first_token.p50 == pytest.approx(0.025)
+    assert report.time_per_output_token.p99 == pytest.approx(0.012, rel=0.05)
+    assert report.latency.p99 == pytest.approx(0.048, rel=0.01)
+    assert report.occupancy == pytest.approx(5 / 12)
+    assert report.output_tokens_per_second == pytest.approx(5 / 0.048)
+    assert report.total_tokens_per_second == pytest.approx(20 / 0.048)
+
+
+def test_who_comes_later_is_not_served_before() -> None:
+    _, records = run(made_of([[1] * 4, [2] * 4, [3] * 4], [20, 2, 2], gap=0.05))
+    first = {}
+    for record in records:
+        for span in record.spans:
+            first.setdefault(span.request_id, record.start_time)
+    assert list(first) == ["<0>", "<1>", "<2>"]
+    assert first["<0>"] == 0.0
+    assert 0.05 <= first["<1>"] < 0.05 + 0.015
+    assert 0.10 <= first["<2>"] < 0.10 + 0.016
+
+
+def test_nobody_is_there_and_the_clock_goes_on() -> None:
+    report, records = run(made_of([[1] * 4, [2] * 4], [2, 2], gap=100.0))
+    assert [record.start_time for record in records] == pytest.approx([0.0, 0.014, 100.0, 100.014])
+    assert report.seconds == pytest.approx(100.025)
+    assert report.latency.p99 == pytest.approx(0.025)
+
+
+def test_a_request_that_waited_before_the_first_step_has_waited() -> None:
+    report, _ = run([SimulatedRequest("a", -1.0, [1] * 4, (1,))])
+    assert report.time_to_first_token.p50 == pytest.approx(1.014)
+    assert report.seconds == pytest.approx(1.014)
+
+
+def test_requests_in_a_wrong_order_are_refused() -> None:
+    requests = [SimulatedRequest("a", 1.0, [1], (1,)), SimulatedRequest("b", 0.5, [1], (1,))]
+    with pytest.raises(ValueError, match="'b' comes before 'a'"):
+        run(requests)
+
+
+def test_a_request_that_could_never_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'<0>' grows to 258 tokens; .* sequence of 257 \(64 blocks of 4 tokens\)"):
+        run(made_of([[1] * 200], [58]))
+    report, _ = run(made_of([[1] * 200], [57]))
+    assert report.num_output_tokens == 57
+
+
+def test_no_requests_are_no_time() -> None:
+    report, records = run([])
+    assert (report.seconds, report.num_sequences, records) == (0.0, 0, [])
+    assert json.loads(json.dumps(report.as_dict()))["hit_rate"] == 0.0
+    report.table()
+
+
+def test_shared_prefixes_are_found() -> None:
+    load = SyntheticLoad(num_requests=40, prompt_tokens=Lengths("fixed", 4), shared_prefix_tokens=32, rate=5.0)
+    report, _ = run(load, max_num_seqs=4, block_size=16)
+    assert report.hit_rate == pytest.approx(39 * 32 / (40 * 36))
+    without, _ = run(load, max_num_seqs=4, block_size=16, enable_prefix_caching=False)
+    assert without.hit_rate == 0.0
+    assert without.seconds > report.seconds
+
+
+def test_a_simulated_run_can_be_recorded_and_simulated_again(tmp_path: Path) -> None:
+    load = SyntheticLoad(num_requests=30, rate=3.0, prompt_tokens=Lengths("exponential", 40), shared_prefix_tokens=16)
+    config = EngineConfig(max_num_seqs=4, num_blocks=80)
+    with Recorder(tmp_path / "run", config) as recorder:
+        report = simulate(load, config, COST, observer=recorder.see)
+    recording = read_recording(tmp_path / "run")
+    assert flat(report_of(recording)) == pytest.approx(flat(report), rel=1e-5)
+    again = simulate(replay(recording), config, fit_cost([recording]))
+    assert again.num_steps == report.num_steps
+    assert again.seconds == pytest.approx(report.seconds, rel=1e-6)
+    assert again.hit_rate == report.hit_rate > 0
+
+
+# ------------------------------------------------------------------------------------------------------- the numbers
+
+
+def test_percentiles_are_numpys() -> None:
+    log, rng = RunLog(1, 1), np.random.default_rng(0)
+    firsts, lasts = rng.random(1000), 1 + rng.random(1000)
+    for first, last in zip(firsts, lasts, strict=True):
+        log.see_sequence(-1.0, first, last, 5)
+    report = log.report(2.0, num_preemptions=0, num_prompt_tokens=10, num_cached_tokens=1)
+
+    def percentiles(values: Any) -> Percentiles:
+        return Percentiles(*np.percentile(values, (50, 95, 99)))
+
+    for found, values in (
+        (report.time_to_first_token, firsts + 1),
+        (report.latency, lasts + 1),
+        (report.time_per_output_token, (lasts - firsts) / 4),
+    ):
+        expected = percentiles(values)
+        assert (found.p50, found.p95, found.p99) == pytest.approx((expected.p50, expected.p95, expected.p99), rel=1e-6)
+
+
+def test_the_mean_of_blocks_is_over_time() -> None:
+    log = RunLog(1, 100)
+    log.see_step(1, 10, 3.0)
+    log.see_step(1, 50, 1.0)
+    report = log.report(4.0, num_preemptions=0, num_prompt_tokens=0, num_cached_tokens=0)
+    assert (report.mean_blocks_used, report.peak_blocks_used) == (20.0, 50)
+
+
+def test_poisson_arrivals_and_lengths_are_as_asked_and_the_same_again() -> None:
+    load = SyntheticLoad(num_requests=20_000, rate=50.0, prompt_tokens=Lengths("uniform", 5, 15), max_model_len=2000)
+    requests = list(load)
+    arrivals = [request.arrival for request in requests]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[-1] == pytest.approx(400, rel=0.05)
+    assert np.diff(arrivals).std() == pytest.approx(0.02, rel=0.05)
+    assert {len(request.prompt_token_ids) for request in requests} == set(range(5, 16))
+    assert np.mean([request.num_output_tokens[0] for request in requests]) == pytest.approx(100, rel=0.03)
+    assert len({request.request_id for request in requests}) == 20_000
+    assert requests == list(load)
+
+
+@pytest.mark.parametrize("shape", ["fixed:100", "100", "uniform:50:150", "exponential:100", "lognormal:100:1"])
+def test_lengths_have_the_mean_that_they_name(shape: str) -> None:
+    drawn = Lengths.parse(shape).draw(np.random.default_rng(0), 50_000)
+    assert np.mean(drawn) == pytest.approx(100, rel=0.03)
+    assert min(drawn) >= 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "0", "-1", "fixed:1:2", "uniform:5", "uniform:9:3", "lognormal:5", "exponential:0.5", "nan", "zipf:2"],
+)
+def test_lengths_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="the lengths are"):
+        Lengths.parse(text)
+
+
+def test_a_prompt_and_its_answer_fit_the_models_length() -> None:
+    load = SyntheticLoad(
+        num_requests=500, prompt_tokens=Lengths("exponential", 60), shared_prefix_tokens=8, max_model_len=64
+    )
+    for request in load:
+        assert len(request.prompt_token_ids) + request.num_output_tokens[0] <= 64
+        assert request.num_output_tokens[0] >= 1
+    with pytest.raises(ValueError, match="no prompt fits"):
+        list(SyntheticLoad(num_requests=1, shared_prefix_tokens=63, max_model_len=64))
+
+
+def test_only_a_share_of_prompts_has_a_prefix_and_prefixes_differ() -> None:
+    load = SyntheticLoad(num_requests=4000, shared_prefix_tokens=6, shared_prefix_share=0.25, num_prefixes=3)
+    starts = [tuple(request.prompt_token_ids[:6]) for request in load if len(request.prompt_token_ids) == 106]
+    assert len(starts) == pytest.approx(1000, rel=0.1)
+    assert len(set(starts)) == 3
+
+
+# -------------------------------------------------------------------------------------------------------- step costs
+
+
+def synthetic_recording(cost: StepCost, noise: float = 0.0, outliers: int = 0) -> Recording:
+    """Steps of all sorts that took as long as the cost says, but for noise; one of `outliers` took 20 times as long."""
+    load = SyntheticLoad(
+        num_requests=300, rate=2.0, prompt_tokens=Lengths("lognormal", 60, 1), output_tokens=Lengths("exponential", 20)
+    )
+    config = EngineConfig(max_num_seqs=16, max_num_batched_tokens=128)
+    steps: list[StepRecord] = []
+    rng, clock = np.random.default_rng(0), 0.0
+
+    def see(record: StepRecord) -> None:
+        nonlocal clock
+        seconds = cost.seconds(load_of(record)) * float(np.exp(rng.normal(0.0, noise)))
+        if outliers and record.step % outliers == 0:
+            seconds *= 20
+        steps.append(replace(record, start_time=clock, duration=seconds))
+        clock += seconds
+
+    simulate(load, config, COST, observer=see)
+    return Recording(config, None, {}, steps)
+
+
+def test_the_fit_finds_known_costs() -> None:
+    cost = StepCost.linear(0.02, 0.0015, per_logit_row=0.0007, per_context_token=3e-6, per_attended_key=2e-7)
+    fitted = fit_cost([synthetic_recording(cost)])
+    assert fitted.per_logit_row == pytest.approx(0.0007, rel=1e-6)
+    assert fitted.per_context_token == pytest.approx(3e-6, rel=1e-6)
+    assert fitted.per_attended_key == pytest.approx(2e-7, rel=1e-6)
+    for tokens, seconds in fitted.knots:
+        assert seconds == pytest.approx(0.02 + 0.0015 * tokens, rel=1e-6)
+
+
+def test_the_fit_follows_a_bend() -> None:
+    cost = StepCost(((1, 0.03), (2, 0.05), (16, 0.06), (128, 0.3)), per_context_token=1e-5)
+    fitted = fit_cost([synthetic_recording(cost)])
+    for tokens in (1, 2, 5, 12, 16, 40, 100, 128):
+        load = StepLoad(tokens, 1, 500, 500)
+        assert fitted.seconds(load) == pytest.approx(cost.seconds(load), rel=1e-4)
+
+
+def test_the_fit_is_hardly_moved_by_noise_and_not_by_outliers() -> None:
+    cost = StepCost.linear(0.02, 0.0015, per_context_token=3e-6)
+    recording = synthetic_recording(cost, noise=0.05, outliers=15)
+    fitted = fit_cost([recording])
+    expected = sum(cost.seconds(load_of(step)) for step in recording.steps)
+    assert sum(fitted.seconds(load_of(step)) for step in recording.steps) == pytest.approx(expected, rel=0.02)
+
+
+def test_no_cost_is_negative() -> None:
+    cost = StepCost.linear(0.02, 0.001)
+    fitted = fit_cost([synthetic_recording(cost, noise=0.3)])
+    levels = [seconds for _, seconds in fitted.knots]
+    assert levels == sorted(levels)
+    assert levels[0] >= 0
+    assert min(fitted.per_logit_row, fitted.per_context_token, fitted.per_attended_key) >= 0
+
+
+def test_there_must_be_something_to_fit() -> None:
+    with pytest.raises(ValueError, match="two different numbers of tokens"):
+        fit_cost([Recording(EngineConfig(), None, {}, [])])
+
+
+def test_knots_lie_where_steps_are() -> None:
+    assert choose_knots([1, 1, 2, 3, 4, 300]) == [1, 2, 4, 300]
+    assert choose_knots([7, 9]) == [7, 8, 9] or choose_knots([7, 9]) == [7, 9]
+    assert choose_knots([1, 2048]) == [1, 2048]
+
+
+def test_a_step_lasts_until_the_next_if_there_is_work() -> None:
+    def step(start: float, num_running: int) -> StepRecord:
+        return StepRecord(0, start, 1.0, (), num_running, 0, 0, 0, 0, 0, 0, 0)
+
+    steps = [step(0.0, 1), step(1.5, 0), step(9.0, 3)]
+    assert [seconds for _, seconds in timed_steps(steps)] == [1.5, 1.0, 1.0]
+
+
+def test_what_is_in_a_step() -> None:
+    spans = [
+        Span(0, 0, 9, [1], 1, 10),  # a decode
+        Span(1, 1, 0, [1, 2, 3], 0, 7),  # a chunk
+        Span(2, 2, 4, [1, 2], 1, 6),  # a prompt's last part
+        Span(3, 3, 2, [1], 0, 9),  # a chunk of one token
+        Span(4, 4, 0, [1], 1, 1),  # a prompt of one token
+    ]
+    plan = StepPlan(tuple(spans), ())
+    expected = StepLoad(8, 3, 10 + 3 + 6 + 3 + 1, 10 + (1 + 2 + 3) + (5 + 6) + 3 + 1)
+    assert load_of_plan(plan) == expected
+    assert StepLoad.of((span.start, span.length, span.num_logit_rows) for span in spans) == expected
+
+
+def test_costs_between_and_beyond_knots() -> None:
+    cost = StepCost(((2, 1.0), (4, 3.0), (8, 4.0)), per_logit_row=10.0)
+    for tokens, seconds in ((1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0), (6, 3.5), (8, 4.0), (12, 5.0)):
+        assert cost.seconds(StepLoad(tokens, 0, 0, 0)) == pytest.approx(seconds)
+    assert cost.seconds(StepLoad(2, 3, 0, 0)) == pytest.approx(31.0)
+
+
+def test_a_cost_goes_through_json() -> None:
+    cost = StepCost(((1, 0.5), (4, 0.75)), 0.1, 0.2, 0.3)
+    assert StepCost.parse(json.dumps(cost.as_dict())) == cost
+    linear = StepCost.parse('{"fixed": 0.5, "per_token": 0.25, "per_logit_row": 1}')
+    assert linear == StepCost.linear(0.5, 0.25, per_logit_row=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "is not JSON"),
+        ("[1, 2]", "must be an object"),
+        ('{"fixed": 1}', "lacks 'per_token'"),
+        ('{"fixed": 1, "per_tokens": 2}', "did you mean 'per_token'"),
+        ('{"fixed": 1, "per_token": -1}', "per_token is -1"),
+        ('{"knots": 5}', "knots is 5"),
+        ('{"knots": [[1, 2]]}', "two or more pairs"),
+        ('{"knots": [[2, 1], [1, 2]]}', "both rising"),
+        ('{"knots": [[1, 2], [2, 1]]}', "both rising"),
+    ],
+)
+def test_costs_that_make_no_sense_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StepCost.parse(text)

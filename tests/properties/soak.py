@@ -9,7 +9,8 @@ import random
 import time
 from collections import Counter
 
-from tests.properties.world import Sizes, World
+from tests.properties.expected import Sizes
+from tests.properties.world import World
 
 OPERATIONS_PER_WORLD = 300
 VOCABULARY = 3

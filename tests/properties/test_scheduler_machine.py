@@ -8,8 +8,9 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.properties.expected import Sizes
 from tests.properties.soak import soak_one_world
-from tests.properties.world import Sizes, World
+from tests.properties.world import World
 
 VOCABULARY = 3
 

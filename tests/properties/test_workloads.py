@@ -8,7 +8,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from tests.properties.world import Sizes, World
+from tests.properties.expected import Sizes
+from tests.properties.world import World
 
 Outcome = dict[tuple[str, int], tuple[list[int], str]]
 """For each request and index: the output, and why it ended."""

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.prefix_cache import Root, make_key
 
 
 def new_table() -> "array[int]":
@@ -95,6 +96,60 @@ def test_giving_back_a_block_twice_raises() -> None:
     assert pool.num_available == 2
 
 
+def test_a_shared_block_is_free_when_all_who_hold_it_have_given_it_back() -> None:
+    pool = BlockPool(3, 1)
+    first, second = grown(pool, 2), new_table()
+    pool.share(second, first[0])
+    assert [pool.num_holders(block) for block in range(3)] == [2, 1, 0]
+    pool.release(first)
+    assert (pool.num_available, pool.num_holders(0)) == (2, 1)
+    pool.release(second)
+    assert pool.num_available == 3
+
+
+def test_a_block_that_can_be_found_is_cached_when_nobody_holds_it_and_can_be_held_again() -> None:
+    pool = BlockPool(3, 2)
+    table = grown(pool, 4)
+    node = pool.remember(make_key(Root(), [1, 2]), table[0])
+    assert pool.find(make_key(Root(), [1, 2])) is node is pool.node_of(0)
+    pool.release(table)
+    assert (pool.num_used, pool.num_cached, pool.num_free) == (0, 1, 2)
+    pool.share(table, node.block)
+    assert (pool.num_used, pool.num_cached, pool.num_free) == (1, 0, 2)
+    pool.check([table])
+
+
+def test_a_cached_block_is_taken_last_and_not_found_any_more() -> None:
+    pool = BlockPool(3, 1)
+    table = grown(pool, 1)
+    pool.remember(make_key(Root(), [1]), table[0])
+    pool.release(table)
+    assert list(grown(pool, 3)) == [1, 2, 0]
+    assert pool.find(make_key(Root(), [1])) is None
+    assert pool.node_of(0) is None
+
+
+def test_a_block_whose_content_is_forgotten_is_free_or_stays_with_its_holder() -> None:
+    pool = BlockPool(2, 1)
+    held, given_back = grown(pool, 1), grown(pool, 1)
+    pool.remember(make_key(Root(), [1]), held[0])
+    pool.remember(make_key(Root(), [2]), given_back[0])
+    pool.release(given_back)
+    pool.forget(0)
+    pool.forget(1)
+    assert (pool.num_used, pool.num_cached, pool.num_free) == (1, 0, 1)
+    pool.check([held])
+
+
+def test_a_block_can_be_replaced_by_another_of_the_same_content() -> None:
+    pool = BlockPool(3, 1)
+    first, second = grown(pool, 1), grown(pool, 2)
+    pool.replace(second, 0, first[0])
+    assert list(second) == [0, 2]
+    assert (pool.num_holders(0), pool.num_holders(1)) == (2, 0)
+    pool.check([first, second])
+
+
 def test_check_accepts_the_tables_that_hold_the_blocks() -> None:
     pool = BlockPool(4, 1)
     tables = [grown(pool, 2), grown(pool, 1), new_table()]
@@ -117,6 +172,16 @@ def test_check_finds_a_block_that_nobody_holds_and_that_is_not_free_either() -> 
     pool.release(grown(pool, 2))
     pool._free.pop()
     with pytest.raises(RuntimeError, match="the free and cached blocks are not those that nobody holds"):
+        pool.check([])
+
+
+def test_check_finds_a_cached_block_whose_content_is_not_known() -> None:
+    pool = BlockPool(2, 1)
+    table = grown(pool, 1)
+    pool.remember(make_key(Root(), [1]), table[0])
+    pool.release(table)
+    pool._prefix_cache.forget(0)
+    with pytest.raises(RuntimeError, match="the cached blocks are not those, of all that nobody holds, whose content"):
         pool.check([])
 
 

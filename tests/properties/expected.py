@@ -1,0 +1,101 @@
+"""What must be true of the sequences and of the slots, as simply as it can be said."""
+
+from dataclasses import dataclass
+
+from inflight.outputs import FinishReason
+from inflight.plan import StepPlan
+from inflight.scheduling.sequence import Request, Sequence
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a scheduler is made with."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    budget: int
+    max_prefill: int | None = None
+    aging_steps: int | None = None
+    prefix_caching: bool = True
+    recompute_beyond: int | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a sequence that runs to its end alone: its last one needs no place."""
+        return self.num_blocks * self.block_size + 1
+
+    @property
+    def num_slots(self) -> int:
+        """No more run at once than can each get a token in one step."""
+        return min(self.max_num_seqs, self.budget)
+
+
+@dataclass(eq=False)
+class Expected:
+    """What must be true of a sequence."""
+
+    sequence: Sequence
+    request: Request
+    token_ids: list[int]
+    arrival: int
+    """Steps planned before it came."""
+    num_computed: int = 0
+    num_computed_before: int = 0
+    """Before the step in flight."""
+    num_preemptions: int = 0
+    is_running: bool = False
+    finish_reason: FinishReason | None = None
+
+    @property
+    def sequence_id(self) -> int:
+        return self.sequence.sequence_id
+
+    @property
+    def num_owed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    def take(self, sampled: list[int]) -> list[int]:
+        request = self.request
+        for num_taken, token in enumerate(sampled, 1):
+            self.token_ids.append(token)
+            num_output = len(self.token_ids) - len(request.prompt_token_ids)
+            if token in request.stop_token_ids and num_output >= request.min_output_tokens:
+                self.end("stop")
+                return sampled[:num_taken]
+            if len(self.token_ids) == request.max_num_tokens:
+                self.end("length")
+                return sampled[:num_taken]
+        return sampled
+
+    def end(self, reason: FinishReason) -> None:
+        assert self.finish_reason is None, "a sequence finishes once"
+        self.finish_reason = reason
+
+
+class Lanes:
+    """What somebody who sees only the plans knows of the slots: who has which."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.owners: dict[int, int] = {}
+        self.reported_in_vain: set[int] = set()
+        """With a step that was discarded: to be reported again."""
+
+    def take_in(self, plan: StepPlan, running: list[Expected], readmitted: set[int]) -> None:
+        """Follow a plan, and check that the slots which it releases are those that were given up since the last.
+
+        `readmitted`: slots of sequences that were preempted and admitted again by this plan, perhaps to the same one.
+        """
+        now = {each.sequence.slot: each.sequence_id for each in running}
+        assert len(now) == len(running), "no slot is given twice"
+        given_up = {slot for slot, owner in self.owners.items() if now.get(slot) != owner}
+        released = set(plan.released_slots)
+        assert len(released) == len(plan.released_slots)
+        given_up |= self.reported_in_vain
+        assert given_up <= released <= given_up | readmitted
+        self.reported_in_vain.clear()
+        for span in plan.spans:
+            assert 0 <= span.slot < self.num_slots
+            assert now[span.slot] == span.sequence_id
+        self.owners = {slot: owner for slot, owner in now.items() if slot is not None}

@@ -21,11 +21,6 @@ class SpanRecord(NamedTuple):
     length: int
     kind: SpanKind
 
-    @property
-    def num_keys(self) -> int:
-        """Keys that its tokens attend to, all together, where no window limits that."""
-        return self.length * self.start + self.length * (self.length + 1) // 2
-
 
 class PreemptionRecord(NamedTuple):
     """A sequence that had to give everything back, and the slot that it lost."""

@@ -113,7 +113,7 @@ def test_exact_with_all_kinds_of_sharing_in_a_roomy_cache(name: str, budget: int
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-@pytest.mark.parametrize(("budget", "block_size"), [(8, 4), (64, 16), (2048, 1)])
+@pytest.mark.parametrize(("budget", "block_size"), [(12, 4), (64, 16), (2048, 1)])
 def test_exact_with_all_kinds_of_sharing_in_a_tight_cache(name: str, budget: int, block_size: int) -> None:
     run = run_everything(
         name,

@@ -321,7 +321,7 @@ class World:
         assert 1 <= plan.num_tokens <= self.sizes.budget
         assert len(plan.spans) == len({span.sequence_id for span in plan.spans}) <= self.sizes.num_slots
         assert len(plan.tables) == 1
-        in_flight = set(self.scheduler._blocks_in_flight)
+        in_flight = set(self.scheduler.reuse._blocks_in_flight)
         for span, table in zip(plan.spans, plan.tables[0], strict=True):
             expected = self.unfinished[span.sequence_id]
             assert span.start == expected.num_computed
@@ -409,7 +409,7 @@ class World:
         nodes = list(self.pool._prefix_cache._nodes.values())
         assert self.sizes.prefix_caching or not nodes
         alive = {node.number for node in nodes}
-        in_flight = set(self.scheduler._blocks_in_flight) if self.in_flight is not None else set()
+        in_flight = set(self.scheduler.reuse._blocks_in_flight) if self.in_flight is not None else set()
         block_size = self.pool.block_size
         for node in sorted(nodes, key=lambda node: node.number):
             parent, tokens = node.key
@@ -429,7 +429,7 @@ class World:
 
     def check_contents(self) -> None:
         """What a running sequence counts as computed is there, and found by others as well."""
-        to_copy = {destination for _, destination in self.scheduler._copies}
+        to_copy = {destination for _, destination in self.scheduler.reuse.copies}
         for each in self.running():
             table, num_computed = each.sequence.block_table, each.num_computed
             if not to_copy.isdisjoint(table):

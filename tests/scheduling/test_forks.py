@@ -259,7 +259,7 @@ def test_a_copy_is_made_though_somebody_who_shared_its_block_is_preempted_in_the
     submit(scheduler, "b", [1], max_output=20)
     step(scheduler, token=1)
     first, second, other = scheduler.running(0), scheduler.running(1), scheduler.running(2)
-    scheduler._start_over(other)
+    scheduler.reuse.start_over(other)
     second.token_ids += [2, 2, 2]
     other.token_ids += [*[1] * 4, *[2] * 14]
     plan = plan_of(scheduler)

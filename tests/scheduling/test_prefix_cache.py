@@ -184,7 +184,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
 
 def test_without_a_prefix_cache_nothing_is_found() -> None:
     scheduler = caching()
-    scheduler.enable_prefix_caching = False
+    scheduler.reuse.enable_prefix_caching = False
     assert [compute(scheduler, name, [5] * 9) for name in "ab"] == [9, 9]
     assert scheduler.block_pool.num_cached == 0
 

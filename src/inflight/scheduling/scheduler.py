@@ -11,9 +11,7 @@ In each group the better one is served first: by effective priority, if the poli
 by arrival. When blocks run out, the worst running sequence gives all of its own back and waits to be recomputed: the
 best always makes progress, so everybody finishes.
 
-Before it computes anything a sequence takes what is there: the blocks of a sibling of the same request (a fork), or
-blocks with the same content (the prefix cache). Blocks that are being computed in this very step count as well: a
-backend finishes all writes of a layer before any read. They are forgotten if the step does not succeed.
+Before it computes anything a sequence takes what is there already (`Reuse`).
 
 Iteration-level scheduling is Orca's (Yu et al., OSDI 2022), blocks, forks and preemption by recomputation are vLLM's
 (Kwon et al., SOSP 2023), prompts in chunks beside decodes are Sarathi's (Agrawal et al., 2023). Pure and deterministic:
@@ -30,7 +28,7 @@ from dataclasses import dataclass
 from inflight.outputs import FinishReason
 from inflight.plan import Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.prefix_cache import Root, make_key
+from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence
 from inflight.scheduling.waiting_queue import WaitingQueue
 
@@ -74,14 +72,12 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
-        self.enable_prefix_caching = enable_prefix_caching
         self.recompute_beyond = recompute_beyond
+        self.reuse = Reuse(block_pool, enable_prefix_caching, recompute_beyond)
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         """Of all sequences that have been admitted, each once."""
-        self.num_cached_tokens = 0
-        """Of these, how many did not have to be computed."""
         self._waiting = WaitingQueue(aging_steps)
         self._running: dict[int, Sequence] = {}
         self._of_request: dict[str, dict[int, Sequence]] = {}  # its unfinished sequences
@@ -91,10 +87,11 @@ class Scheduler:
         self._next_sequence_id = 0
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
-        self._blocks_in_flight: list[int] = []  # findable already, valid once the step has succeeded
-        self._copies: list[tuple[int, int]] = []  # of the step in flight, or of the next
-        # Who counts on what that step is to do, and how many tokens each had without it:
-        self._num_computed_before: dict[Sequence, int] = {}
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of `num_prompt_tokens`, how many did not have to be computed."""
+        return self.reuse.num_cached_tokens
 
     @property
     def num_waiting(self) -> int:
@@ -125,7 +122,7 @@ class Scheduler:
         for index in range(request.num_sequences):
             sequence = Sequence(self._next_sequence_id, request, index, list(request.prompt_token_ids), self.num_steps)
             self._next_sequence_id += 1
-            self._forget_progress(sequence)
+            self.reuse.forget_progress(sequence)
             sequences[sequence.sequence_id] = sequence
             self._waiting.push(sequence)
 
@@ -159,7 +156,7 @@ class Scheduler:
             if sequence is None:
                 continue
             sequence.num_computed_tokens = span.end
-            self._remember(sequence, span.end)
+            self.reuse.remember(sequence, span.end)
             if not sampled:
                 continue
             new_token_ids = sequence.append(sampled)
@@ -167,7 +164,7 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 self._remove(sequence)
             elif self.recompute_beyond is not None and sequence.has_grown_past(self.recompute_beyond, new_token_ids):
-                self._start_over(sequence)
+                self.reuse.start_over(sequence)
         return progress
 
     def discard(self) -> None:
@@ -224,7 +221,7 @@ class Scheduler:
         if self._waiting.aging_steps is None or (best := self._waiting.best(self.num_steps)) is None:
             return
         priority = self._waiting.effective_priority(best, self.num_steps)
-        num_missing, shared = self._num_missing_blocks(best)
+        num_missing, shared = self.reuse.num_missing_blocks(best, self._siblings(best))
         num_slots, num_victims, held = len(self._free_slots), 0, Counter[int]()
         while num_slots < 1 or num_missing > 0:
             if num_victims == len(running):
@@ -257,7 +254,7 @@ class Scheduler:
             num_prefill_tokens = self.max_prefill_tokens_per_step
         for sequence in prefills:
             if sequence.slot is not None and not self._waits_for_sibling(sequence):
-                self._reuse(sequence)
+                self.reuse.take(sequence, self._siblings(sequence))
                 length = min(sequence.num_uncomputed_tokens, budget, num_prefill_tokens)
                 budget -= self._schedule(sequence, length, lengths, running)
                 num_prefill_tokens -= lengths.get(sequence, 0)
@@ -268,7 +265,7 @@ class Scheduler:
         wait for a sibling need none, but have to be there when it has computed the prompt."""
         while self._free_slots and (sequence := self._waiting.best(self.num_steps)) is not None:
             waits = self._waits_for_sibling(sequence)
-            if (budget <= 0 and not waits) or self._num_missing_blocks(sequence)[0] > 0:
+            if (budget <= 0 and not waits) or self.reuse.num_missing_blocks(sequence, self._siblings(sequence))[0] > 0:
                 return
             self._waiting.remove(sequence)
             sequence.slot = heapq.heappop(self._free_slots)
@@ -276,7 +273,7 @@ class Scheduler:
             if sequence.num_preemptions == 0:
                 self.num_prompt_tokens += sequence.num_prompt_tokens
             if not waits:
-                self._reuse(sequence)
+                self.reuse.take(sequence, self._siblings(sequence))
                 budget -= self._schedule(sequence, min(sequence.num_uncomputed_tokens, budget), lengths, [])
 
     def _schedule(self, sequence: Sequence, length: int, lengths: dict[Sequence, int], victims: list[Sequence]) -> int:
@@ -291,20 +288,8 @@ class Scheduler:
             return -num_returned
         lengths[sequence] = length
         if length > 1:
-            self._remember(sequence, sequence.num_computed_tokens + length, in_flight=True)
+            self.reuse.remember(sequence, sequence.num_computed_tokens + length, in_flight=True)
         return length - num_returned
-
-    def _num_missing_blocks(self, sequence: Sequence) -> tuple[int, set[int]]:
-        """How many blocks lack for all that a waiting sequence owes; and, if any, those in use that it is to share."""
-        num_missing = self.block_pool.num_blocks_for(len(sequence.token_ids)) - self.block_pool.num_available
-        if num_missing <= 0:
-            return num_missing, set()
-        found = self._find_cached(sequence)
-        shared = {block for block in found if self.block_pool.num_holders(block)}
-        if (source := self._fork_source(sequence)) is not None:
-            num_full_blocks = (sequence.num_prompt_tokens - 1) // self.block_pool.block_size
-            shared.update(source.block_table[len(found) : num_full_blocks])
-        return num_missing - len(shared), shared
 
     def _make_plan(self, lengths: dict[Sequence, int]) -> StepPlan:
         spans: list[Span] = []
@@ -320,7 +305,7 @@ class Scheduler:
             tables.append(sequence.block_table[:])
         released_slots = tuple(sorted(self._released_slots))
         self._released_slots.clear()
-        return StepPlan(tuple(spans), (tuple(tables),), tuple(self._copies), released_slots)
+        return StepPlan(tuple(spans), (tuple(tables),), tuple(self.reuse.copies), released_slots)
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
         return self.block_pool.grow(sequence.block_table, sequence.num_computed_tokens + length)
@@ -328,82 +313,10 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take back everything that a running sequence holds; it waits to be computed again."""
         self._release(sequence)
-        self._forget_progress(sequence)
+        self.reuse.forget_progress(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.push(sequence)
-
-    # ---------------------------------------------------------------------------------------- reuse
-
-    def _root(self, sequence: Sequence) -> Root:
-        """What else than tokens must be the same for this sequence to share blocks with another."""
-        is_long = self.recompute_beyond is not None and len(sequence.token_ids) > self.recompute_beyond
-        return Root(sequence.request.cache_salt, is_long=is_long)
-
-    def _reuse(self, sequence: Sequence) -> None:
-        """Before a sequence computes anything more: take what is there, all but its last token."""
-        num_computed, block_size = sequence.num_computed_tokens, self.block_pool.block_size
-        if not num_computed == len(sequence.block_table) * block_size == sequence.num_known_blocks * block_size:
-            return  # in the middle of a block
-        for block in self._find_cached(sequence):
-            self.block_pool.share(sequence.block_table, block)
-            node = self.block_pool.node_of(block)
-            assert node is not None
-            sequence.parent = node.number
-            sequence.num_known_blocks += 1
-        self._take_over(sequence, sequence.num_known_blocks * block_size)
-        if (source := self._fork_source(sequence)) is not None:
-            self._fork(sequence, source)
-
-    def _take_over(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many tokens of a sequence count as computed now, though it did not compute them."""
-        num_new = num_tokens - sequence.num_computed_tokens
-        if num_new == 0:
-            return
-        self._num_computed_before.setdefault(sequence, sequence.num_computed_tokens)
-        sequence.num_computed_tokens = num_tokens
-        if sequence.num_preemptions == 0 and sequence.num_output_tokens == 0:
-            sequence.num_cached_tokens += num_new
-            self.num_cached_tokens += num_new
-
-    def _find_cached(self, sequence: Sequence) -> list[int]:
-        """The blocks that follow those a sequence has, found by their content; its last token is never among them."""
-        blocks: list[int] = []
-        if not self.enable_prefix_caching:
-            return blocks
-        block_size, parent = self.block_pool.block_size, sequence.parent
-        first = sequence.num_known_blocks * block_size
-        for start in range(first, len(sequence.token_ids) - block_size, block_size):
-            node = self.block_pool.find(make_key(parent, sequence.token_ids[start : start + block_size]))
-            if node is None:
-                break
-            blocks.append(node.block)
-            parent = node.number
-        return blocks
-
-    def _remember(self, sequence: Sequence, num_tokens: int, *, in_flight: bool = False) -> None:
-        """Let the full blocks among a sequence's first `num_tokens` tokens be found. One that is known already, in
-        another block, is given up for that one: what a sequence holds is what is found."""
-        if not self.enable_prefix_caching:
-            return
-        block_size = self.block_pool.block_size
-        while (sequence.num_known_blocks + 1) * block_size <= num_tokens:
-            index = sequence.num_known_blocks
-            key = make_key(sequence.parent, sequence.token_ids[index * block_size : (index + 1) * block_size])
-            block = sequence.block_table[index]
-            node = self.block_pool.find(key)
-            if node is None:
-                node = self.block_pool.remember(key, block)
-                if in_flight:
-                    self._blocks_in_flight.append(block)
-            elif node.block != block:
-                if in_flight:
-                    break  # the step is to write to its own block; whoever needs this one finds the other
-                self.block_pool.replace(sequence.block_table, index, node.block)
-            sequence.parent = node.number
-            sequence.num_known_blocks += 1
-        if in_flight:
-            self._num_computed_before.setdefault(sequence, sequence.num_computed_tokens)
 
     def _siblings(self, sequence: Sequence) -> Iterator[Sequence]:
         """The other running sequences of its request whose blocks can be shared with it."""
@@ -412,35 +325,13 @@ class Scheduler:
                 if sibling is not sequence and sibling.slot is not None and sibling.root == sequence.root:
                     yield sibling
 
-    def _fork_source(self, sequence: Sequence) -> Sequence | None:
-        """A sibling that has computed the whole prompt but, perhaps, its last token, and without the next step."""
-        num_shared = sequence.num_prompt_tokens - 1
-        if sequence.num_computed_tokens >= num_shared:
-            return None
-        for sibling in self._siblings(sequence):
-            num_computed = self._num_computed_before.get(sibling, sibling.num_computed_tokens)
-            if num_computed >= num_shared:
-                return sibling
-        return None
-
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         """Whether one that came before it is computing the prompt for both."""
-        if sequence.block_table or sequence.num_prompt_tokens == 1 or self._fork_source(sequence) is not None:
+        if sequence.block_table or sequence.num_prompt_tokens == 1:
+            return False
+        if self.reuse.fork_source(sequence, self._siblings(sequence)) is not None:
             return False
         return any(sibling.sequence_id < sequence.sequence_id for sibling in self._siblings(sequence))
-
-    def _fork(self, sequence: Sequence, source: Sequence) -> None:
-        """Share the blocks of a sibling's prompt, and copy the last one if both will write to it."""
-        num_tokens = sequence.num_prompt_tokens - 1
-        num_shared, num_copied = divmod(num_tokens, self.block_pool.block_size)
-        if num_copied and self.block_pool.num_available == 0:
-            return
-        for block in source.block_table[len(sequence.block_table) : num_shared]:
-            self.block_pool.share(sequence.block_table, block)
-        if num_copied:
-            self.block_pool.grow(sequence.block_table, num_tokens)
-            self._copies.append((source.block_table[num_shared], sequence.block_table[num_shared]))
-        self._take_over(sequence, num_tokens)
 
     # ---------------------------------------------------------------------------------------- letting go
 
@@ -449,42 +340,25 @@ class Scheduler:
         if plan is not self._in_flight:
             raise RuntimeError("this plan is not the step in flight")
         self._in_flight = None
-        self._blocks_in_flight.clear()
-        self._copies.clear()
-        self._num_computed_before.clear()
+        self.reuse.step_succeeded()
         for sequence in self._released_at_commit:
             self._give_back(sequence)
         self._released_at_commit.clear()
 
     def _land_failed(self, plan: StepPlan) -> None:
         """The same for a step that did not do what it was to do: whoever relied on that starts over."""
-        for block in self._blocks_in_flight:
-            self.block_pool.forget(block)
-        changed = list(self._num_computed_before)
+        changed = self.reuse.step_failed()
         self._land(plan)
         for sequence in changed:
             if sequence.slot is not None:
-                self._start_over(sequence)
-
-    def _start_over(self, sequence: Sequence) -> None:
-        """A running sequence gives its blocks back, and owes all of its tokens."""
-        if sequence.num_output_tokens == 0 and sequence.num_preemptions == 0:
-            self.num_cached_tokens -= sequence.num_cached_tokens
-            sequence.num_cached_tokens = 0
-        self.block_pool.release(sequence.block_table)
-        self._forget_progress(sequence)
-
-    def _forget_progress(self, sequence: Sequence) -> None:
-        self._num_computed_before.pop(sequence, None)
-        sequence.num_computed_tokens = sequence.num_known_blocks = 0
-        sequence.root = sequence.parent = self._root(sequence)
+                self.reuse.start_over(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         """Forget a finished sequence; siblings that wait for its prompt are forked from it first."""
         if sequence.slot is not None and self._in_flight is None:
             for sibling in self._siblings(sequence):
-                if not sibling.block_table and self._fork_source(sibling) is sequence:
-                    self._fork(sibling, sequence)
+                if not sibling.block_table and self.reuse.fork_source(sibling, self._siblings(sibling)) is sequence:
+                    self.reuse.fork(sibling, sequence)
         siblings = self._of_request[sequence.request.request_id]
         del siblings[sequence.sequence_id]
         if not siblings:
@@ -504,8 +378,7 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
-        self.block_pool.release(sequence.block_table)
-        self._copies = [copy for copy in self._copies if self.block_pool.num_holders(copy[1])]
+        self.reuse.give_back(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
         self._released_slots.add(sequence.slot)
         sequence.slot = None

@@ -1,0 +1,180 @@
+"""`Reuse`: what a sequence need not compute, because it is there or is being computed in the very same step.
+
+Decides which blocks a sequence takes over from others, and what of its own others may take: full blocks by their
+content (the prefix cache), a sibling's prompt by forking from it. A step in flight is trusted in advance: its blocks
+can be found as soon as it is planned, because a backend finishes all writes of a layer before any read. If it fails,
+they are forgotten, and whoever counted on it starts over. Knows nothing of budgets, slots and queues.
+"""
+
+from collections.abc import Iterable
+
+from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.prefix_cache import Root, make_key
+from inflight.scheduling.sequence import Sequence
+
+
+class Reuse:
+    """Shares the blocks of one pool among sequences.
+
+    Args:
+        block_pool: the cache's blocks.
+        enable_prefix_caching: whether blocks are found again by their content; if not, there are only forks.
+        recompute_beyond: sequences longer than this share only with each other; None: there is no such length.
+    """
+
+    def __init__(self, block_pool: BlockPool, enable_prefix_caching: bool, recompute_beyond: int | None) -> None:
+        self.block_pool = block_pool
+        self.enable_prefix_caching = enable_prefix_caching
+        self.recompute_beyond = recompute_beyond
+        self.num_cached_tokens = 0
+        """Prompt tokens that did not have to be computed when their sequences first ran."""
+        self.copies: list[tuple[int, int]] = []
+        """Blocks to copy, (source, destination), before the step in flight, or the next."""
+        self._blocks_in_flight: list[int] = []  # findable already, valid once the step has succeeded
+        # Who counts on what that step is to do, and how many tokens each had without it:
+        self._num_computed_before: dict[Sequence, int] = {}
+
+    # ------------------------------------------------------------------------------------- taking
+
+    def take(self, sequence: Sequence, siblings: Iterable[Sequence]) -> None:
+        """Before a sequence computes anything more: take what is there, all but its last token."""
+        num_computed, block_size = sequence.num_computed_tokens, self.block_pool.block_size
+        if not num_computed == len(sequence.block_table) * block_size == sequence.num_known_blocks * block_size:
+            return  # in the middle of a block
+        for block in self.find(sequence):
+            self.block_pool.share(sequence.block_table, block)
+            node = self.block_pool.node_of(block)
+            assert node is not None
+            sequence.parent = node.number
+            sequence.num_known_blocks += 1
+        self._take_over(sequence, sequence.num_known_blocks * block_size)
+        if (source := self.fork_source(sequence, siblings)) is not None:
+            self.fork(sequence, source)
+
+    def find(self, sequence: Sequence) -> list[int]:
+        """The blocks that follow those a sequence has, found by their content; its last token is never among them."""
+        blocks: list[int] = []
+        if not self.enable_prefix_caching:
+            return blocks
+        block_size, parent = self.block_pool.block_size, sequence.parent
+        first = sequence.num_known_blocks * block_size
+        for start in range(first, len(sequence.token_ids) - block_size, block_size):
+            node = self.block_pool.find(make_key(parent, sequence.token_ids[start : start + block_size]))
+            if node is None:
+                break
+            blocks.append(node.block)
+            parent = node.number
+        return blocks
+
+    def fork_source(self, sequence: Sequence, siblings: Iterable[Sequence]) -> Sequence | None:
+        """Of the running siblings of its root, one that has computed the whole prompt but, perhaps, its last token,
+        without the step to come."""
+        num_shared = sequence.num_prompt_tokens - 1
+        if sequence.num_computed_tokens >= num_shared:
+            return None
+        for sibling in siblings:
+            num_computed = self._num_computed_before.get(sibling, sibling.num_computed_tokens)
+            if num_computed >= num_shared:
+                return sibling
+        return None
+
+    def fork(self, sequence: Sequence, source: Sequence) -> None:
+        """Share the blocks of a sibling's prompt, and copy the last one if both will write to it."""
+        num_tokens = sequence.num_prompt_tokens - 1
+        num_shared, num_copied = divmod(num_tokens, self.block_pool.block_size)
+        if num_copied and self.block_pool.num_available == 0:
+            return
+        for block in source.block_table[len(sequence.block_table) : num_shared]:
+            self.block_pool.share(sequence.block_table, block)
+        if num_copied:
+            self.block_pool.grow(sequence.block_table, num_tokens)
+            self.copies.append((source.block_table[num_shared], sequence.block_table[num_shared]))
+        self._take_over(sequence, num_tokens)
+
+    def num_missing_blocks(self, sequence: Sequence, siblings: Iterable[Sequence]) -> tuple[int, set[int]]:
+        """How many blocks lack for all that a waiting sequence owes; and, if any, those in use that it is to share."""
+        num_missing = self.block_pool.num_blocks_for(len(sequence.token_ids)) - self.block_pool.num_available
+        if num_missing <= 0:
+            return num_missing, set()
+        found = self.find(sequence)
+        shared = {block for block in found if self.block_pool.num_holders(block)}
+        if (source := self.fork_source(sequence, siblings)) is not None:
+            num_full_blocks = (sequence.num_prompt_tokens - 1) // self.block_pool.block_size
+            shared.update(source.block_table[len(found) : num_full_blocks])
+        return num_missing - len(shared), shared
+
+    def _take_over(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many tokens of a sequence count as computed now, though it did not compute them."""
+        num_new = num_tokens - sequence.num_computed_tokens
+        if num_new == 0:
+            return
+        self._num_computed_before.setdefault(sequence, sequence.num_computed_tokens)
+        sequence.num_computed_tokens = num_tokens
+        if sequence.num_preemptions == 0 and sequence.num_output_tokens == 0:
+            sequence.num_cached_tokens += num_new
+            self.num_cached_tokens += num_new
+
+    # ------------------------------------------------------------------------------------- giving
+
+    def remember(self, sequence: Sequence, num_tokens: int, *, in_flight: bool = False) -> None:
+        """Let the full blocks among a sequence's first `num_tokens` tokens be found; `in_flight` if some of them are to
+        be computed by the step that is being planned.
+
+        One that is known already, in another block, is given up for that one: what a sequence holds is what is found.
+        """
+        if not self.enable_prefix_caching:
+            return
+        block_size = self.block_pool.block_size
+        while (sequence.num_known_blocks + 1) * block_size <= num_tokens:
+            index = sequence.num_known_blocks
+            key = make_key(sequence.parent, sequence.token_ids[index * block_size : (index + 1) * block_size])
+            block = sequence.block_table[index]
+            node = self.block_pool.find(key)
+            if node is None:
+                node = self.block_pool.remember(key, block)
+                if in_flight:
+                    self._blocks_in_flight.append(block)
+            elif node.block != block:
+                if in_flight:
+                    break  # the step is to write to its own block; whoever needs this one finds the other
+                self.block_pool.replace(sequence.block_table, index, node.block)
+            sequence.parent = node.number
+            sequence.num_known_blocks += 1
+        if in_flight:
+            self._num_computed_before.setdefault(sequence, sequence.num_computed_tokens)
+
+    # ------------------------------------------------------------------------------------- the end of a step
+
+    def step_succeeded(self) -> None:
+        """What was trusted in advance is true now."""
+        self._blocks_in_flight.clear()
+        self._num_computed_before.clear()
+        self.copies.clear()
+
+    def step_failed(self) -> list[Sequence]:
+        """Nothing of it is true: its blocks are forgotten. Returns who counted on it, to `start_over`."""
+        for block in self._blocks_in_flight:
+            self.block_pool.forget(block)
+        changed = list(self._num_computed_before)
+        self.step_succeeded()
+        return changed
+
+    def start_over(self, sequence: Sequence) -> None:
+        """A running sequence gives its blocks back, and owes all of its tokens."""
+        if sequence.num_output_tokens == 0 and sequence.num_preemptions == 0:
+            self.num_cached_tokens -= sequence.num_cached_tokens
+            sequence.num_cached_tokens = 0
+        self.give_back(sequence)
+        self.forget_progress(sequence)
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Let go of all blocks of a sequence; nothing is copied to a block that nobody holds."""
+        self.block_pool.release(sequence.block_table)
+        self.copies = [copy for copy in self.copies if self.block_pool.num_holders(copy[1])]
+
+    def forget_progress(self, sequence: Sequence) -> None:
+        """Nothing of a sequence is computed, as it is when it comes or comes back."""
+        self._num_computed_before.pop(sequence, None)
+        sequence.num_computed_tokens = sequence.num_known_blocks = 0
+        is_long = self.recompute_beyond is not None and len(sequence.token_ids) > self.recompute_beyond
+        sequence.root = sequence.parent = Root(sequence.request.cache_salt, is_long=is_long)

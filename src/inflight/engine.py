@@ -24,7 +24,6 @@ from inflight.outputs import SequenceOutput
 from inflight.params import SamplingParams
 from inflight.plan import StepPlan
 from inflight.record import ArrivalRecord, EngineStats, StepRecord
-from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.deadlines import Deadlines
 from inflight.scheduling.door import make_request
 from inflight.scheduling.prefill_limit import PrefillLimit
@@ -82,16 +81,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.runner = ModelRunner(model, config)
         self.model_info = self._describe()
-        pool = BlockPool(self.model_info.num_blocks, config.block_size)
-        self.scheduler = Scheduler(
-            pool,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
-            aging_steps=config.aging_steps if config.policy == "priority" else None,
-            enable_prefix_caching=config.enable_prefix_caching,
-            recompute_beyond=self.model_info.recompute_beyond,
-        )
+        self.scheduler = Scheduler.of(config, self.model_info.num_blocks, self.model_info.recompute_beyond)
         self.prefill_limit: PrefillLimit | None = None
         """If set, learns from every step how much prefill the next may have."""
         self._deadlines = Deadlines()

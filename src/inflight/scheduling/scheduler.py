@@ -24,7 +24,9 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Self
 
+from inflight.config import EngineConfig
 from inflight.outputs import FinishReason
 from inflight.plan import Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
@@ -87,6 +89,19 @@ class Scheduler:
         self._next_sequence_id = 0
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
+
+    @classmethod
+    def of(cls, config: EngineConfig, num_blocks: int, recompute_beyond: int | None = None) -> Self:
+        """The scheduler that an engine's configuration asks for, over a new pool of `num_blocks` blocks."""
+        return cls(
+            BlockPool(num_blocks, config.block_size),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
+            aging_steps=config.aging_steps if config.policy == "priority" else None,
+            enable_prefix_caching=config.enable_prefix_caching,
+            recompute_beyond=recompute_beyond,
+        )
 
     @property
     def num_cached_tokens(self) -> int:

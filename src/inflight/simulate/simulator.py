@@ -16,7 +16,6 @@ from inflight.observe.run_report import RunLog, RunReport
 from inflight.observe.step_watch import StepWatch
 from inflight.plan import StepPlan
 from inflight.record import ArrivalRecord, StepRecord
-from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request, Sequence
 from inflight.simulate.requests import SimulatedRequest
@@ -77,16 +76,8 @@ class Simulation:
         observer: Callable[[StepRecord], None] | None,
     ) -> None:
         self.cost, self.observer = cost, observer
-        self.pool = BlockPool(enough_blocks(config), config.block_size)
-        self.scheduler = Scheduler(
-            self.pool,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
-            aging_steps=config.aging_steps if config.policy == "priority" else None,
-            enable_prefix_caching=config.enable_prefix_caching,
-            recompute_beyond=recompute_beyond,
-        )
+        self.scheduler = Scheduler.of(config, enough_blocks(config), recompute_beyond)
+        self.pool = self.scheduler.block_pool
         self.log = RunLog(config.max_num_seqs, self.pool.num_blocks)
         self.clock = 0.0
         self._watch = StepWatch(self.scheduler)

@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test check format demo-model clean
+.PHONY: demo test check format figures demo-model clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "inflight needs Python 3.11 or newer"'
@@ -29,6 +29,9 @@ check: $(READY)           ## style, types, and the floors of the house
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+figures: $(READY)         ## draw the figures of docs/how-it-works.md anew (three minutes on two cores)
+	$(BIN)/python -m tools.make_figures
 
 demo-model: $(READY)      ## train the embedded model anew (about half an hour on two cores)
 	$(BIN)/python tools/train_demo_model.py

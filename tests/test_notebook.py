@@ -1,0 +1,64 @@
+"""The notebook of `examples/`: it runs from top to bottom with this interpreter, and says what it should."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOK = Path(__file__).parents[1] / "examples" / "continuous_batching.ipynb"
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The notebook's cells by id, after all have run; any error in one fails here."""
+    folder = tmp_path_factory.mktemp("jupyter")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+    which_python = nbformat.v4.new_code_cell("import sys; print(sys.executable)", id="which-python")  # type: ignore[no-untyped-call]
+    notebook.cells.append(which_python)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # one process a core, as in the whole suite
+        patch.setenv("IPYTHONDIR", str(folder / "ipython"))
+        patch.setenv("JUPYTER_RUNTIME_DIR", str(folder / "runtime"))
+        NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
+    return {cell.id: cell for cell in notebook.cells}
+
+
+def printed(cell: Any) -> str:
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
+
+
+def test_it_runs_with_this_interpreter(cells: dict[str, Any]) -> None:
+    assert printed(cells["which-python"]).strip() == sys.executable
+
+
+def test_all_rungs_give_the_same_tokens(cells: dict[str, Any]) -> None:
+    text = printed(cells["engine"])
+    assert "All four rungs gave the same tokens" in text
+    assert "'static': 180" in text
+
+
+def test_preemption_is_seen(cells: dict[str, Any]) -> None:
+    text = printed(cells["chunks"])
+    assert "The same tokens, with" in text
+    assert "with 0 preemptions" not in text
+
+
+def test_a_shared_prefix_saves_most_of_the_prompts(cells: dict[str, Any]) -> None:
+    static, shared = printed(cells["prefix"]).splitlines()
+    assert int(shared.split()[2]) < int(static.split()[1]) / 3
+
+
+def test_steps_and_timelines_are_drawn(cells: dict[str, Any]) -> None:
+    assert "re-attended through reference" in printed(cells["step"])
+    for name in ("static", "padded", "ragged", "engine", "step", "chunks", "gpt2"):
+        assert any("image/png" in output.get("data", {}) for output in cells[name].outputs), name
+
+
+def test_it_is_stored_without_outputs() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert code
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)

@@ -1,0 +1,87 @@
+"""What all figures have in common: their colours, the files that they become, and engines whose steps are kept."""
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from inflight.engine import Engine
+from inflight.lessons.run import LessonRequest
+from inflight.observe.pictures import save_png
+from inflight.params import SamplingParams
+from inflight.record import StepRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PREFILL, DECODE, PADDING = "#e8a33d", "#2f8f5b", "#d9d9d9"
+"""As in timelines."""
+
+INK, ALARM = "#444444", "#c0392b"
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A figure, and the numbers of the run that it shows."""
+
+    figure: "Figure"
+    numbers: Mapping[str, Any]
+
+    def save(self, folder: Path, name: str) -> None:
+        """Write `name.png`, and `name.json` with the numbers and the machine that they were measured on."""
+        save_png(self.figure, folder / f"{name}.png")
+        text = json.dumps({**self.numbers, "machine": machine()}, indent=2)
+        (folder / f"{name}.json").write_text(text + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """What a time depends on."""
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "vector instructions": torch.backends.cpu.get_cpu_capability(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def tidy(panel: "Axes", title: str, x: str = "", y: str = "") -> None:
+    """Titles and labels of one size, and no box around the panel."""
+    panel.set_title(title, loc="left", fontsize=9)
+    panel.set_xlabel(x, fontsize=8)
+    panel.set_ylabel(y, fontsize=8)
+    panel.tick_params(labelsize=7, length=2)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+
+
+def steps_of(
+    engine: Engine, requests: Sequence[LessonRequest], arrivals: Mapping[int, int] | None = None
+) -> list[StepRecord]:
+    """Run requests greedily to their ends, and keep the records of all steps.
+
+    Args:
+        arrivals: for some requests, by their place, the number of the step before which they arrive; the others are
+            there from the start.
+    """
+    records: list[StepRecord] = []
+    engine.observer = records.append
+    waiting = {number: (arrivals or {}).get(number, 0) for number in range(len(requests))}
+    while waiting or engine.has_unfinished_requests:
+        for number in [number for number, step in waiting.items() if step <= len(records)]:
+            del waiting[number]
+            asked = requests[number]
+            params = SamplingParams(temperature=0, max_tokens=asked.max_new_tokens, ignore_eos=True)
+            engine.submit(engine.accept(str(number), asked.prompt_token_ids, params))
+        engine.step()
+    engine.observer = None
+    return records

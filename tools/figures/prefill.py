@@ -1,0 +1,105 @@
+"""What a long prompt does to those who are decoding: in one step, and in chunks."""
+
+import random
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from inflight.config import EngineConfig
+from inflight.engine import Engine
+from inflight.lessons.run import LessonRequest
+from inflight.lessons.static_bench import gpt2_with_random_weights
+from inflight.observe.pictures import new_figure
+from inflight.record import StepRecord
+from tools.figures.drawing import ALARM, DECODE, INK, PREFILL, Drawing, steps_of, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BUDGETS = (1024, 256, 64)
+NUM_DECODING, NUM_NEW_TOKENS, LONG_PROMPT, ARRIVAL = 4, 30, 900, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """The steps of a run in which, before step `ARRIVAL`, a long prompt arrives while others decode."""
+
+    records: list[StepRecord]
+
+    @property
+    def start_time(self) -> float:
+        """When the long prompt arrives."""
+        return self.records[ARRIVAL].start_time
+
+    @property
+    def prefill_steps(self) -> list[StepRecord]:
+        """The steps that compute something of the long prompt."""
+        return [record for record in self.records[ARRIVAL:] if any(span.kind != "decode" for span in record.spans)]
+
+    @property
+    def first_token_seconds(self) -> float:
+        """From the long prompt's arrival to its first token."""
+        last = self.prefill_steps[-1]
+        return last.start_time + last.duration - self.start_time
+
+    @property
+    def longest_gap(self) -> float:
+        """Most seconds that those who decode waited for their next token."""
+        return max(record.duration for record in self.prefill_steps)
+
+    @property
+    def usual_gap(self) -> float:
+        """Seconds between two tokens before the long prompt came."""
+        return median(record.duration for record in self.records[1:ARRIVAL])
+
+
+def chunked_prefill() -> Drawing:
+    """The gaps between the tokens of running sequences while a long prompt is computed, under three token budgets."""
+    model = gpt2_with_random_weights(torch.float32)
+    figure = new_figure(9, 5.2)
+    panels = figure.subplots(len(BUDGETS), 1, sharex=True, sharey=True)
+    numbers = {}
+    for panel, budget in zip(panels, BUDGETS, strict=True):
+        engine = Engine(model, EngineConfig(max_num_seqs=NUM_DECODING + 1, max_num_batched_tokens=budget))
+        runs = sorted((_disturb(engine) for _ in range(3)), key=lambda run: run.first_token_seconds)
+        run = runs[1]
+        _draw(panel, run, budget)
+        numbers[budget] = {
+            "usual gap ms": round(1000 * run.usual_gap, 1),
+            "longest gap ms": round(1000 * run.longest_gap, 1),
+            "first token of the long prompt s": round(run.first_token_seconds, 3),
+            "steps of the long prompt": len(run.prefill_steps),
+        }
+    panels[-1].set_xlabel("seconds since the long prompt arrived", fontsize=8)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7, frameon=False
+    )
+    return Drawing(figure, {"long prompt": LONG_PROMPT, "decoding": NUM_DECODING, "by budget": numbers})
+
+
+def _draw(panel: "Axes", run: Disturbance, budget: int) -> None:
+    """A bar for each step, as wide as it took and as high as well: who decodes waited so long for the next token."""
+    prefills = {record.step for record in run.prefill_steps}
+    for colour, label, is_prefill in ((DECODE, "decodes alone", False), (PREFILL, "with the long prompt", True)):
+        shown = [record for record in run.records[2:] if (record.step in prefills) == is_prefill]
+        panel.bar(
+            [record.start_time - run.start_time for record in shown],
+            [1000 * record.duration for record in shown],
+            [record.duration for record in shown],
+            align="edge", color=colour, edgecolor="white", linewidth=0.4, label=label,
+        )  # fmt: skip
+    panel.axvline(0, color=INK, linestyle="--", linewidth=1, label="it arrives")
+    panel.axvline(run.first_token_seconds, color=ALARM, linestyle="--", linewidth=1, label="its first token")
+    title = f"at most {budget} tokens a step: longest gap {1000 * run.longest_gap:.0f} ms"
+    tidy(panel, f"{title}, first token of the long prompt after {run.first_token_seconds:.2f} s", y="gap, ms")
+
+
+def _disturb(engine: Engine) -> Disturbance:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(engine.model_info.vocab_size) for _ in range(16)] for _ in range(NUM_DECODING)]
+    long_prompt = [rng.randrange(engine.model_info.vocab_size) for _ in range(LONG_PROMPT)]
+    requests = [*(LessonRequest(prompt, NUM_NEW_TOKENS) for prompt in prompts), LessonRequest(long_prompt, 4)]
+    records = steps_of(engine, requests, {NUM_DECODING: ARRIVAL})
+    return Disturbance([record for record in records if len(record.spans) > 1])

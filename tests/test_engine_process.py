@@ -1,0 +1,424 @@
+"""The engine beside its caller: what goes over the pipe, who hears of what, what happens when one of the two dies."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inflight.config import EngineConfig
+from inflight.demo_model import DEMO_MODEL
+from inflight.engine_process.connection import ProcessConnection
+from inflight.engine_process.messages import (
+    Abort,
+    AskStats,
+    Command,
+    Event,
+    Failed,
+    Generate,
+    Load,
+    Outputs,
+    Ready,
+    Refused,
+    read_command,
+    read_event,
+    to_frame,
+)
+from inflight.engine_process.session import Session
+from inflight.engine_process.supervisor import Supervisor
+from inflight.errors import EngineDeadError, ModelError, QueueFullError
+from inflight.model_info import ModelInfo
+from inflight.outputs import SequenceOutput
+from inflight.params import SamplingParams
+
+INFO = ModelInfo(
+    model_class="Model",
+    num_parameters=1,
+    dtype="float32",
+    device="cpu",
+    executor="packed",
+    attention_backend="torch",
+    attention_calls=("1 x …",),
+    logits_error=0.0,
+    attention_error=0.0,
+    vocab_size=10,
+    max_model_len=20,
+    recompute_beyond=None,
+    block_size=16,
+    num_blocks=2,
+    kv_bytes_per_token=8,
+    eos_token_ids=(1,),
+    notes=(),
+)
+READY = Ready(INFO, SamplingParams(temperature=0.5))
+
+
+# --------------------------------------------------------------------------------------------------------- messages
+
+
+class _Pipe:
+    """Something to read from."""
+
+    def __init__(self, content: bytes) -> None:
+        read_end, write_end = os.pipe()
+        with os.fdopen(write_end, "wb") as file:
+            file.write(content)
+        self.file = os.fdopen(read_end, "rb")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(n=3, stop=["a", "b"], stop_token_ids=[1, 2], seed=2**63 - 1, max_tokens=None),
+    ],
+)
+def test_a_command_arrives_as_it_was(params: SamplingParams) -> None:
+    commands = [Generate("7", [1, 2, 3], params, -4, "salt", 1234.5), Abort("7"), AskStats("8")]
+    pipe = _Pipe(b"".join(map(to_frame, commands)))
+    assert [read_command(pipe.file) for _ in commands] == commands
+    assert read_command(pipe.file) is None
+
+
+def test_any_number_and_any_sequence_goes_over_the_pipe() -> None:
+    odd = SamplingParams(temperature=np.float64(0.25), stop=("a", "b"), stop_token_ids=range(3))
+    received = read_command(_Pipe(to_frame(Generate("7", [1], odd))).file)
+    assert isinstance(received, Generate)
+    assert received.params == SamplingParams(temperature=0.25, stop=["a", "b"], stop_token_ids=[0, 1, 2])
+
+
+def test_an_event_arrives_as_it_was_and_half_of_one_is_the_end() -> None:
+    outputs = Outputs([SequenceOutput("7", 1, [5, 6], "stop", 6, None, 12.5, 1, 16), SequenceOutput("8", 0, [])])
+    events = [READY, outputs, Refused("8", "QueueFullError", "full"), Failed("broken")]
+    frames = b"".join(map(to_frame, events))
+    pipe = _Pipe(frames)
+    assert [read_event(pipe.file) for _ in events] == events
+    for cut in (1, 4, 7):
+        pipe = _Pipe(frames + to_frame(READY)[:cut])
+        assert [read_event(pipe.file) for _ in events] == events
+        assert read_event(pipe.file) is None
+
+
+def test_what_is_printed_in_the_engines_process_does_not_disturb_its_messages() -> None:
+    script = (
+        "import os; from inflight.engine_process.__main__ import _take_over_standard_streams as take\n"
+        "incoming, outgoing = take(); print('printed', flush=True); os.system('echo echoed; cat')\n"
+        "outgoing.write(incoming.read().upper())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], input=b"message", capture_output=True)
+    assert done.stdout == b"MESSAGE"
+    assert done.stderr.split() == [b"printed", b"echoed"]
+
+
+# --------------------------------------------------------------------------------------------------------- sessions
+
+
+class _Engine:
+    """A connection to nothing: the test says what happens."""
+
+    def __init__(self) -> None:
+        self.events: SimpleQueue[Event | None] = SimpleQueue()
+        self.commands: SimpleQueue[Command] = SimpleQueue()
+
+    def send(self, command: Command) -> None:
+        self.commands.put(command)
+
+    def receive(self) -> Event | None:
+        return self.events.get()
+
+    def close(self) -> None:
+        self.events.put(None)
+
+    def kill(self) -> None:
+        self.events.put(None)
+
+    def ending(self) -> str:
+        return "was killed by SIGTEST"
+
+
+class _Engines:
+    """A supervisor of such engines, those that it started, and the delays before them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, restart_delays: tuple[float, ...] = (0.0, 0.0)) -> None:
+        self.started: list[_Engine] = []
+        self.delays: list[float] = []
+        engines = self
+
+        class NoDelay(Session):
+            def __init__(self, connect: Any, delay: float, on_end: Any) -> None:
+                engines.delays.append(delay)
+                super().__init__(connect, 0.0, on_end)
+
+        monkeypatch.setattr("inflight.engine_process.supervisor.Session", NoDelay)
+        self.supervisor = Supervisor(self._connect, restart_delays)
+
+    def _connect(self) -> _Engine:
+        self.started.append(_Engine())
+        self.started[-1].events.put(READY)
+        return self.started[-1]
+
+    def session(self) -> Session:
+        return self.supervisor.start().result(10)
+
+    def crash(self, *events: Event) -> None:
+        """Let the engine that runs say something, and die."""
+        session = self.session()
+        for event in events:
+            self.started[-1].events.put(event)
+        self.started[-1].events.put(None)
+        session._thread.join(10)
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> _Engines:
+    return _Engines(monkeypatch)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Run a test's coroutine, but not for ever."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(120):
+            await work
+
+    asyncio.run(limited())
+
+
+DONE = Outputs([SequenceOutput("0", 0, [1], "length")])
+
+
+def test_an_engine_is_started_once_for_all_who_ask(engines: _Engines) -> None:
+    assert {engines.session() for _ in range(5)} == {engines.session()}
+    assert len(engines.started) == 1
+    assert engines.session().ready == READY
+
+
+def test_everybody_who_waits_hears_that_the_engine_died_and_the_next_call_starts_it_anew(engines: _Engines) -> None:
+    async def check() -> None:
+        session = engines.session()
+        with session.mailbox() as one, session.mailbox() as other:
+            engines.started[0].events.put(None)
+            for mailbox in (one, other):
+                with pytest.raises(EngineDeadError, match="the engine was killed by SIGTEST"):
+                    await mailbox.read()
+        with pytest.raises(EngineDeadError), session.mailbox():
+            pass
+        assert engines.session() is not session
+
+    run(check())
+    assert engines.supervisor.num_crashes == 1
+
+
+def test_an_engine_that_breaks_says_why(engines: _Engines) -> None:
+    async def check() -> None:
+        with engines.session().mailbox() as mailbox:
+            engines.started[0].events.put(Failed("KeyError(7)"))
+            engines.started[0].events.put(None)
+            with pytest.raises(EngineDeadError, match=r"SIGTEST: KeyError\(7\)"):
+                await mailbox.read()
+
+    run(check())
+
+
+def test_an_engine_that_dies_three_times_in_a_row_is_given_up_until_it_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines = _Engines(monkeypatch, restart_delays=(50.0, 100.0))
+    for _ in range(3):
+        engines.crash()
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=r"died 3 times in a row .* killed by SIGTEST"):
+            engines.supervisor.start()
+    assert len(engines.started) == 3
+    assert engines.delays == [0.0, pytest.approx(50, abs=10), pytest.approx(100, abs=10)]
+    engines.supervisor.stop()
+    assert engines.session().ready == READY
+    assert engines.delays[3:] == [0.0]
+
+
+def test_a_request_that_ends_well_starts_the_row_anew(engines: _Engines) -> None:
+    for _ in range(5):
+        engines.crash()
+        engines.crash(DONE)
+    assert engines.supervisor.num_crashes == 10
+
+
+def test_an_abort_or_an_error_is_no_request_that_ended_well(engines: _Engines) -> None:
+    for reason in ("abort", "error", None):
+        engines.crash(Outputs([SequenceOutput("0", 0, [1], reason)]))  # type: ignore[arg-type]
+    with pytest.raises(EngineDeadError):
+        engines.supervisor.start()
+
+
+def test_stopping_is_no_crash_and_everybody_hears_of_it(engines: _Engines) -> None:
+    async def check() -> None:
+        with engines.session().mailbox() as mailbox:
+            stopped = engines.supervisor.stop()
+            assert stopped is not None
+            with pytest.raises(EngineDeadError, match="was stopped"):
+                await mailbox.read()
+            stopped.join()
+
+    run(check())
+    assert engines.supervisor.num_crashes == 0
+    assert engines.supervisor.stop() is None
+
+
+def test_an_engine_can_be_stopped_before_it_has_started() -> None:
+    never = Session(_Engine, 1000.0, lambda *_: None)
+    never.stop()
+    never.join()
+    with pytest.raises(EngineDeadError, match="was stopped"):
+        never.started.result()
+    loading = Supervisor(_Engine)
+    started = loading.start()
+    session = loading.stop()
+    assert session is not None
+    session.join()
+    with pytest.raises(EngineDeadError, match="was stopped"):
+        started.result()
+
+
+@pytest.mark.parametrize(
+    ("events", "error", "sentence"),
+    [
+        ([Failed("no such model", is_model_error=True)], ModelError, "^no such model$"),
+        ([Failed("MemoryError()")], EngineDeadError, r"MemoryError\(\)"),
+        ([], EngineDeadError, "killed by SIGTEST"),
+    ],
+)
+def test_an_engine_that_can_not_be_loaded_says_so(events: list[Event], error: type[Exception], sentence: str) -> None:
+    def connect() -> _Engine:
+        engine = _Engine()
+        for event in [*events, None]:
+            engine.events.put(event)
+        return engine
+
+    supervisor = Supervisor(connect, (0.0, 0.0))
+    for _ in range(2):
+        with pytest.raises(error, match=sentence):
+            supervisor.start().result(10)
+    assert supervisor.num_crashes == (0 if error is ModelError else 2)
+
+
+def test_an_engine_that_can_not_be_started_at_all_says_so() -> None:
+    def connect() -> _Engine:
+        raise OSError("no more processes")
+
+    with pytest.raises(EngineDeadError, match="no more processes"):
+        Supervisor(connect).start().result(10)
+
+
+def test_who_gives_up_waiting_for_the_start_does_not_cancel_it_for_the_others() -> None:
+    engine = _Engine()
+    supervisor = Supervisor(lambda: engine)
+
+    async def check() -> None:
+        waiting = [asyncio.ensure_future(asyncio.wrap_future(supervisor.start())) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        await asyncio.sleep(0)
+        engine.events.put(READY)
+        assert (await waiting[1]).ready == READY
+
+    run(check())
+
+
+def test_each_step_wakes_a_loop_once_and_a_reader_finds_all_that_came(
+    engines: _Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        session = engines.session()
+        loop, wakes = asyncio.get_running_loop(), []
+        call = loop.call_soon_threadsafe
+
+        def counted(callback: Callable[..., object], *args: Any, **options: Any) -> asyncio.Handle:
+            wakes.append(callback)
+            return call(callback, *args, **options)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        with session.mailbox() as one, session.mailbox() as other:
+            for step in range(3):
+                news = [SequenceOutput(mailbox.address, 0, [step]) for mailbox in (one, other)]
+                engines.started[0].events.put(Outputs(news))
+            engines.started[0].events.put(Refused(other.address, "QueueFullError", "full"))
+            with pytest.raises(QueueFullError, match="full"):  # noqa: PT012
+                while True:
+                    await other.read()
+            assert [output.new_token_ids for output in await one.read()] == [[0], [1], [2]]
+        assert len(wakes) == 4
+
+    run(check())
+
+
+def test_a_request_of_a_loop_that_was_closed_is_aborted(engines: _Engines) -> None:
+    session = engines.session()
+    loop = asyncio.new_event_loop()
+
+    async def leave() -> str:
+        mailbox = session.mailbox()
+        leftovers.append(mailbox)
+        return mailbox.__enter__().address
+
+    leftovers: list[Any] = []
+    address = loop.run_until_complete(leave())
+    loop.close()
+    engines.started[0].events.put(Outputs([SequenceOutput(address, 0, [1])]))
+    assert engines.started[0].commands.get(timeout=10) == Abort(address)
+
+    async def others() -> None:
+        with session.mailbox() as mailbox:
+            engines.started[0].events.put(Outputs([SequenceOutput(mailbox.address, 0, [2])]))
+            assert [output.new_token_ids for output in await mailbox.read()] == [[2]]
+
+    run(others())
+
+
+# --------------------------------------------------------------------------------------------------------- processes
+
+
+def test_a_process_is_in_a_session_of_its_own_and_ends_when_it_is_told_to() -> None:
+    connection = ProcessConnection(Load(str(DEMO_MODEL), None, EngineConfig()))
+    assert os.getsid(connection.pid) == connection.pid
+    connection.close()
+    assert connection.receive() is None
+    assert connection.ending() == "ended with exit code 0"
+    connection.send(Abort("7"))  # nobody minds
+
+
+def test_a_process_that_is_killed_says_by_what() -> None:
+    connection = ProcessConnection(Load(str(DEMO_MODEL), None, EngineConfig()))
+    os.kill(connection.pid, signal.SIGSEGV)
+    assert connection.receive() is None
+    assert connection.ending() == "was killed by SIGSEGV"
+
+
+CALLER = """
+import asyncio, os, sys
+from inflight import AsyncLLM, SamplingParams
+
+async def main():
+    async for output in AsyncLLM().generate("Once", SamplingParams(max_tokens=500, ignore_eos=True)):
+        os.write(1, b"x")
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_the_engine_ends_by_itself_when_its_caller_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "caller.py"
+    script.write_text(CALLER)
+    caller = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert caller.stdout is not None
+    assert caller.stdout.read(1) == b"x"  # the engine is in the middle of it
+    caller.kill()
+    caller.communicate(timeout=60)  # until nobody has standard error open any more: the engine has inherited it
+    assert caller.returncode == -signal.SIGKILL

@@ -10,21 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inflight import engine as engine_module
 from inflight.config import EngineConfig
-from inflight.engine import Engine
 from inflight.observe.recorder import Recorder, Recording, read_recording
 from inflight.observe.run_report import Percentiles, RunLog, RunReport, report_of
 from inflight.plan import Span, StepPlan
 from inflight.record import StepRecord
-from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.scheduler import Scheduler
 from inflight.simulate import Lengths, SimulatedRequest, StepCost, SyntheticLoad, fit_cost, replay, simulate
-from inflight.simulate import simulator as simulator_module
 from inflight.simulate.fitting import choose_knots, load_of, timed_steps
 from inflight.simulate.simulator import Simulation, load_of_plan
 from inflight.simulate.step_cost import StepLoad
-from tests import zoo
 from tests.observe.recordings import NUM_TOKENS, PROMPTS, TIGHT, run_recorded
 
 COST = StepCost.linear(fixed=0.01, per_token=0.001)
@@ -96,30 +90,6 @@ def test_sequences_of_a_request_may_get_different_numbers_of_tokens() -> None:
     assert report.num_sequences == 3
     counts = [sum((s.index == index) and s.kind != "chunk" for r in records for s in r.spans) for index in range(3)]
     assert counts == [5, 2, 9]
-
-
-def test_the_scheduler_is_set_up_as_the_engine_sets_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(
-        max_num_seqs=3,
-        max_num_batched_tokens=99,
-        max_prefill_tokens_per_step=7,
-        policy="priority",
-        aging_steps=5,
-        enable_prefix_caching=False,
-        block_size=8,
-        num_blocks=17,
-    )
-    made: list[Any] = []
-
-    def make(pool: BlockPool, *arguments: Any, **options: Any) -> Scheduler:
-        made.append((pool.num_blocks, pool.block_size, arguments, options))
-        return Scheduler(pool, *arguments, **options)
-
-    monkeypatch.setattr(engine_module, "Scheduler", make)
-    monkeypatch.setattr(simulator_module, "Scheduler", make)
-    Engine(zoo.build("llama"), config)
-    simulate([], config, COST)
-    assert made[0] == made[1]
 
 
 def test_a_long_queue_is_not_handed_over_at_once_and_changes_nothing() -> None:

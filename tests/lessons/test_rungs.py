@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from inflight.config import EngineConfig
 from inflight.engine import Engine
 from inflight.lessons import engine_batching, padded_batching, ragged_batching, shared_prefix, static_batching
-from inflight.lessons.run import LessonRequest, Run
+from inflight.lessons.run import LessonRequest, ProgressBar, Run
 from tests import zoo
 
 NUM_SLOTS = 3
@@ -114,7 +114,9 @@ def test_shared_prefixes_are_computed_once_and_tokens_stay_the_plain_models(name
     account = shared_prefix.generate_many(model, requests, n_prefix_chunks=2)
     expected = [zoo.plain_greedy(model, list(each.prompt_token_ids), each.max_new_tokens) for each in requests]
     assert account.token_ids == expected
-    assert [lane.num_tokens for step in account.steps for lane in step.values()].count(32) == 2
+    lanes = [lane for step in account.steps for lane in step.values()]
+    assert [lane.num_tokens for lane in lanes].count(32) == 2
+    assert all(0 <= lane.num_padding <= lane.num_tokens and lane.num_padding_keys >= 0 for lane in lanes)
 
 
 def test_a_broadcast_cache_is_the_same_storage() -> None:
@@ -145,3 +147,24 @@ def test_sampling_is_seeded() -> None:
         with torch.inference_mode():
             shared_prefix.generate_batch(model, account, range(len(requests)), temperature=1.0, seed=seed)
     assert runs[0].token_ids == runs[1].token_ids != runs[2].token_ids
+
+
+def test_a_progress_bar_counts_the_tokens_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    requests, bar = requests_of(seed=4), ProgressBar("padded")
+    account = padded_batching.run(zoo.build("llama"), requests, NUM_SLOTS, watch=bar)
+    bar(account)
+    bar.close()
+    num_tokens = sum(request.max_new_tokens for request in requests)
+    assert f"{num_tokens}/{num_tokens}" in capsys.readouterr().err
+
+
+def test_static_tells_how_many_of_each_rows_tokens_were_useful() -> None:
+    lines: list[str] = []
+    static_batching.run(zoo.build("llama"), [LessonRequest([1, 2], 10), LessonRequest([3], 4)], 2, (), lines.append)
+    assert lines == [
+        "slot 0 <- req 0 (10 token cap): 2 prompt tokens",
+        "slot 1 <- req 1 (4 token cap): 1 prompt tokens",
+        "slot 0: req 0 finished: 10/10 tokens useful",
+        "slot 1: req 1 finished: 4/10 tokens useful",
+        "--- barrier: wave 0 is done ---",
+    ]

@@ -48,7 +48,7 @@ def generate_batch(
     if prefix_length:
         prefix = torch.tensor([list(prompts[0][:prefix_length])], device=model.device)
         model(prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        account.rectangle({0: group[0]}, prefix_length, prefix_length)
+        account.ragged({0: (group[0], prefix_length, prefix_length)})
         cache = broadcast_kv(cache, len(group))
     input_ids, attention_mask, position_ids = pad_and_mask(prompts, prefix_length, model.device)
     batched_decode(model, account, group, input_ids, attention_mask, position_ids, cache, temperature, seed)

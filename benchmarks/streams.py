@@ -27,9 +27,7 @@ async def main() -> None:
                 f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"
             )
         stats = await llm.stats()
-        print(
-            f"left behind: {stats.num_running} running, {stats.num_waiting} waiting, {stats.num_blocks_used} blocks used"
-        )
+        print(f"left behind: {stats.num_running + stats.num_waiting} requests, {stats.num_blocks_used} blocks in use")
 
 
 async def read(llm: AsyncLLM, seed: int) -> int:

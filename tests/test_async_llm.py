@@ -135,7 +135,8 @@ def test_outputs_are_those_of_the_offline_front(llm: AsyncLLM, offline: LLM, par
         assert output.outputs == expected.outputs
         assert (output.prompt, output.prompt_token_ids) == (expected.prompt, expected.prompt_token_ids)
         metrics = output.metrics
-        assert metrics.arrival_time < metrics.first_scheduled_time < metrics.first_token_time < metrics.finished_time
+        assert metrics.arrival_time < metrics.first_scheduled_time < metrics.first_token_time
+        assert metrics.first_token_time <= metrics.finished_time  # a reader that comes late gets all at once
 
 
 def test_an_output_grows_and_what_was_given_out_stays_as_it_was(llm: AsyncLLM) -> None:

@@ -1,0 +1,235 @@
+"""Side by side with other engines, on this machine's CPU: the same requests, each engine in its own process.
+
+python benchmarks/compare.py --install openvino,vllm,llamacpp,ctranslate2
+python benchmarks/compare.py --model gpt2 --dtype bfloat16 --peers hf-static,hf-continuous,openvino,vllm
+
+For each workload (`workloads.py`) all engines are loaded, each runs one round to warm up, and then rounds are
+interleaved: every engine runs the same requests once in each, in an order that shifts from round to round, while all
+others are stopped. Medians, ratios, memory and latencies are printed, and written as Markdown, JSON and a picture.
+
+How a peer is run is decided by its runner below `peers/`; its versions by its file of requirements there.
+"""
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds only its own folder
+
+from benchmarks.peers.catalogue import FOLDER, OURS, PEERS, Peer
+from benchmarks.peers.install import install
+from benchmarks.peers.models import model_folder, prepare
+from benchmarks.peers.protocol import Measured, RunnerError, Settings
+from benchmarks.peers.report import rich_table, write_report
+from benchmarks.peers.results import CellResult, Comparison, PeerRuns
+from benchmarks.peers.runner import Runner
+from benchmarks.workloads import WORKLOADS, Workload
+
+RESULTS = Path(__file__).resolve().parent / "results"
+LOGS = FOLDER / ".logs"
+WARM_UP_ROUND = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A peer with the model that it loads."""
+
+    peer: Peer
+    model: Path
+
+    @property
+    def command(self) -> list[str]:
+        return [str(self.peer.python), "-m", self.peer.module]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is compared, as asked for on the command line."""
+
+    model: str
+    dtype: str
+    quantization: str | None
+    rounds: int
+    threads: int
+    max_batch_tokens: int
+    compile: str | None
+
+    def settings(self, contestant: Contestant, workload: Workload) -> Settings:
+        return Settings(
+            model=str(contestant.model),
+            dtype=self.dtype,
+            quantization=self.quantization,
+            num_slots=workload.num_slots,
+            num_threads=self.threads,
+            max_model_len=workload.max_model_len,
+            max_batch_tokens=self.max_batch_tokens,
+            compile=self.compile if contestant.peer.name == OURS else None,
+        )
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    console = Console(highlight=False)
+    if arguments.install:
+        for name in _names(arguments.install, PEERS):
+            console.print(f"installing {PEERS[name].title}")
+            install(PEERS[name], arguments.threads)
+        return
+    plan = Plan(
+        arguments.model,
+        arguments.dtype,
+        arguments.quantization,
+        arguments.rounds,
+        arguments.threads,
+        arguments.max_batch_tokens,
+        arguments.compile,
+    )
+    names = _names(arguments.peers, PEERS)
+    contestants, left_out = enter(names if arguments.without_us else [OURS, *names], plan, console)
+    cells = []
+    for name in _names(arguments.workloads, WORKLOADS):
+        cells.append(run_cell(WORKLOADS[name], contestants, left_out, plan, console))
+        console.print(rich_table(cells[-1]), "")
+    setting = {
+        "rounds": str(plan.rounds),
+        "threads": str(plan.threads),
+        "compile": plan.compile or "as it is by default",
+    }
+    model = Path(plan.model).name
+    comparison = Comparison(model, plan.dtype, plan.quantization, setting, describe_machine(), cells)
+    for path in write_report(comparison, arguments.output_folder):
+        console.print(f"wrote {path}")
+
+
+def enter(names: Sequence[str], plan: Plan, console: Console) -> tuple[list[Contestant], dict[str, str]]:
+    """Who takes part, with models prepared; and who does not, and why."""
+    folder = model_folder(plan.model)
+    contestants, left_out = [], dict[str, str]()
+    for peer in (PEERS[name] for name in dict.fromkeys(names)):
+        if (plan.dtype, plan.quantization) not in peer.precisions:
+            precision = " ".join(filter(None, [plan.dtype, plan.quantization]))
+            left_out[peer.name] = f"it does not run in {precision} on a CPU"
+        elif not peer.is_installed:
+            left_out[peer.name] = f"it is not installed (python benchmarks/compare.py --install {peer.name})"
+        else:
+            try:
+                with console.status(f"preparing the model for {peer.title}"):
+                    contestants.append(Contestant(peer, prepare(peer, folder, plan.dtype, plan.quantization)))
+                continue
+            except (OSError, RuntimeError) as error:
+                left_out[peer.name] = f"its model can not be made: {error}"
+        console.print(f"[yellow]{peer.title} is left out: {left_out[peer.name]}")
+    return contestants, left_out
+
+
+def run_cell(
+    workload: Workload, contestants: Sequence[Contestant], left_out: dict[str, str], plan: Plan, console: Console
+) -> CellResult:
+    """One workload: load all, warm all up, then the rounds. Who fails is left out from there on."""
+    left_out, runners = dict(left_out), dict[str, Runner]()
+    rounds: dict[str, list[Measured]] = {}
+
+    def drop(name: str, error: RunnerError) -> None:
+        left_out[name] = str(error)
+        if name in runners:
+            runners.pop(name).close()
+        console.print(f"[yellow]{workload.name}: {PEERS[name].title} is left out: {error}")
+
+    with ExitStack() as stack:
+        for contestant in contestants:
+            name = contestant.peer.name
+            settings, log = plan.settings(contestant, workload), LOGS / f"{name}.log"
+            try:
+                with console.status(f"{workload.name}: {contestant.peer.title} loads and warms up"):
+                    runners[name] = stack.enter_context(Runner(contestant.command, settings, log))
+                    runners[name].run(workload.requests(WARM_UP_ROUND))
+                rounds[name] = []
+            except RunnerError as error:
+                drop(name, error)
+        for number in range(plan.rounds):
+            requests = workload.requests(number)
+            for name in in_turn(list(runners), number):
+                try:
+                    with console.status(f"{workload.name}, round {number + 1} of {plan.rounds}: {PEERS[name].title}"):
+                        measured = runners[name].run(requests)
+                except RunnerError as error:
+                    drop(name, error)
+                    continue
+                rounds[name].append(measured)
+                speed = workload.num_output_tokens / measured.seconds
+                console.print(f"{workload.name}, round {number + 1}: {PEERS[name].title} {speed:.1f} tokens/s")
+        runs = [PeerRuns(name, runner.loaded, rounds[name]) for name, runner in runners.items()]
+    return CellResult(
+        workload=workload.name,
+        description=workload.description,
+        num_prompt_tokens=workload.num_prompt_tokens,
+        num_output_tokens=workload.num_output_tokens,
+        num_slots=workload.num_slots,
+        runs=runs,
+        left_out=left_out,
+    )
+
+
+def in_turn(names: Sequence[str], round_number: int) -> list[str]:
+    """The order of a round: who began the last one ends this one."""
+    shift = round_number % max(1, len(names))
+    return [*names[shift:], *names[:shift]]
+
+
+def describe_machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    processor = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
+        flags = next((line.split() for line in lines if line.startswith("flags")), [])
+        wide = [
+            flag for flag in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8") if flag in flags
+        ]
+        processor += f" ({', '.join(wide)})" if wide else ""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    return {
+        "processor": processor,
+        "cores": str(os.cpu_count()),
+        "memory": f"{memory:.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    peers, workloads = ",".join(name for name in PEERS if name != OURS), ",".join(WORKLOADS)
+    parser.add_argument("--model", default="gpt2", help="gpt2, qwen3-0.6b (shapes, random weights) or a model's folder")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--quantization", choices=("int8",), help="of the weights")
+    parser.add_argument("--peers", default=peers, help=f"of {peers}")
+    parser.add_argument("--workloads", default=workloads, help=f"of {workloads}")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine")
+    parser.add_argument("--max-batch-tokens", type=int, default=512, help="the token budget of a step")
+    parser.add_argument("--compile", choices=("off", "auto", "max"), help="for inflight alone")
+    parser.add_argument("--without-us", action="store_true", help="the peers alone")
+    parser.add_argument("--output-folder", type=Path, default=RESULTS)
+    parser.add_argument("--install", metavar="PEERS", help="make these peers' environments, and end")
+    return parser
+
+
+def _names(text: str, known: Mapping[str, object]) -> list[str]:
+    """Names set apart by commas; ends the program at one that is not known."""
+    names = [name for name in text.split(",") if name]
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"there is no {', '.join(unknown)}; known are {', '.join(known)}")
+    return names
+
+
+if __name__ == "__main__":
+    main()

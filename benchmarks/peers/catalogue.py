@@ -1,0 +1,112 @@
+"""The peers: who they are, which precisions they run in, and where their environments lie.
+
+Decides nothing about how a peer is run (its runner's business) or what it is given (`models.py`).
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+FOLDER = Path(__file__).resolve().parent
+REPOSITORY = FOLDER.parents[1]
+ENVIRONMENTS = FOLDER / ".environments"
+REQUIREMENTS = FOLDER / "requirements"
+
+OURS = "inflight"
+Precision: TypeAlias = tuple[str, str | None]
+"""dtype and quantization."""
+FLOATS: tuple[Precision, ...] = (("float32", None), ("bfloat16", None))
+INT8: tuple[Precision, ...] = (("float32", "int8"), ("bfloat16", "int8"))
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine in the comparison.
+
+    Attributes:
+        name: as given on the command line.
+        title: for the report.
+        module: its runner, to be run with `python -m`.
+        model_format: what it loads: a name that `models.prepare` knows.
+        precisions: those that it runs in, on a CPU.
+        environment: its folder below `ENVIRONMENTS`; None: it shares the environment of `compare.py`.
+        unwanted_packages: dependencies that are removed after installation.
+        needs_build: whether something must be compiled after installation.
+    """
+
+    name: str
+    title: str
+    module: str
+    model_format: str = "hf"
+    precisions: tuple[Precision, ...] = FLOATS
+    environment: str | None = None
+    unwanted_packages: tuple[str, ...] = ()
+    needs_build: bool = False
+
+    @property
+    def root(self) -> Path:
+        """The folder of its environment."""
+        return ENVIRONMENTS / self.environment if self.environment else Path(sys.prefix)
+
+    @property
+    def python(self) -> Path:
+        return self.root / "bin" / "python" if self.environment else Path(sys.executable)
+
+    @property
+    def requirements(self) -> Path:
+        return REQUIREMENTS / f"{self.environment}.txt"
+
+    @property
+    def is_installed(self) -> bool:
+        return self.environment is None or self.installed_mark.exists()
+
+    @property
+    def installed_mark(self) -> Path:
+        """A file that is there when the installation went through to its end."""
+        return self.root / ".installed"
+
+
+UNWANTED_TORCH_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
+PEERS: Mapping[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer(OURS, "inflight", "benchmarks.peers.this_engine", precisions=FLOATS + INT8),
+        Peer("hf-static", "transformers, static waves", "benchmarks.peers.hf_static"),
+        Peer("hf-continuous", "transformers, continuous", "benchmarks.peers.hf_continuous"),
+        Peer(
+            "openvino",
+            "OpenVINO GenAI",
+            "benchmarks.peers.openvino_genai_pipeline",
+            model_format="openvino",
+            precisions=FLOATS + INT8,
+            environment="openvino",
+            unwanted_packages=UNWANTED_TORCH_PACKAGES,
+        ),
+        Peer(
+            "vllm",
+            "vLLM (CPU)",
+            "benchmarks.peers.vllm_cpu",
+            environment="vllm",
+            unwanted_packages=UNWANTED_TORCH_PACKAGES,
+        ),
+        Peer(
+            "llamacpp",
+            "llama.cpp server",
+            "benchmarks.peers.llamacpp_server",
+            model_format="gguf",
+            precisions=FLOATS + INT8,
+            environment="llamacpp",
+            needs_build=True,
+        ),
+        Peer(
+            "ctranslate2",
+            "CTranslate2",
+            "benchmarks.peers.ctranslate2_generator",
+            model_format="ctranslate2",
+            precisions=(("float32", None), *INT8),  # on a CPU it computes in float32 or int8, never in bfloat16
+            environment="ctranslate2",
+        ),
+    )
+}

@@ -1,0 +1,90 @@
+"""Runner: llama.cpp's own server, asked over HTTP on loopback, with token ids for prompts.
+
+Answers are not streamed, so that reading them costs the server's cores nothing; when the first token was made follows
+from the timings that come with each answer. Standard library only.
+"""
+
+import atexit
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.protocol import Model, RunnerError, Settings, Times, serve
+from benchmarks.workloads import Request
+
+SERVER = Path(sys.prefix, "build", "bin", "llama-server")
+MAX_START_SECONDS = 120
+
+
+class Server:
+    """A `llama-server` that is this process's child, and ends when this does."""
+
+    def __init__(self, settings: Settings) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        context = settings.num_slots * (-(-settings.max_model_len // 256) * 256)
+        arguments = ["-np", settings.num_slots, "-c", context, "-t", settings.num_threads, "-tb", settings.num_threads]
+        self.options: dict[str, Any] = {
+            "model": Path(settings.model).name,
+            "arguments": " ".join(map(str, arguments)),
+            "sources": next(
+                (path.name for path in Path(sys.prefix, "source").glob("llama_cpp_python-*[0-9]")), "unknown"
+            ),
+        }
+        command = [SERVER, "-m", settings.model, "--host", "127.0.0.1", "--port", self._port, *arguments]
+        self._process = subprocess.Popen([str(part) for part in command], stdin=subprocess.DEVNULL)
+        atexit.register(self._process.kill)
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + MAX_START_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RunnerError(f"llama-server ended with status {self._process.returncode} while it was loading")
+            with contextlib.suppress(OSError):
+                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            time.sleep(0.2)
+        raise RunnerError(f"llama-server was not ready after {MAX_START_SECONDS} s")
+
+    def generate(self, requests: Sequence[Request]) -> list[Times]:
+        with ThreadPoolExecutor(len(requests)) as pool:
+            return list(pool.map(self._ask, requests))
+
+    def _ask(self, request: Request) -> Times:
+        body = {
+            "prompt": request.prompt,
+            "n_predict": request.num_output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_tokens": True,
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self._port)
+        connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        end = time.perf_counter()
+        if response.status != 200:
+            raise RunnerError(f"llama-server answered {response.status}: {answer}")
+        return Times(answer["tokens_predicted"], end - answer["timings"]["predicted_ms"] / 1000, end)
+
+
+def load(settings: Settings) -> Model:
+    return Server(settings)
+
+
+if __name__ == "__main__":
+    os.environ["LLAMA_ARG_NO_WEBUI"] = "1"
+    serve(load, modules=(), distributions=())

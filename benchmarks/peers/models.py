@@ -1,0 +1,156 @@
+"""The models, as each peer takes them: made once with seeded random weights, converted once, kept in `.models`.
+
+A named model has the shape of a real one and lies in the dtype in which that is published; a folder of the caller's is
+taken as it is. Weights' values do not matter to speed: EOS is ignored and every output length is given. The tokenizer
+is a stand-in that converters ask for: a name for each id; no text is ever tokenised.
+"""
+
+import hashlib
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.catalogue import FOLDER, Peer
+from benchmarks.peers.install import llamacpp_sources
+
+MODELS = FOLDER / ".models"
+WEIGHT_SEED = 0
+GGUF_TYPES = {("float32", None): "f32", ("bfloat16", None): "bf16"}
+NUM_BYTES = 256
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a named model, made if it is not there, or of a path. Raises `FileNotFoundError`."""
+    if model not in NAMED_MODELS:
+        folder = Path(model).expanduser().resolve()
+        if not (folder / "config.json").exists():
+            names = ", ".join(NAMED_MODELS)
+            raise FileNotFoundError(f"{model!r} is neither {names} nor a folder with a config.json")
+        return folder
+    return _make_once(MODELS / model, lambda folder: NAMED_MODELS[model](folder))
+
+
+def prepare(peer: Peer, folder: Path, dtype: str, quantization: str | None) -> Path:
+    """What the peer is to load in place of the model in `folder`. Raises `RuntimeError` if it can not be converted."""
+    if peer.model_format == "hf":
+        return folder
+    name = folder.name
+    if folder.parent != MODELS:
+        name += "-" + hashlib.sha256(str(folder).encode()).hexdigest()[:8]
+    if peer.model_format == "openvino":
+        weights = quantization or "fp32"  # the precision of arithmetic is chosen when it is loaded
+        return _make_once(
+            MODELS / f"{name}-openvino-{weights}", lambda target: _to_openvino(peer, folder, target, weights)
+        )
+    if peer.model_format == "gguf":
+        kind = "q8_0" if quantization else GGUF_TYPES[dtype, None]
+        return _make_once(MODELS / f"{name}-{kind}.gguf", lambda target: _to_gguf(peer, folder, target, kind))
+    kind = quantization or dtype
+    return _make_once(MODELS / f"{name}-ctranslate2-{kind}", lambda target: _to_ctranslate2(peer, folder, target, kind))
+
+
+def _make_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """Make a file or folder under another name and give it its own only when it is complete."""
+    if not target.exists():
+        unfinished = target.with_name("unfinished-" + target.name)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        make(unfinished)
+        unfinished.rename(target)
+    return target
+
+
+# ----------------------------------------------------------------------------------------------------- named models
+
+
+def _make_gpt2(folder: Path) -> None:
+    """GPT-2, 124 M parameters, float32."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    _save(GPT2LMHeadModel, GPT2Config(n_ctx=1024, dtype="float32"), folder)  # llama.cpp reads n_ctx
+
+
+def _make_qwen3(folder: Path) -> None:
+    """The shape of Qwen3-0.6B, bfloat16."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        bos_token_id=151643,
+        eos_token_id=151645,
+        dtype="bfloat16",
+    )
+    _save(Qwen3ForCausalLM, config, folder)
+
+
+NAMED_MODELS: dict[str, Callable[[Path], None]] = {"gpt2": _make_gpt2, "qwen3-0.6b": _make_qwen3}
+
+
+def _save(model_class: Any, config: Any, folder: Path) -> None:
+    import torch
+
+    torch.manual_seed(WEIGHT_SEED)
+    model = model_class(config).to(getattr(torch, str(config.dtype).removeprefix("torch.")))
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.save_pretrained(folder)
+    _save_tokenizer(folder, config.vocab_size, config.eos_token_id)
+
+
+def _save_tokenizer(folder: Path, vocab_size: int, eos_token_id: int) -> None:
+    """Byte-level BPE with the 256 bytes, one merge and, for every other id, a name that no text has."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert len(letters) == NUM_BYTES
+    names = [*letters, letters[0] + letters[1]]
+    names += [f"<{token_id}>" for token_id in range(len(names), vocab_size)]
+    end = "<|endoftext|>"
+    names[eos_token_id] = end
+    vocabulary = {name: token_id for token_id, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[(letters[0], letters[1])]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(end, special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{letters[0]} {letters[1]}\n")
+    special = {"tokenizer_class": "GPT2Tokenizer", "bos_token": end, "eos_token": end, "unk_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+
+
+# ------------------------------------------------------------------------------------------------------- conversions
+
+
+def _to_openvino(peer: Peer, folder: Path, target: Path, weights: str) -> None:
+    arguments = ("--task", "text-generation-with-past", "--weight-format", weights)
+    _run(peer.root / "bin" / "optimum-cli", "export", "openvino", "--model", folder, *arguments, target)
+
+
+def _to_gguf(peer: Peer, folder: Path, target: Path, kind: str) -> None:
+    sources = llamacpp_sources(peer)
+    _run(peer.python, "-m", "benchmarks.peers.convert_to_gguf", sources, folder, "--outfile", target, "--outtype", kind)
+
+
+def _to_ctranslate2(peer: Peer, folder: Path, target: Path, kind: str) -> None:
+    arguments = ("--model", folder, "--output_dir", target, "--quantization", kind)
+    _run(peer.root / "bin" / "ct2-transformers-converter", *arguments)
+
+
+def _run(*command: object) -> None:
+    done = subprocess.run([str(part) for part in command], cwd=FOLDER.parents[1], capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        raise RuntimeError(f"{Path(str(command[0])).name} failed: {''.join(last)}")

@@ -1,0 +1,219 @@
+"""What `compare.py` and a runner say to each other, a line of JSON in for a line of JSON out; and the runner's half.
+
+A runner is a process in its peer's own environment. Its first line in says what to load (`Settings`), and it answers
+`Loaded`; every further line is a list of requests that are submitted at once, and it answers `Measured`. It ends when
+its standard input does. What the peer's libraries print to standard output goes to standard error instead.
+
+Standard library only: every peer's Python imports this.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from benchmarks.workloads import Request
+
+CLEAR_PEAK_MEMORY = "5"
+"""What `/proc/PID/clear_refs` takes to set the peak back to what is resident now (Linux 4.0)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """What a runner is to load.
+
+    Attributes:
+        model: file or folder, in the format that the peer takes.
+        dtype: "float32" or "bfloat16", of weights, cache and arithmetic, as far as the peer goes along.
+        quantization: "int8" (weights) or None.
+        num_slots: how many requests may run at once.
+        num_threads: for arithmetic.
+        max_model_len: tokens of the longest request to come, prompt and output.
+        max_batch_tokens: the token budget of a step, where the peer has one.
+        compile: for this engine: "off", "auto" or "max"; None: its default.
+    """
+
+    model: str
+    dtype: str
+    quantization: str | None
+    num_slots: int
+    num_threads: int
+    max_model_len: int
+    max_batch_tokens: int = 512
+    compile: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """A runner is ready. Memory in bytes resident, of all its processes.
+
+    Attributes:
+        versions: of Python and of the packages that make the peer.
+        options: the peer's own settings that matter to speed, for the report.
+    """
+
+    versions: dict[str, str]
+    options: dict[str, Any]
+    import_seconds: float
+    load_seconds: float
+    memory_after_import: int
+    memory_after_load: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestMeasured:
+    """One request: its tokens, and seconds from submission to its first token and to its end."""
+
+    num_output_tokens: int
+    first_token_seconds: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """One run of a workload: seconds from submission until all was done, and the most bytes resident meanwhile."""
+
+    seconds: float
+    requests: list[RequestMeasured]
+    peak_memory: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Times:
+    """What a peer tells about a request: number of tokens; first token and end on `time.perf_counter()`'s clock."""
+
+    num_output_tokens: int
+    first_token_time: float
+    end_time: float
+
+
+class Model(Protocol):
+    """A loaded peer. `options` as in `Loaded`."""
+
+    options: dict[str, Any]
+
+    def generate(self, requests: Sequence[Request]) -> list[Times]:
+        """Submit all requests now, greedy, deaf to EOS; returns when all are done, in the order given."""
+        ...
+
+
+class RunnerError(Exception):
+    """A runner could not do what it was asked to; its text is for the reader of the report."""
+
+
+def measured_from(answer: dict[str, Any]) -> Measured:
+    """`Measured` as it came out of JSON."""
+    return Measured(**{**answer, "requests": [RequestMeasured(**request) for request in answer["requests"]]})
+
+
+# --------------------------------------------------------------------------------------------------- a runner's half
+
+
+def serve(load: Callable[[Settings], Model], *, modules: Sequence[str], distributions: Sequence[str]) -> None:
+    """Be a runner until standard input ends.
+
+    `modules` are what the peer needs to have imported; `load` imports them again by name. Of `distributions` the
+    versions are told.
+    """
+    answers = _take_standard_output()
+    try:
+        settings = Settings(**json.loads(sys.stdin.readline()))
+        start = time.perf_counter()
+        for module in modules:
+            importlib.import_module(module)
+        import_seconds, memory_after_import = time.perf_counter() - start, resident_memory()
+        start = time.perf_counter()
+        model = load(settings)
+        load_seconds = time.perf_counter() - start
+        versions = {"python": platform.python_version(), **{name: _version(name) for name in distributions}}
+        loaded = Loaded(versions, model.options, import_seconds, load_seconds, memory_after_import, resident_memory())
+        _tell(answers, dataclasses.asdict(loaded))
+        for line in sys.stdin:
+            requests = [Request(**request) for request in json.loads(line)]
+            _tell(answers, dataclasses.asdict(_measure(model, requests)))
+    except Exception as error:
+        traceback.print_exc()
+        _tell(answers, {"error": f"{type(error).__name__}: {error}"})
+        raise SystemExit(1) from error
+
+
+def _measure(model: Model, requests: list[Request]) -> Measured:
+    forget_peak_memory()
+    start = time.perf_counter()
+    times = model.generate(requests)
+    seconds = time.perf_counter() - start
+    measured = [RequestMeasured(t.num_output_tokens, t.first_token_time - start, t.end_time - start) for t in times]
+    return Measured(seconds, measured, peak_memory())
+
+
+def _take_standard_output() -> TextIO:
+    """Standard output for answers alone; whoever else writes to it writes to standard error from now on."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def _tell(answers: TextIO, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+# ------------------------------------------------------------------------------- memory, as Linux keeps account of it
+
+
+def family(root: int | None = None) -> list[int]:
+    """The process `root` (this one) and all its descendants."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):  # it may have ended meanwhile
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found = [root or os.getpid()]
+    for process in found:
+        found += children.get(process, [])
+    return found
+
+
+def resident_memory(root: int | None = None) -> int:
+    """Bytes resident now, of the process and its descendants."""
+    return sum(_memory(process, "VmRSS") for process in family(root))
+
+
+def peak_memory(root: int | None = None) -> int:
+    """The most bytes resident since `forget_peak_memory`, of the process and its descendants.
+
+    For several processes it is the sum of their peaks; pages that they share (libraries) count once for each.
+    """
+    return sum(_memory(process, "VmHWM") for process in family(root))
+
+
+def forget_peak_memory(root: int | None = None) -> None:
+    """Let peaks begin anew; where the kernel does not let us, they stay those since the process began."""
+    for process in family(root):
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{process}/clear_refs").write_text(CLEAR_PEAK_MEMORY)
+
+
+def _memory(process: int, field: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,138 @@
+"""A comparison shown: tables for the terminal, Markdown, JSON, and a bar chart. Decides only how it looks."""
+
+import json
+from pathlib import Path
+
+from rich.table import Table
+
+from benchmarks.peers.catalogue import OURS, PEERS
+from benchmarks.peers.results import MEBIBYTE, CellResult, Comparison, PeerRuns, Spread
+
+HEADINGS = (
+    "",
+    "tokens/s",
+    "from - to",
+    "ours : theirs",
+    "peak MiB",
+    "TTFT p50 s",
+    "p95 s",
+    "latency p50 s",
+    "p95 s",
+)
+COLORS = ("#d1495b", "#8d99ae", "#577590", "#43aa8b", "#f3722c", "#90be6d", "#b56576")
+
+
+def rich_table(cell: CellResult) -> Table:
+    """A workload's table, fastest first."""
+    table = Table(title=_title(cell), title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for runs in _fastest_first(cell):
+        table.add_row(*_row(cell, runs), style="bold" if runs.peer == OURS else None)
+    return table
+
+
+def write_report(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write Markdown, JSON and PNG into `folder`; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"peers-{comparison.name}.{ending}" for ending in ("md", "json", "png")]
+    paths[0].write_text(markdown(comparison, picture=paths[2].name))
+    paths[1].write_text(json.dumps(comparison.as_data(), indent=1) + "\n")
+    draw(comparison, paths[2])
+    return paths
+
+
+def markdown(comparison: Comparison, picture: str) -> str:
+    """The report in Markdown."""
+    lines = [f"# Peers side by side: {comparison.name}", ""]
+    lines += [
+        "Output tokens a second over a whole run, medians of interleaved rounds; all requests are submitted at once,"
+    ]
+    lines += [
+        "greedy, EOS ignored, token counts checked. Ratios are taken round by round.",
+        "",
+        f"![Bars]({picture})",
+        "",
+    ]
+    lines += [f"- {key}: {value}" for key, value in (comparison.machine | comparison.setting).items()]
+    for cell in comparison.cells:
+        lines += ["", f"## {_title(cell)}", ""]
+        lines += ["| " + " | ".join(HEADINGS) + " |", "|---" + "|---:" * (len(HEADINGS) - 1) + "|"]
+        lines += ["| " + " | ".join(_row(cell, runs)) + " |" for runs in _fastest_first(cell)]
+        lines += ["", *(f"Left out: {PEERS[name].title}: {reason}" for name, reason in cell.left_out.items())]
+    return "\n".join([*lines, *_settings(comparison)]).rstrip() + "\n"
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """Bars of tokens a second by workload and peer; whiskers from the slowest to the fastest round."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    peers = [name for name in PEERS if any(runs.peer == name for cell in comparison.cells for runs in cell.runs)]
+    figure, axes = pyplot.subplots(figsize=(1.5 + 2.4 * len(comparison.cells), 4), layout="constrained")
+    width = 0.85 / max(1, len(peers))
+    for number, peer in enumerate(peers):
+        places, spreads = [], []
+        for place, cell in enumerate(comparison.cells):
+            for runs in cell.runs:
+                if runs.peer == peer:
+                    places.append(place + (number - (len(peers) - 1) / 2) * width)
+                    spreads.append(runs.tokens_per_second)
+        whiskers = [[s.median - s.lowest for s in spreads], [s.highest - s.median for s in spreads]]
+        heights = [spread.median for spread in spreads]
+        color = COLORS[list(PEERS).index(peer)]
+        bars = axes.bar(places, heights, width, yerr=whiskers, color=color, label=PEERS[peer].title, ecolor="#444")
+        axes.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
+    axes.set_xticks(range(len(comparison.cells)), [cell.workload for cell in comparison.cells])
+    axes.set_ylabel("output tokens/s")
+    axes.set_title(f"{comparison.name}, {comparison.machine['processor']}, {comparison.setting['threads']} threads")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _title(cell: CellResult) -> str:
+    tokens = f"{cell.num_prompt_tokens:,} prompt and {cell.num_output_tokens:,} output tokens"
+    return f"{cell.workload}: {cell.description}; {tokens}"
+
+
+def _fastest_first(cell: CellResult) -> list[PeerRuns]:
+    return sorted(cell.runs, key=lambda runs: -runs.tokens_per_second.median)
+
+
+def _row(cell: CellResult, runs: PeerRuns) -> list[str]:
+    speed, ratio = runs.tokens_per_second, cell.ratio(runs)
+    shares = [measure(share) for measure in (runs.first_token_seconds, runs.latency_seconds) for share in (0.5, 0.95)]
+    return [
+        PEERS[runs.peer].title,
+        f"{speed.median:.1f}",
+        f"{speed.lowest:.1f} - {speed.highest:.1f}",
+        _ratio(ratio),
+        f"{runs.peak_memory:,.0f}",
+        *(f"{seconds:.2f}" for seconds in shares),
+    ]
+
+
+def _ratio(ratio: Spread | None) -> str:
+    return f"{ratio.median:.2f} ({ratio.lowest:.2f} - {ratio.highest:.2f})" if ratio else ""
+
+
+def _settings(comparison: Comparison) -> list[str]:
+    """How each peer was run, as it told when it was loaded."""
+    lines = ["", "## How each was run", ""]
+    lines += ["| | workload | versions | options | import s | load s | MiB after import | MiB after load |"]
+    lines += ["|---|---|---|---|---:|---:|---:|---:|"]
+    for cell in comparison.cells:
+        for runs in cell.runs:
+            loaded = runs.loaded
+            versions = ", ".join(f"{name} {version}" for name, version in loaded.versions.items())
+            options = ", ".join(f"{name}={value}" for name, value in loaded.options.items())
+            figures = f"{loaded.import_seconds:.1f} | {loaded.load_seconds:.1f}"
+            memory = " | ".join(f"{x / MEBIBYTE:,.0f}" for x in (loaded.memory_after_import, loaded.memory_after_load))
+            lines.append(
+                f"| {PEERS[runs.peer].title} | {cell.workload} | {versions} | {options} | {figures} | {memory} |"
+            )
+    return lines

@@ -1,0 +1,59 @@
+"""Runner: inflight itself, driven step by step as `LLM.generate` drives it.
+
+Not called inflight.py: run as a script, it would hide the package.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.peers.protocol import Model, RunnerError, Settings, Times, serve
+from benchmarks.workloads import Request
+
+
+class InflightModel:
+    """`inflight.LLM` without its progress bar and texts."""
+
+    def __init__(self, settings: Settings) -> None:
+        import torch
+
+        from inflight import LLM
+
+        torch.set_num_threads(settings.num_threads)
+        self.options: dict[str, Any] = {
+            "dtype": settings.dtype,
+            "max_num_seqs": settings.num_slots,
+            "max_num_batched_tokens": settings.max_batch_tokens,
+        }
+        for name in ("quantization", "compile"):
+            if getattr(settings, name) is not None:
+                self.options[name] = getattr(settings, name)
+        self._engine = LLM(settings.model, device="cpu", **self.options).engine
+
+    def generate(self, requests: Sequence[Request]) -> list[Times]:
+        from inflight import SamplingParams
+
+        engine = self._engine
+        counts, first, last = [0] * len(requests), [0.0] * len(requests), [0.0] * len(requests)
+        for number, request in enumerate(requests):
+            params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.num_output_tokens)
+            engine.submit(engine.accept(str(number), request.prompt, params))
+        while engine.has_unfinished_requests:
+            outputs = engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                if output.error:
+                    raise RunnerError(output.error)
+                number = int(output.request_id)
+                first[number] = first[number] or now
+                counts[number] += len(output.new_token_ids)
+                last[number] = now
+        return [Times(*each) for each in zip(counts, first, last, strict=True)]
+
+
+def load(settings: Settings) -> Model:
+    return InflightModel(settings)
+
+
+if __name__ == "__main__":
+    serve(load, modules=("torch", "transformers", "inflight"), distributions=("inflight-llm", "torch", "transformers"))

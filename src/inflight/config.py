@@ -8,7 +8,8 @@ from inflight.params import MAX_SEED
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 POLICIES = ("fcfs", "priority")
-ATTENTION_BACKENDS = ("auto", "reference", "torch")
+KV_CACHE_DTYPES = ("auto", "int8")
+ATTENTION_BACKENDS = ("auto", "reference", "torch", "cpu")
 
 
 @strict_options
@@ -23,7 +24,10 @@ class EngineConfig:
         load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the config alone.
         trust_remote_code: whether Python code that comes with a checkpoint may run.
         revision: branch, tag or commit of a hub repository.
-        attention_backend: "reference" (the definition, slow), "torch" (any device), or "auto" (the best here).
+        attention_backend: "reference" (the definition, slow), "torch" (any device), "cpu" (our kernels), or "auto" (the
+            best here).
+        kv_cache_dtype: of keys and values: "auto" (the model's) or "int8" (with a scale for each token and head; half
+            of bfloat16's memory, not exact; only with the "cpu" backend).
         max_model_len: most tokens a sequence can have, prompt and output; None: what the model was made for.
         max_num_seqs: most sequences that run at once, the number of slots.
         max_num_batched_tokens: the token budget of a step.
@@ -46,6 +50,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     revision: str | None = None
     attention_backend: str = "auto"
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -65,6 +70,7 @@ class EngineConfig:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_choice("policy", self.policy, POLICIES)
         optional = ("max_model_len", "num_blocks", "kv_cache_memory", "max_prefill_tokens_per_step", "max_num_waiting")
         for name in optional:

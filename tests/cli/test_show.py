@@ -22,7 +22,7 @@ def test_one_step_on_the_terminal_as_a_page_and_as_a_picture(tmp_path: Path) -> 
     assert re.search(r"^A  decode\(1\) +slot 0  5 cached", done.stdout, re.MULTILINE)
     assert re.search(r"^C  PREFILL\(8\) +slot 2  4 cached +·village ·there ·lived", done.stdout, re.MULTILINE)
     assert re.search(r"^C ·Felix +\.{6} \.{4} #{12}$", done.stdout, re.MULTILINE)
-    error = re.search(r"torch differs by at most (\S+) of the largest output, over 4 attention calls", done.stdout)
+    error = re.search(r"cpu differs by at most (\S+) of the largest output, over 4 attention calls", done.stdout)
     assert error is not None
     assert float(error[1]) < 1e-5
     page = html.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Attention over paged memory: `reference` against a loop in float64, `torch` against `reference`.
+"""Attention over paged memory: `reference` against a loop in float64, `torch` and `cpu` against `reference`.
 
 A `World` is what both run: sequences whose tokens are computed in spans over several steps, in scattered blocks that
 some share, through several attention calls of different specs, as the layers of a model make them.
@@ -20,6 +20,7 @@ from torch import Tensor
 from inflight.execution.attention import (
     AttentionBackend,
     AttentionSpec,
+    CpuAttention,
     ReferenceAttention,
     TorchAttention,
     make_backend,
@@ -31,7 +32,9 @@ from inflight.execution.ragged_batch import RaggedBatch
 from inflight.plan import Span, StepPlan
 
 CPU = torch.device("cpu")
-BACKENDS = ["reference", "torch"]
+FAST_BACKENDS = ["torch", "cpu"]
+BACKENDS = ["reference", *FAST_BACKENDS]
+PLAIN_LAYOUT = ["reference", "torch"]
 NUM_CACHE_GROUPS = 2
 FLOAT32_TOLERANCE = 1e-5
 BFLOAT16_TOLERANCE = 2e-2
@@ -290,49 +293,55 @@ def test_reference_is_the_definition_for_random_histories(world: World, spec: At
         assert relative_error(outputs[0], naive(world, call, step)) < 1e-6
 
 
-# ------------------------------------------------------------------ torch against the definition
+# -------------------------------------------------------------- the fast ones against the definition
 
 
-def assert_same_as_reference(world: World, specs: Sequence[AttentionSpec], dtype: torch.dtype, seed: int) -> None:
+def assert_same_as_reference(
+    name: str, world: World, specs: Sequence[AttentionSpec], dtype: torch.dtype, seed: int
+) -> None:
     calls = [Call(spec, world, dtype, seed + number) for number, spec in enumerate(specs)]
     tolerance = FLOAT32_TOLERANCE if dtype == torch.float32 else BFLOAT16_TOLERANCE
     expected = run(backend_of("reference", world, dtype), world, calls)
-    actual = run(backend_of("torch", world, dtype), world, calls)
+    actual = run(backend_of(name, world, dtype), world, calls)
     for number, step in enumerate(world.steps):
         for call, ours, theirs in zip(calls, actual[number], expected[number], strict=True):
             assert ours.dtype == dtype
             assert relative_error(ours, theirs) < tolerance, f"step {number} {step}, {call.spec}"
 
 
-def test_torch_is_what_is_tested_here() -> None:
+def test_backends_are_what_their_names_say() -> None:
     assert isinstance(backend_of("torch", HISTORY), TorchAttention)
-    assert isinstance(backend_of("auto", HISTORY), TorchAttention)
+    assert isinstance(backend_of("cpu", HISTORY), CpuAttention)
+    assert isinstance(backend_of("auto", HISTORY), CpuAttention)
     assert type(backend_of("reference", HISTORY)) is ReferenceAttention
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SPECS)
-def test_torch_gives_what_reference_gives(name: str, dtype: torch.dtype) -> None:
-    assert_same_as_reference(HISTORY, [SPECS[name]], dtype, seed=2)
+@pytest.mark.parametrize("backend", FAST_BACKENDS)
+def test_they_give_what_reference_gives(backend: str, name: str, dtype: torch.dtype) -> None:
+    assert_same_as_reference(backend, HISTORY, [SPECS[name]], dtype, seed=2)
 
 
 @settings(max_examples=120)
 @given(worlds(), st.lists(random_specs(), min_size=1, max_size=3), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_torch_gives_what_reference_gives_for_random_histories(
-    world: World, specs: list[AttentionSpec], dtype: torch.dtype
+@pytest.mark.parametrize("backend", FAST_BACKENDS)
+def test_they_give_what_reference_gives_for_random_histories(
+    backend: str, world: World, specs: list[AttentionSpec], dtype: torch.dtype
 ) -> None:
-    assert_same_as_reference(world, specs, dtype, seed=3)
+    assert_same_as_reference(backend, world, specs, dtype, seed=3)
 
 
 @settings(max_examples=80)
 @given(worlds(longest_span=24), st.lists(random_specs(), min_size=1, max_size=2))
 def test_torch_gives_what_reference_gives_when_spans_are_sliced(world: World, specs: list[AttentionSpec]) -> None:
     with small_limits():
-        assert_same_as_reference(world, specs, torch.float32, seed=4)
+        assert_same_as_reference("torch", world, specs, torch.float32, seed=4)
 
 
 @pytest.mark.parametrize("name", ["plain", "window", "chunk", "softcap", "sinks", "wider values"])
-def test_torch_gives_what_reference_gives_beyond_its_real_limits(name: str) -> None:
+@pytest.mark.parametrize("backend", FAST_BACKENDS)
+def test_they_give_what_reference_gives_beyond_torchs_real_limits(backend: str, name: str) -> None:
     """A whole prompt, a later chunk and a short prompt, the first two longer than a slice of queries."""
     long = torch_backend.MAX_QUERIES_AT_ONCE + 3
     assert torch_backend.MAX_GROUPED_QUERY_LEN < torch_backend.MAX_QUERIES_AT_ONCE
@@ -341,24 +350,28 @@ def test_torch_gives_what_reference_gives_beyond_its_real_limits(name: str) -> N
         [Part(2, 0, torch_backend.MAX_GROUPED_QUERY_LEN + 1), Part(0, 7, 7 + long)],
     ]
     world = make_world(16, steps, [(0, 0), (1, 0), (2, 0)], seed=0)
-    assert_same_as_reference(world, [SPECS[name]], torch.float32, seed=5)
+    assert_same_as_reference(backend, world, [SPECS[name]], torch.float32, seed=5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SPECS)
-def test_torch_gives_what_reference_gives_for_decodes_of_all_lengths(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("backend", FAST_BACKENDS)
+def test_they_give_what_reference_gives_for_decodes_of_all_lengths(backend: str, name: str, dtype: torch.dtype) -> None:
     lengths = [1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65, 130]
     prefills = [Part(s, 0, length) for s, length in enumerate(lengths)]
     decodes = [Part(s, length, length + 1) for s, length in enumerate(lengths)]
     world = make_world(8, [prefills, decodes[::-1]], [(s, 0) for s in range(len(lengths))], seed=1)
-    assert_same_as_reference(world, [SPECS[name]], dtype, seed=6)
+    assert_same_as_reference(backend, world, [SPECS[name]], dtype, seed=6)
 
 
 @pytest.mark.parametrize("second", ["softcap", "sinks", "second cache group", "multi-query", "window"])
 @pytest.mark.parametrize("first", ["plain", "softcap", "sinks"])
-def test_calls_of_one_step_with_different_specs_do_not_disturb_each_other(first: str, second: str) -> None:
+@pytest.mark.parametrize("backend", FAST_BACKENDS)
+def test_calls_of_one_step_with_different_specs_do_not_disturb_each_other(
+    backend: str, first: str, second: str
+) -> None:
     """What is prepared once a step for one layer is reused only by layers that it is right for."""
-    assert_same_as_reference(HISTORY, [SPECS[first], SPECS[second], SPECS[first]], torch.float32, seed=7)
+    assert_same_as_reference(backend, HISTORY, [SPECS[first], SPECS[second], SPECS[first]], torch.float32, seed=7)
 
 
 # --------------------------------------------------------------------------- foreign memory
@@ -366,9 +379,10 @@ def test_calls_of_one_step_with_different_specs_do_not_disturb_each_other(first:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SPECS)
-def test_memory_that_a_span_has_not_written_never_matters(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("backend", FAST_BACKENDS)
+def test_memory_that_a_span_has_not_written_never_matters(backend: str, name: str, dtype: torch.dtype) -> None:
     """Blocks of nobody and the unwritten rest of a span's own last block: full of NaN or of zeros, it's the same."""
-    assert_foreign_memory_does_not_matter(HISTORY, SPECS[name], "torch", dtype)
+    assert_foreign_memory_does_not_matter(HISTORY, SPECS[name], backend, dtype)
 
 
 @settings(max_examples=40)
@@ -391,15 +405,16 @@ def assert_foreign_memory_does_not_matter(world: World, spec: AttentionSpec, nam
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_sequence_of_nans_is_alone_with_them(name: str) -> None:
+@pytest.mark.parametrize("backend", FAST_BACKENDS)
+def test_a_sequence_of_nans_is_alone_with_them(backend: str, name: str) -> None:
     """A request whose states have become NaN harms no request that runs beside it, even one of the same size."""
     steps = [[Part(s, 0, 5) for s in range(3)], [Part(s, 5, 6) for s in range(3)], [Part(s, 6, 20) for s in range(3)]]
     world = make_world(4, steps, [(s, 0) for s in range(3)], seed=2)
     call = Call(SPECS[name], world, torch.float32, seed=9)
-    expected = run(backend_of("torch", world), world, [call])
+    expected = run(backend_of(backend, world), world, [call])
     for states in (call.queries, call.keys, call.values):
         states[1] = float("nan")
-    actual = run(backend_of("torch", world), world, [call])
+    actual = run(backend_of(backend, world), world, [call])
     for step, ours, theirs in zip(steps, actual, expected, strict=True):
         owners = torch.tensor([part.sequence for part in step for _ in range(part.start, part.end)])
         assert torch.equal(ours[0][owners != 1], theirs[0][owners != 1])
@@ -421,7 +436,7 @@ def copy_of(cache: PagedCache) -> PagedCache:
     return PagedCache(cache.keys.clone(), cache.values.clone())
 
 
-@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("backend_name", PLAIN_LAYOUT)
 def test_a_token_is_written_to_its_place_and_nowhere_else(backend_name: str) -> None:
     num_blocks, block_size, spec = 6, 4, replace(PLAIN, value_head_size=12)
     world = World(block_size, ((Part(0, 2, 6), Part(1, 0, 1)),), (0, 1), ((array("i", [5, 2]), array("i", [3])),))
@@ -442,7 +457,7 @@ def test_a_token_is_written_to_its_place_and_nowhere_else(backend_name: str) -> 
                 assert torch.equal(cache.values[block, offset], before.values[block, offset])
 
 
-@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("backend_name", PLAIN_LAYOUT)
 def test_place_minus_one_is_nobodys(backend_name: str) -> None:
     """Padding rows write to -1: no block changes; tokens beside them are written as ever."""
     num_blocks, block_size = 4, 4
@@ -472,11 +487,16 @@ def test_copy_blocks_copies_whole_blocks_and_leaves_all_others(backend_name: str
     assert torch.equal(cache.values[:num_blocks], before.values[sources])
 
 
-def test_bytes_per_token_counts_keys_and_values_of_a_call_with_a_cache_of_its_own() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_bytes_per_block_is_what_a_block_takes(backend_name: str, dtype: torch.dtype) -> None:
     spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_size=24, value_head_size=16, scale=1.0)
-    assert spec.bytes_per_token(torch.float32) == 2 * (24 + 16) * 4
-    assert spec.bytes_per_token(torch.bfloat16) == 2 * (24 + 16) * 2
-    assert replace(spec, shares_cache_with=0).bytes_per_token(torch.float32) == 0
+    for block_size in (4, 16, 24):
+        backend = make_backend(backend_name, CPU, dtype, block_size)
+        cache = backend.allocate(6, spec)
+        assert backend.bytes_per_block(spec) * 7 == cache.keys.nbytes + cache.values.nbytes
+        if backend_name != "cpu" or block_size == 16:
+            assert backend.bytes_per_block(spec) == block_size * 2 * (24 + 16) * dtype.itemsize
 
 
 # ------------------------------------------------------------------------------------ masks

@@ -109,7 +109,7 @@ def test_the_runner_says_how_it_runs_a_model() -> None:
     info = ModelRunner(zoo.build("gpt_oss"), EngineConfig(num_blocks=8)).info
     heads = "4 heads over 2 key/value heads of size 16"
     assert info.executor == "packed"
-    assert info.attention_backend == "torch"
+    assert info.attention_backend == "cpu"
     assert info.attention_calls == (f"2 x {heads}, window 12, sinks", f"1 x {heads}, sinks")
     assert max(info.logits_error, info.attention_error) < 1e-5
 

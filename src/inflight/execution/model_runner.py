@@ -40,9 +40,10 @@ class ModelRunner:
         self.config = config
         self.model = load_model(source, config)
         device, dtype = self.model.device, self.model.dtype
+        self._num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
         def backend(block_size: int) -> AttentionBackend:
-            return make_backend(config.attention_backend, device, dtype, block_size)
+            return make_backend(config.attention_backend, device, dtype, block_size, config.kv_cache_dtype)
 
         report = probe_packed(self.model, backend)
         serving_backend = backend(config.block_size)
@@ -50,6 +51,7 @@ class ModelRunner:
         self.info = self._describe(report, serving_backend.name)
         self.executor.allocate(self.info.num_blocks)
         self.sampler = Sampler(config.max_num_seqs, device)
+        self.device = device
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -58,7 +60,7 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> list[int]:
         """Run one step: a token for each row of logits in order, `INVALID_TOKEN` where they are not finite."""
-        batch = RaggedBatch.pack(plan, self.config.block_size, self.model.device)
+        batch = RaggedBatch.pack(plan, self.config.block_size, self.device)
         return self.sampler.sample(self.executor.forward(batch, plan.copies), batch)
 
     def witness_attention(self) -> WitnessedAttention:
@@ -88,7 +90,7 @@ class ModelRunner:
         bytes_per_block = self.executor.bytes_per_block(config.block_size)
         return ModelInfo(
             model_class=type(model).__name__,
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            num_parameters=self._num_parameters,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
             executor=self.executor.name,

@@ -1,7 +1,8 @@
 """The probe: finds out at load how a model attends, and proves that the packed row computes what the plain model does.
 
 Nobody's flags are believed. A dry forward pass finds the attention calls; then two short prompts run through the plain
-model one by one, and packed: in chunks, mixed, over scattered blocks. Three things must hold:
+model one by one, its linear layers are packed (`linears`), and the prompts run again: in chunks, mixed, over scattered
+blocks. Three things must hold:
 
 - *Each attention module* gives the plain module's output, from the plain model's own inputs (its output is replaced by
   the plain one before it goes on, so that rounding does not pile up and no router is tipped). A randomly initialised
@@ -28,6 +29,7 @@ from inflight.execution.attention import AttentionBackend, AttentionSpec
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.executors.hook import attend_with, use_attention
 from inflight.execution.executors.packed import attention_sinks
+from inflight.execution.linears import can_pack, pack_linears, watch_linears
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.plan import Span, StepPlan
 
@@ -50,7 +52,7 @@ class Tolerance:
 
 
 FULL_PRECISION = Tolerance(attention=2e-5, logits=2e-5, isolation=2e-5)
-LOW_PRECISION = Tolerance(attention=3e-2, logits=1e-2, isolation=1e-3)
+LOW_PRECISION = Tolerance(attention=3e-2, logits=3e-2, isolation=1e-3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class ProbeReport:
 
 
 def probe_packed(model: PreTrainedModel, make_backend: Callable[[int], AttentionBackend]) -> ProbeReport:
-    """Prove that `model` runs packed, and leave it ready to; or raise `ModelError` with the reason.
+    """Make `model` fast and prove that it runs packed, and leave it ready to; or raise `ModelError` with the reason.
 
     Args:
         model: ours alone, in evaluation mode, on its device.
@@ -94,12 +96,16 @@ def probe_packed(model: PreTrainedModel, make_backend: Callable[[int], Attention
     try:
         prompts = _probe_prompts(model)
         use_attention(model, "inflight")
-        specs, modules = find_attention_calls(model, min(DRY_RUN_LENGTH, max_positions))
+        with watch_linears(model) as linear_calls:
+            specs, modules = find_attention_calls(model, min(DRY_RUN_LENGTH, max_positions))
         use_attention(model, "eager")
         plain_logits, plain_outputs = _run_plain(model, modules, prompts)
         use_attention(model, "inflight")
         if not torch.isfinite(plain_logits).all():
             raise ModelError(f"the logits of {name} are not finite even when it runs alone: are its weights intact?")
+        vocab_size = min(_vocab_size(model), plain_logits.shape[-1])
+        if can_pack(model):
+            pack_linears(model, linear_calls)
         executor = PackedExecutor(model, make_backend(PROBE_BLOCK_SIZE), specs)
         executor.allocate(NUM_PROBE_BLOCKS)
         logits_error, attention_error = _compare(executor, modules, prompts, plain_logits, plain_outputs)
@@ -123,8 +129,9 @@ def probe_packed(model: PreTrainedModel, make_backend: Callable[[int], Attention
         )
     config = model.config.get_text_config()
     max_model_len, notes = _exact_length(config, specs)
-    vocab_size, max_row_len = min(_vocab_size(model), plain_logits.shape[-1]), _max_row_len(config)
-    return ProbeReport(specs, max_model_len, attention_error, logits_error, vocab_size, max_row_len, tuple(notes))
+    return ProbeReport(
+        specs, max_model_len, attention_error, logits_error, vocab_size, _max_row_len(config), tuple(notes)
+    )
 
 
 # ------------------------------------------------------------------------------------------- the dry run

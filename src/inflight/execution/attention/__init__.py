@@ -2,15 +2,38 @@
 
 import torch
 
+from inflight.errors import ModelError
+from inflight.execution.attention.cpu_backend import CpuAttention
 from inflight.execution.attention.interface import AttentionBackend, AttentionSpec
 from inflight.execution.attention.reference import ReferenceAttention
 from inflight.execution.attention.torch_backend import TorchAttention
+from inflight.execution.native import kernels_available
 
-__all__ = ["AttentionBackend", "AttentionSpec", "ReferenceAttention", "TorchAttention", "make_backend"]
+__all__ = ["AttentionBackend", "AttentionSpec", "CpuAttention", "ReferenceAttention", "TorchAttention", "make_backend"]
 
 
-def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
-    """The backend of this name; "auto" is the best for the device."""
+def make_backend(
+    name: str, device: torch.device, dtype: torch.dtype, block_size: int, kv_cache_dtype: str = "auto"
+) -> AttentionBackend:
+    """The backend of this name; "auto" is the best for the device.
+
+    Args:
+        dtype: the model's.
+        kv_cache_dtype: "auto" is the model's; "int8" only the "cpu" backend can.
+
+    Raises:
+        ModelError: the backend can not run here, or not with this dtype.
+    """
+    runs_kernels = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    if name == "cpu" or kv_cache_dtype == "int8":
+        if not runs_kernels:
+            raise ModelError(f"attention_backend 'cpu' runs float32 and bfloat16 on a CPU, not {dtype} on {device}")
+        if name not in ("auto", "cpu"):
+            raise ModelError(f"kv_cache_dtype 'int8' needs attention_backend 'cpu', not {name!r}")
+        if not kernels_available():
+            raise ModelError("attention_backend 'cpu' needs its kernels, which could not be built here")
     if name == "reference":
         return ReferenceAttention(device, dtype, block_size)
+    if name == "cpu" or (name == "auto" and runs_kernels and kernels_available()):
+        return CpuAttention(torch.int8 if kv_cache_dtype == "int8" else dtype, block_size)
     return TorchAttention(device, dtype, block_size)

@@ -41,18 +41,13 @@ class AttentionSpec:
     cache_group: int = 0
     shares_cache_with: int | None = None
 
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """What this call's key and value of one token take in a cache of `dtype`."""
-        if self.shares_cache_with is not None:
-            return 0
-        return self.num_kv_heads * (self.head_size + self.value_head_size) * dtype.itemsize
-
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """Keys and values of one attention call in plain tensors: `[N + 1, B, Hkv, Dk]` and `[N + 1, B, Hkv, Dv]`.
+    """Keys and values of one attention call; blocks are the first dimension, the rest is the backend's own layout.
 
-    The last block belongs to nobody: it takes what is written to place -1.
+    The definition's is `[N + 1, B, Hkv, Dk]` and `[N + 1, B, Hkv, Dv]`. The last block belongs to nobody: what is
+    written to place -1 may lie there.
     """
 
     keys: torch.Tensor
@@ -66,6 +61,10 @@ class AttentionBackend(Protocol):
     """
 
     name: str
+
+    def bytes_per_block(self, spec: AttentionSpec) -> int:
+        """Memory that a block takes in one attention call."""
+        ...
 
     def allocate(self, num_blocks: int, spec: AttentionSpec) -> PagedCache:
         """Storage for one attention call; memory is only committed as it is touched, where the system allows."""

@@ -91,6 +91,10 @@ class ReferenceAttention:
         assert self._batch is not None, "begin_step comes before the first call of a step"
         return self._batch
 
+    def bytes_per_block(self, spec: AttentionSpec) -> int:
+        """See `AttentionBackend`."""
+        return self.block_size * spec.num_kv_heads * (spec.head_size + spec.value_head_size) * self.dtype.itemsize
+
     def allocate(self, num_blocks: int, spec: AttentionSpec) -> PagedCache:
         """See `AttentionBackend`: `[num_blocks + 1, B, Hkv, D]`, the layout of the definition."""
         shape = (num_blocks + 1, self.block_size, spec.num_kv_heads)

@@ -52,6 +52,10 @@ class WitnessedAttention:
         self._witnessed = witnessed
         self._definition = definition
 
+    def bytes_per_block(self, spec: AttentionSpec) -> int:
+        """See `AttentionBackend`; of both caches."""
+        return self._witnessed.bytes_per_block(spec) + self._definition.bytes_per_block(spec)
+
     def allocate(self, num_blocks: int, spec: AttentionSpec) -> WitnessedCache:
         """See `AttentionBackend`; takes the memory of two."""
         own = self._witnessed.allocate(num_blocks, spec)

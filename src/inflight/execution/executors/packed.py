@@ -13,6 +13,9 @@ from inflight.execution.executors.hook import attend_with
 from inflight.execution.executors.longrope import length_of_its_own, longrope_length
 from inflight.execution.ragged_batch import RaggedBatch
 
+MIN_ROWS = 2
+"""On a CPU a single row takes another way through oneDNN, with other bits: it is never run alone."""
+
 
 class PackedExecutor:
     """Runs a `RaggedBatch` as one batch row of T tokens; every attention call reads and writes its own paged cache.
@@ -29,14 +32,15 @@ class PackedExecutor:
         self.model = model
         self.backend = backend
         self.specs = tuple(specs)
+        self._on_cpu = model.device.type == "cpu"
         self._longrope_length = longrope_length(model.config.get_text_config())
         self._takes_logit_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._caches: list[PagedCache] = []
-        self._num_calls = 0
+        self._num_calls = self._num_tokens = 0  # of the running forward pass
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `Executor`."""
-        return block_size * sum(spec.bytes_per_token(self.model.dtype) for spec in self.specs)
+        return sum(self.backend.bytes_per_block(spec) for spec in self.specs)
 
     def allocate(self, num_blocks: int) -> None:
         """See `Executor`."""
@@ -49,12 +53,15 @@ class PackedExecutor:
         if copies:
             for cache in self._caches:
                 self.backend.copy_blocks(cache, copies)
-        options = {"logits_to_keep": batch.logit_rows} if self._takes_logit_rows else {}
-        self._num_calls = 0
+        input_ids, positions, logit_rows = batch.input_ids, batch.positions, batch.logit_rows
+        if self._on_cpu:
+            input_ids, positions, logit_rows = map(_at_least_two, (input_ids, positions, logit_rows))
+        options = {"logits_to_keep": logit_rows} if self._takes_logit_rows else {}
+        self._num_calls, self._num_tokens = 0, batch.num_tokens
         with attend_with(self._attend), length_of_its_own(self.model, batch, self._longrope_length):
             logits: torch.Tensor = self.model(
-                input_ids=batch.input_ids[None],
-                position_ids=batch.positions[None],
+                input_ids=input_ids[None],
+                position_ids=positions[None],
                 attention_mask=None,
                 use_cache=False,
                 return_dict=True,
@@ -64,11 +71,9 @@ class PackedExecutor:
             raise RuntimeError(f"the model made {self._num_calls} attention calls, not {len(self.specs)} as at load")
         if not self._takes_logit_rows:
             return logits[batch.logit_rows]
-        if logits.shape[0] != batch.num_logit_rows:
-            raise RuntimeError(
-                f"the model gave {logits.shape[0]} rows of logits where {batch.num_logit_rows} were asked"
-            )
-        return logits
+        if logits.shape[0] != len(logit_rows):
+            raise RuntimeError(f"the model gave {logits.shape[0]} rows of logits where {len(logit_rows)} were asked")
+        return logits[: batch.num_logit_rows]
 
     def _attend(
         self,
@@ -83,9 +88,18 @@ class PackedExecutor:
         may attend twice (DiffLlama) or run twice (HRM)."""
         spec, cache = self.specs[self._num_calls], self._caches[self._num_calls]
         self._num_calls += 1
-        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+        num_rows, num_tokens = query.shape[2], self._num_tokens
+        query, key, value = (states[0].transpose(0, 1)[:num_tokens] for states in (query, key, value))
         self.backend.write(cache, key, value, spec)
-        return self.backend.attend(query, cache, spec, attention_sinks(module, kwargs))[None]
+        output = self.backend.attend(query, cache, spec, attention_sinks(module, kwargs))
+        if num_rows > num_tokens:
+            output = torch.cat([output, output.new_zeros(num_rows - num_tokens, *output.shape[1:])])
+        return output[None]
+
+
+def _at_least_two(rows: torch.Tensor) -> torch.Tensor:
+    """A single row twice; any other number as it is."""
+    return rows.expand(MIN_ROWS) if rows.shape[0] == 1 else rows
 
 
 def attention_sinks(module: torch.nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -1,0 +1,162 @@
+"""Our C++ kernels for the CPU: built once for this machine, kept on disk, found there from then on.
+
+Offers `kernels_available()`; after it has said yes the operators are `torch.ops.inflight.*` (`operators.cpp` lists
+them). The library's file name is a digest of all that went into it (sources, compiler, flags, torch, and the
+instruction sets of this very CPU), so a home folder that several machines share never makes one of them run the
+instructions of another.
+"""
+
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent
+COMPILER_FLAGS = [
+    *("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+    *("-Wno-psabi", "-Wno-unknown-pragmas"),
+]
+
+
+@functools.cache
+def kernels_available() -> bool:
+    """Whether `torch.ops.inflight` is there; builds and loads it at the first call. Warns if that fails."""
+    if sys.platform != "linux":
+        return False
+    try:
+        library = _built_library()
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+        _describe_operators()
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        reason = str(error).strip().split("\n")[0]
+        logger.warning("no CPU kernels of our own (%s): attention runs through torch's operators, slower", reason)
+        return False
+    return True
+
+
+def _describe_operators() -> None:
+    """Tell `torch.compile` the shapes that operators give."""
+
+    def linear(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
+        return x.new_empty(*x.shape[:-1], out_features)
+
+    def write_and_attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, call: int
+    ) -> torch.Tensor:
+        return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+    torch.library.register_fake("inflight::linear", linear)
+    torch.library.register_fake("inflight::write_and_attend", write_and_attend)
+
+
+def _built_library() -> Path:
+    """The library for this machine, built if it is not in the cache yet."""
+    folder = _cache_folder()
+    library = folder / f"kernels-{_digest()}.so"
+    if not library.exists():
+        with _lock(folder / "lock"):
+            if not library.exists():
+                _build(library)
+    return library
+
+
+def _build(library: Path) -> None:
+    from torch.utils import cpp_extension  # slow to import, and seldom needed
+
+    start = time.monotonic()
+    print("inflight: building its CPU kernels for this machine, once …", end="", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder, _ninja_on_path():
+        try:
+            cpp_extension.load(
+                "inflight_kernels",
+                [str(source) for source in sorted(SOURCES.glob("*.cpp"))],
+                extra_cflags=[*COMPILER_FLAGS, _native_flag()],
+                extra_ldflags=["-fopenmp"],
+                build_directory=folder,
+                is_python_module=False,
+                is_standalone=False,
+            )
+        except BaseException:
+            print(" failed", file=sys.stderr)
+            raise
+        os.replace(Path(folder) / "inflight_kernels.so", library)
+    print(f" {time.monotonic() - start:.0f} s", file=sys.stderr)
+
+
+def _digest() -> str:
+    """Changes whenever another library would be built."""
+    digest = hashlib.sha256()
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(source.read_bytes())
+    compiler = subprocess.run([_compiler(), "--version"], capture_output=True, check=True).stdout
+    for part in (torch.__version__, str(torch.version.git_version), *COMPILER_FLAGS, _instruction_sets()):
+        digest.update(part.encode() + b"\0")
+    digest.update(compiler)
+    return digest.hexdigest()[:20]
+
+
+def _compiler() -> str:
+    """The one that `cpp_extension` will use."""
+    name = os.environ.get("CXX", "c++")
+    if shutil.which(name) is None:
+        raise OSError(f"there is no C++ compiler {name!r} here")
+    return name
+
+
+def _native_flag() -> str:
+    return "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
+
+
+def _instruction_sets() -> str:
+    """What this CPU can do, as its kernel tells."""
+    lines = Path("/proc/cpuinfo").read_text().split("\n")
+    kinds = ("flags", "Features", "model name", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
+
+
+def _cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/inflight` or `~/.cache/inflight`; a temporary one where that can not be written."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        (base / "inflight").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=base / "inflight"):
+            return base / "inflight"
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="inflight-"))
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process at a time; let go of when a process dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """`cpp_extension` looks for ninja on PATH, where an environment that was not activated has not put it."""
+    path, spec = os.environ.get("PATH", ""), importlib.util.find_spec("ninja")
+    if spec is not None and shutil.which("ninja") is None:
+        import ninja
+
+        os.environ["PATH"] = os.pathsep.join([str(ninja.BIN_DIR), path])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = path

@@ -1,0 +1,264 @@
+// A tile of a paged cache, and some rows of queries attending to it: the arithmetic, on one thread.
+//
+// A tile is the tokens of a sequence between two fixed multiples of about 256 positions. It is attended to by itself:
+// scores, their maximum, the sum of their exponentials and the weighted sum of values, in float32. What a row gets does
+// not depend on which other rows are computed with it, nor on where its keys lie in memory; results of tiles are merged
+// in order of position (`merge`). So a token's attention has the same bits alone, in a batch, in a chunk and after a hit.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "stored.h"
+
+namespace inflight {
+
+constexpr int kTileSize = 256;
+#ifdef __AVX512F__
+constexpr int kStripesAtOnce = 4, kRowsAtOnce = 4, kVectorsAtOnce = 4;
+#else
+constexpr int kStripesAtOnce = 1, kRowsAtOnce = 4, kVectorsAtOnce = 1;
+#endif
+
+inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// An attention call of the model: its shape, and where its keys and values lie.
+//
+// A block holds, for each key/value head, stripes of sixteen tokens (the last one partly used, if the block size is no
+// multiple of that). Keys `[N, Hkv, stripes, Dk / pack, 16 tokens, pack]`: one token a lane.
+// Values `[N, Hkv, stripes, 16 tokens / pack, Dv, pack]`: one dimension a lane; Dv rounded up to lanes.
+// Scales of int8, `[N, Hkv, stripes * 16]`: a float for each token and head.
+struct Shape {
+  int num_heads, num_kv_heads, head_size, value_head_size;
+  float scale;
+  int64_t window, chunk;  // 0: none
+  float softcap;          // 0: none
+  int block_size;
+
+  int group_size() const { return num_heads / num_kv_heads; }
+  int stripes_per_block() const { return (block_size + kLanes - 1) / kLanes; }
+  int blocks_per_tile() const { return std::max(1, kTileSize / block_size); }
+  int64_t tile_size() const { return int64_t(blocks_per_tile()) * block_size; }
+  int key_steps(int pack) const { return (head_size + pack - 1) / pack; }
+  int value_lanes() const { return int(round_up(value_head_size, kLanes)); }
+  // The first position that a query sees; it sees no later one than its own.
+  int64_t first_visible(int64_t position) const {
+    int64_t first = window ? std::max<int64_t>(0, position - window + 1) : 0;
+    return chunk ? std::max(first, position / chunk * chunk) : first;
+  }
+};
+
+template <class Kind>
+struct Storage {
+  typename Kind::Stored *keys, *values;
+  float *key_scales, *value_scales;  // only of int8
+};
+
+// Up to sixteen tokens of a tile.
+template <class Kind>
+struct Stripe {
+  const typename Kind::Stored *keys, *values;
+  const float *key_scales, *value_scales;
+  int position;  // of its first token, from the tile's first
+  int length;    // tokens that belong to the sequence
+};
+
+// What some tokens did to a row: `values` are weighted with exp(score - max), `sum` adds up the weights.
+struct Partial {
+  float max, sum;
+  float* values;
+};
+
+// The keys that a row sees: positions from the tile's first, [low, high).
+struct Visible {
+  int low, high;
+};
+
+template <class Kind>
+void collect_stripes(const Shape& shape, const Storage<Kind>& storage, const int32_t* blocks, int kv_head, int low,
+                     int high, std::vector<Stripe<Kind>>& stripes) {
+  const int per_block = shape.stripes_per_block(), block_size = shape.block_size;
+  const int64_t key_stripe = int64_t(shape.key_steps(Kind::kPack)) * Kind::kPack * kLanes;
+  const int64_t value_stripe = int64_t(shape.value_lanes()) * kLanes;
+  stripes.clear();
+  for (int block = low / block_size; block * block_size < high; ++block) {
+    const int64_t first = (int64_t(blocks[block]) * shape.num_kv_heads + kv_head) * per_block;
+    for (int part = 0; part < per_block; ++part) {
+      const int position = block * block_size + part * kLanes;
+      const int length = std::min({kLanes, block_size - part * kLanes, high - position});
+      if (length <= 0 || position + length <= low) continue;
+      const int64_t stripe = first + part;
+      const bool scaled = storage.key_scales != nullptr;
+      stripes.push_back({storage.keys + stripe * key_stripe, storage.values + stripe * value_stripe,
+                         scaled ? storage.key_scales + stripe * kLanes : nullptr,
+                         scaled ? storage.value_scales + stripe * kLanes : nullptr, position, length});
+    }
+  }
+}
+
+// scores[row][stripe] = query[row] . keys[stripe], for kRows x kStripes.
+template <class Kind, int kRows, int kStripes>
+inline void score_block(const typename Kind::Operand* queries, int64_t query_stride, const Stripe<Kind>* stripes,
+                        int steps, float* scores, int64_t score_stride) {
+  Floats sums[kRows][kStripes] = {};
+  for (int i = 0; i < steps; ++i) {
+    typename Kind::Panel panels[kStripes];
+    for (int s = 0; s < kStripes; ++s) panels[s] = Kind::load_panel(stripes[s].keys + int64_t(i) * kLanes * Kind::kPack);
+    for (int r = 0; r < kRows; ++r) {
+      const auto operand = queries[r * query_stride + i];
+      for (int s = 0; s < kStripes; ++s) sums[r][s] = Kind::multiply_add(sums[r][s], operand, panels[s]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int s = 0; s < kStripes; ++s) store(scores + r * score_stride + s * kLanes, sums[r][s]);
+}
+
+template <class Kind, int kRows>
+void score_rows(const typename Kind::Operand* queries, int64_t query_stride, const std::vector<Stripe<Kind>>& stripes,
+                int steps, float* scores, int64_t score_stride) {
+  const int num_stripes = int(stripes.size());
+  int s = 0;
+  for (; s + kStripesAtOnce <= num_stripes; s += kStripesAtOnce)
+    score_block<Kind, kRows, kStripesAtOnce>(queries, query_stride, &stripes[s], steps, scores + s * kLanes,
+                                             score_stride);
+  for (; s < num_stripes; ++s)
+    score_block<Kind, kRows, 1>(queries, query_stride, &stripes[s], steps, scores + s * kLanes, score_stride);
+}
+
+// Scores to weights, in place: scale, softcap, mask, exponential. Returns their maximum and sum.
+template <class Kind>
+Partial weigh(const Shape& shape, const std::vector<Stripe<Kind>>& stripes, Visible visible, float* scores) {
+  Floats maxima = broadcast(-kInfinity);
+  const Ints low = kLaneNumbers * 0 + visible.low;
+  for (size_t s = 0; s < stripes.size(); ++s) {
+    const Stripe<Kind>& stripe = stripes[s];
+    Floats score = load<Floats>(scores + s * kLanes) * shape.scale;
+    if (stripe.key_scales) score *= load<Floats>(stripe.key_scales);
+    if (shape.softcap != 0) score = tanh(score / shape.softcap) * shape.softcap;
+    const int end = std::min(stripe.position + stripe.length, visible.high);
+    if (stripe.position < visible.low || end < stripe.position + kLanes) {
+      const Ints position = kLaneNumbers + stripe.position;
+      score = (position >= low) & (position < end) ? score : broadcast(-kInfinity);
+    }
+    store(scores + s * kLanes, score);
+    maxima = max(maxima, score);
+  }
+  const float maximum = max_of_lanes(maxima);
+  Floats sums{};
+  for (size_t s = 0; s < stripes.size(); ++s) {
+    Floats weight = exp(load<Floats>(scores + s * kLanes) - maximum);
+    sums += weight;
+    if (stripes[s].value_scales) {
+      const Floats scaled = weight * load<Floats>(stripes[s].value_scales);
+      weight = weight == 0.f ? Floats{} : scaled;  // what lies behind a mask may have any scale
+    }
+    store(scores + s * kLanes, weight);
+  }
+  return {maximum, sum_of_lanes(sums), nullptr};
+}
+
+// values[row] = weights[row] . values of all stripes, for kRows rows and kVectors vectors of dimensions.
+template <class Kind, int kRows, int kVectors>
+inline void sum_values_block(const typename Kind::Operand* weights, int64_t weight_stride,
+                             const std::vector<Stripe<Kind>>& stripes, int first_lane, int value_lanes, float* values) {
+  constexpr int kPack = Kind::kPack, kSteps = kLanes / kPack;
+  Floats sums[kRows][kVectors] = {};
+  for (size_t s = 0; s < stripes.size(); ++s) {
+    const auto* row = stripes[s].values + int64_t(first_lane) * kPack;
+    const auto* weight = weights + s * kSteps;
+    const int full = stripes[s].length / kPack;
+    for (int i = 0; i < full; ++i, row += int64_t(value_lanes) * kPack)
+      for (int v = 0; v < kVectors; ++v) {
+        const auto panel = Kind::load_panel(row + v * kLanes * kPack);
+        for (int r = 0; r < kRows; ++r)
+          sums[r][v] = Kind::multiply_add(sums[r][v], weight[r * weight_stride + i], panel);
+      }
+    if (full * kPack < stripes[s].length)  // beside the last token lies what belongs to nobody
+      for (int v = 0; v < kVectors; ++v) {
+        const auto panel = Kind::load_first_of_pack(row + v * kLanes * kPack);
+        for (int r = 0; r < kRows; ++r)
+          sums[r][v] = Kind::multiply_add(sums[r][v], weight[r * weight_stride + full], panel);
+      }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVectors; ++v) store(values + int64_t(r) * value_lanes + first_lane + v * kLanes, sums[r][v]);
+}
+
+template <class Kind, int kRows>
+void sum_values(const typename Kind::Operand* weights, int64_t weight_stride, const std::vector<Stripe<Kind>>& stripes,
+                int value_lanes, float* values) {
+  int lane = 0;
+  for (; lane + kVectorsAtOnce * kLanes <= value_lanes; lane += kVectorsAtOnce * kLanes)
+    sum_values_block<Kind, kRows, kVectorsAtOnce>(weights, weight_stride, stripes, lane, value_lanes, values);
+  for (; lane < value_lanes; lane += kLanes)
+    sum_values_block<Kind, kRows, 1>(weights, weight_stride, stripes, lane, value_lanes, values);
+}
+
+// Calls function<rows> for rows [0, num_rows), as many at a time as registers hold.
+template <class Function>
+void by_rows(int num_rows, const Function& function) {
+  int row = 0;
+  for (; row + kRowsAtOnce <= num_rows; row += kRowsAtOnce) function(std::integral_constant<int, kRowsAtOnce>{}, row);
+  if (row + 2 <= num_rows) function(std::integral_constant<int, 2>{}, row), row += 2;
+  if (row < num_rows) function(std::integral_constant<int, 1>{}, row);
+}
+
+// Memory of one thread for the tile at hand.
+template <class Kind>
+struct TileScratch {
+  std::vector<Stripe<Kind>> stripes;
+  std::vector<float> scores;
+  std::vector<typename Kind::Operand> weights;
+};
+
+// Let rows of queries `[num_rows, query_stride]` attend to the stripes in `scratch`; `results[row].values` are
+// `[value_lanes]` floats each, end to end.
+template <class Kind>
+void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int64_t query_stride, int num_rows,
+                 const Visible* visible, TileScratch<Kind>& scratch, Partial* results) {
+  const auto& stripes = scratch.stripes;
+  const int64_t score_stride = int64_t(stripes.size()) * kLanes, weight_stride = score_stride / Kind::kPack;
+  const int steps = shape.key_steps(Kind::kPack), value_lanes = shape.value_lanes();
+  scratch.scores.resize(score_stride * num_rows);
+  scratch.weights.resize(weight_stride * num_rows);
+  by_rows(num_rows, [&](auto rows, int row) {
+    score_rows<Kind, rows>(queries + row * query_stride, query_stride, stripes, steps,
+                           scratch.scores.data() + row * score_stride, score_stride);
+  });
+  for (int row = 0; row < num_rows; ++row) {
+    float* scores = scratch.scores.data() + row * score_stride;
+    float* values = results[row].values;
+    if (visible[row].low >= visible[row].high) {
+      results[row].max = results[row].sum = 0;
+      std::fill_n(scores, score_stride, 0.f);
+    } else {
+      results[row] = weigh(shape, stripes, visible[row], scores);
+      results[row].values = values;
+    }
+    Kind::pack(scores, int(score_stride), scratch.weights.data() + row * weight_stride);
+  }
+  by_rows(num_rows, [&](auto rows, int row) {
+    sum_values<Kind, rows>(scratch.weights.data() + row * weight_stride, weight_stride, stripes, value_lanes,
+                           results[row].values);
+  });
+}
+
+// Add a later tile's result to that of all tiles before it; one that sees nothing (sum 0) changes nothing.
+inline void merge(Partial& so_far, const Partial& next, int value_lanes) {
+  if (next.sum == 0) return;
+  if (so_far.sum == 0) {
+    so_far.max = next.max, so_far.sum = next.sum;
+    std::copy_n(next.values, value_lanes, so_far.values);
+    return;
+  }
+  const float maximum = so_far.max < next.max ? next.max : so_far.max;
+  const float old_weight = std::exp(so_far.max - maximum), new_weight = std::exp(next.max - maximum);
+  so_far.max = maximum;
+  so_far.sum = so_far.sum * old_weight + next.sum * new_weight;
+  for (int lane = 0; lane < value_lanes; lane += kLanes)
+    store(so_far.values + lane,
+          load<Floats>(so_far.values + lane) * old_weight + load<Floats>(next.values + lane) * new_weight);
+}
+
+}  // namespace inflight

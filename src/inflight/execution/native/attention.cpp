@@ -1,0 +1,415 @@
+#include "attention.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <atomic>
+#include <string_view>
+#include <unordered_map>
+
+namespace inflight {
+namespace {
+
+// Spans up to this many tokens have their tiles computed apart: by several threads, and once for all who share them.
+constexpr int64_t kShortSpan = 16;
+// Rows (a token's query head each) that go through a tile together, so that it is read from the cache once for them.
+constexpr int64_t kRowsTogether = 32;
+// At most so many floats hold results of tiles until they are merged; spans beyond run their tiles one after another.
+constexpr int64_t kMaxPartialFloats = 1 << 25;
+
+// Calls function(item) for each item once, on all of torch's threads; who takes which changes no bit.
+template <class Function>
+void for_each_item(int64_t num_items, const Function& function) {
+  std::atomic<int64_t> next{0};
+  const int64_t num_threads = std::min<int64_t>(at::get_num_threads(), num_items);
+  at::parallel_for(0, num_threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread)
+      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) function(item);
+  });
+}
+
+void read_floats(const at::BFloat16* from, int count, float* to) {
+  for (int i = 0; i < count; ++i) to[i] = float_of(from[i].x);
+}
+void read_floats(const float* from, int count, float* to) { std::copy_n(from, count, to); }
+
+at::BFloat16 rounded(float value, at::BFloat16) { return {bfloat16_of(value), at::BFloat16::from_bits()}; }
+float rounded(float value, float) { return value; }
+
+template <class Kind>
+Storage<Kind> storage_of(const Call& call) {
+  using Stored = typename Kind::Stored;
+  return {static_cast<Stored*>(call.keys.data_ptr()), static_cast<Stored*>(call.values.data_ptr()),
+          call.key_scales ? call.key_scales->data_ptr<float>() : nullptr,
+          call.value_scales ? call.value_scales->data_ptr<float>() : nullptr};
+}
+
+// ------------------------------------------------------------------------------------------------ writing
+
+template <class Input>
+float stored_value(Input value, float) {
+  return float(value);
+}
+template <class Input>
+uint16_t stored_value(Input value, uint16_t) {
+  return bfloat16_of(float(value));
+}
+
+// A token's vector of one head into `to[i * stride]`, packs together; as int8 with the scale that it returns.
+template <class Kind, class Input>
+float write_vector(const Input* from, int size, typename Kind::Stored* to, int64_t stride) {
+  using Stored = typename Kind::Stored;
+  constexpr int kPack = Kind::kPack;
+  if constexpr (std::is_same_v<Stored, int8_t>) {
+    float largest = 0;
+    for (int i = 0; i < size; ++i) largest = std::max(largest, std::abs(float(from[i])));
+    const float scale = largest / 127, inverse = largest > 0 ? 127 / largest : 0;
+    for (int i = 0; i < size; ++i) to[i * stride] = int8_t(std::nearbyint(float(from[i]) * inverse));
+    bool finite = std::isfinite(largest);
+    for (int i = 0; i < size; ++i) finite &= std::isfinite(float(from[i]));
+    return finite ? scale : std::numeric_limits<float>::quiet_NaN();
+  } else {
+    for (int i = 0; i < size; ++i) to[(i / kPack) * stride + i % kPack] = stored_value(from[i], Stored{});
+    if (size % kPack) to[(size / kPack) * stride + size % kPack] = 0;
+    return 1;
+  }
+}
+
+template <class Kind, class Input>
+void write_rows(const Call& call, const at::Tensor& key, const at::Tensor& value) {
+  const Shape& shape = call.shape;
+  const Storage<Kind> storage = storage_of<Kind>(call);
+  const int64_t* slots = call.step->groups[call.group].slots.data_ptr<int64_t>();
+  const int64_t num_rows = key.size(0), num_heads = shape.num_kv_heads, per_block = shape.stripes_per_block();
+  const int64_t key_stripe = int64_t(shape.key_steps(Kind::kPack)) * Kind::kPack * kLanes;
+  const int64_t value_lanes = shape.value_lanes(), value_stripe = value_lanes * kLanes;
+  const Input *keys = key.data_ptr<Input>(), *values = value.data_ptr<Input>();
+  const auto write_head = [&](int64_t head) {
+    for (int64_t row = 0; row < num_rows; ++row) {
+      if (slots[row] < 0) continue;
+      const int64_t block = slots[row] / shape.block_size, offset = slots[row] % shape.block_size;
+      const int64_t stripe = (block * num_heads + head) * per_block + offset / kLanes, lane = offset % kLanes;
+      const float key_scale = write_vector<Kind>(
+          keys + row * key.stride(0) + head * key.stride(1), shape.head_size,
+          storage.keys + stripe * key_stripe + lane * Kind::kPack, kLanes * Kind::kPack);
+      const Input* from = values + row * value.stride(0) + head * value.stride(1);
+      auto* to = storage.values + stripe * value_stripe + lane / Kind::kPack * value_lanes * Kind::kPack +
+                 lane % Kind::kPack;
+      if constexpr (std::is_same_v<Kind, Int8>) {
+        storage.key_scales[stripe * kLanes + lane] = key_scale;
+        storage.value_scales[stripe * kLanes + lane] = write_vector<Kind>(from, shape.value_head_size, to, 1);
+      } else {
+        for (int i = 0; i < shape.value_head_size; ++i)
+          to[i * Kind::kPack] = stored_value(from[i], typename Kind::Stored{});
+      }
+    }
+  };
+  if (num_rows * num_heads < 32) {
+    for (int64_t head = 0; head < num_heads; ++head) write_head(head);
+  } else {
+    for_each_item(num_heads, write_head);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ attending
+
+// Some rows of spans that see one tile, or (`tile` is negative) rows of one span that see all of its tiles.
+struct Item {
+  int kv_head;
+  int64_t tile;                     // from position 0; negative: all
+  int64_t first_span, num_spans;    // in `members`
+  int64_t first_row, num_rows;      // of a span, a row for each token and query head; all where tiles are apart
+};
+
+// A short span whose tiles are computed apart: where its partial results lie, `[tiles, Hkv, rows]`.
+struct Apart {
+  int span;
+  int64_t first_tile, num_tiles, first_partial;
+};
+
+template <class Kind, class Input>
+class Attention {
+ public:
+  Attention(const Call& call, const at::Tensor& query, const float* sinks, at::Tensor& output)
+      : call_(call),
+        shape_(call.shape),
+        step_(*call.step),
+        group_(step_.groups[call.group]),
+        storage_(storage_of<Kind>(call)),
+        query_(query),
+        queries_(query.data_ptr<Input>()),
+        sinks_(sinks),
+        output_(output.data_ptr<Input>()),
+        query_stride_(round_up(shape_.head_size, kLanes) / Kind::kPack) {}
+
+  void run() {
+    plan();
+    for_each_item(int64_t(items_.size()), [this](int64_t i) { run_item(items_[i]); });
+    if (!apart_.empty())
+      for_each_item(int64_t(apart_.size()) * shape_.num_kv_heads, [this](int64_t i) {
+        merge_apart(apart_[i / shape_.num_kv_heads], int(i % shape_.num_kv_heads));
+      });
+  }
+
+ private:
+  struct Thread {
+    TileScratch<Kind> tile;
+    std::vector<float> floats, so_far_values, next_values;
+    std::vector<typename Kind::Operand> queries;
+    std::vector<Visible> visible;
+    std::vector<Partial> so_far, next;
+  };
+
+  int64_t num_rows(const Span& span) const { return (span.end - span.start) * shape_.group_size(); }
+  int64_t first_tile(const Span& span) const { return shape_.first_visible(span.start) / shape_.tile_size(); }
+  int64_t last_tile(const Span& span) const { return (span.end - 1) / shape_.tile_size(); }
+
+  // Whether every token of the span sees the whole tile.
+  bool sees_whole(const Span& span, int64_t tile) const {
+    const int64_t size = shape_.tile_size();
+    return shape_.first_visible(span.end - 1) <= tile * size && (tile + 1) * size <= span.start + 1;
+  }
+
+  void plan() {
+    int64_t num_partials = 0;
+    std::unordered_map<int64_t, int64_t> shared;  // (tile, owner) -> place in `groups`
+    std::vector<std::pair<int64_t, std::vector<int64_t>>> groups;  // tile, members of apart_
+    for (size_t s = 0; s < step_.spans.size(); ++s) {
+      const Span& span = step_.spans[s];
+      const int64_t first = first_tile(span), num_tiles = last_tile(span) + 1 - first;
+      const int64_t size = num_tiles * shape_.num_kv_heads * num_rows(span);
+      if (span.end - span.start > kShortSpan || num_tiles == 1 ||
+          (num_partials + size) * (shape_.value_lanes() + 2) > kMaxPartialFloats) {
+        for (int64_t row = 0; row < num_rows(span); row += kRowsTogether)
+          for (int head = 0; head < shape_.num_kv_heads; ++head)
+            items_.push_back({head, -1, int64_t(s), 1, row, std::min(kRowsTogether, num_rows(span) - row)});
+        continue;
+      }
+      apart_.push_back({int(s), first, num_tiles, num_partials});
+      num_partials += size;
+      for (int64_t tile = first; tile < first + num_tiles; ++tile) {
+        if (sees_whole(span, tile)) {
+          const int64_t key = (tile << 32) + group_.tile_owners[s][tile];
+          const auto [place, is_new] = shared.emplace(key, int64_t(groups.size()));
+          if (is_new) groups.push_back({tile, {}});
+          groups[place->second].second.push_back(int64_t(apart_.size()) - 1);
+        } else {
+          groups.push_back({tile, {int64_t(apart_.size()) - 1}});
+        }
+      }
+    }
+    for (const auto& [tile, members] : groups) {
+      const int64_t first = int64_t(members_.size());
+      members_.insert(members_.end(), members.begin(), members.end());
+      for (int head = 0; head < shape_.num_kv_heads; ++head)
+        items_.push_back({head, tile, first, int64_t(members.size()), 0, 0});
+    }
+    partials_.resize(num_partials);
+    partial_values_ = at::empty({num_partials, shape_.value_lanes()}, at::kFloat);
+  }
+
+  void run_item(const Item& item) {
+    thread_local Thread thread;
+    if (item.tile < 0) {
+      run_all_tiles(item, thread);
+    } else {
+      run_tile_apart(item, thread);
+    }
+  }
+
+  const int32_t* blocks(int64_t span, int64_t tile) const {
+    return group_.tables.data_ptr<int32_t>() + span * group_.tables.size(1) + tile * shape_.blocks_per_tile();
+  }
+
+  // The query of a span's row as operands, into `to[query_stride_]`.
+  void load_query(const Span& span, int kv_head, int64_t row, Thread& thread, typename Kind::Operand* to) const {
+    const int64_t token = span.row + row / shape_.group_size();
+    const int64_t head = kv_head * shape_.group_size() + row % shape_.group_size();
+    thread.floats.assign(round_up(shape_.head_size, kLanes), 0.f);
+    read_floats(queries_ + token * query_.stride(0) + head * query_.stride(1), shape_.head_size, thread.floats.data());
+    Kind::pack(thread.floats.data(), int(thread.floats.size()), to);
+  }
+
+  Visible visible(const Span& span, int64_t row, int64_t tile) const {
+    const int64_t position = span.start + row / shape_.group_size(), first = tile * shape_.tile_size();
+    const int64_t low = shape_.first_visible(position) - first, high = position + 1 - first;
+    return {int(std::clamp<int64_t>(low, 0, shape_.tile_size())), int(std::clamp<int64_t>(high, 0, shape_.tile_size()))};
+  }
+
+  void collect(int64_t span, int64_t tile, int kv_head, const std::vector<Visible>& visible, Thread& thread) const {
+    int low = visible[0].low, high = visible[0].high;
+    for (const Visible& each : visible) low = std::min(low, each.low), high = std::max(high, each.high);
+    collect_stripes(shape_, storage_, blocks(span, tile), kv_head, low, high, thread.tile.stripes);
+  }
+
+  void run_all_tiles(const Item& item, Thread& thread) const {
+    const Span& span = step_.spans[item.first_span];
+    const int64_t lanes = shape_.value_lanes(), first_row = item.first_row, num_rows = item.num_rows;
+    thread.queries.resize(num_rows * query_stride_);
+    thread.so_far_values.resize(num_rows * lanes);
+    thread.next_values.resize(num_rows * lanes);
+    thread.so_far.resize(num_rows);
+    thread.next.resize(num_rows);
+    thread.visible.resize(num_rows);
+    for (int64_t i = 0; i < num_rows; ++i) {
+      load_query(span, item.kv_head, first_row + i, thread, &thread.queries[i * query_stride_]);
+      thread.so_far[i] = {0, 0, &thread.so_far_values[i * lanes]};
+    }
+    const int64_t first_position = span.start + first_row / shape_.group_size();
+    const int64_t last_position = span.start + (first_row + num_rows - 1) / shape_.group_size();
+    for (int64_t tile = shape_.first_visible(first_position) / shape_.tile_size();
+         tile <= last_position / shape_.tile_size(); ++tile) {
+      for (int64_t i = 0; i < num_rows; ++i) {
+        thread.visible[i] = visible(span, first_row + i, tile);
+        thread.next[i].values = &thread.next_values[i * lanes];
+      }
+      collect(item.first_span, tile, item.kv_head, thread.visible, thread);
+      attend_tile<Kind>(shape_, thread.queries.data(), query_stride_, int(num_rows), thread.visible.data(), thread.tile,
+                        thread.next.data());
+      for (int64_t i = 0; i < num_rows; ++i) merge(thread.so_far[i], thread.next[i], int(lanes));
+    }
+    for (int64_t i = 0; i < num_rows; ++i) finish(span, item.kv_head, first_row + i, thread.so_far[i]);
+  }
+
+  Partial& partial(const Apart& apart, int64_t tile, int kv_head, int64_t row) {
+    const int64_t rows = num_rows(step_.spans[apart.span]);
+    const int64_t place = apart.first_partial + ((tile - apart.first_tile) * shape_.num_kv_heads + kv_head) * rows + row;
+    partials_[place].values = partial_values_.data_ptr<float>() + place * shape_.value_lanes();
+    return partials_[place];
+  }
+
+  // One tile for all spans that have it, read once.
+  void run_tile_apart(const Item& item, Thread& thread) {
+    thread.queries.clear(), thread.visible.clear(), thread.next.clear();
+    std::vector<Partial*> results;
+    for (int64_t m = item.first_span; m < item.first_span + item.num_spans; ++m) {
+      const Apart& apart = apart_[members_[m]];
+      const Span& span = step_.spans[apart.span];
+      for (int64_t row = 0; row < num_rows(span); ++row) {
+        thread.queries.resize(thread.queries.size() + query_stride_);
+        load_query(span, item.kv_head, row, thread, &thread.queries[thread.queries.size() - query_stride_]);
+        thread.visible.push_back(visible(span, row, item.tile));
+        results.push_back(&partial(apart, item.tile, item.kv_head, row));
+        thread.next.push_back(*results.back());
+      }
+    }
+    collect(apart_[members_[item.first_span]].span, item.tile, item.kv_head, thread.visible, thread);
+    const int64_t num_rows = int64_t(results.size());
+    for (int64_t row = 0; row < num_rows; row += kRowsTogether)
+      attend_tile<Kind>(shape_, &thread.queries[row * query_stride_], query_stride_,
+                        int(std::min(kRowsTogether, num_rows - row)), &thread.visible[row], thread.tile,
+                        &thread.next[row]);
+    for (int64_t row = 0; row < num_rows; ++row) *results[row] = thread.next[row];
+  }
+
+  void merge_apart(const Apart& apart, int kv_head) {
+    const Span& span = step_.spans[apart.span];
+    for (int64_t row = 0; row < num_rows(span); ++row) {
+      Partial& so_far = partial(apart, apart.first_tile, kv_head, row);
+      for (int64_t tile = apart.first_tile + 1; tile < apart.first_tile + apart.num_tiles; ++tile)
+        merge(so_far, partial(apart, tile, kv_head, row), shape_.value_lanes());
+      finish(span, kv_head, row, so_far);
+    }
+  }
+
+  // Let the head's sink join the softmax, divide by the sum, and write the row out.
+  void finish(const Span& span, int kv_head, int64_t row, Partial result) const {
+    const int64_t token = span.row + row / shape_.group_size();
+    const int64_t head = kv_head * shape_.group_size() + row % shape_.group_size();
+    float factor = 1 / result.sum;
+    if (sinks_) {
+      const float maximum = std::max(result.max, sinks_[head]), weight = std::exp(result.max - maximum);
+      factor = weight / (result.sum * weight + std::exp(sinks_[head] - maximum));
+    }
+    Input* to = output_ + (token * shape_.num_heads + head) * shape_.value_head_size;
+    for (int i = 0; i < shape_.value_head_size; ++i) to[i] = rounded(result.values[i] * factor, Input{});
+  }
+
+  const Call& call_;
+  const Shape& shape_;
+  const Step& step_;
+  const GroupStep& group_;
+  const Storage<Kind> storage_;
+  const at::Tensor& query_;
+  const Input* queries_;
+  const float* sinks_;
+  Input* output_;
+  const int64_t query_stride_;
+  std::vector<Item> items_;
+  std::vector<Apart> apart_;
+  std::vector<int64_t> members_;
+  std::vector<Partial> partials_;
+  at::Tensor partial_values_;
+};
+
+// Calls function(Kind, Input) with the cache's kind of storage and a value of the activations' dtype.
+template <class Function>
+void dispatch(const at::Tensor& stored, const at::Tensor& activations, const Function& function) {
+  const auto with_kind = [&](auto kind) {
+    if (activations.scalar_type() == at::kFloat) return function(kind, float{});
+    TORCH_CHECK(activations.scalar_type() == at::kBFloat16, "activations must be float32 or bfloat16");
+    return function(kind, at::BFloat16{});
+  };
+  if (stored.scalar_type() == at::kFloat) return with_kind(Float32{});
+  if (stored.scalar_type() == at::kBFloat16) return with_kind(BFloat16{});
+  TORCH_CHECK(stored.scalar_type() == at::kChar, "the cache must be float32, bfloat16 or int8");
+  return with_kind(Int8{});
+}
+
+at::Tensor with_whole_heads(const at::Tensor& states) {
+  return states.stride(-1) == 1 ? states : states.contiguous();
+}
+
+// Number the whole tiles of a group so that equal numbers in a tile mean the same blocks.
+void find_shared_tiles(const Step& step, int block_size, GroupStep& group) {
+  const int64_t per_tile = std::max(1, kTileSize / block_size), width = group.tables.size(1);
+  const auto* tables = reinterpret_cast<const char*>(group.tables.data_ptr<int32_t>());
+  std::unordered_map<std::string_view, int> owners;
+  group.tile_owners.assign(step.spans.size(), {});
+  for (size_t s = 0; s < step.spans.size(); ++s) {
+    const int64_t num_whole = step.spans[s].end / (per_tile * block_size);
+    for (int64_t tile = 0; tile < num_whole; ++tile) {
+      const std::string_view blocks(tables + (s * width + tile * per_tile) * 4, per_tile * 4);
+      group.tile_owners[s].push_back(owners.emplace(blocks, int(s)).first->second);
+    }
+  }
+}
+
+}  // namespace
+
+void begin_step(Step& step, int block_size, const at::Tensor& query_lens, const at::Tensor& kv_lens,
+                const std::vector<at::Tensor>& slots, const std::vector<at::Tensor>& tables) {
+  const int64_t *lengths = query_lens.data_ptr<int64_t>(), *ends = kv_lens.data_ptr<int64_t>();
+  step.spans.clear();
+  int64_t row = 0;
+  for (int64_t s = 0; s < query_lens.size(0); ++s) {
+    step.spans.push_back({row, ends[s] - lengths[s], ends[s]});
+    row += lengths[s];
+  }
+  step.num_rows = row;
+  step.groups.resize(slots.size());
+  for (size_t g = 0; g < slots.size(); ++g) {
+    step.groups[g].slots = slots[g];
+    step.groups[g].tables = tables[g];
+    find_shared_tiles(step, block_size, step.groups[g]);
+  }
+}
+
+void write(const Call& call, const at::Tensor& key, const at::Tensor& value) {
+  const at::Tensor keys = with_whole_heads(key), values = with_whole_heads(value);
+  dispatch(call.keys, key, [&](auto kind, auto input) { write_rows<decltype(kind), decltype(input)>(call, keys, values); });
+}
+
+at::Tensor attend(const Call& call, const at::Tensor& query, const std::optional<at::Tensor>& sinks) {
+  const at::Tensor queries = with_whole_heads(query);
+  const int64_t num_rows = query.size(0);
+  at::Tensor output = at::empty({num_rows, call.shape.num_heads, call.shape.value_head_size}, query.options());
+  if (call.step->num_rows < num_rows) output.slice(0, call.step->num_rows).zero_();
+  dispatch(call.keys, query, [&](auto kind, auto input) {
+    Attention<decltype(kind), decltype(input)>(call, queries, sinks ? sinks->data_ptr<float>() : nullptr, output).run();
+  });
+  return output;
+}
+
+}  // namespace inflight

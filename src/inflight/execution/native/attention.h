@@ -1,0 +1,50 @@
+// Paged attention for a step's spans: what is computed by whom, and in which order its parts are put together.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "attend_tile.h"
+
+namespace inflight {
+
+// Tokens [start, end) of a sequence, lying in the row from `row` on.
+struct Span {
+  int64_t row, start, end;
+};
+
+// Where one cache group's keys and values of this step lie.
+struct GroupStep {
+  at::Tensor slots, tables;  // [T] int64 and [S, max_blocks] int32
+  // For each span, for each of its whole tiles, who else has the very same blocks there: spans with the same number.
+  std::vector<std::vector<int>> tile_owners;
+};
+
+struct Step {
+  int64_t num_rows = 0;
+  std::vector<Span> spans;
+  std::vector<GroupStep> groups;
+};
+
+struct Call {
+  Shape shape;
+  int group;
+  at::Tensor keys, values;
+  std::optional<at::Tensor> key_scales, value_scales;
+  std::shared_ptr<Step> step;  // of the backend that owns this call
+};
+
+void begin_step(Step& step, int block_size, const at::Tensor& query_lens, const at::Tensor& kv_lens,
+                const std::vector<at::Tensor>& slots, const std::vector<at::Tensor>& tables);
+
+// Store `[T, Hkv, Dk]` and `[T, Hkv, Dv]` at the step's places.
+void write(const Call& call, const at::Tensor& key, const at::Tensor& value);
+
+// Queries `[T, H, Dk]`, sinks `[H]` float32; returns `[T, H, Dv]` in the dtype of the queries, 0 in rows of no span.
+at::Tensor attend(const Call& call, const at::Tensor& query, const std::optional<at::Tensor>& sinks);
+
+}  // namespace inflight

@@ -1,0 +1,86 @@
+#include "greedy.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
+#include "vectors.h"
+
+namespace inflight {
+namespace {
+
+constexpr int64_t kPieceSize = 8192;  // columns that one thread looks at at a time
+
+Floats load_floats(const float* from) { return load<Floats>(from); }
+Floats load_floats(const at::BFloat16* from) {
+  using Halves = uint16_t __attribute__((vector_size(32)));
+  return (Floats)(__builtin_convertvector(load<Halves>(from), Bits) << 16);
+}
+
+struct Best {
+  float value;
+  int64_t token;
+};
+
+// Of one piece: the greatest value first, by lanes; then where it stands. NaN is greater than everything.
+template <class Input>
+Best best_of_piece(const Input* row, int64_t begin, int64_t end) {
+  Floats maxima = broadcast(-kInfinity);
+  Ints has_nan{};
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) {
+    const Floats values = load_floats(row + i);
+    maxima = max(maxima, values);
+    has_nan |= values != values;
+  }
+  float best = max_of_lanes(maxima);
+  bool nan = false;
+  for (int lane = 0; lane < kLanes; ++lane) nan |= has_nan[lane] != 0;
+  for (; i < end; ++i) {
+    const float value = float(row[i]);
+    nan |= std::isnan(value);
+    best = best < value ? value : best;
+  }
+  if (nan) return {std::numeric_limits<float>::quiet_NaN(), begin};
+  for (i = begin; i < end; ++i)
+    if (float(row[i]) == best) break;
+  return {best, i};
+}
+
+template <class Input>
+void greedy_rows(const at::Tensor& logits, at::Tensor& values, at::Tensor& tokens) {
+  const int64_t num_rows = logits.size(0), size = logits.size(1), num_pieces = (size + kPieceSize - 1) / kPieceSize;
+  const Input* data = logits.data_ptr<Input>();
+  std::vector<Best> best(num_rows * num_pieces);
+  at::parallel_for(0, num_rows * num_pieces, 4, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t begin = i % num_pieces * kPieceSize;
+      best[i] = best_of_piece(data + i / num_pieces * logits.stride(0), begin, std::min(begin + kPieceSize, size));
+    }
+  });
+  for (int64_t row = 0; row < num_rows; ++row) {
+    Best winner = best[row * num_pieces];
+    for (int64_t piece = 1; piece < num_pieces; ++piece) {
+      const Best& other = best[row * num_pieces + piece];
+      if (!std::isnan(winner.value) && !(other.value <= winner.value)) winner = other;
+    }
+    values.data_ptr<float>()[row] = winner.value;
+    tokens.data_ptr<int64_t>()[row] = winner.token;
+  }
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> greedy(const at::Tensor& logits) {
+  const at::Tensor rows = logits.stride(-1) == 1 ? logits : logits.contiguous();
+  at::Tensor values = at::empty({rows.size(0)}, rows.options().dtype(at::kFloat));
+  at::Tensor tokens = at::empty({rows.size(0)}, rows.options().dtype(at::kLong));
+  if (rows.scalar_type() == at::kFloat) {
+    greedy_rows<float>(rows, values, tokens);
+  } else {
+    TORCH_CHECK(rows.scalar_type() == at::kBFloat16, "logits must be float32 or bfloat16");
+    greedy_rows<at::BFloat16>(rows, values, tokens);
+  }
+  return {values, tokens};
+}
+
+}  // namespace inflight

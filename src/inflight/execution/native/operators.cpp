@@ -1,0 +1,113 @@
+// The operators that Python sees, `torch.ops.inflight.*`. What outlives a call is held here and known by its number.
+
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <unordered_map>
+
+#include "attention.h"
+#include "greedy.h"
+#include "linear.h"
+
+namespace inflight::operators {
+
+using at::Tensor;
+template <class Value>
+class Registry {
+ public:
+  int64_t add(std::shared_ptr<Value> value) {
+    const std::lock_guard lock(mutex_);
+    values_.emplace(++last_, std::move(value));
+    return last_;
+  }
+  std::shared_ptr<Value> get(int64_t number) {
+    const std::lock_guard lock(mutex_);
+    const auto found = values_.find(number);
+    TORCH_CHECK(found != values_.end(), "there is nothing with number ", number, " (any more)");
+    return found->second;
+  }
+  void remove(int64_t number) {
+    const std::lock_guard lock(mutex_);
+    values_.erase(number);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<int64_t, std::shared_ptr<Value>> values_;
+  int64_t last_ = 0;
+};
+
+Registry<Step> steps;
+Registry<Call> calls;
+Registry<Linear> linears;
+
+int64_t new_step() { return steps.add(std::make_shared<Step>()); }
+void delete_step(int64_t step) { steps.remove(step); }
+
+void begin_step(int64_t step, int64_t block_size, const Tensor& query_lens, const Tensor& kv_lens,
+                std::vector<Tensor> slots, std::vector<Tensor> tables) {
+  inflight::begin_step(*steps.get(step), int(block_size), query_lens, kv_lens, slots, tables);
+}
+
+int64_t new_call(int64_t step, at::IntArrayRef sizes, double scale, double softcap, int64_t group, const Tensor& keys,
+                 const Tensor& values, const std::optional<Tensor>& key_scales,
+                 const std::optional<Tensor>& value_scales) {
+  const inflight::Shape shape{int(sizes[0]), int(sizes[1]), int(sizes[2]), int(sizes[3]), float(scale),
+                              sizes[4],      sizes[5],      float(softcap), int(sizes[6])};
+  return calls.add(
+      std::make_shared<Call>(Call{shape, int(group), keys, values, key_scales, value_scales, steps.get(step)}));
+}
+void delete_call(int64_t call) { calls.remove(call); }
+
+void write(const Tensor& key, const Tensor& value, int64_t call) { inflight::write(*calls.get(call), key, value); }
+
+Tensor attend(const Tensor& query, const std::optional<Tensor>& sinks, int64_t call) {
+  return inflight::attend(*calls.get(call), query, sinks);
+}
+
+Tensor write_and_attend(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& sinks,
+                        int64_t call) {
+  const auto the_call = calls.get(call);
+  inflight::write(*the_call, key, value);
+  return inflight::attend(*the_call, query, sinks);
+}
+
+int64_t new_linear(const Tensor& packed, const std::optional<Tensor>& bias, const std::optional<Tensor>& scales,
+                   std::string_view activation, std::optional<std::string_view> variant) {
+  std::optional<Tensor> zero_points;
+  if (scales) zero_points = at::zeros(scales->sizes(), at::kLong);
+  std::optional<std::string> the_variant;
+  if (variant) the_variant = std::string(*variant);
+  return linears.add(
+      std::make_shared<Linear>(Linear{packed, bias, scales, zero_points, std::string(activation), the_variant}));
+}
+void delete_linear(int64_t linear) { linears.remove(linear); }
+
+Tensor linear(const Tensor& x, int64_t linear, int64_t out_features) {
+  return inflight::apply(*linears.get(linear), x, out_features);
+}
+
+}  // namespace inflight::operators
+
+TORCH_LIBRARY(inflight, library) {
+  namespace ours = inflight::operators;
+  library.def("new_step() -> int", &ours::new_step);
+  library.def("delete_step(int step) -> ()", &ours::delete_step);
+  library.def("begin_step(int step, int block_size, Tensor query_lens, Tensor kv_lens, Tensor[] slots, Tensor[] tables) -> ()",
+              &ours::begin_step);
+  library.def("new_call(int step, int[] sizes, float scale, float softcap, int group, Tensor keys, Tensor values, "
+              "Tensor? key_scales, Tensor? value_scales) -> int",
+              &ours::new_call);
+  library.def("delete_call(int call) -> ()", &ours::delete_call);
+  library.def("write(Tensor key, Tensor value, int call) -> ()", &ours::write);
+  library.def("attend(Tensor query, Tensor? sinks, int call) -> Tensor", &ours::attend);
+  library.def("write_and_attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, int call) -> Tensor");
+  library.impl("write_and_attend", c10::DispatchKey::CPU, &ours::write_and_attend);
+  library.def("new_linear(Tensor packed, Tensor? bias, Tensor? scales, str activation, str? variant) -> int",
+              &ours::new_linear);
+  library.def("delete_linear(int linear) -> ()", &ours::delete_linear);
+  library.def("linear(Tensor x, int linear, int out_features) -> Tensor");
+  library.impl("linear", c10::DispatchKey::CPU, &ours::linear);
+  library.def("greedy(Tensor logits) -> (Tensor, Tensor)", &inflight::greedy);
+}

@@ -1,0 +1,80 @@
+// How keys and values are stored, and how a vector of them is multiplied: one struct for each dtype of the cache.
+//
+// Everything is laid out so that sixteen products run side by side and no sum crosses lanes. `kPack` neighbours along
+// the direction of summation lie together: 2 for bfloat16, whose hardware product adds pairs, else 1. An `Operand` is
+// the pack of the other factor, which is the same for all lanes.
+#pragma once
+
+#include "vectors.h"
+
+namespace inflight {
+
+struct Float32 {
+  using Stored = float;
+  using Operand = float;
+  using Panel = Floats;
+  static constexpr int kPack = 1;
+  static Panel load_panel(const Stored* from) { return load<Floats>(from); }
+  static Panel load_first_of_pack(const Stored* from) { return load_panel(from); }
+  static Floats multiply_add(Floats sum, Operand a, Panel b) { return sum + a * b; }
+  static void pack(const float* from, int count, Operand* to) { std::memcpy(to, from, count * sizeof(float)); }
+};
+
+struct Int8 {
+  using Stored = int8_t;
+  using Operand = float;
+  using Panel = Floats;
+  static constexpr int kPack = 1;
+  static Panel load_panel(const Stored* from) { return __builtin_convertvector(load<Bytes>(from), Floats); }
+  static Panel load_first_of_pack(const Stored* from) { return load_panel(from); }
+  static Floats multiply_add(Floats sum, Operand a, Panel b) { return sum + a * b; }
+  static void pack(const float* from, int count, Operand* to) { std::memcpy(to, from, count * sizeof(float)); }
+};
+
+#ifdef __AVX512BF16__
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  using Operand = int32_t;
+  using Panel = __m512bh;
+  static constexpr int kPack = 2;
+  static Panel load_panel(const Stored* from) { return (__m512bh)_mm512_loadu_si512(from); }
+  static Panel load_first_of_pack(const Stored* from) {
+    return (__m512bh)_mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi32(0xffff));
+  }
+  static Floats multiply_add(Floats sum, Operand a, Panel b) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), b);
+  }
+  // `count` is a multiple of kLanes: the hardware's rounding is to the nearest, ties to even.
+  static void pack(const float* from, int count, Operand* to) {
+    for (int i = 0; i < count; i += kLanes)
+      store((uint16_t*)to + i, (__m256i)_mm512_cvtneps_pbh((__m512)load<Floats>(from + i)));
+  }
+};
+
+#else
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  struct Operand {
+    float first, second;
+  };
+  struct Panel {
+    Floats first, second;
+  };
+  static constexpr int kPack = 2;
+  static Panel load_panel(const Stored* from) {
+    const Bits bits = load<Bits>(from);
+    return {(Floats)(bits << 16), (Floats)(bits & 0xffff0000)};
+  }
+  static Panel load_first_of_pack(const Stored* from) { return {(Floats)(load<Bits>(from) << 16), Floats{}}; }
+  static Floats multiply_add(Floats sum, Operand a, Panel b) { return sum + a.first * b.first + a.second * b.second; }
+  static void pack(const float* from, int count, Operand* to) {
+    for (int i = 0; i < count; i += 2)
+      to[i / 2] = {float_of(bfloat16_of(from[i])), float_of(bfloat16_of(from[i + 1]))};
+  }
+};
+
+#endif
+
+}  // namespace inflight

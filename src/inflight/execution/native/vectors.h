@@ -1,0 +1,93 @@
+// Sixteen floats at once, in the compiler's portable vector types: AVX-512, AVX2 and NEON come out of the same text.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace inflight {
+
+constexpr int kLanes = 16;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+using Floats = float __attribute__((vector_size(64)));
+using Ints = int32_t __attribute__((vector_size(64)));
+using Bits = uint32_t __attribute__((vector_size(64)));
+using Bytes = int8_t __attribute__((vector_size(16)));
+
+constexpr Ints kLaneNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+template <class Vector>
+inline Vector load(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+template <class Vector>
+inline void store(void* to, Vector vector) {
+  std::memcpy(to, &vector, sizeof vector);
+}
+
+inline Floats broadcast(float value) { return value - Floats{}; }
+
+// The greater of each pair; a NaN in `a` stays.
+inline Floats max(Floats a, Floats b) { return a < b ? b : a; }
+inline Floats min(Floats a, Floats b) { return a > b ? b : a; }
+
+// Sums and maxima over lanes fold halves: always in the same order.
+inline float sum_of_lanes(Floats v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+inline float max_of_lanes(Floats v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] = lanes[i] < lanes[i + half] ? lanes[i + half] : lanes[i];
+  return lanes[0];
+}
+
+// e^x to about two units in the last place; 0 below -87.3, where the result would be denormal. After Cephes' expf.
+inline Floats exp(Floats x) {
+  constexpr float kLowest = -87.3f, kHighest = 88.3f, kRounder = 12582912.f;  // 1.5 * 2^23: rounds to an integer
+  const Floats clamped = min(max(x, broadcast(kLowest)), broadcast(kHighest));
+  const Floats shifted = clamped * 1.44269504f + kRounder;
+  const Floats n = shifted - kRounder;
+  const Floats r = clamped - n * 0.693359375f - n * -2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.f;
+  const Floats result = (Floats)((Ints)p + ((Ints)shifted << 23));
+  return x < kLowest ? Floats{} : result;
+}
+
+inline Floats tanh(Floats x) { return 1.f - 2.f / (exp(x * 2.f) + 1.f); }
+
+inline float float_of(uint16_t bfloat16) {
+  const uint32_t bits = uint32_t(bfloat16) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// To the nearest, ties to even, NaN stays NaN.
+inline uint16_t bfloat16_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+  return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+}  // namespace inflight

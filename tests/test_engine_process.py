@@ -45,6 +45,7 @@ INFO = ModelInfo(
     device="cpu",
     executor="packed",
     attention_backend="torch",
+    compile="off",
     attention_calls=("1 x …",),
     logits_error=0.0,
     attention_error=0.0,

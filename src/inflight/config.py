@@ -8,6 +8,7 @@ from inflight.params import MAX_SEED
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 POLICIES = ("fcfs", "priority")
+COMPILE_MODES = ("off", "auto", "max")
 KV_CACHE_DTYPES = ("auto", "int8")
 ATTENTION_BACKENDS = ("auto", "reference", "torch", "cpu")
 
@@ -28,6 +29,8 @@ class EngineConfig:
             best here).
         kv_cache_dtype: of keys and values: "auto" (the model's) or "int8" (with a scale for each token and head; half
             of bfloat16's memory, not exact; only with the "cpu" backend).
+        compile: "off", "auto" (through `torch.compile`: faster steps after up to a minute, once) or "max" (faster
+            still, longer to compile). On a CPU with our kernels; a model that can not be compiled runs as with "off".
         max_model_len: most tokens a sequence can have, prompt and output; None: what the model was made for.
         max_num_seqs: most sequences that run at once, the number of slots.
         max_num_batched_tokens: the token budget of a step.
@@ -51,6 +54,7 @@ class EngineConfig:
     revision: str | None = None
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
+    compile: str = "off"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -71,6 +75,7 @@ class EngineConfig:
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        check_choice("compile", self.compile, COMPILE_MODES)
         check_choice("policy", self.policy, POLICIES)
         optional = ("max_model_len", "num_blocks", "kv_cache_memory", "max_prefill_tokens_per_step", "max_num_waiting")
         for name in optional:

@@ -9,6 +9,7 @@ class ModelInfo:
 
     Attributes:
         executor: the way through the model that was proved exact.
+        compile: how the model is compiled: "off", "auto" or "max".
         logits_error, attention_error: the proof's relative errors against the plain model.
         attention_calls: each kind of attention call of a forward pass, as "28 x 16 heads over 8 key/value heads …".
         max_model_len: tokens that a sequence can have.
@@ -24,6 +25,7 @@ class ModelInfo:
     device: str
     executor: str
     attention_backend: str
+    compile: str
     attention_calls: tuple[str, ...]
     logits_error: float
     attention_error: float

@@ -24,6 +24,7 @@ def model_info(max_model_len: int = 20, num_blocks: int = 10, block_size: int = 
         device="cpu",
         executor="packed",
         attention_backend="reference",
+        compile="off",
         attention_calls=("1 x 16",),
         logits_error=0.0,
         attention_error=0.0,

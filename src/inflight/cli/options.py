@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 
 import click
 
-from inflight.config import ATTENTION_BACKENDS, DTYPES, LOAD_FORMATS, POLICIES, EngineConfig
+from inflight.config import (
+    ATTENTION_BACKENDS,
+    COMPILE_MODES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LOAD_FORMATS,
+    POLICIES,
+    EngineConfig,
+)
 from inflight.params import SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -25,6 +33,12 @@ _LOADING = (
     click.option("--trust-remote-code", is_flag=True, default=None, help="Let code that comes with the model run."),
     click.option("--revision", help="Branch, tag or commit of a hub repository."),
     click.option("--attention-backend", type=click.Choice(ATTENTION_BACKENDS), help="How attention is computed."),
+    click.option(
+        "--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="Of keys and values: the model's, or int8."
+    ),
+    click.option(
+        "--compile", type=click.Choice(COMPILE_MODES), help="Through torch.compile: starts later, runs faster."
+    ),
 )
 _SCHEDULING = (
     click.option("--max-model-len", type=int, help="Most tokens a sequence can have, prompt and output."),

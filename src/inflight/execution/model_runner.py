@@ -4,6 +4,7 @@ Decides how much cache a model gets and how long its sequences can be; knows slo
 """
 
 from collections import Counter
+from dataclasses import replace
 
 from transformers import GenerationConfig
 
@@ -47,9 +48,14 @@ class ModelRunner:
 
         report = probe_packed(self.model, backend)
         serving_backend = backend(config.block_size)
-        self.executor: Executor = PackedExecutor(self.model, serving_backend, report.specs)
+        executor = PackedExecutor(self.model, serving_backend, report.specs)
+        self.executor: Executor = executor
         self.info = self._describe(report, serving_backend.name)
-        self.executor.allocate(self.info.num_blocks)
+        executor.allocate(self.info.num_blocks)
+        if config.compile != "off":
+            reason = executor.compile(report.modules, config.compile)
+            note = () if reason is None else (f"the model is not compiled: {reason}",)
+            self.info = replace(self.info, compile="off" if reason else config.compile, notes=self.info.notes + note)
         self.sampler = Sampler(config.max_num_seqs, device)
         self.device = device
 
@@ -95,6 +101,7 @@ class ModelRunner:
             device=str(model.device),
             executor=self.executor.name,
             attention_backend=backend_name,
+            compile="off",
             attention_calls=_describe_calls(report.specs),
             logits_error=report.logits_error,
             attention_error=report.attention_error,

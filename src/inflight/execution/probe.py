@@ -27,8 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from inflight.errors import ModelError
 from inflight.execution.attention import AttentionBackend, AttentionSpec
 from inflight.execution.executors import PackedExecutor
-from inflight.execution.executors.hook import attend_with, use_attention
-from inflight.execution.executors.packed import attention_sinks
+from inflight.execution.executors.hook import attend_with, attention_sinks, use_attention
 from inflight.execution.linears import can_pack, pack_linears, watch_linears
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.plan import Span, StepPlan
@@ -61,6 +60,7 @@ class ProbeReport:
 
     Attributes:
         specs: the attention calls of a forward pass, in order.
+        modules: the modules that make them, each once.
         max_model_len: the longest sequence that the model runs exactly.
         attention_error: the largest difference of an attention module's output to the plain module's, relative to it.
         logits_error: the same for the logits, given the plain attention outputs.
@@ -70,6 +70,7 @@ class ProbeReport:
     """
 
     specs: tuple[AttentionSpec, ...]
+    modules: tuple[torch.nn.Module, ...]
     max_model_len: int
     attention_error: float
     logits_error: float
@@ -129,8 +130,9 @@ def probe_packed(model: PreTrainedModel, make_backend: Callable[[int], Attention
         )
     config = model.config.get_text_config()
     max_model_len, notes = _exact_length(config, specs)
+    max_row_len = _max_row_len(config)
     return ProbeReport(
-        specs, max_model_len, attention_error, logits_error, vocab_size, _max_row_len(config), tuple(notes)
+        specs, tuple(modules), max_model_len, attention_error, logits_error, vocab_size, max_row_len, tuple(notes)
     )
 
 

@@ -67,6 +67,14 @@ class RaggedBatch:
         return int(self.logit_rows.shape[0])
 
     @classmethod
+    def empty(cls, device: torch.device) -> "RaggedBatch":
+        """A step of no spans, whose rows are all padding."""
+        none, host = torch.empty(0, dtype=torch.int64, device=device), np.empty(0, dtype=np.int64)
+        table = np.empty((0, 1), dtype=np.int32)
+        group = CacheGroupBatch(none, torch.from_numpy(table).to(device), table)
+        return cls(none, none, none.int(), none.int(), none, (group,), host, host, host, host, host)
+
+    @classmethod
     def pack(cls, plan: StepPlan, block_size: int, device: torch.device) -> "RaggedBatch":
         """Lay out a plan's spans. Nothing is read back from the device."""
         starts = np.array([span.start for span in plan.spans], dtype=np.int64)

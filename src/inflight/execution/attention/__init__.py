@@ -3,13 +3,21 @@
 import torch
 
 from inflight.errors import ModelError
-from inflight.execution.attention.cpu_backend import CpuAttention
+from inflight.execution.attention.cpu_backend import CpuAttention, CpuCache
 from inflight.execution.attention.interface import AttentionBackend, AttentionSpec
 from inflight.execution.attention.reference import ReferenceAttention
 from inflight.execution.attention.torch_backend import TorchAttention
 from inflight.execution.native import kernels_available
 
-__all__ = ["AttentionBackend", "AttentionSpec", "CpuAttention", "ReferenceAttention", "TorchAttention", "make_backend"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionSpec",
+    "CpuAttention",
+    "CpuCache",
+    "ReferenceAttention",
+    "TorchAttention",
+    "make_backend",
+]
 
 
 def make_backend(

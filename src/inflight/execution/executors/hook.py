@@ -3,7 +3,8 @@
 `transformers` looks its attention function up by the name in a model's configuration, at every call. Ours is
 registered under the name "inflight" and hands each call to the handler of the running forward pass, which a context
 variable holds: engines in different threads never meet. (Keyword arguments to the model would be simpler, but some
-models do not pass them on.)
+models do not pass them on.) In a compiled model there is no handler to ask: under the name "inflight_compiled" a call
+goes to the kernel at once, with the number of its cache, which is attached to its module.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,8 +35,31 @@ def _attention(
     return _handler.get()(module, query, key, value, attention_mask, kwargs), None
 
 
-# No mask function is registered for the name, so that a model makes no mask: the handler knows who may see what.
+def _compiled_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    sinks = attention_sinks(module, kwargs)
+    sinks = None if sinks is None else sinks.float()
+    return torch.ops.inflight.write_and_attend(query, key, value, sinks, module.inflight_call)[None], None
+
+
+def attention_sinks(module: torch.nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The per-head logits `[H]` that join this call's softmax, if it has any."""
+    sinks = kwargs.get("s_aux")
+    if sinks is None:
+        sinks = getattr(module, "sinks", None)
+    return sinks if isinstance(sinks, torch.Tensor) else None
+
+
+# No mask function is registered for the names, so that a model makes no mask: it is known here who may see what.
 AttentionInterface.register("inflight", _attention)
+AttentionInterface.register("inflight_compiled", _compiled_attention)
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:

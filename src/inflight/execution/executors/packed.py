@@ -1,17 +1,21 @@
 """`PackedExecutor`: the ragged row through an unchanged `transformers` model, kept apart by attention alone."""
 
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from inflight.execution.attention import AttentionBackend, AttentionSpec
+from inflight.execution.attention import AttentionBackend, AttentionSpec, CpuCache
 from inflight.execution.attention.interface import PagedCache
-from inflight.execution.executors.hook import attend_with
+from inflight.execution.executors.compiled import Forward, compile_forward, plain_forward
+from inflight.execution.executors.hook import attend_with, attention_sinks
 from inflight.execution.executors.longrope import length_of_its_own, longrope_length
 from inflight.execution.ragged_batch import RaggedBatch
+
+logger = logging.getLogger(__name__)
 
 MIN_ROWS = 2
 """On a CPU a single row takes another way through oneDNN, with other bits: it is never run alone."""
@@ -34,7 +38,9 @@ class PackedExecutor:
         self.specs = tuple(specs)
         self._on_cpu = model.device.type == "cpu"
         self._longrope_length = longrope_length(model.config.get_text_config())
-        self._takes_logit_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        takes_logit_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._forward = plain_forward(model, takes_logit_rows=takes_logit_rows)
+        self._compiled: Forward | None = None
         self._caches: list[PagedCache] = []
         self._num_calls = self._num_tokens = 0  # of the running forward pass
 
@@ -53,27 +59,42 @@ class PackedExecutor:
         if copies:
             for cache in self._caches:
                 self.backend.copy_blocks(cache, copies)
-        input_ids, positions, logit_rows = batch.input_ids, batch.positions, batch.logit_rows
+        rows = batch.input_ids, batch.positions, batch.logit_rows
         if self._on_cpu:
-            input_ids, positions, logit_rows = map(_at_least_two, (input_ids, positions, logit_rows))
-        options = {"logits_to_keep": logit_rows} if self._takes_logit_rows else {}
+            rows = _at_least_two(rows[0]), _at_least_two(rows[1]), _at_least_two(rows[2])
+        if self._compiled is not None:
+            return self._compiled(*rows)[: batch.num_logit_rows]
         self._num_calls, self._num_tokens = 0, batch.num_tokens
         with attend_with(self._attend), length_of_its_own(self.model, batch, self._longrope_length):
-            logits: torch.Tensor = self.model(
-                input_ids=input_ids[None],
-                position_ids=positions[None],
-                attention_mask=None,
-                use_cache=False,
-                return_dict=True,
-                **options,
-            ).logits[0]
+            logits = self._forward(*rows)
         if self._num_calls != len(self.specs):
             raise RuntimeError(f"the model made {self._num_calls} attention calls, not {len(self.specs)} as at load")
-        if not self._takes_logit_rows:
-            return logits[batch.logit_rows]
-        if logits.shape[0] != len(logit_rows):
-            raise RuntimeError(f"the model gave {logits.shape[0]} rows of logits where {len(logit_rows)} were asked")
+        if len(logits) != len(rows[2]):
+            raise RuntimeError(f"the model gave {len(logits)} rows of logits where {len(rows[2])} were asked")
         return logits[: batch.num_logit_rows]
+
+    @torch.inference_mode()
+    def compile(self, modules: Sequence[torch.nn.Module], mode: str) -> str | None:
+        """Run the model through `torch.compile` from now on; the reason why not, if that can't be done.
+
+        Args:
+            modules: those that attend, in order.
+            mode: "auto" or "max".
+        """
+        caches = [cache for cache in self._caches if isinstance(cache, CpuCache)]
+        if not caches:
+            return "it needs the attention backend 'cpu'"
+        if len(modules) != len(caches):
+            return "a module attends more than once in a forward pass"
+        if self._longrope_length is not None:
+            return "its position embeddings depend on each sequence's length (LongRoPE)"
+        try:
+            self.backend.begin_step(RaggedBatch.empty(self.model.device))
+            self._compiled = compile_forward(self.model, self._forward, modules, caches, mode)
+        except Exception as error:
+            logger.debug("torch.compile failed", exc_info=True)
+            return f"torch.compile can not take it in one piece: {str(error).strip().splitlines()[0]}"
+        return None
 
     def _attend(
         self,
@@ -98,13 +119,8 @@ class PackedExecutor:
 
 
 def _at_least_two(rows: torch.Tensor) -> torch.Tensor:
-    """A single row twice; any other number as it is."""
-    return rows.expand(MIN_ROWS) if rows.shape[0] == 1 else rows
-
-
-def attention_sinks(module: torch.nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The per-head logits `[H]` that join this call's softmax, if it has any."""
-    sinks = kwargs.get("s_aux")
-    if sinks is None:
-        sinks = getattr(module, "sinks", None)
-    return sinks if isinstance(sinks, torch.Tensor) else None
+    """A single row twice, none as two zeros; any other number as it is."""
+    if rows.shape[0] >= MIN_ROWS:
+        return rows
+    with torch.inference_mode(False):  # a compiled model takes tensors of one kind
+        return rows.repeat(MIN_ROWS) if rows.shape[0] else rows.new_zeros(MIN_ROWS)

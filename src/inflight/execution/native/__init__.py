@@ -1,9 +1,9 @@
 """Our C++ kernels for the CPU: built once for this machine, kept on disk, found there from then on.
 
-Offers `kernels_available()`; after it has said yes the operators are `torch.ops.inflight.*` (`operators.cpp` lists
-them). The library's file name is a digest of all that went into it (sources, compiler, flags, torch, and the
-instruction sets of this very CPU), so a home folder that several machines share never makes one of them run the
-instructions of another.
+Offers `kernels_available()`, and the folder of what is kept. After it has said yes the operators are
+`torch.ops.inflight.*` (`operators.cpp` lists them). The library's file name is a digest of all that went into it
+(sources, compiler, flags, torch, and the instruction sets of this very CPU), so a home folder that several machines
+share never makes one of them run the instructions of another.
 """
 
 import fcntl
@@ -66,7 +66,7 @@ def _describe_operators() -> None:
 
 def _built_library() -> Path:
     """The library for this machine, built if it is not in the cache yet."""
-    folder = _cache_folder()
+    folder = cache_folder()
     library = folder / f"kernels-{_digest()}.so"
     if not library.exists():
         with _lock(folder / "lock"):
@@ -129,7 +129,7 @@ def _instruction_sets() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     """`$XDG_CACHE_HOME/inflight` or `~/.cache/inflight`; a temporary one where that can not be written."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     try:

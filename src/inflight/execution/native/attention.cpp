@@ -80,8 +80,9 @@ template <class Kind, class Input>
 void write_rows(const Call& call, const at::Tensor& key, const at::Tensor& value) {
   const Shape& shape = call.shape;
   const Storage<Kind> storage = storage_of<Kind>(call);
-  const int64_t* slots = call.step->groups[call.group].slots.data_ptr<int64_t>();
-  const int64_t num_rows = key.size(0), num_heads = shape.num_kv_heads, per_block = shape.stripes_per_block();
+  const at::Tensor& places = call.step->groups[call.group].slots;
+  const int64_t* slots = places.data_ptr<int64_t>();
+  const int64_t num_rows = std::min(key.size(0), places.size(0)), num_heads = shape.num_kv_heads, per_block = shape.stripes_per_block();
   const int64_t key_stripe = int64_t(shape.key_steps(Kind::kPack)) * Kind::kPack * kLanes;
   const int64_t value_lanes = shape.value_lanes(), value_stripe = value_lanes * kLanes;
   const Input *keys = key.data_ptr<Input>(), *values = value.data_ptr<Input>();

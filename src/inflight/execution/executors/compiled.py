@@ -1,0 +1,89 @@
+"""The model through `torch.compile`: its small operators fused, the Python between them gone.
+
+One graph serves every step. The numbers of rows and of logit rows are symbols in it, not constants, so there are no
+buckets to fill and nothing is compiled again in service. Linear layers and attention stay what they are, our own
+operators, each known to the graph by its number; so the weights are packed once and the arithmetic is that of the eager
+model, except where fused operators round less often.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from transformers import PreTrainedModel
+
+from inflight.execution.attention import CpuCache
+from inflight.execution.executors.hook import use_attention
+from inflight.execution.native import cache_folder
+
+Forward: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Token ids `[T]`, positions `[T]` and logit rows `[R]` to logits `[R, V]`; T and R are at least 2."""
+
+MAX_ROWS = 2**20
+COMPILED_ROWS = (32, 8)
+"""T and R of the step that is compiled with: where the compiler wants a size to plan for, it takes these."""
+
+
+def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> Forward:
+    """The model's own forward pass over one row."""
+
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        options = {"logits_to_keep": logit_rows} if takes_logit_rows else {}
+        logits: torch.Tensor = model(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            attention_mask=None,
+            use_cache=False,
+            return_dict=True,
+            **options,
+        ).logits[0]
+        return logits if takes_logit_rows else logits[logit_rows]
+
+    return forward
+
+
+def compile_forward(
+    model: PreTrainedModel,
+    forward: Forward,
+    modules: Sequence[torch.nn.Module],
+    caches: Sequence[CpuCache],
+    mode: str,
+) -> Forward:
+    """`forward`, compiled and run once; the model attends through the kernel from now on, and only so.
+
+    Args:
+        forward: what to compile, of `model`.
+        modules: the attention modules in the order of their calls, each calling once, with the cache of each call.
+        mode: "auto", or "max": the calls between operators are compiled, too (C++ instead of Python), which takes
+            longer.
+
+    Raises:
+        Exception: whatever the compiler says of a model that it can not take in one piece.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    for module, cache in zip(modules, caches, strict=True):
+        setattr(module, "inflight_call", cache.call)  # noqa: B010
+    use_attention(model, "inflight_compiled")
+    compiled = torch.compile(forward, dynamic=True, fullgraph=True, options={"cpp_wrapper": mode == "max"})
+
+    def run(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        for rows in (input_ids, positions, logit_rows):
+            torch._dynamo.mark_dynamic(rows, 0, min=2, max=MAX_ROWS)
+        return compiled(input_ids, positions, logit_rows)
+
+    start = time.monotonic()
+    print("inflight: compiling the model …", end="", file=sys.stderr, flush=True)
+    try:
+        num_rows, num_logit_rows = COMPILED_ROWS
+        with torch.inference_mode(False):  # as the rows of a step are
+            rows = torch.zeros(num_rows, dtype=torch.int64), torch.arange(num_rows), torch.arange(num_logit_rows)
+        run(*rows)
+    except BaseException:
+        use_attention(model, "inflight")
+        print(" failed", file=sys.stderr)
+        raise
+    print(f" {time.monotonic() - start:.0f} s", file=sys.stderr)
+    return run

@@ -158,7 +158,10 @@ def test_rows_of_a_batch_are_shaped_as_transformers_would_shape_each(vocab_size:
     """Temperature, top-k, top-p, min-p, in this order; parameters of all kinds and greedy rows mixed in one batch."""
     rows = [row for params in FILTERED for row in (Row(params), Row(GREEDY))]
     logits = random_logits(len(rows), vocab_size, seed=seed)
-    with mock.patch.object(sampler_module, "draw", wraps=draw) as spy:
+    with (
+        mock.patch.object(sampler_module, "has_kernels", return_value=False),
+        mock.patch.object(sampler_module, "draw", wraps=draw) as spy,
+    ):
         tokens = sample(logits, rows)
     probabilities = spy.call_args.args[0]
     assert len(probabilities) == len(FILTERED)
@@ -167,6 +170,33 @@ def test_rows_of_a_batch_are_shaped_as_transformers_would_shape_each(vocab_size:
         assert torch.equal(probabilities[number] > 0, expected > 0), params
         torch.testing.assert_close(probabilities[number], expected, rtol=1e-4, atol=1e-9)
     assert tokens[1::2] == logits[1::2].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [11, 500, 20_000])
+@pytest.mark.parametrize("params", FILTERED, ids=str)
+def test_the_kernel_inverts_the_distribution_that_the_filters_shape(
+    params: SamplingParams, vocab_size: int, dtype: torch.dtype
+) -> None:
+    """Each uniform number lies within its token's share of the cumulative distribution, and no share is left out."""
+    logits = random_logits(1, vocab_size).to(dtype)
+    assert sampler_module.has_kernels(logits)
+    shaped = logits.float() / params.temperature
+    if params.top_k > 0:
+        shaped = top_k_filter(shaped, torch.tensor([[params.top_k]]), params.top_k)
+    if params.top_p < 1:
+        shaped = top_p_filter(shaped, torch.tensor([[params.top_p]]))
+    if params.min_p > 0:
+        shaped = min_p_filter(shaped, torch.tensor([[params.min_p]]))
+    expected = shaped[0].softmax(-1).double()
+    uniform = torch.linspace(0, LARGEST_UNIFORM, 2001)
+    columns = (params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
+    by_row = [torch.full((2001,), value) for value in columns]
+    tokens = torch.ops.inflight.sample(logits.expand(2001, -1).contiguous(), *by_row, uniform)
+    ends = expected.cumsum(0)[tokens]
+    assert (expected[tokens] > 0).all()
+    assert (uniform <= ends + 1e-5).all()
+    assert (uniform >= ends - expected[tokens] - 1e-5).all()
 
 
 # ------------------------------------------------------------------------- greedy, and broken rows

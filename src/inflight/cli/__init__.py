@@ -9,6 +9,7 @@ from inflight.cli.bench import bench
 from inflight.cli.demo import demo
 from inflight.cli.generate import generate
 from inflight.cli.info import info
+from inflight.cli.profile import profile
 from inflight.cli.race import race
 from inflight.cli.show import show
 from inflight.cli.simulate import simulate
@@ -21,7 +22,7 @@ def app() -> None:
     """Continuous batching for Hugging Face causal language models."""
 
 
-for command in (generate, info, demo, show, race, bench, trace, simulate):
+for command in (generate, info, demo, show, race, bench, profile, trace, simulate):
     app.add_command(command)
 
 

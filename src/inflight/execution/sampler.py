@@ -1,7 +1,8 @@
 """`Sampler`: from logits to tokens, for all rows of a step at once, each with its own parameters.
 
 Parameters are kept by slot and looked up for the rows of a step. Greedy rows cost one pass over the vocabulary; only
-rows that ask for it are filtered, and only rows that need it are sorted. Random numbers are a function of (seed,
+rows that ask for it are filtered, and only rows that need it are sorted. On a CPU that is done by our kernels, which
+sort next to nothing (`native/sample.cpp`), elsewhere by torch's operators. Random numbers are a function of (seed,
 sequence index, output position) alone, in the spirit of counter-based generators (Salmon et al., SC 2011): neither
 preemption, chunking, the order of rows nor other rows change them.
 """
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from inflight.execution.native import kernels_available
 from inflight.execution.ragged_batch import RaggedBatch, to_device
 from inflight.params import SamplingParams
 
@@ -74,7 +76,7 @@ class Sampler:
         slots = batch.logit_slots_host
         output_positions = batch.logit_positions_host + 1 - self._prompt_len[slots]
         logits = self._forbid_stop_tokens(logits, slots, output_positions)
-        best_logits, tokens = logits.max(dim=-1)
+        best_logits, tokens = best_tokens(logits)
         random_rows = np.flatnonzero(self._temperature[slots] > 0)
         if len(random_rows):
             rows = self._rows(random_rows)
@@ -97,6 +99,12 @@ class Sampler:
         self, logits: torch.Tensor, slots: npt.NDArray[np.int64], output_positions: npt.NDArray[np.int64]
     ) -> torch.Tensor:
         """Sampled tokens `[R]` of rows that all have a temperature above 0."""
+        uniform = counter_uniform(self._seed[slots], self._index[slots], output_positions.astype(np.uint64))
+        if has_kernels(logits):
+            parameters = (self._temperature, self._top_k, self._top_p, self._min_p)
+            by_row = (torch.from_numpy(values) for values in (*(each[slots] for each in parameters), uniform))
+            tokens: torch.Tensor = torch.ops.inflight.sample(logits, *by_row)
+            return tokens
         logits = logits.float()
         # Less the largest logit, so that no temperature, however small, makes infinities.
         logits = (logits - logits.amax(dim=-1, keepdim=True)) / self._column(self._temperature[slots])
@@ -110,7 +118,6 @@ class Sampler:
         if (rows := np.flatnonzero(min_p)).size:
             selected = self._rows(rows)
             logits[selected] = min_p_filter(logits[selected], self._column(min_p[rows]))
-        uniform = counter_uniform(self._seed[slots], self._index[slots], output_positions.astype(np.uint64))
         return draw(torch.softmax(logits, dim=-1), self._column(uniform)[:, 0])
 
     def _rows(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -118,6 +125,19 @@ class Sampler:
 
     def _column(self, values: npt.NDArray[Any]) -> torch.Tensor:
         return to_device(values, self.device)[:, None]
+
+
+def has_kernels(logits: torch.Tensor) -> bool:
+    """Whether our kernels take these logits."""
+    return logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16) and kernels_available()
+
+
+def best_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's greatest logit (NaN if there is any) and its token: `[R]` each of `[R, V]`."""
+    if has_kernels(logits):
+        best_logits, tokens = torch.ops.inflight.greedy(logits)
+        return best_logits, tokens
+    return logits.max(dim=-1)
 
 
 def top_k_filter(logits: torch.Tensor, top_k: torch.Tensor, largest_k: int) -> torch.Tensor:

@@ -21,8 +21,6 @@ constexpr int kStripesAtOnce = 4, kRowsAtOnce = 4, kVectorsAtOnce = 4;
 constexpr int kStripesAtOnce = 1, kRowsAtOnce = 4, kVectorsAtOnce = 1;
 #endif
 
-inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
 // An attention call of the model: its shape, and where its keys and values lie.
 //
 // A block holds, for each key/value head, stripes of sixteen tokens (the last one partly used, if the block size is no

@@ -8,6 +8,8 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "convert.h"
+
 namespace inflight {
 namespace {
 
@@ -28,14 +30,6 @@ void for_each_item(int64_t num_items, const Function& function) {
       for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) function(item);
   });
 }
-
-void read_floats(const at::BFloat16* from, int count, float* to) {
-  for (int i = 0; i < count; ++i) to[i] = float_of(from[i].x);
-}
-void read_floats(const float* from, int count, float* to) { std::copy_n(from, count, to); }
-
-at::BFloat16 rounded(float value, at::BFloat16) { return {bfloat16_of(value), at::BFloat16::from_bits()}; }
-float rounded(float value, float) { return value; }
 
 template <class Kind>
 Storage<Kind> storage_of(const Call& call) {
@@ -324,7 +318,7 @@ class Attention {
       factor = weight / (result.sum * weight + std::exp(sinks_[head] - maximum));
     }
     Input* to = output_ + (token * shape_.num_heads + head) * shape_.value_head_size;
-    for (int i = 0; i < shape_.value_head_size; ++i) to[i] = rounded(result.values[i] * factor, Input{});
+    for (int i = 0; i < shape_.value_head_size; ++i) store_float(result.values[i] * factor, to + i);
   }
 
   const Call& call_;

@@ -3,18 +3,12 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
-#include "vectors.h"
+#include "convert.h"
 
 namespace inflight {
 namespace {
 
 constexpr int64_t kPieceSize = 8192;  // columns that one thread looks at at a time
-
-Floats load_floats(const float* from) { return load<Floats>(from); }
-Floats load_floats(const at::BFloat16* from) {
-  using Halves = uint16_t __attribute__((vector_size(32)));
-  return (Floats)(__builtin_convertvector(load<Halves>(from), Bits) << 16);
-}
 
 struct Best {
   float value;

@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "vectors.h"
+#include "convert.h"
 
 namespace inflight {
 namespace {
@@ -21,14 +21,6 @@ at::Tensor apply_float(const Linear& linear, const at::Tensor& x) {
       c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Operator>();
   return linear_pointwise.call(x, linear.packed, linear.bias, linear.activation, Scalars(), linear.variant);
 }
-
-Floats load_floats(const float* from) { return load<Floats>(from); }
-Floats load_floats(const at::BFloat16* from) {
-  using Halves = uint16_t __attribute__((vector_size(32)));
-  return (Floats)(__builtin_convertvector(load<Halves>(from), Bits) << 16);
-}
-void store_float(float value, float* to) { *to = value; }
-void store_float(float value, at::BFloat16* to) { to->x = bfloat16_of(value); }
 
 // Rounds a row to [1, 255] around kZeroPoint; returns its scale, NaN if the row is not finite.
 template <class Value>

@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "greedy.h"
 #include "linear.h"
+#include "sample.h"
 
 namespace inflight::operators {
 
@@ -110,4 +111,6 @@ TORCH_LIBRARY(inflight, library) {
   library.def("linear(Tensor x, int linear, int out_features) -> Tensor");
   library.impl("linear", c10::DispatchKey::CPU, &ours::linear);
   library.def("greedy(Tensor logits) -> (Tensor, Tensor)", &inflight::greedy);
+  library.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
+              &inflight::sample);
 }

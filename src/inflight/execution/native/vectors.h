@@ -21,6 +21,8 @@ using Bytes = int8_t __attribute__((vector_size(16)));
 
 constexpr Ints kLaneNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
+inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
 template <class Vector>
 inline Vector load(const void* from) {
   Vector vector;

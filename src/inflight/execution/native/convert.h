@@ -1,0 +1,26 @@
+// Activations, float32 or bfloat16, to float and back.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+
+#include "vectors.h"
+
+namespace inflight {
+
+inline Floats load_floats(const float* from) { return load<Floats>(from); }
+inline Floats load_floats(const at::BFloat16* from) {
+  using Halves = uint16_t __attribute__((vector_size(32)));
+  return (Floats)(__builtin_convertvector(load<Halves>(from), Bits) << 16);
+}
+
+inline void read_floats(const float* from, int64_t count, float* to) { std::copy_n(from, count, to); }
+inline void read_floats(const at::BFloat16* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = float_of(from[i].x);
+}
+
+inline void store_float(float value, float* to) { *to = value; }
+inline void store_float(float value, at::BFloat16* to) { to->x = bfloat16_of(value); }
+
+}  // namespace inflight

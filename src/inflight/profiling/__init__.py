@@ -1,0 +1,7 @@
+"""Where a decode step's time goes, and how far each part is from the roofline of this machine (`inflight profile`)."""
+
+from inflight.profiling.decode_profile import profile_decode
+from inflight.profiling.machine import Machine, MachineMeter
+from inflight.profiling.step_profile import Part, StepProfile
+
+__all__ = ["Machine", "MachineMeter", "Part", "StepProfile", "profile_decode"]

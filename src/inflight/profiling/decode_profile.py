@@ -1,0 +1,141 @@
+"""`profile_decode`: fill an engine with sequences, let them decode, measure.
+
+Decides which steps are measured and how: in rounds, each of which measures the machine, runs a step that does not
+count, and then some whole steps, some with a clock at each phase and some under the profiler (`step_profile` says what
+is made of them), so that whatever else the machine does meanwhile is spread over all of them. Sequences grow as they
+decode: they begin so short that they have as many cached tokens as asked for in the middle of it all.
+"""
+
+import random
+import statistics
+import time
+
+import torch
+
+from inflight.engine import Engine
+from inflight.execution.executors import PackedExecutor
+from inflight.params import SamplingParams
+from inflight.profiling.machine import MachineMeter
+from inflight.profiling.operators import OperatorTimes, marked_forward, profile_operators
+from inflight.profiling.phases import PhaseTimes, time_phases
+from inflight.profiling.step_profile import StepProfile, take_apart
+from inflight.profiling.work import decode_work, has_packed_linears
+
+MAX_ROUNDS = 5
+READINGS_PER_ROUND = 2
+
+
+def profile_decode(engine: Engine, num_sequences: int, num_cached_tokens: int, num_steps: int) -> StepProfile:
+    """Measure decode steps of an engine on a CPU that has nothing else to do, and take one apart.
+
+    Args:
+        num_sequences: how many decode together.
+        num_cached_tokens: of each of them, halfway through.
+        num_steps: how many steps of each kind are measured.
+
+    Raises:
+        ValueError: the engine can not hold so many sequences of this length at once, or is not on a CPU.
+    """
+    rounds = [len(range(number, num_steps, MAX_ROUNDS)) for number in range(min(MAX_ROUNDS, num_steps))]
+    num_decodes = 1 + sum(1 + 3 * steps for steps in rounds)
+    num_prompt_tokens = max(1, num_cached_tokens - num_decodes // 2)
+    _check(engine, num_sequences, num_prompt_tokens + num_decodes + 1)
+    executor = engine.runner.executor
+    assert isinstance(executor, PackedExecutor)
+    meter = MachineMeter(engine.runner.model.dtype, has_packed_linears(engine.runner.model))
+    decodes = Decodes(engine, num_sequences, num_prompt_tokens)
+    whole: list[float] = []
+    phases: list[PhaseTimes] = []
+    operators: list[OperatorTimes] = []
+    lengths: list[list[int]] = []
+    with marked_forward(executor):
+        profile_operators(decodes.step)  # the first takes long to get ready
+    for steps in rounds:
+        for _ in range(READINGS_PER_ROUND):
+            meter.measure()
+        decodes.step()
+        for _ in range(steps):
+            start = time.perf_counter()
+            decodes.step()
+            whole.append(time.perf_counter() - start)
+        for _ in range(steps):
+            lengths.append(decodes.lengths())
+            phases.append(time_phases(engine, decodes.step))
+        with marked_forward(executor):
+            operators += [profile_operators(decodes.step) for _ in range(steps)]
+    decodes.end()
+    middle = [round(statistics.median(of_sequence)) for of_sequence in zip(*lengths, strict=True)]
+    work = decode_work(engine.runner.model, executor.specs, executor.backend, engine.config.block_size, middle)
+    machine, step_seconds = meter.machine(), statistics.median(whole)
+    parts, correction = take_apart(step_seconds, phases, operators, machine, work)
+    return StepProfile(
+        model_class=engine.model_info.model_class,
+        dtype=engine.model_info.dtype,
+        attention_backend=engine.model_info.attention_backend,
+        num_threads=torch.get_num_threads(),
+        num_sequences=num_sequences,
+        num_cached_tokens=statistics.mean(middle) - 1,
+        num_steps=num_steps,
+        step_seconds=step_seconds,
+        parts=parts,
+        correction=correction,
+        machine=machine,
+        work=work,
+    )
+
+
+class Decodes:
+    """Sequences of random tokens that all decode together, one step at a time."""
+
+    def __init__(self, engine: Engine, num_sequences: int, num_prompt_tokens: int) -> None:
+        self._engine = engine
+        self._names = [f"profiled {number}" for number in range(num_sequences)]
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        rng = random.Random(0)
+        for name in self._names:
+            prompt = rng.choices(range(engine.model_info.vocab_size), k=num_prompt_tokens)
+            engine.submit(engine.accept(name, prompt, params))
+        waiting = set(self._names)
+        while waiting:
+            waiting.difference_update(self._run())
+
+    def step(self) -> None:
+        """One decode of all. Raises `ValueError` if one is missing."""
+        if len(self._run()) != len(self._names):
+            raise ValueError("the sequences did not all fit the cache at once; give it more blocks")
+
+    def lengths(self) -> list[int]:
+        """How many keys each sequence's next query finds."""
+        return [len(sequence.token_ids) for sequence in self._engine.scheduler.sequences()]
+
+    def end(self) -> None:
+        """Leave the engine empty."""
+        for name in self._names:
+            self._engine.abort(name)
+
+    def _run(self) -> list[str]:
+        """One step; who got a token."""
+        outputs = self._engine.step()
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            if output.finish_reason is not None:
+                raise ValueError("a sequence reached the model's length while it was measured; take a shorter context")
+        return [output.request_id for output in outputs]
+
+
+def _check(engine: Engine, num_sequences: int, num_tokens: int) -> None:
+    """Raise `ValueError` unless the engine holds so many sequences of so many tokens each at once."""
+    info, config = engine.model_info, engine.config
+    if not info.device.startswith("cpu"):
+        raise ValueError(f"the model is on {info.device}; only steps on a CPU can be profiled so far")
+    if num_tokens > info.max_model_len:
+        raise ValueError(
+            f"sequences grow to {num_tokens} tokens while they are measured; this model takes {info.max_model_len}"
+        )
+    num_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
+    if num_sequences > num_slots:
+        raise ValueError(f"{num_sequences} sequences do not run at once: the engine has {num_slots} slots")
+    num_blocks = num_sequences * -(-num_tokens // info.block_size)
+    if num_blocks > info.num_blocks:
+        raise ValueError(f"the sequences need {num_blocks} blocks of the cache; it has {info.num_blocks}")

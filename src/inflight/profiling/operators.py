@@ -1,0 +1,134 @@
+"""How long the operators inside a forward pass take, by kind, as torch's profiler sees them.
+
+An operator is a linear layer or attention by its name, or because it runs inside one; every other one is small, fused
+kernels of a compiled model included. Attention backends whose operators can not be told by their names are marked. What
+lies between operators is Python.
+
+The profiler costs time at every operator, so of these times those of many small operators are too long, and those of
+Python, too.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from inflight.execution.attention import AttentionBackend, AttentionSpec, CpuAttention
+from inflight.execution.attention.interface import PagedCache
+from inflight.execution.executors import PackedExecutor
+from inflight.execution.ragged_batch import RaggedBatch
+from inflight.profiling.phases import replaced_method
+
+FORWARD, ATTENTION = "inflight forward pass", "inflight attention"
+LINEAR_OPERATORS = {
+    *("inflight::linear", "mkldnn::_linear_pointwise", "onednn::qlinear_pointwise", "mkl::_mkl_linear"),
+    *("aten::linear", "aten::addmm", "aten::mm", "aten::_grouped_mm", "aten::_int_mm", "aten::_weight_int8pack_mm"),
+}
+ATTENTION_OPERATORS = {
+    *("inflight::begin_step", "inflight::write", "inflight::attend", "inflight::write_and_attend"),
+    *(ATTENTION, "aten::scaled_dot_product_attention"),
+}
+QUIET = "6"
+"""A severity above all that the profiler's library would write to standard error."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorTimes:
+    """Seconds of one forward pass under the profiler; they add up to it.
+
+    Attributes:
+        python: between operators: the model's own code, and ours.
+    """
+
+    linears: float
+    attention: float
+    small_operators: float
+    python: float
+
+
+@contextmanager
+def marked_forward(executor: PackedExecutor) -> Iterator[None]:
+    """Inside, the executor's forward passes and, where it is needed, its attention can be found in a profile."""
+
+    def around(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def marked(*args: Any, **options: Any) -> Any:
+            with record_function(FORWARD):
+                return forward(*args, **options)
+
+        return marked
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced_method(executor, "forward", around))
+        backend = executor.backend
+        if not isinstance(backend, CpuAttention):  # whose operators have names of their own
+            executor.backend = MarkedAttention(backend)
+            stack.callback(setattr, executor, "backend", backend)
+        yield
+
+
+def profile_operators(step: Callable[[], None]) -> OperatorTimes:
+    """Run a step under the profiler, inside `marked_forward`."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    events: Sequence[FunctionEvent] = profiler.events() or ()
+    seconds = {"linears": 0.0, "attention": 0.0, "small_operators": 0.0, "python": 0.0}
+    for event in events:
+        if event.name == FORWARD:
+            _add_up(event, "python", seconds)
+    return OperatorTimes(**seconds)
+
+
+def _add_up(event: FunctionEvent, kind: str, seconds: dict[str, float]) -> None:
+    """Add an event's own time to its kind, and that of all events inside it to theirs."""
+    seconds[kind] += event.self_cpu_time_total * 1e-6
+    for child in event.cpu_children:
+        _add_up(child, kind if kind in ("linears", "attention") else _kind(child.name), seconds)
+
+
+def _kind(name: str) -> str:
+    if name in LINEAR_OPERATORS:
+        return "linears"
+    return "attention" if name in ATTENTION_OPERATORS else "small_operators"
+
+
+class MarkedAttention:
+    """An `AttentionBackend` that does what another does, under a mark."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.name = backend.name
+        self._backend = backend
+
+    def bytes_per_block(self, spec: AttentionSpec) -> int:
+        """See `AttentionBackend`."""
+        return self._backend.bytes_per_block(spec)
+
+    def allocate(self, num_blocks: int, spec: AttentionSpec) -> PagedCache:
+        """See `AttentionBackend`."""
+        return self._backend.allocate(num_blocks, spec)
+
+    def begin_step(self, batch: RaggedBatch) -> None:
+        """See `AttentionBackend`."""
+        with record_function(ATTENTION):
+            self._backend.begin_step(batch)
+
+    def write(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
+        """See `AttentionBackend`."""
+        with record_function(ATTENTION):
+            self._backend.write(cache, key, value, spec)
+
+    def attend(
+        self, query: torch.Tensor, cache: PagedCache, spec: AttentionSpec, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `AttentionBackend`."""
+        with record_function(ATTENTION):
+            return self._backend.attend(query, cache, spec, sinks)
+
+    def copy_blocks(self, cache: PagedCache, copies: Sequence[tuple[int, int]]) -> None:
+        """See `AttentionBackend`."""
+        self._backend.copy_blocks(cache, copies)

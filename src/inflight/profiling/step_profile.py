@@ -1,0 +1,148 @@
+"""`StepProfile`: where a decode step's time goes, as plain data; and how measured times become parts of a step.
+
+Three kinds of steps are measured. Whole steps, with nothing in the way, say how long a step takes, and all parts
+together are made to add up to that. Steps with a clock at each phase say how the scheduler, packing, the forward pass,
+the sampler and the engine share it. Steps under torch's profiler say how the forward pass is divided, but the profiler
+slows down small operators and Python a lot and large operators hardly. So linears and attention count as measured
+under it, and small operators and Python share what they leave of the forward pass that ran without it.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from inflight.profiling.machine import Machine
+from inflight.profiling.operators import OperatorTimes
+from inflight.profiling.phases import PhaseTimes
+from inflight.profiling.work import StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the parts of a step.
+
+    Attributes:
+        floor_seconds: what the machine needs at best; None where nothing sets a floor but none at all.
+    """
+
+    name: str
+    seconds: float
+    floor_seconds: float | None = None
+
+    @property
+    def times_floor(self) -> float | None:
+        """How many times longer than at best."""
+        return self.seconds / self.floor_seconds if self.floor_seconds else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """A decode step, taken apart.
+
+    Attributes:
+        attention_backend: by its name.
+        num_cached_tokens: of each sequence, in the middle of the measurement.
+        num_steps: of each of the three kinds that were measured.
+        step_seconds: of a whole step: the median.
+        parts: their seconds add up to `step_seconds`.
+        correction: what the parts' medians were multiplied with to make it so; far from 1 if the machine was busy
+            with something else.
+    """
+
+    model_class: str
+    dtype: str
+    attention_backend: str
+    num_threads: int
+    num_sequences: int
+    num_cached_tokens: float
+    num_steps: int
+    step_seconds: float
+    parts: tuple[Part, ...]
+    correction: float
+    machine: Machine
+    work: StepWork
+
+    @property
+    def floor_seconds(self) -> float:
+        """Of reading weights and cache once."""
+        return self.work.num_bytes / self.machine.read_bytes_per_second
+
+    @property
+    def times_floor(self) -> float:
+        """How many times longer a step takes than reading weights and cache once."""
+        return self.step_seconds / self.floor_seconds
+
+    def share(self, part: Part) -> float:
+        """Of the step's time."""
+        return part.seconds / self.step_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, ready for JSON, with what follows from it."""
+        parts = [{**asdict(part), "share": self.share(part), "times_floor": part.times_floor} for part in self.parts]
+        return {
+            **asdict(self),
+            "parts": parts,
+            "floor_seconds": self.floor_seconds,
+            "times_floor": self.times_floor,
+        }
+
+    def write_json(self, path: Path) -> None:
+        """Write it to a file. Raises `ValueError` if it can not be written."""
+        try:
+            path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"the file {str(path)!r} can not be written: {error.strerror}") from error
+
+
+def take_apart(
+    step_seconds: float,
+    phases: Sequence[PhaseTimes],
+    operators: Sequence[OperatorTimes],
+    machine: Machine,
+    work: StepWork,
+) -> tuple[tuple[Part, ...], float]:
+    """The parts of a step, and the correction after which they add up to `step_seconds`.
+
+    Args:
+        phases: of steps with a clock at each phase.
+        operators: of steps under the profiler.
+    """
+    phase, operator = _medians(phases), _medians(operators)
+    forward = split_forward(phase["forward"], operator)
+    linear_floor = max(
+        work.weight_bytes / machine.read_bytes_per_second, work.linear_operations / machine.operations_per_second
+    )
+    parts = (
+        Part("linears", forward["linears"], linear_floor),
+        Part("attention", forward["attention"], work.cache_bytes / machine.read_bytes_per_second),
+        Part("small operators", forward["small_operators"]),
+        Part("Python in the forward pass", forward["python"]),
+        Part("packing the batch", phase["packing"]),
+        Part("sampler", phase["sampler"]),
+        Part("scheduler", phase["scheduler"]),
+        Part("engine, other", phase["engine"]),
+    )
+    correction = step_seconds / sum(part.seconds for part in parts)
+    return tuple(Part(part.name, part.seconds * correction, part.floor_seconds) for part in parts), correction
+
+
+def split_forward(seconds: float, operators: dict[str, float]) -> dict[str, float]:
+    """Divide a forward pass that ran without the profiler as the operators of one under it say (see above).
+
+    If linears and attention alone took longer than that, a disturbance did it, and everything is scaled alike."""
+    large = operators["linears"] + operators["attention"]
+    rest = operators["small_operators"] + operators["python"]
+    if large >= seconds:
+        return {name: value * seconds / (large + rest) for name, value in operators.items()}
+    scale = min(1.0, (seconds - large) / rest)
+    split = {**operators, **{name: operators[name] * scale for name in ("small_operators", "python")}}
+    correction = seconds / sum(split.values())
+    return {name: value * correction for name, value in split.items()}
+
+
+def _medians(times: Sequence[PhaseTimes] | Sequence[OperatorTimes]) -> dict[str, float]:
+    names = [field.name for field in fields(times[0])]
+    return {name: statistics.median(getattr(each, name) for each in times) for name in names}

@@ -1,0 +1,62 @@
+"""A step profile as tables for a terminal. Decides only how it looks."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from inflight.profiling.step_profile import StepProfile
+
+
+def profile_table(profile: StepProfile) -> RenderableType:
+    """What was measured, then a line for each part, then the whole step."""
+    machine, work = profile.machine, profile.work
+    setting = Table(show_header=False, box=None, pad_edge=False)
+    setting.add_row(
+        "step",
+        f"{profile.model_class}, {profile.dtype}: {profile.num_sequences} sequences decode over "
+        f"{profile.num_cached_tokens:.0f} cached tokens each",
+    )
+    setting.add_row("attention", profile.attention_backend)
+    setting.add_row(
+        "machine",
+        f"reads {machine.read_bytes_per_second / 1e9:.1f} GB/s, computes {machine.operations_per_second / 1e9:.0f} "
+        f"GFLOP/s with {profile.num_threads} threads",
+    )
+    setting.add_row(
+        "work",
+        f"reads {work.weight_bytes / 2**20:.1f} MiB of weights and {work.cache_bytes / 2**20:.1f} MiB of cache, "
+        f"computes {work.linear_operations / 1e9:.2f} GFLOP in linears",
+    )
+    return Group(setting, "", _parts(profile))
+
+
+def _parts(profile: StepProfile) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("part\n")
+    for heading in ("time\nms", "share\n", "floor\nms", "times\nfloor"):
+        table.add_column(heading, justify="right")
+    for part in profile.parts:
+        table.add_row(
+            part.name,
+            _milliseconds(part.seconds),
+            f"{profile.share(part):.1%}",
+            _milliseconds(part.floor_seconds),
+            _times(part.times_floor),
+        )
+    table.add_section()
+    table.add_row(
+        "step, against weights and cache read once",
+        _milliseconds(profile.step_seconds),
+        "100.0%",
+        _milliseconds(profile.floor_seconds),
+        _times(profile.times_floor),
+        style="bold",
+    )
+    return table
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.3f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"

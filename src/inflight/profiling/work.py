@@ -1,0 +1,90 @@
+"""What a decode step can not do without: the weights and the cache that it reads, and the arithmetic of its linears.
+
+Counted from the model's tensors and from the sequences' lengths; nothing is measured here.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from inflight.execution.attention import AttentionBackend, AttentionSpec
+from inflight.execution.linears import PackedLinear, SiblingLinear
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """One decode step's least work.
+
+    Attributes:
+        weight_bytes: of all weight matrices, as they lie in memory, each once. In a mixture of experts that is more
+            than a step reads: experts that nobody chose are counted, too. Embeddings are not, unless they are the
+            output head: a step reads a few rows of them.
+        linear_operations: multiplications and additions of every row with every weight.
+        cache_bytes: keys and values that the step's queries may see, and their scales, if they have some.
+    """
+
+    weight_bytes: int
+    linear_operations: int
+    cache_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Weights and cache, read once."""
+        return self.weight_bytes + self.cache_bytes
+
+
+def decode_work(
+    model: nn.Module, specs: Sequence[AttentionSpec], backend: AttentionBackend, block_size: int, lengths: Sequence[int]
+) -> StepWork:
+    """The work of a step that gives one token to each of several sequences.
+
+    Args:
+        specs: the attention calls of a forward pass.
+        lengths: how many keys each sequence's query finds, its own among them.
+    """
+    weights = list(weight_matrices(model))
+    cache_bytes = 0.0
+    for spec in specs:
+        bytes_per_token = backend.bytes_per_block(spec) / block_size
+        cache_bytes += bytes_per_token * sum(_num_visible(spec, length) for length in lengths)
+    return StepWork(
+        weight_bytes=sum(weight.numel() * weight.dtype.itemsize for weight in weights),
+        linear_operations=2 * len(lengths) * sum(weight.numel() for weight in weights),
+        cache_bytes=round(cache_bytes),
+    )
+
+
+def weight_matrices(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The weights of linear layers, packed or not, and of experts: whatever is multiplied with rows, each once."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for weight in _matrices_of(module):
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                yield weight
+
+
+def has_packed_linears(model: nn.Module) -> bool:
+    """Whether any of a model's linear layers was packed."""
+    return any(isinstance(module, PackedLinear | SiblingLinear) for module in model.modules())
+
+
+def _matrices_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    if isinstance(module, SiblingLinear):
+        yield module.together.linear.packed
+    elif isinstance(module, PackedLinear):
+        yield module.packed
+    elif not isinstance(module, nn.Embedding):
+        yield from (parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1)
+
+
+def _num_visible(spec: AttentionSpec, length: int) -> int:
+    """Of `length` keys, those that the last position's query may see."""
+    visible = length
+    if spec.window is not None:
+        visible = min(visible, spec.window)
+    if spec.chunk is not None:
+        visible = min(visible, (length - 1) % spec.chunk + 1)
+    return visible

@@ -96,7 +96,7 @@ def main() -> None:
     cells = []
     for name in _names(arguments.workloads, WORKLOADS):
         cells.append(run_cell(WORKLOADS[name], contestants, left_out, plan, console))
-        console.print(rich_table(cells[-1]), "")
+        console.print("", rich_table(cells[-1]), "")
     setting = {
         "rounds": str(plan.rounds),
         "threads": str(plan.threads),

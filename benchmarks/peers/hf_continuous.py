@@ -68,4 +68,8 @@ def load(settings: Settings) -> Model:
 
 
 if __name__ == "__main__":
-    serve(load, modules=("torch", "transformers"), distributions=("torch", "transformers"))
+    serve(
+        load,
+        modules=("torch", "transformers.modeling_utils", "transformers.generation.utils"),
+        distributions=("torch", "transformers"),
+    )

@@ -11,24 +11,34 @@ from benchmarks.peers.results import MEBIBYTE, CellResult, Comparison, PeerRuns,
 HEADINGS = (
     "",
     "tokens/s",
-    "from - to",
-    "ours : theirs",
+    "from",
+    "to",
+    "ours: theirs",
+    "from",
+    "to",
     "peak MiB",
-    "TTFT p50 s",
+    "TTFT p50",
     "p95 s",
-    "latency p50 s",
+    "latency p50",
     "p95 s",
 )
+ABOUT = """Output tokens a second over a whole run: medians of interleaved rounds. All requests are submitted at once,
+greedy, EOS ignored, token counts checked. Ratios are taken round by round. Times are seconds since submission."""
+FOR_FILES_ONLY = (5, 6)
+"""Columns that a terminal of 80 has no room for."""
 COLORS = ("#d1495b", "#8d99ae", "#577590", "#43aa8b", "#f3722c", "#90be6d", "#b56576")
 
 
 def rich_table(cell: CellResult) -> Table:
     """A workload's table, fastest first."""
     table = Table(title=_title(cell), title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for number, heading in enumerate(HEADINGS):
+    shown = [number for number in range(len(HEADINGS)) if number not in FOR_FILES_ONLY]
+    for number in shown:  # narrow columns: every heading's words stand below each other
+        heading = HEADINGS[number].replace(" ", "\n")
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for runs in _fastest_first(cell):
-        table.add_row(*_row(cell, runs), style="bold" if runs.peer == OURS else None)
+        values = [runs.peer, *_row(cell, runs)[1:]]
+        table.add_row(*(values[number] for number in shown), style="bold" if runs.peer == OURS else None)
     return table
 
 
@@ -45,15 +55,7 @@ def write_report(comparison: Comparison, folder: Path) -> list[Path]:
 def markdown(comparison: Comparison, picture: str) -> str:
     """The report in Markdown."""
     lines = [f"# Peers side by side: {comparison.name}", ""]
-    lines += [
-        "Output tokens a second over a whole run, medians of interleaved rounds; all requests are submitted at once,"
-    ]
-    lines += [
-        "greedy, EOS ignored, token counts checked. Ratios are taken round by round.",
-        "",
-        f"![Bars]({picture})",
-        "",
-    ]
+    lines += [ABOUT, "", f"![Bars]({picture})", ""]
     lines += [f"- {key}: {value}" for key, value in (comparison.machine | comparison.setting).items()]
     for cell in comparison.cells:
         lines += ["", f"## {_title(cell)}", ""]
@@ -71,7 +73,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     from matplotlib import pyplot
 
     peers = [name for name in PEERS if any(runs.peer == name for cell in comparison.cells for runs in cell.runs)]
-    figure, axes = pyplot.subplots(figsize=(1.5 + 2.4 * len(comparison.cells), 4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(4 + 2.4 * len(comparison.cells), 4), layout="constrained")
     width = 0.85 / max(1, len(peers))
     for number, peer in enumerate(peers):
         places, spreads = [], []
@@ -87,9 +89,10 @@ def draw(comparison: Comparison, path: Path) -> None:
         axes.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
     axes.set_xticks(range(len(comparison.cells)), [cell.workload for cell in comparison.cells])
     axes.set_ylabel("output tokens/s")
-    axes.set_title(f"{comparison.name}, {comparison.machine['processor']}, {comparison.setting['threads']} threads")
+    processor = comparison.machine["processor"].partition(" (")[0]
+    axes.set_title(f"{comparison.name}, {processor}, {comparison.setting['threads']} threads")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -109,15 +112,16 @@ def _row(cell: CellResult, runs: PeerRuns) -> list[str]:
     return [
         PEERS[runs.peer].title,
         f"{speed.median:.1f}",
-        f"{speed.lowest:.1f} - {speed.highest:.1f}",
-        _ratio(ratio),
+        f"{speed.lowest:.1f}",
+        f"{speed.highest:.1f}",
+        *_ratio(ratio),
         f"{runs.peak_memory:,.0f}",
         *(f"{seconds:.2f}" for seconds in shares),
     ]
 
 
-def _ratio(ratio: Spread | None) -> str:
-    return f"{ratio.median:.2f} ({ratio.lowest:.2f} - {ratio.highest:.2f})" if ratio else ""
+def _ratio(ratio: Spread | None) -> list[str]:
+    return [f"{value:.2f}" for value in (ratio.median, ratio.lowest, ratio.highest)] if ratio else [""] * 3
 
 
 def _settings(comparison: Comparison) -> list[str]:

@@ -56,4 +56,8 @@ def load(settings: Settings) -> Model:
 
 
 if __name__ == "__main__":
-    serve(load, modules=("torch", "transformers", "inflight"), distributions=("inflight-llm", "torch", "transformers"))
+    serve(
+        load,
+        modules=("torch", "transformers.modeling_utils", "transformers.generation.utils", "inflight"),
+        distributions=("inflight-llm", "torch", "transformers"),
+    )

@@ -49,15 +49,17 @@ def test_report(tmp_path: Path) -> None:
     written = report.write_report(comparison, tmp_path)
     assert [path.name for path in written] == [f"peers-gpt2-float32.{ending}" for ending in ("md", "json", "png")]
     text = written[0].read_text()
-    assert "| inflight | 20.0 | 10.0 - 20.0 |" in text
-    assert "| transformers, static waves | 5.0 | 5.0 - 6.7 | 3.00 (2.00 - 4.00) | 300 |" in text
+    assert "| inflight | 20.0 | 10.0 | 20.0 |" in text
+    assert "| transformers, static waves | 5.0 | 5.0 | 6.7 | 3.00 | 2.00 | 4.00 | 300 |" in text
     assert "Left out: OpenVINO GenAI: it is not installed" in text
     summary = json.loads(written[1].read_text())["cells"][0]["runs"][1]["summary"]
     assert summary["inflight_ratio"]["median"] == 3
     assert written[2].stat().st_size > 1000
-    console = Console(record=True, width=160)
+    console = Console(record=True, width=80)
     console.print(report.rich_table(cell()))
-    assert "3.00 (2.00 - 4.00)" in console.export_text()
+    shown = console.export_text()
+    assert "3.00" in shown
+    assert "…" not in shown
 
 
 def test_a_cell_with_a_peer_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from rich.table import Table
 
 from inflight.profiling.step_profile import StepProfile
 
+NOTABLE_CORRECTION = 0.1
+
 
 def profile_table(profile: StepProfile) -> RenderableType:
     """What was measured, then a line for each part, then the whole step."""
@@ -26,6 +28,8 @@ def profile_table(profile: StepProfile) -> RenderableType:
         f"reads {work.weight_bytes / 2**20:.1f} MiB of weights and {work.cache_bytes / 2**20:.1f} MiB of cache, "
         f"computes {work.linear_operations / 1e9:.2f} GFLOP in linears",
     )
+    if abs(profile.correction - 1) > NOTABLE_CORRECTION:
+        setting.add_row("beware", f"parts were scaled by {profile.correction:.2f} to fit: was the machine busy?")
     return Group(setting, "", _parts(profile))
 
 

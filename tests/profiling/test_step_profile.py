@@ -1,0 +1,98 @@
+"""How measured times become parts of a step, and what the least work of a step is. No clock is read here."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from inflight.execution.attention import AttentionSpec, CpuAttention, ReferenceAttention
+from inflight.execution.linears import PackedLinear
+from inflight.execution.native import kernels_available
+from inflight.profiling import Machine
+from inflight.profiling.operators import OperatorTimes
+from inflight.profiling.phases import PhaseTimes, timed_calls
+from inflight.profiling.step_profile import split_forward, take_apart
+from inflight.profiling.work import StepWork, decode_work, has_packed_linears
+
+MACHINE = Machine(read_bytes_per_second=1000.0, operations_per_second=1e6)
+WORK = StepWork(weight_bytes=500, linear_operations=100, cache_bytes=100)
+PHASES = [PhaseTimes(scheduler=0.1, packing=0.1, forward=2.0, sampler=0.2, engine=0.1)] * 3
+OPERATORS = [OperatorTimes(linears=1.0, attention=0.4, small_operators=0.5, python=0.7)] * 3
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, value_head_size=32, scale=1.0)
+
+
+def test_parts_add_up_to_the_step() -> None:
+    parts, correction = take_apart(5.0, PHASES, OPERATORS, MACHINE, WORK)
+    assert sum(part.seconds for part in parts) == pytest.approx(5.0)
+    assert correction == pytest.approx(2.0)
+    seconds = {part.name: part.seconds / correction for part in parts}
+    assert seconds["linears"] == pytest.approx(1.0)
+    assert seconds["attention"] == pytest.approx(0.4)
+    assert seconds["small operators"] == pytest.approx(0.25)
+    assert seconds["Python in the forward pass"] == pytest.approx(0.35)
+
+
+def test_floors_are_the_greater_of_reading_and_arithmetic() -> None:
+    parts, _ = take_apart(5.0, PHASES, OPERATORS, MACHINE, WORK)
+    assert [part.floor_seconds for part in parts[:3]] == [0.5, 0.1, None]
+    parts, _ = take_apart(5.0, PHASES, OPERATORS, MACHINE, replace(WORK, linear_operations=2_000_000))
+    assert parts[0].floor_seconds == 2.0
+    assert parts[0].times_floor == pytest.approx(parts[0].seconds / 2.0)
+
+
+@pytest.mark.parametrize("forward", [0.5, 1.4, 1.5, 2.6, 10.0])
+def test_a_forward_pass_is_divided_whatever_the_profiler_measured(forward: float) -> None:
+    operators = {"linears": 1.0, "attention": 0.4, "small_operators": 0.5, "python": 0.7}
+    split = split_forward(forward, operators)
+    assert sum(split.values()) == pytest.approx(forward)
+    assert all(value > 0 for value in split.values())
+
+
+def test_calls_are_timed_on_one_object_and_only_inside() -> None:
+    class Owner:
+        def double(self, number: int) -> int:
+            return 2 * number
+
+    owner, other = Owner(), Owner()
+    with timed_calls(owner, "double") as seconds:
+        assert owner.double(2) + other.double(1) == 6
+    owner.double(3)
+    assert len(seconds) == 1
+    assert vars(owner) == {}
+
+
+def test_weights_are_counted_once_and_embeddings_only_as_output_heads() -> None:
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(10, 4), "linear": nn.Linear(4, 6), "head": nn.Linear(4, 10), "again": nn.Linear(4, 10)}
+    )
+    model["again"].weight = model["head"].weight = model["embed"].weight
+    work = decode_work(model, [], ReferenceAttention(torch.device("cpu"), torch.float32, 4), 4, [5, 7])
+    assert work.weight_bytes == 4 * (4 * 6 + 4 * 10)
+    assert work.linear_operations == 2 * 2 * (4 * 6 + 4 * 10)
+    assert work.cache_bytes == 0
+    assert not has_packed_linears(model)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_packed_weights_count_as_they_lie_in_memory() -> None:
+    model = nn.Sequential(PackedLinear(torch.ones(64, 32), None))
+    work = decode_work(model, [], ReferenceAttention(torch.device("cpu"), torch.float32, 4), 4, [1])
+    assert work.weight_bytes == 4 * 64 * 32
+    assert has_packed_linears(model)
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_visible"),
+    [(SPEC, 9 + 20), (replace(SPEC, window=12), 9 + 12), (replace(SPEC, chunk=8), 1 + 4)],
+)
+def test_the_cache_that_a_step_reads_is_what_its_queries_may_see(spec: AttentionSpec, num_visible: int) -> None:
+    backend = ReferenceAttention(torch.device("cpu"), torch.bfloat16, 16)
+    work = decode_work(nn.Identity(), [spec, spec], backend, 16, [9, 20])
+    assert work.cache_bytes == 2 * num_visible * 2 * (16 + 32) * 2
+
+
+@pytest.mark.skipif(not kernels_available(), reason="needs our kernels")
+def test_scales_of_an_int8_cache_are_read_too() -> None:
+    work = decode_work(nn.Identity(), [SPEC], CpuAttention(torch.int8, 16), 16, [10])
+    assert work.cache_bytes == 10 * 2 * (16 + 32 + 4 + 4)

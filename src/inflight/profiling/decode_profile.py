@@ -1,9 +1,9 @@
 """`profile_decode`: fill an engine with sequences, let them decode, measure.
 
-Decides which steps are measured and how: in rounds, each of which measures the machine, runs a step that does not
-count, and then some whole steps, some with a clock at each phase and some under the profiler (`step_profile` says what
-is made of them), so that whatever else the machine does meanwhile is spread over all of them. Sequences grow as they
-decode: they begin so short that they have as many cached tokens as asked for in the middle of it all.
+Decides which steps are measured and how: in rounds, each of which measures the machine, runs some steps that do not
+count, then whole steps and steps with a clock at each phase in turn, and then steps under the profiler (`step_profile`
+says what is made of them). So whatever else the machine does meanwhile is spread over all of them. Sequences grow as
+they decode: they begin so short that they have as many cached tokens as asked for in the middle of it all.
 """
 
 import random
@@ -16,12 +16,13 @@ from inflight.engine import Engine
 from inflight.execution.executors import PackedExecutor
 from inflight.params import SamplingParams
 from inflight.profiling.machine import MachineMeter
-from inflight.profiling.operators import OperatorTimes, marked_forward, profile_operators
+from inflight.profiling.operators import OperatorTimes, profile_operators
 from inflight.profiling.phases import PhaseTimes, time_phases
 from inflight.profiling.step_profile import StepProfile, take_apart
 from inflight.profiling.work import decode_work, has_packed_linears
 
 MAX_ROUNDS = 5
+SETTLING_STEPS = 3
 READINGS_PER_ROUND = 2
 
 
@@ -37,7 +38,7 @@ def profile_decode(engine: Engine, num_sequences: int, num_cached_tokens: int, n
         ValueError: the engine can not hold so many sequences of this length at once, or is not on a CPU.
     """
     rounds = [len(range(number, num_steps, MAX_ROUNDS)) for number in range(min(MAX_ROUNDS, num_steps))]
-    num_decodes = 1 + sum(1 + 3 * steps for steps in rounds)
+    num_decodes = 2 + sum(SETTLING_STEPS + 1 + 3 * steps for steps in rounds)
     num_prompt_tokens = max(1, num_cached_tokens - num_decodes // 2)
     _check(engine, num_sequences, num_prompt_tokens + num_decodes + 1)
     executor = engine.runner.executor
@@ -48,30 +49,26 @@ def profile_decode(engine: Engine, num_sequences: int, num_cached_tokens: int, n
     phases: list[PhaseTimes] = []
     operators: list[OperatorTimes] = []
     lengths: list[list[int]] = []
-    with marked_forward(executor):
-        profile_operators(decodes.step)  # the first takes long to get ready
+    profile_operators(executor, decodes.step, 1)  # the profiler takes long to get ready
     for steps in rounds:
         for _ in range(READINGS_PER_ROUND):
             meter.measure()
-        decodes.step()
+        for _ in range(SETTLING_STEPS):
+            decodes.step()
         for _ in range(steps):
             start = time.perf_counter()
             decodes.step()
             whole.append(time.perf_counter() - start)
-        for _ in range(steps):
             lengths.append(decodes.lengths())
             phases.append(time_phases(engine, decodes.step))
-        with marked_forward(executor):
-            operators += [profile_operators(decodes.step) for _ in range(steps)]
+        operators += profile_operators(executor, decodes.step, steps)
     decodes.end()
     middle = [round(statistics.median(of_sequence)) for of_sequence in zip(*lengths, strict=True)]
     work = decode_work(engine.runner.model, executor.specs, executor.backend, engine.config.block_size, middle)
     machine, step_seconds = meter.machine(), statistics.median(whole)
     parts, correction = take_apart(step_seconds, phases, operators, machine, work)
     return StepProfile(
-        model_class=engine.model_info.model_class,
-        dtype=engine.model_info.dtype,
-        attention_backend=engine.model_info.attention_backend,
+        model=engine.model_info,
         num_threads=torch.get_num_threads(),
         num_sequences=num_sequences,
         num_cached_tokens=statistics.mean(middle) - 1,

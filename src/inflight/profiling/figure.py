@@ -33,7 +33,7 @@ def profile_figure(profile: StepProfile) -> "Figure":
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.set_title(
-        f"{profile.model_class}, {profile.dtype}: a decode step of {profile.num_sequences} sequences over "
+        f"{profile.model.model_class}, {profile.model.dtype}: a decode step of {profile.num_sequences} sequences over "
         f"{profile.num_cached_tokens:.0f} cached tokens",
         loc="left",
         fontsize=9,

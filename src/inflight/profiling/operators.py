@@ -1,8 +1,8 @@
 """How long the operators inside a forward pass take, by kind, as torch's profiler sees them.
 
 An operator is a linear layer or attention by its name, or because it runs inside one; every other one is small, fused
-kernels of a compiled model included. Attention backends whose operators can not be told by their names are marked. What
-lies between operators is Python.
+kernels of a compiled model and the calls between them included. Attention backends whose operators can not be told by
+their names are marked. What lies between operators is Python.
 
 The profiler costs time at every operator, so of these times those of many small operators are too long, and those of
 Python, too.
@@ -33,6 +33,9 @@ ATTENTION_OPERATORS = {
     *("inflight::begin_step", "inflight::write", "inflight::attend", "inflight::write_and_attend"),
     *(ATTENTION, "aten::scaled_dot_product_attention"),
 }
+COMPILER_PYTHON = ("TorchDynamo Cache Lookup", "Pregraph bytecode", "Torch-Compiled Region", "AOTDispatcher")
+"""What a compiled model does in Python around its graph; names begin so."""
+
 QUIET = "6"
 """A severity above all that the profiler's library would write to standard error."""
 
@@ -71,16 +74,19 @@ def marked_forward(executor: PackedExecutor) -> Iterator[None]:
         yield
 
 
-def profile_operators(step: Callable[[], None]) -> OperatorTimes:
-    """Run a step under the profiler, inside `marked_forward`."""
+def profile_operators(executor: PackedExecutor, step: Callable[[], None], num_steps: int) -> list[OperatorTimes]:
+    """Run steps of one forward pass each under the profiler; one more goes before them, which does not count."""
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step()
+    with marked_forward(executor), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(num_steps + 1):
+            step()
     events: Sequence[FunctionEvent] = profiler.events() or ()
+    return [_times(event) for event in events if event.name == FORWARD][1:]
+
+
+def _times(forward: FunctionEvent) -> OperatorTimes:
     seconds = {"linears": 0.0, "attention": 0.0, "small_operators": 0.0, "python": 0.0}
-    for event in events:
-        if event.name == FORWARD:
-            _add_up(event, "python", seconds)
+    _add_up(forward, "python", seconds)
     return OperatorTimes(**seconds)
 
 
@@ -94,7 +100,9 @@ def _add_up(event: FunctionEvent, kind: str, seconds: dict[str, float]) -> None:
 def _kind(name: str) -> str:
     if name in LINEAR_OPERATORS:
         return "linears"
-    return "attention" if name in ATTENTION_OPERATORS else "small_operators"
+    if name in ATTENTION_OPERATORS:
+        return "attention"
+    return "python" if name.startswith(COMPILER_PYTHON) else "small_operators"
 
 
 class MarkedAttention:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from inflight.model_info import ModelInfo
 from inflight.profiling.machine import Machine
 from inflight.profiling.operators import OperatorTimes
 from inflight.profiling.phases import PhaseTimes
@@ -43,7 +44,7 @@ class StepProfile:
     """A decode step, taken apart.
 
     Attributes:
-        attention_backend: by its name.
+        model: what was found out about it, and how it is run.
         num_cached_tokens: of each sequence, in the middle of the measurement.
         num_steps: of each of the three kinds that were measured.
         step_seconds: of a whole step: the median.
@@ -52,9 +53,7 @@ class StepProfile:
             with something else.
     """
 
-    model_class: str
-    dtype: str
-    attention_backend: str
+    model: ModelInfo
     num_threads: int
     num_sequences: int
     num_cached_tokens: float

@@ -10,23 +10,22 @@ NOTABLE_CORRECTION = 0.1
 
 def profile_table(profile: StepProfile) -> RenderableType:
     """What was measured, then a line for each part, then the whole step."""
-    machine, work = profile.machine, profile.work
+    model, machine, work = profile.model, profile.machine, profile.work
     setting = Table(show_header=False, box=None, pad_edge=False)
+    compiled = "" if model.compile == "off" else f", compiled ({model.compile})"
+    setting.add_row("model", f"{model.model_class}, {model.dtype}, attention {model.attention_backend}{compiled}")
     setting.add_row(
-        "step",
-        f"{profile.model_class}, {profile.dtype}: {profile.num_sequences} sequences decode over "
-        f"{profile.num_cached_tokens:.0f} cached tokens each",
+        "step", f"{profile.num_sequences} sequences decode over {profile.num_cached_tokens:.0f} cached tokens each"
     )
-    setting.add_row("attention", profile.attention_backend)
+    setting.add_row(
+        "its work",
+        f"{work.weight_bytes / 2**20:.1f} MiB of weights, {work.cache_bytes / 2**20:.1f} MiB of cache, "
+        f"{work.linear_operations / 1e9:.2f} GFLOP",
+    )
     setting.add_row(
         "machine",
         f"reads {machine.read_bytes_per_second / 1e9:.1f} GB/s, computes {machine.operations_per_second / 1e9:.0f} "
-        f"GFLOP/s with {profile.num_threads} threads",
-    )
-    setting.add_row(
-        "work",
-        f"reads {work.weight_bytes / 2**20:.1f} MiB of weights and {work.cache_bytes / 2**20:.1f} MiB of cache, "
-        f"computes {work.linear_operations / 1e9:.2f} GFLOP in linears",
+        f"GFLOP/s with {profile.num_threads} thread{'s' if profile.num_threads > 1 else ''}",
     )
     if abs(profile.correction - 1) > NOTABLE_CORRECTION:
         setting.add_row("beware", f"parts were scaled by {profile.correction:.2f} to fit: was the machine busy?")

@@ -8,6 +8,7 @@ from inflight.params import MAX_SEED
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 POLICIES = ("fcfs", "priority")
+QUANTIZATIONS = ("int8",)
 COMPILE_MODES = ("off", "auto", "max")
 KV_CACHE_DTYPES = ("auto", "int8")
 ATTENTION_BACKENDS = ("auto", "reference", "torch", "cpu")
@@ -29,6 +30,8 @@ class EngineConfig:
             best here).
         kv_cache_dtype: of keys and values: "auto" (the model's) or "int8" (with a scale for each token and head; half
             of bfloat16's memory, not exact; only with the "cpu" backend).
+        quantization: None, or "int8": weights with a scale for each output channel, activations with one for each row;
+            from any checkpoint, on a CPU with our kernels. A quarter of float32's memory; not exact.
         compile: "off", "auto" (through `torch.compile`: faster steps after up to a minute, once) or "max" (faster
             still, longer to compile). On a CPU with our kernels; a model that can not be compiled runs as with "off".
         max_model_len: most tokens a sequence can have, prompt and output; None: what the model was made for.
@@ -54,6 +57,7 @@ class EngineConfig:
     revision: str | None = None
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
     compile: str = "off"
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -75,6 +79,8 @@ class EngineConfig:
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        if self.quantization is not None:
+            check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_choice("compile", self.compile, COMPILE_MODES)
         check_choice("policy", self.policy, POLICIES)
         optional = ("max_model_len", "num_blocks", "kv_cache_memory", "max_prefill_tokens_per_step", "max_num_waiting")

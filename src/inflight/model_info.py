@@ -10,8 +10,10 @@ class ModelInfo:
     Attributes:
         executor: the way through the model that was proved exact.
         compile: how the model is compiled: "off", "auto" or "max".
+        quantization: "int8", or None.
         logits_error, attention_error: the proof's relative errors against the plain model.
         attention_calls: each kind of attention call of a forward pass, as "28 x 16 heads over 8 key/value heads …".
+        is_batch_invariant: whether a sequence's logits were the same bits alone, in company and in chunks.
         max_model_len: tokens that a sequence can have.
         recompute_beyond: a sequence that grows past so many tokens is computed anew (LongRoPE); None: no such length.
         kv_bytes_per_token: cache memory of one token in all layers.
@@ -26,9 +28,11 @@ class ModelInfo:
     executor: str
     attention_backend: str
     compile: str
+    quantization: str | None
     attention_calls: tuple[str, ...]
     logits_error: float
     attention_error: float
+    is_batch_invariant: bool
     vocab_size: int
     max_model_len: int
     recompute_beyond: int | None

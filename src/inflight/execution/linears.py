@@ -36,6 +36,9 @@ ACTIVATIONS: dict[type[nn.Module], tuple[str, str | None]] = {
 }
 """Activations that oneDNN computes with a linear layer: its name for each, and the variant."""
 
+QUANTISED_ROWS = 8192
+"""Of a weight, how many rows are rounded at a time."""
+
 
 # ------------------------------------------------------------------------------------ what runs together
 
@@ -122,8 +125,13 @@ def can_pack(model: PreTrainedModel) -> bool:
     )
 
 
-def pack_linears(model: PreTrainedModel, calls: LinearCalls) -> None:
-    """Replace every linear layer of `model`, which is ours alone, by a packed one."""
+def pack_linears(model: PreTrainedModel, calls: LinearCalls, *, quantized: bool = False) -> None:
+    """Replace every linear layer of `model`, which is ours alone, by a packed one.
+
+    Args:
+        calls: what may run together.
+        quantized: whether weights become int8, with a scale for each output channel.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and is_linear(head) and embedding.weight is head.weight
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -133,7 +141,7 @@ def pack_linears(model: PreTrainedModel, calls: LinearCalls) -> None:
         members = [modules[name] for name in names]
         if len({m.weight.dtype for m in members}) > 1:
             continue
-        together = SiblingLinears(members)
+        together = SiblingLinears(members, quantized=quantized)
         for number, name in enumerate(names):
             _replace(model, name, SiblingLinear(together, number))
             modules[name] = nn.Identity()
@@ -144,9 +152,9 @@ def pack_linears(model: PreTrainedModel, calls: LinearCalls) -> None:
         if not is_linear(module) or not module.weight.is_floating_point():
             continue
         if id(module) not in shared:
-            activation = calls.activations.get(name)
+            activation = None if quantized else calls.activations.get(name)
             kind = ACTIVATIONS[type(model.get_submodule(activation))] if activation else ("none", None)
-            shared[id(module)] = PackedLinear.of(module, *kind)
+            shared[id(module)] = PackedLinear(*_weight_and_bias(module), *kind, quantized=quantized)
             if activation:
                 _replace(model, activation, nn.Identity())
         _replace(model, name, shared[id(module)])
@@ -168,30 +176,40 @@ def _weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 class PackedLinear(nn.Module):
     """`activation(x @ weight.T + bias)` with a weight that oneDNN has laid out for itself.
 
+    As int8 the weight has a scale for each output channel, and each row of activations is rounded to int8 with a scale
+    of its own just before the product; sums are exact.
+
     Args:
         weight: `[out, in]`; not kept.
         bias: `[out]` or None.
-        activation: "none" or a name in `ACTIVATIONS`, and its variant.
+        activation: "none" or a name in `ACTIVATIONS`, and its variant; not with int8.
+        quantized: whether the weight becomes int8; needs `kernels_available()`.
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none", variant: str | None = None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str = "none",
+        variant: str | None = None,
+        *,
+        quantized: bool = False,
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         self.bias = bias
         self.activation, self.variant = activation, variant
+        self.scales: torch.Tensor | None = None
+        if quantized:
+            rounded, self.scales = quantise(weight)
+            self.packed = torch.ops.onednn.qlinear_prepack(rounded, None)
+        else:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         self.number: int | None = None
         """By which our kernels know it."""
         if kernels_available():
-            self.number = torch.ops.inflight.new_linear(self.packed, bias, None, activation, variant)
+            self.number = torch.ops.inflight.new_linear(self.packed, bias, self.scales, activation, variant)
             weakref.finalize(self, torch.ops.inflight.delete_linear, self.number)
-
-    @classmethod
-    def of(cls, module: nn.Module, activation: str = "none", variant: str | None = None) -> "PackedLinear":
-        """The packed form of a linear layer."""
-        return cls(*_weight_and_bias(module), activation, variant)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[…, in]` to `[…, out]`."""
@@ -210,13 +228,26 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}{activation}"
 
 
+def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight `[out, in]` as int8 in [-127, 127], and the scale of each output channel: `[out]` float32."""
+    rounded = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(len(weight))
+    for first in range(0, len(weight), QUANTISED_ROWS):  # a large head is never there in float32 as a whole
+        rows = weight[first : first + QUANTISED_ROWS].float()
+        scale = rows.abs().amax(dim=1) / 127
+        scales[first : first + QUANTISED_ROWS] = scale
+        rounded[first : first + QUANTISED_ROWS] = (rows / scale.clamp_min(1e-30)[:, None]).round()
+    return rounded, scales
+
+
 class SiblingLinears:
     """Linear layers that read the same tensor, computed as one when the first of them is called."""
 
-    def __init__(self, members: Sequence[nn.Module]) -> None:
+    def __init__(self, members: Sequence[nn.Module], *, quantized: bool) -> None:
         weights, biases = zip(*map(_weight_and_bias, members), strict=True)
         self.sizes = [weight.shape[0] for weight in weights]
-        self.linear = PackedLinear(torch.cat(weights), _joined(biases, self.sizes, weights[0].dtype))
+        bias = _joined(biases, self.sizes, weights[0].dtype)
+        self.linear = PackedLinear(torch.cat(weights), bias, quantized=quantized)
         for member in members:
             member._parameters.clear()
         self._outputs: tuple[torch.Tensor, ...] = ()
@@ -264,13 +295,17 @@ class PackedEmbedding(nn.Embedding):
     oneDNN's layout is blocked: an element's place is the sum of what its row and what its column contribute.
     """
 
+    head: PackedLinear
     elements: torch.Tensor
     row_places: torch.Tensor
     column_places: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Token ids `[…]` to `[…, hidden]`."""
-        return self.elements[self.row_places[input][..., None] + self.column_places]
+        rows = self.elements[self.row_places[input][..., None] + self.column_places]
+        if self.head.scales is None:
+            return rows
+        return (rows * self.head.scales[input][..., None]).to(self.weight.dtype)
 
 
 def share_packed_weight(embedding: nn.Embedding, head: PackedLinear) -> None:
@@ -278,9 +313,13 @@ def share_packed_weight(embedding: nn.Embedding, head: PackedLinear) -> None:
     layout = packed_layout(head.packed)
     if layout is None:
         return
-    elements, row_places, column_places = layout
+    elements, *places = layout
+    row_places, column_places = places if head.scales is None else reversed(places)  # int8 is packed as [in, out]
     sample = torch.linspace(0, head.out_features - 1, 64).long()
-    if not torch.equal(elements[row_places[sample][:, None] + column_places], embedding.weight[sample]):
+    expected = embedding.weight[sample]
+    if head.scales is not None:
+        expected = quantise(expected)[0]
+    if not torch.equal(elements[row_places[sample][:, None] + column_places], expected):
         return
     kind = type(embedding)
     # A subclass (one that scales, say) goes on in front of the class that looks up.
@@ -290,8 +329,8 @@ def share_packed_weight(embedding: nn.Embedding, head: PackedLinear) -> None:
     dtype = embedding.weight.dtype
     embedding._parameters.clear()
     embedding.weight = torch.empty(0, dtype=dtype)
-    embedding.packed = head.packed  # the memory behind `elements`
-    embedding.elements, embedding.row_places, embedding.column_places = layout
+    embedding.head = head  # holds the memory behind `elements`
+    embedding.elements, embedding.row_places, embedding.column_places = elements, row_places, column_places
 
 
 def packed_layout(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -316,8 +355,8 @@ def packed_layout(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
                 index = index // size
             stride *= size
         places.append(place + index * words[40 + dim])
-    num_elements = torch.ops.mkldnn._nbytes(packed) // packed.dtype.itemsize
-    if int(places[0].max() + places[1].max()) >= num_elements:
+    num_bytes = torch.ops.mkldnn._nbytes(packed)
+    if int(places[0].max() + places[1].max()) * packed.dtype.itemsize >= num_bytes:
         return None
-    memory = (ctypes.c_char * (num_elements * packed.dtype.itemsize)).from_address(torch.ops.mkldnn.data_ptr(packed))
+    memory = (ctypes.c_char * num_bytes).from_address(torch.ops.mkldnn.data_ptr(packed))
     return torch.frombuffer(memory, dtype=packed.dtype), places[0], places[1]

@@ -14,7 +14,9 @@ from inflight.execution.attention import AttentionBackend, AttentionSpec, Refere
 from inflight.execution.attention.witness import WitnessedAttention
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.executors.longrope import longrope_length
+from inflight.execution.linears import can_pack
 from inflight.execution.model import ModelSource, available_cache_memory, load_model
+from inflight.execution.native import kernels_available
 from inflight.execution.probe import ProbeReport, probe_packed
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampler import Sampler
@@ -46,7 +48,12 @@ class ModelRunner:
         def backend(block_size: int) -> AttentionBackend:
             return make_backend(config.attention_backend, device, dtype, block_size, config.kv_cache_dtype)
 
-        report = probe_packed(self.model, backend)
+        if config.quantization is not None and not (can_pack(self.model) and kernels_available()):
+            raise ModelError(
+                f"quantization {config.quantization!r} needs a CPU with our kernels and float32 or bfloat16, "
+                f"not {dtype} on {device}"
+            )
+        report = probe_packed(self.model, backend, quantized=config.quantization is not None)
         serving_backend = backend(config.block_size)
         executor = PackedExecutor(self.model, serving_backend, report.specs)
         self.executor: Executor = executor
@@ -102,9 +109,11 @@ class ModelRunner:
             executor=self.executor.name,
             attention_backend=backend_name,
             compile="off",
+            quantization=config.quantization,
             attention_calls=_describe_calls(report.specs),
             logits_error=report.logits_error,
             attention_error=report.attention_error,
+            is_batch_invariant=report.is_batch_invariant,
             vocab_size=report.vocab_size,
             max_model_len=max_model_len,
             recompute_beyond=longrope_length(model.config.get_text_config()),

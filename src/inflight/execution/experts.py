@@ -1,0 +1,127 @@
+"""Mixtures of experts through packed weights: what `transformers` keeps as bare parameters instead of linear layers.
+
+Experts are one three-dimensional parameter a projection; models look up by name how to run them, and "inflight" is
+ours: the tokens of each expert together, and each token's experts added up in its own order of choice, so that a token
+gets the same bits in any company. Routers hand a two-dimensional parameter to `functional.linear`; a tensor subclass
+catches that.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
+
+from inflight.execution.linears import PackedLinear, is_linear
+
+MIN_ROWS = 2  # a single row would take another way through oneDNN
+
+
+class PackedExperts:
+    """The projections of all experts of a module, packed one by one: `up` (with the gate, where there is one) and
+    `down`."""
+
+    def __init__(self, module: Any, *, quantized: bool) -> None:
+        name = "gate_up_proj" if module.has_gate else "up_proj"
+        self.up = _pack_each(module, name, quantized=quantized)
+        self.down = _pack_each(module, "down_proj", quantized=quantized)
+
+    def run(self, module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        """One expert on `[n, hidden]`."""
+        num_rows = len(rows)
+        if num_rows < MIN_ROWS:
+            rows = rows.expand(MIN_ROWS, -1)
+        projected = self.up[expert](rows)
+        projected = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
+        projected = self.down[expert](projected)
+        if module.has_post_expert_norm:
+            projected = module.post_expert_norm(projected)
+        outputs: torch.Tensor = projected[:num_rows]
+        return outputs
+
+
+def _pack_each(module: Any, name: str, *, quantized: bool) -> list[PackedLinear]:
+    weights = getattr(module, name).detach()
+    biases = getattr(module, f"{name}_bias").detach() if module.has_bias else [None] * len(weights)
+    packed = [
+        PackedLinear(weight.T if module.is_transposed else weight, bias, quantized=quantized)
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+    delattr(module, name)
+    return packed
+
+
+def _run_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Tokens `[T, hidden]`, each one's experts and their weights `[T, K]`; returns `[T, hidden]`."""
+    num_tokens, num_chosen = top_k_index.shape
+    outputs = hidden_states.new_zeros(num_tokens * num_chosen, hidden_states.shape[-1])
+    experts, order = top_k_index.flatten().sort(stable=True)
+    counts = torch.bincount(experts, minlength=module.num_experts)[: module.num_experts].tolist()
+    first = 0
+    for expert, count in enumerate(counts):
+        if count:
+            places = order[first : first + count]
+            outputs[places] = module.inflight_experts.run(module, expert, hidden_states[places // num_chosen])
+            first += count
+    weighted = outputs.view(num_tokens, num_chosen, -1) * top_k_weights[..., None]
+    return weighted.sum(dim=1).to(hidden_states.dtype)
+
+
+ExpertsInterface.register("inflight", _run_experts)
+
+
+class RouterWeight(nn.Parameter):
+    """A matrix `[out, in]` that `functional.linear` multiplies with through its packed form, made for each dtype that
+    is asked for; everything else treats it as a parameter."""
+
+    packings: dict[torch.dtype, PackedLinear]
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> "RouterWeight":
+        """The same values; the memory is shared."""
+        router_weight = torch.Tensor._make_subclass(cls, weight.detach(), False)
+        router_weight.packings = {}
+        return router_weight
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Catch `functional.linear`; a copy in another dtype shares the packed forms."""
+        kwargs = kwargs or {}
+        if function is functional.linear and isinstance(args[1], RouterWeight):
+            return args[1].project(*args, **kwargs)
+        result = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+        source = args[0] if args else None
+        if isinstance(result, RouterWeight) and isinstance(source, RouterWeight) and result.shape == source.shape:
+            result.packings = source.packings
+        return result
+
+    def project(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`functional.linear`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.dtype not in self.packings:
+                self.packings[self.dtype] = PackedLinear(self.detach(), None)
+            rows = x.reshape(-1, x.shape[-1])
+            padded = rows if len(rows) >= MIN_ROWS else rows.expand(MIN_ROWS, -1)
+            out: torch.Tensor = self.packings[self.dtype](padded)[: len(rows)]
+            return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
+
+
+def pack_experts(model: PreTrainedModel, *, quantized: bool) -> None:
+    """Pack the experts and routers of `model`, which is ours alone; nothing happens if it has none."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(module, "_apply_gate") and hasattr(module, "has_gate") and isinstance(config, PreTrainedConfig):
+            module.inflight_experts = PackedExperts(module, quantized=quantized)
+            config._experts_implementation_internal = "inflight"
+    if any(hasattr(module, "inflight_experts") for module in model.modules()):
+        for module in model.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.dim() == 2 and not (is_linear(module) or isinstance(module, nn.Embedding)):
+                module._parameters["weight"] = RouterWeight.of(weight)

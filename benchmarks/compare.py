@@ -35,6 +35,8 @@ from benchmarks.workloads import WORKLOADS, Workload
 RESULTS = Path(__file__).resolve().parent / "results"
 LOGS = FOLDER / ".logs"
 WARM_UP_ROUND = -1
+QUIET = 0.1
+"""Cores that others may take of the machine before the figures are doubted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,9 @@ def run_cell(
                     continue
                 rounds[name].append(measured)
                 speed = workload.num_output_tokens / measured.seconds
-                console.print(f"{workload.name}, round {number + 1}: {PEERS[name].title} {speed:.1f} tokens/s")
+                busy = measured.cores_of_others
+                warning = f"[yellow] while others took {busy:.1f} cores" if busy > QUIET else ""
+                console.print(f"{workload.name}, round {number + 1}: {PEERS[name].title} {speed:.1f} tokens/s{warning}")
         runs = [PeerRuns(name, runner.loaded, rounds[name]) for name, runner in runners.items()]
     return CellResult(
         workload=workload.name,

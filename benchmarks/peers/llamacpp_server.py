@@ -43,8 +43,12 @@ class Server:
         }
         command = [SERVER, "-m", settings.model, "--host", "127.0.0.1", "--port", self._port, *arguments]
         self._process = subprocess.Popen([str(part) for part in command], stdin=subprocess.DEVNULL)
-        atexit.register(self._process.kill)
+        atexit.register(self._end)
         self._wait_until_ready()
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + MAX_START_SECONDS

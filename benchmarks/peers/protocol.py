@@ -80,11 +80,18 @@ class RequestMeasured:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """One run of a workload: seconds from submission until all was done, and the most bytes resident meanwhile."""
+    """One run of a workload.
+
+    Attributes:
+        seconds: from submission until all was done.
+        peak_memory: the most bytes resident meanwhile.
+        cores_of_others: how many cores' time other processes took meanwhile: near 0 on a quiet machine.
+    """
 
     seconds: float
     requests: list[RequestMeasured]
     peak_memory: int
+    cores_of_others: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -209,6 +216,17 @@ def forget_peak_memory(root: int | None = None) -> None:
     for process in family(root):
         with contextlib.suppress(OSError):
             Path(f"/proc/{process}/clear_refs").write_text(CLEAR_PEAK_MEMORY)
+
+
+def processor_seconds(root: int | None = None) -> tuple[float, float]:
+    """Seconds of processor time since they began: of the process and its descendants, and of the whole machine."""
+    ticks, own = os.sysconf("SC_CLK_TCK"), 0
+    for process in family(root):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            own += sum(map(int, fields[11:15]))  # user and system time, its own and of children that have ended
+    user, nice, system, _idle, _waiting, *rest = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+    return own / ticks, (user + nice + system + sum(rest)) / ticks
 
 
 def _memory(process: int, field: str) -> int:

@@ -61,6 +61,8 @@ def markdown(comparison: Comparison, picture: str) -> str:
         lines += ["", f"## {_title(cell)}", ""]
         lines += ["| " + " | ".join(HEADINGS) + " |", "|---" + "|---:" * (len(HEADINGS) - 1) + "|"]
         lines += ["| " + " | ".join(_row(cell, runs)) + " |" for runs in _fastest_first(cell)]
+        busiest = max((runs.cores_of_others for runs in cell.runs), default=0.0)
+        lines += ["", f"Other processes took at most {busiest:.2f} cores while one ran."]
         lines += ["", *(f"Left out: {PEERS[name].title}: {reason}" for name, reason in cell.left_out.items())]
     return "\n".join([*lines, *_settings(comparison)]).rstrip() + "\n"
 
@@ -116,7 +118,7 @@ def _row(cell: CellResult, runs: PeerRuns) -> list[str]:
         f"{speed.highest:.1f}",
         *_ratio(ratio),
         f"{runs.peak_memory:,.0f}",
-        *(f"{seconds:.2f}" for seconds in shares),
+        *(f"{seconds:.2f}" if seconds < 10 else f"{seconds:.1f}" for seconds in shares),
     ]
 
 

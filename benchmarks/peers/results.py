@@ -41,6 +41,11 @@ class PeerRuns:
         return Spread.of([_rate(measured) for measured in self.rounds])
 
     @property
+    def cores_of_others(self) -> float:
+        """Cores that other processes took in the round that they disturbed most."""
+        return max(measured.cores_of_others for measured in self.rounds)
+
+    @property
     def peak_memory(self) -> float:
         """MiB resident at most, in any round."""
         return max(measured.peak_memory for measured in self.rounds) / MEBIBYTE
@@ -103,6 +108,7 @@ class Comparison:
                     "output_tokens_per_second": dataclasses.asdict(runs.tokens_per_second),
                     "inflight_ratio": dataclasses.asdict(ratio) if ratio else None,
                     "peak_memory_mib": runs.peak_memory,
+                    "cores_of_others": runs.cores_of_others,
                     "first_token_seconds": {f"p{p}": runs.first_token_seconds(p / 100) for p in (50, 95)},
                     "latency_seconds": {f"p{p}": runs.latency_seconds(p / 100) for p in (50, 95)},
                 }

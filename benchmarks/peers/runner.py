@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.catalogue import REPOSITORY
-from benchmarks.peers.protocol import Loaded, Measured, RunnerError, Settings, measured_from
+from benchmarks.peers.protocol import Loaded, Measured, RunnerError, Settings, measured_from, processor_seconds
 from benchmarks.workloads import Request
 
 MAX_SECONDS = 1800
@@ -65,9 +65,13 @@ class Runner:
 
     def run(self, requests: Sequence[Request]) -> Measured:
         """Have all requests run at once; checks that each got exactly the tokens that it was to get."""
+        start, before = time.monotonic(), processor_seconds(self._process.pid)
         self._signal(signal.SIGCONT)
         measured = measured_from(self._ask([dataclasses.asdict(request) for request in requests]))
         self._signal(signal.SIGSTOP)
+        seconds, after = time.monotonic() - start, processor_seconds(self._process.pid)
+        own, whole = after[0] - before[0], after[1] - before[1]
+        measured = dataclasses.replace(measured, cores_of_others=max(0.0, whole - own) / seconds)
         counts = [request.num_output_tokens for request in measured.requests]
         expected = [request.num_output_tokens for request in requests]
         if counts != expected:

@@ -18,7 +18,7 @@ PARTS = [
 
 
 def engine_with(**options: object) -> Engine:
-    return Engine(str(DEMO_MODEL), EngineConfig(**{"max_num_seqs": 2, "num_blocks": 40, **options}))  # type: ignore
+    return Engine(str(DEMO_MODEL), EngineConfig(**{"dtype": "float32", "max_num_seqs": 2, "num_blocks": 40, **options}))  # type: ignore
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ class EngineConfig:
     """How a model is loaded and how its requests are batched.
 
     Attributes:
-        dtype: of weights, activations and cache. "auto" takes the checkpoint's, except float16 on a CPU, which has
-            no fast arithmetic there and becomes float32.
+        dtype: of weights, activations and cache. "auto" takes the checkpoint's; on a CPU bfloat16 where that has
+            arithmetic of its own (AVX512-BF16, AMX), else float32. A loaded model keeps its own.
         device: "auto" (CUDA, else MPS, else CPU) or a torch device such as "cuda:1".
         load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the config alone.
         trust_remote_code: whether Python code that comes with a checkpoint may run.

@@ -37,6 +37,7 @@ BACKENDS = ["reference", *FAST_BACKENDS]
 PLAIN_LAYOUT = ["reference", "torch"]
 NUM_CACHE_GROUPS = 2
 FLOAT32_TOLERANCE = 1e-5
+NAN = float("nan")
 BFLOAT16_TOLERANCE = 2e-2
 
 PLAIN = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, value_head_size=8, scale=0.3)
@@ -372,6 +373,45 @@ def test_calls_of_one_step_with_different_specs_do_not_disturb_each_other(
 ) -> None:
     """What is prepared once a step for one layer is reused only by layers that it is right for."""
     assert_same_as_reference(backend, HISTORY, [SPECS[first], SPECS[second], SPECS[first]], torch.float32, seed=7)
+
+
+TILE_BLOCKS = 16  # of 16 tokens: what the kernel computes apart, once for all that share it
+
+
+def tiles_shared(prefix: int, lengths: Sequence[int], then: Sequence[int]) -> World:
+    """One sequence computes `prefix` blocks; the others start behind them, all with spans of so many tokens, and then
+    of so many more."""
+    start = prefix * 16
+    steps = [[Part(0, 0, start)]]
+    for before, now in (([0] * len(lengths), lengths), (lengths, then)):
+        firsts = [start + length for length in before]
+        steps.append(
+            [Part(s, first, first + length) for s, (first, length) in enumerate(zip(firsts, now, strict=True))]
+        )
+    return make_world(16, steps, [(0, 0)] + [(0, prefix)] * (len(lengths) - 1), seed=4)
+
+
+SHARED_TILES = {
+    "single decodes": tiles_shared(2 * TILE_BLOCKS, [1] * 7, [1] * 7),
+    "odd spans": tiles_shared(TILE_BLOCKS, [3, 1, 2, 7, 16, 5], [1, 2, 1, 1, 9, 3]),
+    "short and long spans": tiles_shared(2 * TILE_BLOCKS, [40, 1, 17, 2], [1, 30, 1, 16]),
+    "not a whole tile": tiles_shared(2 * TILE_BLOCKS - 5, [6, 90, 1], [100, 1, 1]),
+    "many rows": tiles_shared(TILE_BLOCKS, [1] * 50, [1] * 50),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["multi-head", "plain", "window", "chunk", "softcap", "everything"])
+@pytest.mark.parametrize("world", SHARED_TILES)
+def test_whole_tiles_that_sequences_share(world: str, name: str, dtype: torch.dtype) -> None:
+    """The kernel reads them once for all; unwritten memory is NaN."""
+    spec = SPECS[name]
+    for wide in (spec, replace(spec, window=None if spec.window is None else 300)):
+        call = Call(wide, SHARED_TILES[world], dtype, seed=11)
+        expected = run(backend_of("reference", SHARED_TILES[world], dtype), SHARED_TILES[world], [call])
+        actual = run(backend_of("cpu", SHARED_TILES[world], dtype), SHARED_TILES[world], [call], fill=NAN)
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert relative_error(ours[0], theirs[0]) < (FLOAT32_TOLERANCE if dtype == torch.float32 else 2e-2)
 
 
 # --------------------------------------------------------------------------- foreign memory

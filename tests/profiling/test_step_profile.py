@@ -74,6 +74,14 @@ def test_weights_are_counted_once_and_embeddings_only_as_output_heads() -> None:
     assert not has_packed_linears(model)
 
 
+def test_experts_are_read_but_not_every_row_goes_through_them() -> None:
+    module = nn.Linear(4, 6)
+    module.experts = nn.Parameter(torch.ones(3, 4, 5))
+    work = decode_work(module, [], ReferenceAttention(torch.device("cpu"), torch.float32, 4), 4, [5])
+    assert work.weight_bytes == 4 * (4 * 6 + 3 * 4 * 5)
+    assert work.linear_operations == 2 * 4 * 6
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_packed_weights_count_as_they_lie_in_memory() -> None:
     model = nn.Sequential(PackedLinear(torch.ones(64, 32), None))

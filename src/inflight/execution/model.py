@@ -75,14 +75,20 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, model_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype asked for; "auto" is the checkpoint's own, except that float16 on a CPU becomes float32."""
+    """The dtype asked for; "auto" is the checkpoint's own, but on a CPU what its arithmetic is fast in."""
     if dtype != "auto":
         chosen: torch.dtype = getattr(torch, dtype)
         check_dtype(chosen, device)
         return chosen
+    if device.type == "cpu":
+        return torch.bfloat16 if has_fast_bfloat16() else torch.float32
     own = getattr(model_config.get_text_config(), "dtype", None) or torch.float32
-    own = getattr(torch, own) if isinstance(own, str) else own
-    return torch.float32 if own == torch.float16 and device.type == "cpu" else own
+    return getattr(torch, own) if isinstance(own, str) else own
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16 or AMX)."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:

@@ -3,13 +3,14 @@
 Counted from the model's tensors and from the sequences' lengths; nothing is measured here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from inflight.execution.attention import AttentionBackend, AttentionSpec
+from inflight.execution.experts import PackedExperts
 from inflight.execution.linears import PackedLinear, SiblingLinear
 
 
@@ -21,7 +22,7 @@ class StepWork:
         weight_bytes: of all weight matrices, as they lie in memory, each once. In a mixture of experts that is more
             than a step reads: experts that nobody chose are counted, too. Embeddings are not, unless they are the
             output head: a step reads a few rows of them.
-        linear_operations: multiplications and additions of every row with every weight.
+        linear_operations: multiplications and additions of every row with every weight but those of experts.
         cache_bytes: keys and values that the step's queries may see, and their scales, if they have some.
     """
 
@@ -44,26 +45,17 @@ def decode_work(
         specs: the attention calls of a forward pass.
         lengths: how many keys each sequence's query finds, its own among them.
     """
-    weights = list(weight_matrices(model))
+    linears = list(_once(_linear_weights, model))
+    experts = list(_once(_expert_weights, model))
     cache_bytes = 0.0
     for spec in specs:
         bytes_per_token = backend.bytes_per_block(spec) / block_size
         cache_bytes += bytes_per_token * sum(_num_visible(spec, length) for length in lengths)
     return StepWork(
-        weight_bytes=sum(weight.numel() * weight.dtype.itemsize for weight in weights),
-        linear_operations=2 * len(lengths) * sum(weight.numel() for weight in weights),
+        weight_bytes=sum(weight.numel() * weight.dtype.itemsize for weight in linears + experts),
+        linear_operations=2 * len(lengths) * sum(weight.numel() for weight in linears),
         cache_bytes=round(cache_bytes),
     )
-
-
-def weight_matrices(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The weights of linear layers, packed or not, and of experts: whatever is multiplied with rows, each once."""
-    seen: set[int] = set()
-    for module in model.modules():
-        for weight in _matrices_of(module):
-            if id(weight) not in seen:
-                seen.add(id(weight))
-                yield weight
 
 
 def has_packed_linears(model: nn.Module) -> bool:
@@ -71,13 +63,32 @@ def has_packed_linears(model: nn.Module) -> bool:
     return any(isinstance(module, PackedLinear | SiblingLinear) for module in model.modules())
 
 
-def _matrices_of(module: nn.Module) -> Iterator[torch.Tensor]:
+def _once(weights_of: Callable[[nn.Module], Iterator[torch.Tensor]], model: nn.Module) -> Iterator[torch.Tensor]:
+    """What `weights_of` gives for all modules of a model, each tensor once."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for weight in weights_of(module):
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                yield weight
+
+
+def _linear_weights(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The matrix of a linear layer, packed or not."""
     if isinstance(module, SiblingLinear):
         yield module.together.linear.packed
     elif isinstance(module, PackedLinear):
         yield module.packed
     elif not isinstance(module, nn.Embedding):
-        yield from (parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1)
+        yield from (parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 2)
+
+
+def _expert_weights(module: nn.Module) -> Iterator[torch.Tensor]:
+    """All experts' matrices, packed or not."""
+    experts = getattr(module, "inflight_experts", None)
+    if isinstance(experts, PackedExperts):
+        yield from (linear.packed for linear in (*experts.up, *experts.down))
+    yield from (parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 2)
 
 
 def _num_visible(spec: AttentionSpec, length: int) -> int:

@@ -156,10 +156,11 @@ Partial weigh(const Shape& shape, const std::vector<Stripe<Kind>>& stripes, Visi
   return {maximum, sum_of_lanes(sums), nullptr};
 }
 
-// values[row] = weights[row] . values of all stripes, for kRows rows and kVectors vectors of dimensions.
+// results[row].values = weights[row] . values of all stripes, for kRows rows and kVectors vectors of dimensions.
 template <class Kind, int kRows, int kVectors>
 inline void sum_values_block(const typename Kind::Operand* weights, int64_t weight_stride,
-                             const std::vector<Stripe<Kind>>& stripes, int first_lane, int value_lanes, float* values) {
+                             const std::vector<Stripe<Kind>>& stripes, int first_lane, int value_lanes,
+                             const Partial* results) {
   constexpr int kPack = Kind::kPack, kSteps = kLanes / kPack;
   Floats sums[kRows][kVectors] = {};
   for (size_t s = 0; s < stripes.size(); ++s) {
@@ -180,17 +181,17 @@ inline void sum_values_block(const typename Kind::Operand* weights, int64_t weig
       }
   }
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) store(values + int64_t(r) * value_lanes + first_lane + v * kLanes, sums[r][v]);
+    for (int v = 0; v < kVectors; ++v) store(results[r].values + first_lane + v * kLanes, sums[r][v]);
 }
 
 template <class Kind, int kRows>
 void sum_values(const typename Kind::Operand* weights, int64_t weight_stride, const std::vector<Stripe<Kind>>& stripes,
-                int value_lanes, float* values) {
+                int value_lanes, const Partial* results) {
   int lane = 0;
   for (; lane + kVectorsAtOnce * kLanes <= value_lanes; lane += kVectorsAtOnce * kLanes)
-    sum_values_block<Kind, kRows, kVectorsAtOnce>(weights, weight_stride, stripes, lane, value_lanes, values);
+    sum_values_block<Kind, kRows, kVectorsAtOnce>(weights, weight_stride, stripes, lane, value_lanes, results);
   for (; lane < value_lanes; lane += kLanes)
-    sum_values_block<Kind, kRows, 1>(weights, weight_stride, stripes, lane, value_lanes, values);
+    sum_values_block<Kind, kRows, 1>(weights, weight_stride, stripes, lane, value_lanes, results);
 }
 
 // Calls function<rows> for rows [0, num_rows), as many at a time as registers hold.
@@ -211,7 +212,7 @@ struct TileScratch {
 };
 
 // Let rows of queries `[num_rows, query_stride]` attend to the stripes in `scratch`; `results[row].values` are
-// `[value_lanes]` floats each, end to end.
+// `[value_lanes]` floats each.
 template <class Kind>
 void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int64_t query_stride, int num_rows,
                  const Visible* visible, TileScratch<Kind>& scratch, Partial* results) {
@@ -238,7 +239,7 @@ void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int6
   }
   by_rows(num_rows, [&](auto rows, int row) {
     sum_values<Kind, rows>(scratch.weights.data() + row * weight_stride, weight_stride, stripes, value_lanes,
-                           results[row].values);
+                           results + row);
   });
 }
 

@@ -1,0 +1,186 @@
+"""Bitwise batch invariance: a request's logits are the same bits whatever runs beside it, however it is cut.
+
+The engine runs for real under a teacher (as in `tests/exactness`); every row of logits is compared with `torch.equal`
+to that of the request running alone, whole, without a prefix cache.
+"""
+
+import copy
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inflight.config import EngineConfig
+from inflight.engine import Engine
+from inflight.params import SamplingParams
+from tests import zoo
+from tests.exactness.harness import Reference, Teacher
+
+ARCHITECTURES = ["llama", "gpt2", "mistral", "gemma2", "gpt_oss", "qwen3_moe"]
+"""A Llama, a GPT-2, sliding windows, softcap, sinks, and mixtures of experts."""
+PRECISIONS = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+}
+NUM_REQUESTS = 64
+COMMON = 48  # tokens that half of the requests begin with: three blocks
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "two at a time": {"max_num_seqs": 2},
+    "five at a time": {"max_num_seqs": 5},
+    "64 at a time": {"max_num_seqs": 64},
+    "chunks of 1": {"max_num_seqs": 1, "max_num_batched_tokens": 1},
+    "chunks of 7": {"max_num_seqs": 3, "max_num_batched_tokens": 7},
+    "chunks of 33": {"max_num_seqs": 8, "max_num_batched_tokens": 33},
+    "prefix hits": {"max_num_seqs": 4, "enable_prefix_caching": True},
+    "a shared prefix in flight": {"max_num_seqs": 64, "enable_prefix_caching": True},
+    "preemption": {"max_num_seqs": 16, "num_blocks": 24},
+}
+
+
+def requests() -> list[Reference]:
+    """Prompts and the tokens that a teacher makes of them; half of the prompts begin alike."""
+    rng = random.Random(0)
+    common = [rng.randrange(zoo.VOCAB_SIZE) for _ in range(COMMON)]
+    made = []
+    for number in range(NUM_REQUESTS):
+        own = [rng.randrange(zoo.VOCAB_SIZE) for _ in range(rng.choice((1, 2, 15, 16, 17, 40, 70)))]
+        tokens = [rng.randrange(zoo.VOCAB_SIZE) for _ in range(rng.randint(1, 6))]
+        made.append(Reference(common + own if number % 2 else own, tokens, torch.empty(0)))
+    return made
+
+
+REQUESTS = requests()
+
+
+def run_lessons(
+    model: PreTrainedModel, lessons: Sequence[Reference], **options: Any
+) -> tuple[dict[int, Tensor], Engine]:
+    """The logits of all lessons at each of their output positions."""
+    engine = Engine(model, EngineConfig(**options))
+    teacher = Teacher(lessons)
+    engine.runner.sampler = teacher  # type: ignore[assignment]
+    for number, lesson in enumerate(lessons):
+        params = SamplingParams(temperature=0, max_tokens=len(lesson.tokens), seed=number, ignore_eos=True)
+        engine.submit(engine.accept(str(number), lesson.prompt, params))
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            assert output.error is None, output.error
+    rows = {number: teacher.logits[number, 0] for number in range(len(lessons))}
+    return {number: torch.stack([each[i] for i in range(len(each))]) for number, each in rows.items()}, engine
+
+
+def run(name: str, **options: Any) -> tuple[dict[int, Tensor], Engine]:
+    """The same for a zoo model and all requests."""
+    options = {"num_blocks": 500, "enable_prefix_caching": False} | options
+    return run_lessons(zoo.build(name), REQUESTS, **options)
+
+
+@cache
+def alone(name: str, precision: str, compile: str = "off") -> dict[int, Tensor]:
+    """Each request by itself, one after the other."""
+    options = PRECISIONS[precision] | {"max_num_seqs": 1, "compile": compile}
+    return run(name, **options)[0]
+
+
+def assert_same_bits(actual: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
+    different = [number for number, logits in actual.items() if not torch.equal(logits, expected[number])]
+    assert not different, f"{len(different)} of {len(actual)} requests differ: {different[:5]}"
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_bits_do_not_depend_on_company(name: str, precision: str, configuration: str) -> None:
+    options = PRECISIONS[precision] | CONFIGURATIONS[configuration]
+    logits, engine = run(name, **options)
+    assert_same_bits(logits, alone(name, precision))
+    assert engine.model_info.is_batch_invariant
+    stats = engine.stats()
+    assert bool(stats.num_preemptions) == (configuration == "preemption")
+    assert bool(stats.num_cached_tokens) == bool(options.get("enable_prefix_caching"))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_bits_do_not_depend_on_the_number_of_threads(name: str, precision: str) -> None:
+    options = PRECISIONS[precision] | {"max_num_seqs": 16, "max_num_batched_tokens": 300}
+    with threads(1):
+        one, _ = run(name, **options)
+    with threads(2):
+        two, _ = run(name, **options)
+    assert_same_bits(two, one)
+    assert_same_bits(one, alone(name, precision))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_the_bits_do_not_depend_on_company_over_several_tiles(name: str, precision: str) -> None:
+    """Longer than the kernel's tiles of 256 positions, which sequences share and threads divide."""
+    rng = random.Random(1)
+    common = [rng.randrange(zoo.VOCAB_SIZE) for _ in range(530)]
+    lessons = [
+        Reference(
+            common[: (0, 272, 512, 530)[number % 4]] + [rng.randrange(zoo.VOCAB_SIZE) for _ in range(length)],
+            [rng.randrange(zoo.VOCAB_SIZE) for _ in range(4)],
+            torch.empty(0),
+        )
+        for number, length in enumerate((3, 16, 1, 2, 600, 40, 17, 16, 250, 300, 1, 5))
+    ]
+    model = copy.deepcopy(zoo.build(name))
+    model.config.max_position_embeddings = 1024
+    options = PRECISIONS[precision] | {"num_blocks": 800, "max_num_seqs": 1, "enable_prefix_caching": False}
+    expected, _ = run_lessons(model, lessons, **options)
+    for change in (
+        {"max_num_seqs": 12},
+        {"max_num_seqs": 12, "max_num_batched_tokens": 100},
+        {"max_num_seqs": 12, "enable_prefix_caching": True},
+        {"max_num_seqs": 5, "enable_prefix_caching": True, "max_num_batched_tokens": 300},
+    ):
+        actual, _ = run_lessons(model, lessons, **(options | change))
+        assert_same_bits(actual, expected)
+
+
+def test_a_model_that_can_not_keep_the_promise_says_so() -> None:
+    """DeepSeek's router takes the sigmoid of one score an expert. With four experts a row is narrower than a vector of
+    the CPU, so torch's operator computes an element by one routine or another, depending on where its row ends up."""
+    engine = Engine(zoo.build("deepseek_v3"), EngineConfig(num_blocks=500))
+    several, _ = run("deepseek_v3", dtype="float32", max_num_seqs=5)
+    expected = alone("deepseek_v3", "float32")
+    assert engine.model_info.is_batch_invariant == all(torch.equal(several[n], expected[n]) for n in several)
+    assert not engine.model_info.is_batch_invariant
+
+
+def test_the_definition_does_not_keep_the_promise_and_says_so() -> None:
+    """So the promise is one of the kernels, and these tests can fail."""
+    logits, engine = run("llama", dtype="float32", max_num_seqs=4, attention_backend="torch")
+    expected, _ = run("llama", dtype="float32", max_num_seqs=1, attention_backend="torch")
+    assert any(not torch.equal(logits[number], expected[number]) for number in logits)
+    assert not engine.model_info.is_batch_invariant
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2"])
+def test_a_compiled_model_keeps_the_promise_against_itself(name: str) -> None:
+    expected = alone(name, "bfloat16", "auto")
+    for configuration in ("five at a time", "chunks of 7", "a shared prefix in flight", "preemption"):
+        options = PRECISIONS["bfloat16"] | CONFIGURATIONS[configuration] | {"compile": "auto"}
+        logits, engine = run(name, **options)
+        assert engine.model_info.compile == "auto", engine.model_info.notes
+        assert_same_bits(logits, expected)

@@ -43,7 +43,8 @@ def profile_decode(engine: Engine, num_sequences: int, num_cached_tokens: int, n
     _check(engine, num_sequences, num_prompt_tokens + num_decodes + 1)
     executor = engine.runner.executor
     assert isinstance(executor, PackedExecutor)
-    meter = MachineMeter(engine.runner.model.dtype, has_packed_linears(engine.runner.model))
+    model, quantized = engine.runner.model, engine.model_info.quantization == "int8"
+    meter = MachineMeter(model.dtype, packed=has_packed_linears(model), quantized=quantized)
     decodes = Decodes(engine, num_sequences, num_prompt_tokens)
     whole: list[float] = []
     phases: list[PhaseTimes] = []
@@ -64,7 +65,7 @@ def profile_decode(engine: Engine, num_sequences: int, num_cached_tokens: int, n
         operators += profile_operators(executor, decodes.step, steps)
     decodes.end()
     middle = [round(statistics.median(of_sequence)) for of_sequence in zip(*lengths, strict=True)]
-    work = decode_work(engine.runner.model, executor.specs, executor.backend, engine.config.block_size, middle)
+    work = decode_work(model, executor.specs, executor.backend, engine.config.block_size, middle)
     machine, step_seconds = meter.machine(), statistics.median(whole)
     parts, correction = take_apart(step_seconds, phases, operators, machine, work)
     return StepProfile(

@@ -36,7 +36,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "two at a time": {"max_num_seqs": 2},
     "five at a time": {"max_num_seqs": 5},
     "64 at a time": {"max_num_seqs": 64},
-    "chunks of 1": {"max_num_seqs": 1, "max_num_batched_tokens": 1},
+    "chunks of 1": {"max_num_seqs": 1, "max_num_batched_tokens": 1, "num_requests": 8},
     "chunks of 7": {"max_num_seqs": 3, "max_num_batched_tokens": 7},
     "chunks of 33": {"max_num_seqs": 8, "max_num_batched_tokens": 33},
     "prefix hits": {"max_num_seqs": 4, "enable_prefix_caching": True},
@@ -77,10 +77,10 @@ def run_lessons(
     return {number: torch.stack([each[i] for i in range(len(each))]) for number, each in rows.items()}, engine
 
 
-def run(name: str, **options: Any) -> tuple[dict[int, Tensor], Engine]:
+def run(name: str, *, num_requests: int = NUM_REQUESTS, **options: Any) -> tuple[dict[int, Tensor], Engine]:
     """The same for a zoo model and all requests."""
     options = {"num_blocks": 500, "enable_prefix_caching": False} | options
-    return run_lessons(zoo.build(name), REQUESTS, **options)
+    return run_lessons(zoo.build(name), REQUESTS[:num_requests], **options)
 
 
 @cache

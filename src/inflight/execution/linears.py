@@ -135,6 +135,7 @@ def pack_linears(model: PreTrainedModel, calls: LinearCalls, *, quantized: bool 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and is_linear(head) and embedding.weight is head.weight
     modules = dict(model.named_modules(remove_duplicate=False))
+    originals = {name: modules[name] for name in calls.activations.values()}
     for names in calls.siblings:
         if not all(name in modules and is_linear(modules[name]) for name in names):
             continue
@@ -149,11 +150,15 @@ def pack_linears(model: PreTrainedModel, calls: LinearCalls, *, quantized: bool 
     shared: dict[int, PackedLinear] = {}  # a module that has several names is packed once
     for name in list(modules):
         module = modules.pop(name)
+        if isinstance(model.get_submodule(name), nn.Identity | SiblingLinear):
+            continue
+        if type(module) in ACTIVATIONS and kernels_available():
+            _replace(model, name, RowActivation(module))
         if not is_linear(module) or not module.weight.is_floating_point():
             continue
         if id(module) not in shared:
             activation = None if quantized else calls.activations.get(name)
-            kind = ACTIVATIONS[type(model.get_submodule(activation))] if activation else ("none", None)
+            kind = ACTIVATIONS[type(originals[activation])] if activation else ("none", None)
             shared[id(module)] = PackedLinear(*_weight_and_bias(module), *kind, quantized=quantized)
             if activation:
                 _replace(model, activation, nn.Identity())
@@ -226,6 +231,22 @@ class PackedLinear(nn.Module):
         """For `print(model)`."""
         activation = "" if self.activation == "none" else f", activation={self.activation}"
         return f"in_features={self.in_features}, out_features={self.out_features}{activation}"
+
+
+class RowActivation(nn.Module):
+    """An activation that gives an element the same bits wherever it lies; torch's own operators compute the ends of a
+    thread's share by another routine."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.original = original
+        self.activation, self.variant = ACTIVATIONS[type(original)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[…]` to `[…]`. In a compiled model the original, which the compiler fuses with what stands around it."""
+        if torch.compiler.is_compiling() or x.dtype not in (torch.float32, torch.bfloat16):
+            return self.original(x)  # type: ignore[no-any-return]
+        return torch.ops.inflight.activate(x, self.activation, self.variant or "none")  # type: ignore[no-any-return]
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

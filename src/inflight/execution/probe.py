@@ -1,8 +1,7 @@
 """The probe: finds out at load how a model attends, and proves that the packed row computes what the plain model does.
 
 Nobody's flags are believed. A dry forward pass finds the attention calls; then two short prompts run through the plain
-model one by one, its linear layers are packed (`linears`), and the prompts run again: in chunks, mixed, over scattered
-blocks. Three things must hold:
+model one by one, and packed: in chunks, mixed, over scattered blocks. Three things must hold:
 
 - *Each attention module* gives the plain module's output, from the plain model's own inputs (its output is replaced by
   the plain one before it goes on, so that rounding does not pile up and no router is tipped). A randomly initialised
@@ -11,7 +10,8 @@ blocks. Three things must hold:
 - *Isolation*: other tokens in the neighbouring sequence change nothing. A state that runs along the row (a convolution,
   a state space, a linear attention) shows itself here.
 
-A model that fails is refused with the reason: a wrong token is never an option.
+A model that fails is refused with the reason: a wrong token is never an option. One that passes gets its weights packed
+(`linears`, `experts`) and is held against the plain results once more.
 """
 
 import inspect
@@ -19,7 +19,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any, TypeAlias
 
 import torch
@@ -37,8 +36,9 @@ from inflight.plan import Span, StepPlan
 DRY_RUN_LENGTH = 160
 """Tokens of the dry forward pass: long enough for compressed keys (DeepSeek-V4: every 128) to show themselves."""
 PROBE_LENGTHS = (23, 11)
+INVARIANCE_LENGTH = 64
 PROBE_BLOCK_SIZE = 4
-NUM_PROBE_BLOCKS = 16
+NUM_PROBE_BLOCKS = 32
 Outputs: TypeAlias = list[torch.Tensor]
 """What attention modules returned in a forward pass, run after run: `[T, …]` each."""
 
@@ -52,9 +52,19 @@ class Tolerance:
     isolation: float
 
 
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Relative errors: of the worst attention module, and of the logits."""
+
+    attention: float
+    logits: float
+
+
 FULL_PRECISION = Tolerance(attention=2e-5, logits=2e-5, isolation=2e-5)
-QUANTIZED = Tolerance(attention=2e-1, logits=2e-1, isolation=1e-3)
-LOW_PRECISION = Tolerance(attention=3e-2, logits=3e-2, isolation=1e-3)
+LOW_PRECISION = Tolerance(attention=3e-2, logits=1e-2, isolation=1e-3)
+ROUNDED_ANEW = Tolerance(attention=5e-1, logits=5e-1, isolation=1e-3)
+"""After the proof the weights are packed. In low precision that rounds what attention sees differently, and a sharp
+softmax or a router makes much of it: only a mistake, which changes everything, is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,34 +123,24 @@ def probe_packed(
         if not torch.isfinite(plain_logits).all():
             raise ModelError(f"the logits of {name} are not finite even when it runs alone: are its weights intact?")
         vocab_size = min(_vocab_size(model), plain_logits.shape[-1])
-        tolerance = QUANTIZED if quantized else _tolerance(model)
+        tolerance = _tolerance(model)
+        executor = PackedExecutor(model, make_backend(PROBE_BLOCK_SIZE), specs)
+        executor.allocate(NUM_PROBE_BLOCKS)
+        errors = _compare(executor, modules, prompts, plain_logits, plain_outputs)
+        _require_agreement(name, errors, tolerance)
+        _require_isolation(name, _leak_between_neighbours(executor, prompts), tolerance)
+        _check_row_selection(executor, prompts)
         if can_pack(model):
             pack_experts(model, quantized=quantized)
             pack_linears(model, linear_calls, quantized=quantized)
-        executor = PackedExecutor(model, make_backend(PROBE_BLOCK_SIZE), specs)
-        executor.allocate(NUM_PROBE_BLOCKS)
-        error_of_logits = _relative_error if tolerance is FULL_PRECISION else _median_relative_error
-        logits_error, attention_error = _compare(
-            executor, modules, prompts, plain_logits, plain_outputs, error_of_logits
-        )
-        leak = _leak_between_neighbours(executor, prompts)
-        is_batch_invariant = _is_batch_invariant(executor, prompts)
-        _check_row_selection(executor, prompts, tolerance)
+            errors = _compare(executor, modules, prompts, plain_logits, plain_outputs)
+            exact = tolerance is FULL_PRECISION and not quantized
+            _require_agreement(name, errors, tolerance if exact else ROUNDED_ANEW)
+        is_batch_invariant = max_positions >= INVARIANCE_LENGTH and _is_batch_invariant(executor, vocab_size)
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(f"{name} can not run as a packed row: {type(error).__name__}: {error}") from error
-    if not leak <= tolerance.isolation:
-        raise ModelError(
-            f"{name} lets sequences of a packed row see each other by other ways than attention (a recurrent state, a "
-            f"convolution): a neighbour's tokens change the logits by {leak:.1e} of their size"
-        )
-    if not (attention_error <= tolerance.attention and logits_error <= tolerance.logits):
-        raise ModelError(
-            f"{name} does not give the plain model's results when it runs as a packed row: its attention differs by "
-            f"{attention_error:.1e} of its size ({tolerance.attention:.0e} is allowed in this dtype), its logits by "
-            f"{logits_error:.1e} ({tolerance.logits:.0e} is allowed)"
-        )
     config = model.config.get_text_config()
     max_model_len, notes = _exact_length(config, specs)
     max_row_len = _max_row_len(config)
@@ -148,13 +148,30 @@ def probe_packed(
         tuple(specs),
         tuple(modules),
         max_model_len,
-        attention_error,
-        logits_error,
+        errors.attention,
+        errors.logits,
         vocab_size,
         is_batch_invariant,
         max_row_len,
         tuple(notes),
     )
+
+
+def _require_agreement(name: str, errors: Errors, tolerance: Tolerance) -> None:
+    if not (errors.attention <= tolerance.attention and errors.logits <= tolerance.logits):
+        raise ModelError(
+            f"{name} does not give the plain model's results when it runs as a packed row: its attention differs by "
+            f"{errors.attention:.1e} of its size ({tolerance.attention:.0e} is allowed in this dtype), its logits by "
+            f"{errors.logits:.1e} ({tolerance.logits:.0e} is allowed)"
+        )
+
+
+def _require_isolation(name: str, leak: float, tolerance: Tolerance) -> None:
+    if not leak <= tolerance.isolation:
+        raise ModelError(
+            f"{name} lets sequences of a packed row see each other by other ways than attention (a recurrent state, a "
+            f"convolution): a neighbour's tokens change the logits by {leak:.1e} of their size"
+        )
 
 
 # ------------------------------------------------------------------------------------------- the dry run
@@ -257,8 +274,7 @@ def _compare(
     prompts: Sequence[Sequence[int]],
     plain_logits: torch.Tensor,
     plain_outputs: Outputs,
-    error_of_logits: Callable[[torch.Tensor, torch.Tensor], float],
-) -> tuple[float, float]:
+) -> Errors:
     """Relative errors of the packed run's logits and of its worst attention module, each fed with plain inputs."""
     first_rows = [0, len(prompts[0])]
     logits_errors: list[float] = []
@@ -269,8 +285,8 @@ def _compare(
         with _watch(modules, plain) as seen:
             logits = executor.forward(batch)
         attention_errors += map(_relative_error, seen, plain)
-        logits_errors.append(error_of_logits(logits, plain_logits[rows.to(logits.device)]))
-    return max(logits_errors), max(attention_errors)
+        logits_errors.append(_relative_error(logits, plain_logits[rows.to(logits.device)]))
+    return Errors(max(attention_errors), max(logits_errors))
 
 
 def _leak_between_neighbours(executor: PackedExecutor, prompts: Sequence[Sequence[int]]) -> float:
@@ -284,26 +300,33 @@ def _leak_between_neighbours(executor: PackedExecutor, prompts: Sequence[Sequenc
     return _relative_error(*map(torch.cat, logits))
 
 
-def _is_batch_invariant(executor: PackedExecutor, prompts: Sequence[Sequence[int]]) -> bool:
+def _is_batch_invariant(executor: PackedExecutor, vocab_size: int) -> bool:
     """Whether a sequence's logits are the same bits computed at once and alone, and in pieces beside another one."""
-    device, (neighbour, prompt) = executor.model.device, prompts
-    table = array("i", range(1, NUM_PROBE_BLOCKS, 2))
-    whole = StepPlan((Span(0, 0, 0, prompt, len(prompt), len(prompt)),), ((table,),))
-    alone = executor.forward(RaggedBatch.pack(whole, PROBE_BLOCK_SIZE, device))
-    beside = []
-    for batch, spans in _packed_steps([neighbour, prompt], device):
-        rows = executor.forward(batch).split([span.length for span in spans])  # type: ignore[no-untyped-call]
-        beside.append(rows[[span.sequence_id for span in spans].index(1)])
-    return torch.equal(torch.cat(beside), alone)
+    device, length = executor.model.device, INVARIANCE_LENGTH
+    prompts = [[(7 * i + start) % vocab_size for i in range(length)] for start in (3, 1)]
+    tables = [array("i", range(number, NUM_PROBE_BLOCKS, 2)) for number in range(2)]
+
+    def run(*parts: tuple[int, int, int]) -> list[torch.Tensor]:
+        spans = tuple(
+            Span(number, number, first, prompts[number][first:last], last - first, length)
+            for number, first, last in parts
+        )
+        plan = StepPlan(spans, (tuple(tables[number] for number, _, _ in parts),))
+        logits = executor.forward(RaggedBatch.pack(plan, PROBE_BLOCK_SIZE, device))
+        return list(logits.split([span.length for span in spans]))  # type: ignore[no-untyped-call]
+
+    (alone,) = run((0, 0, length))
+    pieces = [run((1, 0, 5), (0, 0, 17))[1], run((0, 17, 18), (1, 5, 10))[0], run((1, 10, 40), (0, 18, length))[1]]
+    return torch.equal(torch.cat(pieces), alone)
 
 
-def _check_row_selection(executor: PackedExecutor, prompts: Sequence[Sequence[int]], tolerance: Tolerance) -> None:
+def _check_row_selection(executor: PackedExecutor, prompts: Sequence[Sequence[int]]) -> None:
     """Raise `ModelError` unless the model gives the logits of just the rows that are asked for."""
     batch, _ = next(_packed_steps(prompts, executor.model.device))
     everything = executor.forward(batch)
     last_rows = batch.cu_query_lens[1:].long() - 1
     few = executor.forward(replace(batch, logit_rows=last_rows))
-    if _relative_error(few, everything[last_rows]) > tolerance.logits:
+    if _relative_error(few, everything[last_rows]) > _tolerance(executor.model).logits:
         raise ModelError(f"{type(executor.model).__name__} gives other rows of logits than those it is asked for")
 
 
@@ -347,11 +370,6 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     expected = expected.float()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
     return float((actual.float() - expected).norm() / spread.clamp_min(1e-30))
-
-
-def _median_relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the rows: in low precision rounding tips a router now and then, and that row is another one altogether."""
-    return median(_relative_error(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def _tolerance(model: PreTrainedModel) -> Tolerance:

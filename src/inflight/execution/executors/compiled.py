@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import TypeAlias
 
 import torch
@@ -27,7 +28,7 @@ COMPILED_ROWS = (32, 8)
 """T and R of the step that is compiled with: where the compiler wants a size to plan for, it takes these."""
 
 
-def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> Forward:
+def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> FunctionType:
     """The model's own forward pass over one row."""
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
@@ -42,12 +43,13 @@ def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> Forward:
         ).logits[0]
         return logits if takes_logit_rows else logits[logit_rows]
 
+    assert isinstance(forward, FunctionType)
     return forward
 
 
 def compile_forward(
     model: PreTrainedModel,
-    forward: Forward,
+    forward: FunctionType,
     modules: Sequence[torch.nn.Module],
     caches: Sequence[CpuCache],
     mode: str,
@@ -63,6 +65,8 @@ def compile_forward(
     Raises:
         Exception: whatever the compiler says of a model that it can not take in one piece.
     """
+    # The compiler remembers, and counts, by code object: each model gets one of its own.
+    forward = FunctionType(forward.__code__.replace(), forward.__globals__, closure=forward.__closure__)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
     for module, cache in zip(modules, caches, strict=True):
         setattr(module, "inflight_call", cache.call)  # noqa: B010
@@ -72,7 +76,8 @@ def compile_forward(
     def run(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         for rows in (input_ids, positions, logit_rows):
             torch._dynamo.mark_dynamic(rows, 0, min=2, max=MAX_ROWS)
-        return compiled(input_ids, positions, logit_rows)
+        logits: torch.Tensor = compiled(input_ids, positions, logit_rows)
+        return logits
 
     start = time.monotonic()
     print("inflight: compiling the model …", end="", file=sys.stderr, flush=True)

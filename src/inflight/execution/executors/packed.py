@@ -17,8 +17,8 @@ from inflight.execution.ragged_batch import RaggedBatch
 
 logger = logging.getLogger(__name__)
 
-MIN_ROWS = 2
-"""On a CPU a single row takes another way through oneDNN, with other bits: it is never run alone."""
+MIN_ROWS = 4
+"""On a CPU a single row takes another way through oneDNN, with other bits; and two take longer than four."""
 
 
 class PackedExecutor:
@@ -61,12 +61,12 @@ class PackedExecutor:
                 self.backend.copy_blocks(cache, copies)
         rows = batch.input_ids, batch.positions, batch.logit_rows
         if self._on_cpu:
-            rows = _at_least_two(rows[0]), _at_least_two(rows[1]), _at_least_two(rows[2])
+            rows = _enough(rows[0]), _enough(rows[1]), _enough(rows[2])
         if self._compiled is not None:
             return self._compiled(*rows)[: batch.num_logit_rows]
         self._num_calls, self._num_tokens = 0, batch.num_tokens
         with attend_with(self._attend), length_of_its_own(self.model, batch, self._longrope_length):
-            logits = self._forward(*rows)
+            logits: torch.Tensor = self._forward(*rows)
         if self._num_calls != len(self.specs):
             raise RuntimeError(f"the model made {self._num_calls} attention calls, not {len(self.specs)} as at load")
         if len(logits) != len(rows[2]):
@@ -118,9 +118,10 @@ class PackedExecutor:
         return output[None]
 
 
-def _at_least_two(rows: torch.Tensor) -> torch.Tensor:
-    """A single row twice, none as two zeros; any other number as it is."""
+def _enough(rows: torch.Tensor) -> torch.Tensor:
+    """Rows, repeated up to `MIN_ROWS`; none as zeros."""
     if rows.shape[0] >= MIN_ROWS:
         return rows
     with torch.inference_mode(False):  # a compiled model takes tensors of one kind
-        return rows.repeat(MIN_ROWS) if rows.shape[0] else rows.new_zeros(MIN_ROWS)
+        last = rows[-1:] if rows.shape[0] else rows.new_zeros(1)
+        return torch.cat([rows, last.repeat(MIN_ROWS - rows.shape[0])])

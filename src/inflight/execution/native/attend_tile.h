@@ -73,6 +73,12 @@ struct Visible {
   int low, high;
 };
 
+// Ask for memory that will be read soon: the blocks of a sequence lie scattered, so the hardware can't foresee it. While
+// scores are computed the tile's values come in, while values are summed the keys of the tile that is next.
+inline void prefetch(const void* from, int64_t offset) {
+  __builtin_prefetch(static_cast<const char*>(from) + offset, 0, 3);
+}
+
 template <class Kind>
 void collect_stripes(const Shape& shape, const Storage<Kind>& storage, const int32_t* blocks, int kv_head, int low,
                      int high, std::vector<Stripe<Kind>>& stripes) {
@@ -96,13 +102,16 @@ void collect_stripes(const Shape& shape, const Storage<Kind>& storage, const int
 }
 
 // scores[row][stripe] = query[row] . keys[stripe], for kRows x kStripes.
-template <class Kind, int kRows, int kStripes>
+template <class Kind, int kRows, int kStripes, bool kFirst>
 inline void score_block(const typename Kind::Operand* queries, int64_t query_stride, const Stripe<Kind>* stripes,
-                        int steps, float* scores, int64_t score_stride) {
+                        int steps, int64_t values_per_step, float* scores, int64_t score_stride) {
   Floats sums[kRows][kStripes] = {};
   for (int i = 0; i < steps; ++i) {
     typename Kind::Panel panels[kStripes];
-    for (int s = 0; s < kStripes; ++s) panels[s] = Kind::load_panel(stripes[s].keys + int64_t(i) * kLanes * Kind::kPack);
+    for (int s = 0; s < kStripes; ++s) {
+      panels[s] = Kind::load_panel(stripes[s].keys + int64_t(i) * kLanes * Kind::kPack);
+      if constexpr (kFirst) prefetch(stripes[s].values, i * values_per_step);
+    }
     for (int r = 0; r < kRows; ++r) {
       const auto operand = queries[r * query_stride + i];
       for (int s = 0; s < kStripes; ++s) sums[r][s] = Kind::multiply_add(sums[r][s], operand, panels[s]);
@@ -112,16 +121,17 @@ inline void score_block(const typename Kind::Operand* queries, int64_t query_str
     for (int s = 0; s < kStripes; ++s) store(scores + r * score_stride + s * kLanes, sums[r][s]);
 }
 
-template <class Kind, int kRows>
+template <class Kind, int kRows, bool kFirst>
 void score_rows(const typename Kind::Operand* queries, int64_t query_stride, const std::vector<Stripe<Kind>>& stripes,
-                int steps, float* scores, int64_t score_stride) {
+                int steps, int64_t values_per_step, float* scores, int64_t score_stride) {
   const int num_stripes = int(stripes.size());
   int s = 0;
   for (; s + kStripesAtOnce <= num_stripes; s += kStripesAtOnce)
-    score_block<Kind, kRows, kStripesAtOnce>(queries, query_stride, &stripes[s], steps, scores + s * kLanes,
-                                             score_stride);
+    score_block<Kind, kRows, kStripesAtOnce, kFirst>(queries, query_stride, &stripes[s], steps, values_per_step,
+                                                     scores + s * kLanes, score_stride);
   for (; s < num_stripes; ++s)
-    score_block<Kind, kRows, 1>(queries, query_stride, &stripes[s], steps, scores + s * kLanes, score_stride);
+    score_block<Kind, kRows, 1, kFirst>(queries, query_stride, &stripes[s], steps, values_per_step, scores + s * kLanes,
+                                        score_stride);
 }
 
 // Scores to weights, in place: scale, softcap, mask, exponential. Returns their maximum and sum.
@@ -159,20 +169,24 @@ Partial weigh(const Shape& shape, const std::vector<Stripe<Kind>>& stripes, Visi
 // results[row].values = weights[row] . values of all stripes, for kRows rows and kVectors vectors of dimensions.
 template <class Kind, int kRows, int kVectors>
 inline void sum_values_block(const typename Kind::Operand* weights, int64_t weight_stride,
-                             const std::vector<Stripe<Kind>>& stripes, int first_lane, int value_lanes,
-                             const Partial* results) {
+                             const std::vector<Stripe<Kind>>& stripes, const std::vector<Stripe<Kind>>& next,
+                             int64_t keys_per_step, int first_lane, int value_lanes, const Partial* results) {
   constexpr int kPack = Kind::kPack, kSteps = kLanes / kPack;
   Floats sums[kRows][kVectors] = {};
   for (size_t s = 0; s < stripes.size(); ++s) {
     const auto* row = stripes[s].values + int64_t(first_lane) * kPack;
     const auto* weight = weights + s * kSteps;
     const int full = stripes[s].length / kPack;
-    for (int i = 0; i < full; ++i, row += int64_t(value_lanes) * kPack)
+    const void* next_keys = s < next.size() ? next[s].keys : nullptr;
+    for (int i = 0; i < full; ++i, row += int64_t(value_lanes) * kPack) {
+      if (next_keys)
+        for (int64_t offset = 0; offset < keys_per_step; offset += 64) prefetch(next_keys, i * keys_per_step + offset);
       for (int v = 0; v < kVectors; ++v) {
         const auto panel = Kind::load_panel(row + v * kLanes * kPack);
         for (int r = 0; r < kRows; ++r)
           sums[r][v] = Kind::multiply_add(sums[r][v], weight[r * weight_stride + i], panel);
       }
+    }
     if (full * kPack < stripes[s].length)  // beside the last token lies what belongs to nobody
       for (int v = 0; v < kVectors; ++v) {
         const auto panel = Kind::load_first_of_pack(row + v * kLanes * kPack);
@@ -186,12 +200,15 @@ inline void sum_values_block(const typename Kind::Operand* weights, int64_t weig
 
 template <class Kind, int kRows>
 void sum_values(const typename Kind::Operand* weights, int64_t weight_stride, const std::vector<Stripe<Kind>>& stripes,
-                int value_lanes, const Partial* results) {
+                const std::vector<Stripe<Kind>>& next, int64_t keys_per_step, int value_lanes, const Partial* results) {
+  static const std::vector<Stripe<Kind>> none;
   int lane = 0;
   for (; lane + kVectorsAtOnce * kLanes <= value_lanes; lane += kVectorsAtOnce * kLanes)
-    sum_values_block<Kind, kRows, kVectorsAtOnce>(weights, weight_stride, stripes, lane, value_lanes, results);
+    sum_values_block<Kind, kRows, kVectorsAtOnce>(weights, weight_stride, stripes, lane ? none : next, keys_per_step,
+                                                  lane, value_lanes, results);
   for (; lane < value_lanes; lane += kLanes)
-    sum_values_block<Kind, kRows, 1>(weights, weight_stride, stripes, lane, value_lanes, results);
+    sum_values_block<Kind, kRows, 1>(weights, weight_stride, stripes, lane ? none : next, keys_per_step, lane,
+                                     value_lanes, results);
 }
 
 // Calls function<rows> for rows [0, num_rows), as many at a time as registers hold.
@@ -206,7 +223,7 @@ void by_rows(int num_rows, const Function& function) {
 // Memory of one thread for the tile at hand.
 template <class Kind>
 struct TileScratch {
-  std::vector<Stripe<Kind>> stripes;
+  std::vector<Stripe<Kind>> stripes, next, none;  // of this tile, and of the one that this thread is likely to see next
   std::vector<float> scores;
   std::vector<typename Kind::Operand> weights;
 };
@@ -219,11 +236,19 @@ void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int6
   const auto& stripes = scratch.stripes;
   const int64_t score_stride = int64_t(stripes.size()) * kLanes, weight_stride = score_stride / Kind::kPack;
   const int steps = shape.key_steps(Kind::kPack), value_lanes = shape.value_lanes();
+  constexpr int64_t kSize = sizeof(typename Kind::Stored) * kLanes;  // bytes, a dimension of a stripe each
+  const int64_t values_per_step = value_lanes * kSize / steps;
+  const int64_t keys_per_step = steps * Kind::kPack * kSize / (kLanes / Kind::kPack);
   scratch.scores.resize(score_stride * num_rows);
   scratch.weights.resize(weight_stride * num_rows);
   by_rows(num_rows, [&](auto rows, int row) {
-    score_rows<Kind, rows>(queries + row * query_stride, query_stride, stripes, steps,
-                           scratch.scores.data() + row * score_stride, score_stride);
+    const auto* these = queries + row * query_stride;
+    float* scores = scratch.scores.data() + row * score_stride;
+    if (row == 0) {
+      score_rows<Kind, rows, true>(these, query_stride, stripes, steps, values_per_step, scores, score_stride);
+    } else {
+      score_rows<Kind, rows, false>(these, query_stride, stripes, steps, values_per_step, scores, score_stride);
+    }
   });
   for (int row = 0; row < num_rows; ++row) {
     float* scores = scratch.scores.data() + row * score_stride;
@@ -238,8 +263,8 @@ void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int6
     Kind::pack(scores, int(score_stride), scratch.weights.data() + row * weight_stride);
   }
   by_rows(num_rows, [&](auto rows, int row) {
-    sum_values<Kind, rows>(scratch.weights.data() + row * weight_stride, weight_stride, stripes, value_lanes,
-                           results + row);
+    sum_values<Kind, rows>(scratch.weights.data() + row * weight_stride, weight_stride, stripes,
+                           row ? scratch.none : scratch.next, keys_per_step, value_lanes, results + row);
   });
 }
 

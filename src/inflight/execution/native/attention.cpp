@@ -140,7 +140,10 @@ class Attention {
 
   void run() {
     plan();
-    for_each_item(int64_t(items_.size()), [this](int64_t i) { run_item(items_[i]); });
+    const int64_t num_items = int64_t(items_.size()), num_threads = at::get_num_threads();
+    for_each_item(num_items, [&](int64_t i) {
+      run_item(items_[i], i + num_threads < num_items ? &items_[i + num_threads] : nullptr);
+    });
     if (!apart_.empty())
       for_each_item(int64_t(apart_.size()) * shape_.num_kv_heads, [this](int64_t i) {
         merge_apart(apart_[i / shape_.num_kv_heads], int(i % shape_.num_kv_heads));
@@ -204,13 +207,28 @@ class Attention {
     partial_values_ = at::empty({num_partials, shape_.value_lanes()}, at::kFloat);
   }
 
-  void run_item(const Item& item) {
+  // `next` is the item that this thread will probably be given after this one.
+  void run_item(const Item& item, const Item* next) {
     thread_local Thread thread;
     if (item.tile < 0) {
-      run_all_tiles(item, thread);
+      run_all_tiles(item, next, thread);
     } else {
+      foresee(next, thread);
       run_tile_apart(item, thread);
     }
+  }
+
+  // Where the keys of an item's first tile lie.
+  void foresee(const Item* item, Thread& thread) const {
+    thread.tile.next.clear();
+    if (item == nullptr) return;
+    const int64_t number = item->tile < 0 ? item->first_span : apart_[members_[item->first_span]].span;
+    const Span& span = step_.spans[number];
+    const int64_t tile = item->tile < 0 ? first_tile(span) : item->tile;
+    const int64_t first = tile * shape_.tile_size(), last = std::min(span.end, first + shape_.tile_size());
+    const int64_t low = std::max(shape_.first_visible(span.start), first);
+    collect_stripes(shape_, storage_, blocks(number, tile), item->kv_head, int(low - first), int(last - first),
+                    thread.tile.next);
   }
 
   const int32_t* blocks(int64_t span, int64_t tile) const {
@@ -238,7 +256,7 @@ class Attention {
     collect_stripes(shape_, storage_, blocks(span, tile), kv_head, low, high, thread.tile.stripes);
   }
 
-  void run_all_tiles(const Item& item, Thread& thread) const {
+  void run_all_tiles(const Item& item, const Item* next, Thread& thread) const {
     const Span& span = step_.spans[item.first_span];
     const int64_t lanes = shape_.value_lanes(), first_row = item.first_row, num_rows = item.num_rows;
     thread.queries.resize(num_rows * query_stride_);
@@ -253,13 +271,15 @@ class Attention {
     }
     const int64_t first_position = span.start + first_row / shape_.group_size();
     const int64_t last_position = span.start + (first_row + num_rows - 1) / shape_.group_size();
-    for (int64_t tile = shape_.first_visible(first_position) / shape_.tile_size();
-         tile <= last_position / shape_.tile_size(); ++tile) {
+    const int64_t last_tile = last_position / shape_.tile_size();
+    for (int64_t tile = shape_.first_visible(first_position) / shape_.tile_size(); tile <= last_tile; ++tile) {
       for (int64_t i = 0; i < num_rows; ++i) {
         thread.visible[i] = visible(span, first_row + i, tile);
         thread.next[i].values = &thread.next_values[i * lanes];
       }
       collect(item.first_span, tile, item.kv_head, thread.visible, thread);
+      if (tile < last_tile) thread.tile.next.clear();
+      if (tile == last_tile) foresee(next, thread);
       attend_tile<Kind>(shape_, thread.queries.data(), query_stride_, int(num_rows), thread.visible.data(), thread.tile,
                         thread.next.data());
       for (int64_t i = 0; i < num_rows; ++i) merge(thread.so_far[i], thread.next[i], int(lanes));

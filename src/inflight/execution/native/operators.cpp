@@ -6,6 +6,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "activate.h"
 #include "attention.h"
 #include "greedy.h"
 #include "linear.h"
@@ -110,6 +111,7 @@ TORCH_LIBRARY(inflight, library) {
   library.def("delete_linear(int linear) -> ()", &ours::delete_linear);
   library.def("linear(Tensor x, int linear, int out_features) -> Tensor");
   library.impl("linear", c10::DispatchKey::CPU, &ours::linear);
+  library.def("activate(Tensor x, str activation, str variant) -> Tensor", &inflight::activate);
   library.def("greedy(Tensor logits) -> (Tensor, Tensor)", &inflight::greedy);
   library.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
               &inflight::sample);

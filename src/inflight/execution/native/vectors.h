@@ -5,7 +5,7 @@
 #include <cstring>
 #include <limits>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 

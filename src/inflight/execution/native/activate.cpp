@@ -1,0 +1,74 @@
+#include "activate.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
+#include <cmath>
+
+#include "convert.h"
+
+namespace inflight {
+namespace {
+
+Floats relu(Floats x) { return x < 0.f ? Floats{} : x; }
+Floats swish(Floats x) { return x / (exp(-x) + 1.f); }
+Floats gelu_tanh(Floats x) {
+  const Floats inner = (x + x * x * x * 0.044715f) * 0.7978845608f;
+  return x * 0.5f * (tanh(inner) + 1.f);
+}
+Floats gelu(Floats x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (float& lane : lanes) lane = lane * 0.5f * (1.f + std::erf(lane * 0.7071067812f));
+  return load<Floats>(lanes);
+}
+
+// A part of a vector takes the same way as a whole one.
+template <class Value, class Function>
+void activate_rows(const at::Tensor& x, at::Tensor& output, const Function& function) {
+  const int64_t size = x.size(-1), num_rows = x.numel() / std::max<int64_t>(size, 1);
+  const int64_t stride = x.dim() > 1 ? x.stride(-2) : size;
+  at::parallel_for(0, num_rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(size, 1)), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const Value* from = x.const_data_ptr<Value>() + row * stride;
+      Value* to = output.data_ptr<Value>() + row * size;
+      for (int64_t i = 0; i < size; i += kLanes) {
+        const int64_t count = std::min<int64_t>(kLanes, size - i);
+        float lanes[kLanes] = {};
+        if (count == kLanes) {
+          store(lanes, load_floats(from + i));
+        } else {
+          read_floats(from + i, count, lanes);
+        }
+        store(lanes, function(load<Floats>(lanes)));
+        for (int64_t lane = 0; lane < count; ++lane) store_float(lanes[lane], to + i + lane);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+at::Tensor activate(const at::Tensor& x, std::string_view activation, std::string_view variant) {
+  // Rows at equal distances, as pieces of a wider tensor have them, are read in place.
+  bool in_place = x.dim() > 0 && x.stride(-1) == 1;
+  for (int64_t dim = 0; dim + 2 < x.dim(); ++dim) in_place &= x.size(dim) == 1;
+  const at::Tensor rows = in_place ? x : x.contiguous();
+  at::Tensor output = at::empty(x.sizes(), x.options());
+  const auto run = [&](const auto& function) {
+    if (x.scalar_type() == at::kFloat) return activate_rows<float>(rows, output, function);
+    TORCH_CHECK(x.scalar_type() == at::kBFloat16, "activations must be float32 or bfloat16");
+    activate_rows<at::BFloat16>(rows, output, function);
+  };
+  if (activation == "relu") {
+    run(relu);
+  } else if (activation == "swish") {
+    run(swish);
+  } else {
+    TORCH_CHECK(activation == "gelu", "there is no activation '", activation, "'");
+    variant == "tanh" ? run(gelu_tanh) : run(gelu);
+  }
+  return output;
+}
+
+}  // namespace inflight

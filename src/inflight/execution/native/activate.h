@@ -1,0 +1,13 @@
+// Activations, element by element: the same bits wherever an element lies in its row and whoever computes it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string_view>
+
+namespace inflight {
+
+// "relu", "swish", or "gelu" with the variant "none" or "tanh", of float32 or bfloat16.
+at::Tensor activate(const at::Tensor& x, std::string_view activation, std::string_view variant);
+
+}  // namespace inflight

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from inflight.config import EngineConfig
 from inflight.errors import ModelError
-from inflight.execution.model import available_cache_memory, load_model, resolve_device
+from inflight.execution.model import available_cache_memory, has_fast_bfloat16, load_model, resolve_device
 from tests import zoo
 
+FAST_DTYPE = torch.bfloat16 if has_fast_bfloat16() else torch.float32
 UP_PROJECTION = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -42,7 +43,7 @@ def same_bits(a: PreTrainedModel, b: PreTrainedModel) -> bool:
 
 @pytest.mark.parametrize("as_source", [str, Path])
 def test_a_saved_model_loads_with_the_same_bits_ready_to_run(saved: Path, as_source: type) -> None:
-    model = load_model(as_source(saved), EngineConfig())
+    model = load_model(as_source(saved), EngineConfig(dtype="float32"))
     assert same_bits(model, zoo.build("llama"))
     assert not model.training
     assert model.device == resolve_device("auto")
@@ -51,7 +52,7 @@ def test_a_saved_model_loads_with_the_same_bits_ready_to_run(saved: Path, as_sou
 def test_sharded_checkpoints_load(tmp_path: Path) -> None:
     zoo.build("llama").save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert same_bits(load_model(tmp_path, EngineConfig()), zoo.build("llama"))
+    assert same_bits(load_model(tmp_path, EngineConfig(dtype="float32")), zoo.build("llama"))
 
 
 def test_a_loaded_model_is_copied_in_evaluation_mode_but_shares_its_parameters() -> None:
@@ -189,15 +190,15 @@ def test_a_device_that_is_not_here_is_refused_by_name(saved: Path, device: str) 
 @pytest.mark.parametrize(
     ("checkpoint", "asked", "given"),
     [
-        (torch.float32, "auto", torch.float32),
-        (torch.bfloat16, "auto", torch.bfloat16),
-        (torch.float16, "auto", torch.float32),
+        (torch.float32, "auto", FAST_DTYPE),
+        (torch.bfloat16, "auto", FAST_DTYPE),
+        (torch.float16, "auto", FAST_DTYPE),
         (torch.float32, "bfloat16", torch.bfloat16),
         (torch.bfloat16, "float32", torch.float32),
         (torch.float16, "bfloat16", torch.bfloat16),
     ],
 )
-def test_a_checkpoint_on_a_cpu_gets_the_dtype_asked_for_or_its_own_but_never_float16(
+def test_a_checkpoint_on_a_cpu_gets_the_dtype_asked_for_or_the_one_that_is_fast_there(
     tmp_path: Path, checkpoint: torch.dtype, asked: str, given: torch.dtype
 ) -> None:
     zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(checkpoint).save_pretrained(tmp_path)
@@ -255,7 +256,7 @@ def test_dummy_weights_leave_the_callers_random_numbers_alone(config_only: Path)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("asked", "given"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+@pytest.mark.parametrize(("asked", "given"), [("auto", FAST_DTYPE), ("float32", torch.float32)])
 def test_dummy_weights_have_the_dtype_asked_for(config_only: Path, asked: str, given: torch.dtype) -> None:
     model = load_model(config_only, EngineConfig(load_format="dummy", dtype=asked, device="cpu"))
     assert {parameter.dtype for parameter in model.parameters()} == {given}
@@ -267,12 +268,12 @@ def test_a_config_without_weights_is_refused_unless_dummy_weights_are_asked_for(
         load_model(config_only, EngineConfig())
 
 
-def test_dummy_weights_of_a_config_in_float16_are_float32_on_a_cpu(tmp_path: Path) -> None:
+def test_dummy_weights_of_a_config_in_float16_are_not_float16_on_a_cpu(tmp_path: Path) -> None:
     config = zoo.ARCHITECTURES["llama"]()
     config.dtype = torch.float16
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float16"
-    assert load_model(tmp_path, EngineConfig(load_format="dummy", device="cpu")).dtype == torch.float32
+    assert load_model(tmp_path, EngineConfig(load_format="dummy", device="cpu")).dtype == FAST_DTYPE
 
 
 # -------------------------------------------------------------------------------------- the device

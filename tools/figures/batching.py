@@ -137,7 +137,7 @@ def latency() -> Drawing:
 @cache
 def small_race() -> Race:
     """What `inflight race` runs: 24 requests on the embedded model, 8 slots."""
-    setting = Setting(str(DEMO_MODEL), EngineConfig(max_num_seqs=NUM_SLOTS))
+    setting = Setting(str(DEMO_MODEL), EngineConfig(dtype="float32", max_num_seqs=NUM_SLOTS))
     requests = mixed_requests(24, 120, setting.engine.model_info.vocab_size, seed=0)
     return run_race(setting.methods, requests, NUM_SLOTS, Console(file=StringIO()))
 

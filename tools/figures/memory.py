@@ -34,7 +34,7 @@ ROUNDS = 3
 
 def paging() -> Drawing:
     """Places in the cache that stories take whose length nobody knew, and what reserving for the longest would take."""
-    llm = LLM(max_num_seqs=6, block_size=BLOCK_SIZE)
+    llm = LLM(dtype="float32", max_num_seqs=6, block_size=BLOCK_SIZE)
     records: list[StepRecord] = []
     llm.engine.observer = records.append
     params = [SamplingParams(temperature=0.8, seed=number, max_tokens=MAX_TOKENS) for number in range(len(OPENINGS))]
@@ -141,6 +141,6 @@ def prefix_sharing() -> Drawing:
 
 def _steps_in(num_blocks: int | None) -> list[StepRecord]:
     """The steps of 16 requests through 8 slots with so many blocks."""
-    config = EngineConfig(max_num_seqs=8, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    config = EngineConfig(dtype="float32", max_num_seqs=8, num_blocks=num_blocks, block_size=BLOCK_SIZE)
     engine = Engine(str(DEMO_MODEL), config)
     return steps_of(engine, mixed_requests(16, 120, engine.model_info.vocab_size, seed=1))

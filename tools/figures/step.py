@@ -16,7 +16,7 @@ PROMPTS = (
 
 def mixed_step() -> Drawing:
     """A decode, the rest of a prompt and a chunk of another in one row, and its mask."""
-    llm = LLM(max_num_seqs=len(PROMPTS), max_num_batched_tokens=BUDGET, kv_cache_memory=2**26)
+    llm = LLM(dtype="float32", max_num_seqs=len(PROMPTS), max_num_batched_tokens=BUDGET, kv_cache_memory=2**26)
     tokenizer = llm.tokenizer
     assert tokenizer is not None
     capture = StepCapture(

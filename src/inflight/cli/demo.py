@@ -2,6 +2,7 @@
 short race against what continuous batching replaces."""
 
 import time
+from dataclasses import replace
 
 import click
 
@@ -82,6 +83,6 @@ def demo(slots: int, slow: bool) -> None:
         highlight=False,
     )
     console.print(f"\nThe race: {len(texts)} requests of mixed lengths, {slots} slots, four ways (`inflight race`)\n")
-    setting = Setting(str(DEMO_MODEL), llm.engine.config)
+    setting = Setting(str(DEMO_MODEL), replace(llm.engine.config, dtype="float32"))
     requests = mixed_requests(len(texts), 100, info.vocab_size, seed=0)
     console.print(run_race(setting.methods, requests, slots, console))

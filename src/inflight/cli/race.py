@@ -35,7 +35,8 @@ def race(
 ) -> None:
     """The same requests of mixed lengths through every method: live, then a timeline of the slots and a table.
 
-    Every request runs to its own cap, on random prompts.
+    Every request runs to its own cap, on random prompts; in float32 if nothing else is asked for, where all methods give
+    the same tokens.
     """
     quiet_libraries()
     from rich.console import Console
@@ -44,7 +45,7 @@ def race(
     from inflight.lessons.methods import Setting
     from inflight.lessons.race import mixed_requests, run_race, write_html, write_png
 
-    setting = Setting(model, EngineConfig(**{"max_num_seqs": 8, **engine_values(options)}))
+    setting = Setting(model, EngineConfig(**{"max_num_seqs": 8, "dtype": "float32", **engine_values(options)}))
     methods = {name: method for name, method in setting.methods.items() if not names or name in names}
     requests = mixed_requests(num_requests, max_tokens, setting.engine.model_info.vocab_size, seed)
     console = Console()

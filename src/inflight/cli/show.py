@@ -47,7 +47,8 @@ def show(
     from inflight.observe.step_figure import step_figure
     from inflight.params import SamplingParams
 
-    llm = LLM(model, **{"max_num_seqs": len(prompts), "kv_cache_memory": CACHE_MEMORY, **engine_values(options)})
+    defaults = {"max_num_seqs": len(prompts), "kv_cache_memory": CACHE_MEMORY, "dtype": "float32"}
+    llm = LLM(model, **{**defaults, **engine_values(options)})
     tokenizer = llm.tokenizer
     token_text = str if tokenizer is None else lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)
     capture = StepCapture(llm.engine.runner.witness_attention(), step, token_text)

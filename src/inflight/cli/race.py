@@ -35,8 +35,8 @@ def race(
 ) -> None:
     """The same requests of mixed lengths through every method: live, then a timeline of the slots and a table.
 
-    Every request runs to its own cap, on random prompts; in float32 if nothing else is asked for, where all methods give
-    the same tokens.
+    Every request runs to its own cap, on random prompts; in float32 unless another dtype is asked for, so that all
+    methods give the same tokens.
     """
     quiet_libraries()
     from rich.console import Console

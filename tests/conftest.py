@@ -3,9 +3,14 @@
 import torch
 from hypothesis import settings
 
+from inflight.execution.native import kernels_available
+
 # The same examples in every run, however slow the machine is.
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci")
 
 # Tests run in one process a core: more threads each would only get in each other's way.
 torch.set_num_threads(1)
+
+# Built now if they never were: not in the middle of a test that looks at what a command prints.
+assert kernels_available()

@@ -1,0 +1,116 @@
+"""What low precision costs: the embedded model on held-out text, against plain float32 and plain bfloat16.
+
+python -m benchmarks.quality
+
+For every next token of held-out documents: perplexity, the mean Kullback-Leibler divergence of the distribution from
+that of the plain model in float32 and from the plain one in bfloat16, and how often the most likely token is the plain
+bfloat16 model's. Plain is `transformers` by itself; the others go through the engine's executor, in chunks as a step
+would cut them.
+"""
+
+import argparse
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from inflight.config import EngineConfig
+from inflight.demo_model import DEMO_MODEL
+from inflight.execution.model_runner import ModelRunner
+from inflight.execution.ragged_batch import RaggedBatch
+from inflight.plan import Span, StepPlan
+from tools.train_demo_model import write_documents
+
+HELD_OUT_SEED = 987_654
+CHUNK = 64
+MAX_LENGTH = 256
+ENGINES = {
+    "engine, float32": {"dtype": "float32"},
+    "engine, bfloat16": {"dtype": "bfloat16"},
+    "engine, bfloat16, int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "engine, int8 weights": {"dtype": "bfloat16", "quantization": "int8"},
+    "engine, int8 weights and cache": {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
+}
+
+
+@dataclass
+class Score:
+    """Sums over tokens."""
+
+    loss: float = 0.0
+    divergence_from_float32: float = 0.0
+    divergence_from_bfloat16: float = 0.0
+    num_agreeing: int = 0
+    num_tokens: int = 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, default=200)
+    documents = held_out(parser.parse_args().documents)
+    ways = {"plain, float32": plain("float32"), "plain, bfloat16": plain("bfloat16")}
+    ways |= {name: through_engine(options) for name, options in ENGINES.items()}
+    scores = {name: Score() for name in ways}
+    for document in documents:
+        logits = {name: way(document) for name, way in ways.items()}
+        for name, score in scores.items():
+            add(score, document, logits[name], logits["plain, float32"], logits["plain, bfloat16"])
+    print("| | perplexity | KL from plain float32 | KL from plain bfloat16 | top-1 as plain bfloat16 |")
+    print("|---|---|---|---|---|")
+    for name, score in scores.items():
+        n = score.num_tokens
+        perplexity = torch.tensor(score.loss / n).exp()
+        print(
+            f"| {name} | {perplexity:.4f} | {score.divergence_from_float32 / n:.2e} | "
+            f"{score.divergence_from_bfloat16 / n:.2e} | {score.num_agreeing / n:.2%} |"
+        )
+    print(f"\n{len(documents)} documents, {scores['plain, float32'].num_tokens} tokens")
+
+
+def held_out(count: int) -> list[list[int]]:
+    """Documents that the model was not trained on, as tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    texts = write_documents(HELD_OUT_SEED, count, 0.0)
+    return [tokenizer(text)["input_ids"][:MAX_LENGTH] for text in texts]
+
+
+def plain(dtype: str) -> Callable[[list[int]], torch.Tensor]:
+    """`transformers` alone: logits `[tokens, V]` of a document."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=getattr(torch, dtype)).eval()
+
+    @torch.inference_mode()
+    def run(document: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = model(torch.tensor([document])).logits[0].float()
+        return logits
+
+    return run
+
+
+def through_engine(options: dict[str, str]) -> Callable[[list[int]], torch.Tensor]:
+    """The same through the engine's executor."""
+    runner = ModelRunner(str(DEMO_MODEL), EngineConfig(num_blocks=64, **options))  # type: ignore[arg-type]
+
+    def chunks(document: list[int]) -> Iterator[torch.Tensor]:
+        for first in range(0, len(document), CHUNK):
+            tokens = document[first : first + CHUNK]
+            plan = StepPlan((Span(0, 0, first, tokens, len(tokens), len(document)),), ((array("i", range(64)),),))
+            yield runner.executor.forward(RaggedBatch.pack(plan, runner.config.block_size, runner.device)).float()
+
+    return lambda document: torch.cat(list(chunks(document)))
+
+
+def add(score: Score, document: list[int], logits: torch.Tensor, float32: torch.Tensor, bfloat16: torch.Tensor) -> None:
+    """Take in one document."""
+    targets = torch.tensor(document[1:])
+    ours, exact, rounded = (each[:-1].log_softmax(-1) for each in (logits, float32, bfloat16))
+    score.loss -= float(ours.gather(1, targets[:, None]).sum())
+    score.divergence_from_float32 += float((exact.exp() * (exact - ours)).sum())
+    score.divergence_from_bfloat16 += float((rounded.exp() * (rounded - ours)).sum())
+    score.num_agreeing += int((ours.argmax(-1) == rounded.argmax(-1)).sum())
+    score.num_tokens += len(targets)
+
+
+if __name__ == "__main__":
+    main()

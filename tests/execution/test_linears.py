@@ -1,0 +1,177 @@
+"""Packed linear layers: the same function, from weights that are there only once."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from inflight.execution.experts import RouterWeight, pack_experts
+from inflight.execution.linears import (
+    LinearCalls,
+    PackedEmbedding,
+    PackedLinear,
+    RowActivation,
+    SiblingLinear,
+    is_linear,
+    pack_linears,
+    packed_layout,
+    quantise,
+    watch_linears,
+)
+from tests import zoo
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [(64, 64), (300, 96), (33, 40), (256, 64), (96, 768)]
+
+
+def random_weight(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def watch(model: nn.Module) -> LinearCalls:
+    """What one forward pass of a zoo model does with its linear layers."""
+    with torch.inference_mode(), watch_linears(model) as calls:
+        model(torch.arange(20)[None], use_cache=False)
+    return calls
+
+
+# ------------------------------------------------------------------------------------ one layer
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 33])
+def test_a_packed_layer_is_the_layer(shape: tuple[int, int], dtype: torch.dtype, num_rows: int) -> None:
+    weight, bias = random_weight(shape, dtype), random_weight((1, shape[0]), dtype)[0]
+    x = random_weight((num_rows, shape[1]), dtype)[None]
+    actual = PackedLinear(weight, bias)(x)
+    assert actual.shape == (1, num_rows, shape[0])
+    assert actual.dtype == dtype
+    if num_rows:
+        expected = functional.linear(x.double(), weight.double(), bias.double())
+        assert relative_error(actual, expected) < (1e-6 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_is_near_and_rows_are_strangers(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, bias = random_weight(shape, dtype), random_weight((1, shape[0]), dtype)[0]
+    x = random_weight((9, shape[1]), dtype)
+    layer = PackedLinear(weight, bias, quantized=True)
+    expected = functional.linear(x.double(), weight.double(), bias.double())
+    assert relative_error(layer(x), expected) < 3e-2
+    beside = torch.cat([x[:3], 1000 * x[3:]])
+    assert torch.equal(layer(beside)[:3], layer(x)[:3])
+    assert torch.equal(layer(x[:1]), layer(x)[:1])
+
+
+def test_int8_passes_on_what_is_not_finite_in_its_own_row_alone() -> None:
+    layer = PackedLinear(random_weight((64, 64), torch.float32), None, quantized=True)
+    x = random_weight((3, 64), torch.float32)
+    expected = layer(x)
+    for bad in (float("nan"), float("inf")):
+        broken = x.clone()
+        broken[1, 7] = bad
+        actual = layer(broken)
+        assert actual[1].isnan().all()
+        assert torch.equal(actual[[0, 2]], expected[[0, 2]])
+
+
+def test_quantised_weights_are_the_nearest() -> None:
+    weight = random_weight((50, 96), torch.float32)
+    weight[7] = 0
+    rounded, scales = quantise(weight)
+    assert rounded.abs().max() == 127
+    assert ((weight - rounded * scales[:, None]).abs() <= scales[:, None] / 2 + 1e-7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (1000, 33)])
+def test_the_layout_finds_every_element(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = random_weight(shape, dtype)
+    layer = PackedLinear(weight, None)
+    layout = packed_layout(layer.packed)
+    assert layout is not None
+    elements, rows, columns = layout
+    assert torch.equal(elements[rows[:, None] + columns], weight)
+
+
+# ------------------------------------------------------------------------------------ whole models
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_a_packed_model_is_the_model(name: str) -> None:
+    """Float32, so rounding explains next to nothing; no linear layer and no expert is left unpacked."""
+    model, tokens = copy.deepcopy(zoo.build(name)), torch.arange(40)[None] % zoo.VOCAB_SIZE
+    calls = watch(model)
+    with torch.inference_mode():
+        expected = model(tokens, use_cache=False).logits
+        pack_experts(model, quantized=False)
+        pack_linears(model, calls)
+        actual = model(tokens, use_cache=False).logits
+    assert relative_error(actual, expected) < 1e-5
+    assert not any(is_linear(module) for module in model.modules())
+    left = [parameter for parameter in model.parameters() if not isinstance(parameter, RouterWeight)]
+    embedding = model.get_input_embeddings()
+    matrices = [p for p in left if p.dim() > 1 and p is not embedding.weight]
+    assert all(p.shape[0] == model.config.max_position_embeddings + 2 or name in ("gpt2", "opt") for p in matrices)
+
+
+def test_what_runs_as_one_is_seen_not_known() -> None:
+    llama, gpt2 = watch(zoo.build("llama")), watch(zoo.build("gpt2"))
+    attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+    assert llama.siblings[0] == (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
+    assert llama.siblings[1] == (f"{mlp}gate_proj", f"{mlp}up_proj")
+    assert not llama.activations
+    assert gpt2.activations["transformer.h.0.mlp.c_fc"] == "transformer.h.0.mlp.act"
+    assert not gpt2.siblings
+
+
+def test_siblings_and_activations_are_replaced() -> None:
+    model = copy.deepcopy(zoo.build("llama"))
+    pack_linears(model, watch(model))
+    assert isinstance(model.model.layers[0].self_attn.k_proj, SiblingLinear)
+    assert isinstance(model.model.layers[0].mlp.act_fn, RowActivation)
+    model = copy.deepcopy(zoo.build("gpt2"))
+    pack_linears(model, watch(model))
+    assert model.transformer.h[0].mlp.c_fc.activation == "gelu"
+    assert isinstance(model.transformer.h[0].mlp.act, nn.Identity)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+def test_a_tied_embedding_reads_the_head(name: str, quantized: bool) -> None:
+    """Gemma's embedding is a subclass that scales what it looked up."""
+    model = copy.deepcopy(zoo.build(name))
+    embedding, tokens = model.get_input_embeddings(), torch.arange(zoo.VOCAB_SIZE).view(2, -1)
+    expected = embedding(tokens)
+    weight = weakref.ref(embedding.weight)
+    pack_linears(model, watch(model), quantized=quantized)
+    gc.collect()
+    assert isinstance(embedding, PackedEmbedding)
+    assert weight() is None, "the unpacked weight is still there"
+    actual = embedding(tokens)
+    assert torch.equal(actual, expected) if not quantized else relative_error(actual, expected) < 1e-2
+    assert actual.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_of_our_own(activation: nn.Module, dtype: torch.dtype) -> None:
+    """On rows that lie apart, of a width that fills no vector; the same element has the same bits anywhere."""
+    wide = (random_weight((7, 100), dtype) * 4)[None]
+    x = wide[..., 3:50]
+    name = {"ReLU": "relu", "SiLU": "swish"}.get(type(activation).__name__, "gelu")
+    actual = torch.ops.inflight.activate(x, name, getattr(activation, "approximate", "none"))
+    expected = activation(x.double())
+    assert float((actual.double() - expected).abs().max()) < (1e-6 if dtype == torch.float32 else 2e-2)
+    alone = torch.ops.inflight.activate(x[:, 2:3, 40:].contiguous(), name, getattr(activation, "approximate", "none"))
+    assert torch.equal(alone, actual[:, 2:3, 40:])

@@ -1,0 +1,41 @@
+"""Building the kernels: kept on disk, and not missed where they can't be built."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from inflight.execution import native
+
+COMMAND = [sys.executable, "-m", "inflight", "generate", "Once upon a time", "--max-tokens", "12", "--temperature", "0"]
+
+
+def generate(**environment: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, "--dtype", "float32"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
+
+
+def test_without_a_compiler_everything_works_after_one_warning(tmp_path: Path) -> None:
+    expected = generate()
+    without = generate(CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path))
+    assert without.stdout == expected.stdout
+    assert without.stderr.count("no CPU kernels of our own") == 1
+    assert "there is no C++ compiler 'no-such-compiler' here" in without.stderr
+    assert expected.stderr == ""
+
+
+def test_a_built_library_is_found_again() -> None:
+    assert native.kernels_available()
+    library = native.cache_folder() / f"kernels-{native._digest()}.so"
+    assert library.exists()
+    assert native._built_library() == library
+
+
+def test_another_cpu_has_another_library() -> None:
+    before = native._digest()
+    original = native._instruction_sets
+    try:
+        native._instruction_sets = lambda: original() + " avx1024"
+        assert native._digest() != before
+    finally:
+        native._instruction_sets = original

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from inflight.execution.experts import RouterWeight, pack_experts
+from inflight.execution.experts import pack_experts
 from inflight.execution.linears import (
     LinearCalls,
     PackedEmbedding,
@@ -119,10 +119,7 @@ def test_a_packed_model_is_the_model(name: str) -> None:
         actual = model(tokens, use_cache=False).logits
     assert relative_error(actual, expected) < 1e-5
     assert not any(is_linear(module) for module in model.modules())
-    left = [parameter for parameter in model.parameters() if not isinstance(parameter, RouterWeight)]
-    embedding = model.get_input_embeddings()
-    matrices = [p for p in left if p.dim() > 1 and p is not embedding.weight]
-    assert all(p.shape[0] == model.config.max_position_embeddings + 2 or name in ("gpt2", "opt") for p in matrices)
+    assert not any(parameter.dim() > 2 for parameter in model.parameters())
 
 
 def test_what_runs_as_one_is_seen_not_known() -> None:

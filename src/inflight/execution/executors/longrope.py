@@ -33,16 +33,18 @@ def longrope_length(config: PreTrainedConfig) -> int | None:
 
 
 @contextmanager
-def length_of_its_own(model: PreTrainedModel, batch: RaggedBatch, limit: int | None) -> Iterator[None]:
+def length_of_its_own(model: PreTrainedModel, batch: RaggedBatch, num_rows: int, limit: int | None) -> Iterator[None]:
     """Inside, every token of `batch` gets the position embeddings for its own sequence's length.
 
     Args:
+        num_rows: of the row that runs, padding included.
         limit: the model's `longrope_length`; None does nothing.
     """
     if limit is None or not (batch.sequence_lens_host > limit).any():  # no position in the row reaches the limit
         yield
         return
     is_long = np.repeat(batch.sequence_lens_host > limit, batch.query_lens_host)
+    is_long = np.pad(is_long, (0, num_rows - len(is_long)))
     long_tokens = to_device(is_long, batch.positions.device)[None, :, None]
     embeddings = [module for module in model.modules() if _is_longrope(module)]
     for module in embeddings:

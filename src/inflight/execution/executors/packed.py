@@ -65,7 +65,8 @@ class PackedExecutor:
         if self._compiled is not None:
             return self._compiled(*rows)[: batch.num_logit_rows]
         self._num_calls, self._num_tokens = 0, batch.num_tokens
-        with attend_with(self._attend), length_of_its_own(self.model, batch, self._longrope_length):
+        regime = length_of_its_own(self.model, batch, len(rows[0]), self._longrope_length)
+        with attend_with(self._attend), regime:
             logits: torch.Tensor = self._forward(*rows)
         if self._num_calls != len(self.specs):
             raise RuntimeError(f"the model made {self._num_calls} attention calls, not {len(self.specs)} as at load")

@@ -6,7 +6,7 @@ Decides how much cache a model gets and how long its sequences can be; knows slo
 from collections import Counter
 from dataclasses import replace
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from inflight.config import EngineConfig
 from inflight.errors import ModelError
@@ -15,7 +15,7 @@ from inflight.execution.attention.witness import WitnessedAttention
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.executors.longrope import longrope_length
 from inflight.execution.linears import can_pack
-from inflight.execution.model import ModelSource, available_cache_memory, load_model
+from inflight.execution.model import ModelSource, available_cache_memory, load_model, release_checkpoint
 from inflight.execution.native import kernels_available
 from inflight.execution.probe import ProbeReport, probe_packed
 from inflight.execution.ragged_batch import RaggedBatch
@@ -54,6 +54,8 @@ class ModelRunner:
                 f"not {dtype} on {device}"
             )
         report = probe_packed(self.model, backend, quantized=config.quantization is not None)
+        if device.type == "cpu" and not isinstance(source, PreTrainedModel):
+            release_checkpoint(self.model)
         serving_backend = backend(config.block_size)
         executor = PackedExecutor(self.model, serving_backend, report.specs)
         self.executor: Executor = executor

@@ -33,6 +33,12 @@ def test_one_step_on_the_terminal_as_a_page_and_as_a_picture(tmp_path: Path) -> 
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_compiled_model_is_shown_as_well() -> None:
+    done = inflight("show", "Once upon a time", "--step", 1, "--compile", "auto", "--quantization", "int8")
+    assert done.returncode == 0
+    assert "over 4 attention calls" in done.stdout
+
+
 def test_fewer_slots_than_prompts_leave_some_waiting() -> None:
     done = inflight("show", *PROMPTS, "--step", 2, "--max-num-seqs", 2)
     assert done.returncode == 0

@@ -1,21 +1,18 @@
 """Attention over paged memory: `reference` against a loop in float64, `torch` and `cpu` against `reference`.
 
-A `World` is what both run: sequences whose tokens are computed in spans over several steps, in scattered blocks that
-some share, through several attention calls of different specs, as the layers of a model make them.
+`tests.execution.paged_world` describes what they run.
 """
 
-import math
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from inflight.execution.attention import (
     AttentionBackend,
@@ -23,22 +20,30 @@ from inflight.execution.attention import (
     CpuAttention,
     ReferenceAttention,
     TorchAttention,
-    make_backend,
     torch_backend,
 )
 from inflight.execution.attention.interface import PagedCache
-from inflight.execution.attention.reference import may_attend, ragged_mask
-from inflight.execution.ragged_batch import RaggedBatch
-from inflight.plan import Span, StepPlan
+from tests.execution.paged_world import (
+    Call,
+    Part,
+    World,
+    backend_of,
+    make,
+    make_world,
+    memories,
+    naive,
+    random_specs,
+    relative_error,
+    rows,
+    run,
+    worlds,
+)
 
-CPU = torch.device("cpu")
-FAST_BACKENDS = ["torch", "cpu"]
+FAST_BACKENDS = ["torch", "cpu", "cpu, int8 cache"]
 BACKENDS = ["reference", *FAST_BACKENDS]
 PLAIN_LAYOUT = ["reference", "torch"]
-NUM_CACHE_GROUPS = 2
-FLOAT32_TOLERANCE = 1e-5
 NAN = float("nan")
-BFLOAT16_TOLERANCE = 2e-2
+FLOAT32_TOLERANCE, BFLOAT16_TOLERANCE, INT8_TOLERANCE = 1e-5, 2e-2, 5e-2
 
 PLAIN = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, value_head_size=8, scale=0.3)
 SPECS = {
@@ -56,198 +61,6 @@ SPECS = {
     "scale": replace(PLAIN, scale=1.7),
     "second cache group": replace(PLAIN, cache_group=1),
 }
-
-
-# --------------------------------------------------------------------------------------- what is run
-
-
-@dataclass(frozen=True)
-class Part:
-    """The tokens `[start, end)` of one sequence, computed in one step."""
-
-    sequence: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class World:
-    """Steps of parts, and where the sequences lie: `tables[group][sequence]`.
-
-    Sequences with the same `family` have the same keys, so they may share blocks: queries are everybody's own.
-    """
-
-    block_size: int
-    steps: tuple[tuple[Part, ...], ...]
-    families: tuple[int, ...]
-    tables: tuple[tuple[array, ...], ...]
-
-    @property
-    def num_blocks(self) -> int:
-        return 1 + max(block for tables in self.tables for table in tables for block in table)
-
-    @property
-    def lengths(self) -> list[int]:
-        parts = [part for step in self.steps for part in step]
-        return [max(part.end for part in parts if part.sequence == s) for s in range(len(self.families))]
-
-    def batch(self, step: Sequence[Part]) -> RaggedBatch:
-        spans = tuple(Span(p.sequence, p.sequence, p.start, [0] * (p.end - p.start), 0, p.end) for p in step)
-        tables = tuple(tuple(group[part.sequence] for part in step) for group in self.tables)
-        return RaggedBatch.pack(StepPlan(spans, tables), self.block_size, CPU)
-
-
-def make_world(block_size: int, steps: Sequence[Sequence[Part]], shared: Sequence[tuple[int, int]], seed: int) -> World:
-    """Lay sequences out in shuffled blocks; `shared` gives each sequence's parent and the number of blocks of it
-    that it shares (its own number and 0: none)."""
-    parts = [part for step in steps for part in step]
-    generator = torch.Generator().manual_seed(seed)
-    lengths = [max(part.end for part in parts if part.sequence == s) for s in range(len(shared))]
-    sizes = [-(-length // block_size) for length in lengths]
-    groups: list[tuple[array, ...]] = []
-    for _ in range(NUM_CACHE_GROUPS):
-        free = torch.randperm(sum(sizes) + 3, generator=generator).tolist()
-        tables: list[array] = []
-        for size, (parent, num_shared) in zip(sizes, shared, strict=True):
-            common = list(tables[parent][:num_shared]) if num_shared else []
-            tables.append(array("i", common + [free.pop() for _ in range(size - num_shared)]))
-        groups.append(tuple(tables))
-    families: list[int] = []
-    for number, (parent, num_shared) in enumerate(shared):
-        families.append(families[parent] if num_shared else number)
-    return World(block_size, tuple(map(tuple, steps)), tuple(families), tuple(groups))
-
-
-@st.composite
-def worlds(draw: st.DrawFn, longest_span: int = 14) -> World:
-    """Prefills, chunks and decodes of up to five sequences in up to five steps. A sequence may start behind blocks of
-    an earlier one, which that one has computed before or computes in that very step."""
-    block_size = draw(st.integers(1, 16))
-    num_sequences = draw(st.integers(1, 5))
-    shared = [(s, 0) for s in range(num_sequences)]
-    computed = [0] * num_sequences
-    steps: list[list[Part]] = []
-    for _ in range(draw(st.integers(1, 5))):
-        step: list[Part] = []
-        for s in range(num_sequences):
-            length = draw(st.sampled_from([0, 1, 1, 2, 3, longest_span // 2, longest_span]))
-            if not length:
-                continue
-            if s and not computed[s]:
-                parent = draw(st.integers(0, s - 1))
-                num_shared = draw(st.integers(0, computed[parent] // block_size))
-                shared[s] = (parent, num_shared) if num_shared else (s, 0)
-                computed[s] = num_shared * block_size
-            step.append(Part(s, computed[s], computed[s] + length))
-            computed[s] += length
-        if step:
-            steps.append(draw(st.permutations(step)))
-    if not steps:
-        steps = [[Part(0, 0, 1)]]
-        computed[0] = 1
-    present = sorted({part.sequence for step in steps for part in step})
-    number = {s: i for i, s in enumerate(present)}
-    renumbered = [[replace(part, sequence=number[part.sequence]) for part in step] for step in steps]
-    shared = [(number[shared[s][0]], shared[s][1]) for s in present]
-    return make_world(block_size, renumbered, shared, seed=draw(st.integers(0, 10**6)))
-
-
-@st.composite
-def random_specs(draw: st.DrawFn) -> AttentionSpec:
-    num_kv_heads = draw(st.integers(1, 3))
-    return AttentionSpec(
-        num_heads=num_kv_heads * draw(st.integers(1, 3)),
-        num_kv_heads=num_kv_heads,
-        head_size=draw(st.sampled_from([4, 8, 16])),
-        value_head_size=draw(st.sampled_from([4, 8, 16])),
-        scale=draw(st.sampled_from([0.1, 0.25, 1.0])),
-        window=draw(st.none() | st.integers(1, 20)),
-        chunk=draw(st.none() | st.integers(1, 20)),
-        softcap=draw(st.none() | st.sampled_from([0.5, 3.0])),
-        has_sinks=draw(st.booleans()),
-        cache_group=draw(st.integers(0, NUM_CACHE_GROUPS - 1)),
-    )
-
-
-class Call:
-    """One attention call of a model: its spec, and the query, key and value that it makes for every token."""
-
-    def __init__(self, spec: AttentionSpec, world: World, dtype: torch.dtype, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(dtype)
-
-        longest = max(world.lengths)
-        num_sequences = len(world.families)
-        self.spec = spec
-        self.queries = random(num_sequences, longest, spec.num_heads, spec.head_size)
-        self.keys = random(num_sequences, longest, spec.num_kv_heads, spec.head_size)[list(world.families)]
-        self.values = random(num_sequences, longest, spec.num_kv_heads, spec.value_head_size)[list(world.families)]
-        self.sinks = random(spec.num_heads) if spec.has_sinks else None
-
-
-def rows(states: Tensor, step: Sequence[Part]) -> Tensor:
-    """The step's tokens of `[sequences, positions, …]`, end to end."""
-    return torch.cat([states[part.sequence, part.start : part.end] for part in step])
-
-
-def run(
-    backend: AttentionBackend, world: World, calls: Sequence[Call], fill: float | None = None
-) -> list[list[Tensor]]:
-    """Each step's output of each call; all memory of the cache holds `fill` at first, if that is given."""
-    caches = [backend.allocate(world.num_blocks, call.spec) for call in calls]
-    if fill is not None:
-        for cache in caches:
-            cache.keys.fill_(fill)
-            cache.values.fill_(fill)
-    outputs = []
-    for step in world.steps:
-        backend.begin_step(world.batch(step))
-        outputs.append([])
-        for call, cache in zip(calls, caches, strict=True):
-            backend.write(cache, rows(call.keys, step), rows(call.values, step), call.spec)
-            outputs[-1].append(backend.attend(rows(call.queries, step), cache, call.spec, call.sinks))
-    return outputs
-
-
-def naive(world: World, call: Call, step: Sequence[Part]) -> Tensor:
-    """The same from the definition: each query of each head over the keys of its own sequence, in float64."""
-    spec = call.spec
-    outputs = []
-    for part in step:
-        for position in range(part.start, part.end):
-            for head in range(spec.num_heads):
-                query = call.queries[part.sequence, position, head].double()
-                kv_head = head // (spec.num_heads // spec.num_kv_heads)
-                exponentials, total = [], 0.0
-                visible = [
-                    other
-                    for other in range(position + 1)
-                    if (spec.window is None or position - other < spec.window)
-                    and (spec.chunk is None or other // spec.chunk == position // spec.chunk)
-                ]
-                for other in visible:
-                    score = float(query @ call.keys[part.sequence, other, kv_head].double()) * spec.scale
-                    if spec.softcap is not None:
-                        score = spec.softcap * math.tanh(score / spec.softcap)
-                    exponentials.append(math.exp(score))
-                    total += exponentials[-1]
-                if call.sinks is not None:
-                    total += math.exp(float(call.sinks[head]))
-                output = torch.zeros(spec.value_head_size, dtype=torch.float64)
-                for other, exponential in zip(visible, exponentials, strict=True):
-                    output += exponential / total * call.values[part.sequence, other, kv_head].double()
-                outputs.append(output)
-    return torch.stack(outputs).unflatten(0, (-1, spec.num_heads))
-
-
-def backend_of(name: str, world: World, dtype: torch.dtype = torch.float32) -> AttentionBackend:
-    return make_backend(name, CPU, dtype, world.block_size)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 @contextmanager
@@ -302,6 +115,8 @@ def assert_same_as_reference(
 ) -> None:
     calls = [Call(spec, world, dtype, seed + number) for number, spec in enumerate(specs)]
     tolerance = FLOAT32_TOLERANCE if dtype == torch.float32 else BFLOAT16_TOLERANCE
+    if "int8" in name:
+        tolerance = INT8_TOLERANCE
     expected = run(backend_of("reference", world, dtype), world, calls)
     actual = run(backend_of(name, world, dtype), world, calls)
     for number, step in enumerate(world.steps):
@@ -467,8 +282,11 @@ def test_a_sequence_of_nans_is_alone_with_them(backend: str, name: str) -> None:
 def filled_cache(backend: AttentionBackend, num_blocks: int, spec: AttentionSpec) -> PagedCache:
     """Every element of every block different from all others, so that any misplaced write shows."""
     cache = backend.allocate(num_blocks, spec)
-    for tensor in (cache.keys, cache.values):
-        tensor.copy_(torch.arange(1.0, tensor.numel() + 1).view_as(tensor))
+    for tensor in memories(cache):
+        numbers = (
+            torch.arange(tensor.numel()) if tensor.is_floating_point() else torch.arange(tensor.numel()) % 251 - 125
+        )
+        tensor.copy_(numbers.view_as(tensor))
     return cache
 
 
@@ -480,7 +298,7 @@ def copy_of(cache: PagedCache) -> PagedCache:
 def test_a_token_is_written_to_its_place_and_nowhere_else(backend_name: str) -> None:
     num_blocks, block_size, spec = 6, 4, replace(PLAIN, value_head_size=12)
     world = World(block_size, ((Part(0, 2, 6), Part(1, 0, 1)),), (0, 1), ((array("i", [5, 2]), array("i", [3])),))
-    backend = make_backend(backend_name, CPU, torch.float32, block_size)
+    backend = make(backend_name, torch.float32, block_size)
     cache = filled_cache(backend, num_blocks, spec)
     before = copy_of(cache)
     keys, values = torch.randn(5, spec.num_kv_heads, 8), torch.randn(5, spec.num_kv_heads, 12)
@@ -504,7 +322,7 @@ def test_place_minus_one_is_nobodys(backend_name: str) -> None:
     world = World(block_size, ((Part(0, 0, 4),),), (0,), ((array("i", [2]),),))
     batch = world.batch(world.steps[0])
     padded = replace(batch, groups=(replace(batch.groups[0], kv_slots=torch.tensor([-1, 2 * 4 + 1, -1, -1])),))
-    backend = make_backend(backend_name, CPU, torch.float32, block_size)
+    backend = make(backend_name, torch.float32, block_size)
     cache = filled_cache(backend, num_blocks, PLAIN)
     expected = copy_of(cache)
     keys, values = torch.randn(4, PLAIN.num_kv_heads, 8), torch.randn(4, PLAIN.num_kv_heads, 8)
@@ -518,13 +336,13 @@ def test_place_minus_one_is_nobodys(backend_name: str) -> None:
 @pytest.mark.parametrize("backend_name", BACKENDS)
 def test_copy_blocks_copies_whole_blocks_and_leaves_all_others(backend_name: str) -> None:
     num_blocks, spec = 6, replace(PLAIN, value_head_size=12)
-    backend = make_backend(backend_name, CPU, torch.float32, 4)
+    backend = make(backend_name, torch.float32, 4)
     cache = filled_cache(backend, num_blocks, spec)
-    before = copy_of(cache)
+    before = [memory.clone() for memory in memories(cache)]
     backend.copy_blocks(cache, [(1, 4), (3, 0), (1, 5)])
     sources = [3, 1, 2, 3, 1, 1]
-    assert torch.equal(cache.keys[:num_blocks], before.keys[sources])
-    assert torch.equal(cache.values[:num_blocks], before.values[sources])
+    for memory, former in zip(memories(cache), before, strict=True):
+        assert torch.equal(memory[:num_blocks], former[sources])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -532,96 +350,9 @@ def test_copy_blocks_copies_whole_blocks_and_leaves_all_others(backend_name: str
 def test_bytes_per_block_is_what_a_block_takes(backend_name: str, dtype: torch.dtype) -> None:
     spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_size=24, value_head_size=16, scale=1.0)
     for block_size in (4, 16, 24):
-        backend = make_backend(backend_name, CPU, dtype, block_size)
+        backend = make(backend_name, dtype, block_size)
         cache = backend.allocate(6, spec)
-        assert backend.bytes_per_block(spec) * 7 == cache.keys.nbytes + cache.values.nbytes
-        if backend_name != "cpu" or block_size == 16:
-            assert backend.bytes_per_block(spec) == block_size * 2 * (24 + 16) * dtype.itemsize
-
-
-# ------------------------------------------------------------------------------------ masks
-
-
-def drawn(mask: Tensor) -> list[str]:
-    """A mask as text, a row for each query: `#` where it may see the key of that column."""
-    return ["".join("#" if visible else "." for visible in row) for row in mask.tolist()]
-
-
-def test_a_query_sees_itself_and_what_came_before() -> None:
-    assert drawn(may_attend(torch.arange(4), torch.arange(4))) == [
-        "#...",
-        "##..",
-        "###.",
-        "####",
-    ]
-
-
-def test_a_window_counts_the_query_itself() -> None:
-    assert drawn(may_attend(torch.arange(2, 6), torch.arange(6), window=2)) == [
-        ".##...",
-        "..##..",
-        "...##.",
-        "....##",
-    ]
-    assert drawn(may_attend(torch.arange(3), torch.arange(3), window=1)) == ["#..", ".#.", "..#"]
-
-
-def test_chunks_are_aligned_to_the_sequence() -> None:
-    assert drawn(may_attend(torch.arange(1, 7), torch.arange(7), chunk=3)) == [
-        "##.....",
-        "###....",
-        "...#...",
-        "...##..",
-        "...###.",
-        "......#",
-    ]
-
-
-def test_window_and_chunk_both_narrow() -> None:
-    assert drawn(may_attend(torch.arange(6), torch.arange(6), window=2, chunk=4)) == [
-        "#.....",
-        "##....",
-        ".##...",
-        "..##..",
-        "....#.",
-        "....##",
-    ]
-
-
-def test_may_attend_takes_batches_of_positions() -> None:
-    mask = may_attend(torch.tensor([[3], [1]]), torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]]), window=3)
-    assert [drawn(each) for each in mask] == [[".###"], ["##.."]]
-
-
-RAGGED = World(4, ((Part(0, 2, 4), Part(1, 0, 3), Part(2, 4, 5)),), (0, 1, 2), ((array("i", [0, 1]),) * 3,))
-"""The last two tokens of a prompt of four, a prompt of three, and a decode behind four tokens."""
-
-
-def test_the_ragged_mask_keeps_sequences_apart() -> None:
-    assert drawn(ragged_mask(RAGGED.batch(RAGGED.steps[0]))) == [
-        "###.........",
-        "####........",
-        "....#.......",
-        "....##......",
-        "....###.....",
-        ".......#####",
-    ]
-
-
-def test_the_ragged_mask_knows_windows_and_chunks() -> None:
-    assert drawn(ragged_mask(RAGGED.batch(RAGGED.steps[0]), window=2)) == [
-        ".##.........",
-        "..##........",
-        "....#.......",
-        "....##......",
-        ".....##.....",
-        "..........##",
-    ]
-    assert drawn(ragged_mask(RAGGED.batch(RAGGED.steps[0]), chunk=2)) == [
-        "..#.........",
-        "..##........",
-        "....#.......",
-        "....##......",
-        "......#.....",
-        "...........#",
-    ]
+        assert backend.bytes_per_block(spec) * 7 == sum(memory.nbytes for memory in memories(cache))
+        if "cpu" not in backend_name or block_size == 16:
+            itemsize, scales = (1, 2 * 4) if "int8" in backend_name else (dtype.itemsize, 0)
+            assert backend.bytes_per_block(spec) == block_size * 2 * ((24 + 16) * itemsize + scales)

@@ -19,6 +19,7 @@ from inflight.config import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     POLICIES,
+    QUANTIZATIONS,
     EngineConfig,
 )
 from inflight.params import SamplingParams
@@ -36,6 +37,7 @@ _LOADING = (
     click.option(
         "--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="Of keys and values: the model's, or int8."
     ),
+    click.option("--quantization", type=click.Choice(QUANTIZATIONS), help="Of weights, while loading."),
     click.option(
         "--compile", type=click.Choice(COMPILE_MODES), help="Through torch.compile: starts later, runs faster."
     ),

@@ -13,6 +13,7 @@ from inflight.errors import ModelError
 from inflight.execution.attention import AttentionBackend, AttentionSpec, ReferenceAttention, make_backend
 from inflight.execution.attention.witness import WitnessedAttention
 from inflight.execution.executors import Executor, PackedExecutor
+from inflight.execution.executors.hook import use_attention
 from inflight.execution.executors.longrope import longrope_length
 from inflight.execution.linears import can_pack
 from inflight.execution.model import ModelSource, available_cache_memory, load_model, release_checkpoint
@@ -83,6 +84,7 @@ class ModelRunner:
         assert isinstance(self.executor, PackedExecutor)
         definition = ReferenceAttention(self.model.device, self.model.dtype, self.config.block_size)
         witness = WitnessedAttention(self.executor.backend, definition)
+        use_attention(self.model, "inflight")  # a compiled model calls its kernels, past any backend
         self.executor = PackedExecutor(self.model, witness, self.executor.specs)
         self.executor.allocate(self.info.num_blocks)
         return witness

@@ -33,13 +33,14 @@ def make_backend(
         ModelError: the backend can not run here, or not with this dtype.
     """
     runs_kernels = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    if kv_cache_dtype == "int8" and name not in ("auto", "cpu"):
+        raise ModelError(f"kv_cache_dtype 'int8' needs attention_backend 'cpu', not {name!r}")
     if name == "cpu" or kv_cache_dtype == "int8":
+        asked = "attention_backend 'cpu'" if name == "cpu" else "kv_cache_dtype 'int8'"
         if not runs_kernels:
-            raise ModelError(f"attention_backend 'cpu' runs float32 and bfloat16 on a CPU, not {dtype} on {device}")
-        if name not in ("auto", "cpu"):
-            raise ModelError(f"kv_cache_dtype 'int8' needs attention_backend 'cpu', not {name!r}")
+            raise ModelError(f"{asked} is for float32 and bfloat16 models on a CPU, not {dtype} on {device}")
         if not kernels_available():
-            raise ModelError("attention_backend 'cpu' needs its kernels, which could not be built here")
+            raise ModelError(f"{asked} needs our CPU kernels, which could not be built here")
     if name == "reference":
         return ReferenceAttention(device, dtype, block_size)
     if name == "cpu" or (name == "auto" and runs_kernels and kernels_available()):

@@ -21,7 +21,7 @@ from inflight.execution.executors.hook import use_attention
 from inflight.execution.native import cache_folder
 
 Forward: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Token ids `[T]`, positions `[T]` and logit rows `[R]` to logits `[R, V]`; T and R are at least 2."""
+"""Token ids `[T]`, positions `[T]` and logit rows `[R]` to logits `[R, V]`; T and R are at least `MIN_ROWS`."""
 
 MAX_ROWS = 2**20
 COMPILED_ROWS = (32, 8)

@@ -129,6 +129,7 @@ def _instruction_sets() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
 
 
+@functools.cache
 def cache_folder() -> Path:
     """`$XDG_CACHE_HOME/inflight` or `~/.cache/inflight`; a temporary one where that can not be written."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

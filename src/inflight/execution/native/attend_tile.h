@@ -166,6 +166,9 @@ Partial weigh(const Shape& shape, const std::vector<Stripe<Kind>>& stripes, Visi
   return {maximum, sum_of_lanes(sums), nullptr};
 }
 
+template <class Kind>
+inline const std::vector<Stripe<Kind>> kNone{};
+
 // results[row].values = weights[row] . values of all stripes, for kRows rows and kVectors vectors of dimensions.
 template <class Kind, int kRows, int kVectors>
 inline void sum_values_block(const typename Kind::Operand* weights, int64_t weight_stride,
@@ -201,13 +204,12 @@ inline void sum_values_block(const typename Kind::Operand* weights, int64_t weig
 template <class Kind, int kRows>
 void sum_values(const typename Kind::Operand* weights, int64_t weight_stride, const std::vector<Stripe<Kind>>& stripes,
                 const std::vector<Stripe<Kind>>& next, int64_t keys_per_step, int value_lanes, const Partial* results) {
-  static const std::vector<Stripe<Kind>> none;
   int lane = 0;
   for (; lane + kVectorsAtOnce * kLanes <= value_lanes; lane += kVectorsAtOnce * kLanes)
-    sum_values_block<Kind, kRows, kVectorsAtOnce>(weights, weight_stride, stripes, lane ? none : next, keys_per_step,
-                                                  lane, value_lanes, results);
+    sum_values_block<Kind, kRows, kVectorsAtOnce>(weights, weight_stride, stripes, lane ? kNone<Kind> : next,
+                                                  keys_per_step, lane, value_lanes, results);
   for (; lane < value_lanes; lane += kLanes)
-    sum_values_block<Kind, kRows, 1>(weights, weight_stride, stripes, lane ? none : next, keys_per_step, lane,
+    sum_values_block<Kind, kRows, 1>(weights, weight_stride, stripes, lane ? kNone<Kind> : next, keys_per_step, lane,
                                      value_lanes, results);
 }
 
@@ -223,7 +225,7 @@ void by_rows(int num_rows, const Function& function) {
 // Memory of one thread for the tile at hand.
 template <class Kind>
 struct TileScratch {
-  std::vector<Stripe<Kind>> stripes, next, none;  // of this tile, and of the one that this thread is likely to see next
+  std::vector<Stripe<Kind>> stripes, next;  // of this tile, and of the one that this thread is likely to see next
   std::vector<float> scores;
   std::vector<typename Kind::Operand> weights;
 };
@@ -264,7 +266,7 @@ void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int6
   }
   by_rows(num_rows, [&](auto rows, int row) {
     sum_values<Kind, rows>(scratch.weights.data() + row * weight_stride, weight_stride, stripes,
-                           row ? scratch.none : scratch.next, keys_per_step, value_lanes, results + row);
+                           row ? kNone<Kind> : scratch.next, keys_per_step, value_lanes, results + row);
   });
 }
 

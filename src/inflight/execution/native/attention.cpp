@@ -2,7 +2,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <atomic>
 #include <string_view>
@@ -41,15 +40,6 @@ Storage<Kind> storage_of(const Call& call) {
 
 // ------------------------------------------------------------------------------------------------ writing
 
-template <class Input>
-float stored_value(Input value, float) {
-  return float(value);
-}
-template <class Input>
-uint16_t stored_value(Input value, uint16_t) {
-  return bfloat16_of(float(value));
-}
-
 // A token's vector of one head into `to[i * stride]`, packs together; as int8 with the scale that it returns.
 template <class Kind, class Input>
 float write_vector(const Input* from, int size, typename Kind::Stored* to, int64_t stride) {
@@ -64,7 +54,7 @@ float write_vector(const Input* from, int size, typename Kind::Stored* to, int64
     for (int i = 0; i < size; ++i) finite &= std::isfinite(float(from[i]));
     return finite ? scale : std::numeric_limits<float>::quiet_NaN();
   } else {
-    for (int i = 0; i < size; ++i) to[(i / kPack) * stride + i % kPack] = stored_value(from[i], Stored{});
+    for (int i = 0; i < size; ++i) store_float(float(from[i]), &to[(i / kPack) * stride + i % kPack]);
     if (size % kPack) to[(size / kPack) * stride + size % kPack] = 0;
     return 1;
   }
@@ -76,7 +66,8 @@ void write_rows(const Call& call, const at::Tensor& key, const at::Tensor& value
   const Storage<Kind> storage = storage_of<Kind>(call);
   const at::Tensor& places = call.step->groups[call.group].slots;
   const int64_t* slots = places.data_ptr<int64_t>();
-  const int64_t num_rows = std::min(key.size(0), places.size(0)), num_heads = shape.num_kv_heads, per_block = shape.stripes_per_block();
+  const int64_t num_rows = std::min(key.size(0), places.size(0));
+  const int64_t num_heads = shape.num_kv_heads, per_block = shape.stripes_per_block();
   const int64_t key_stripe = int64_t(shape.key_steps(Kind::kPack)) * Kind::kPack * kLanes;
   const int64_t value_lanes = shape.value_lanes(), value_stripe = value_lanes * kLanes;
   const Input *keys = key.data_ptr<Input>(), *values = value.data_ptr<Input>();
@@ -95,8 +86,7 @@ void write_rows(const Call& call, const at::Tensor& key, const at::Tensor& value
         storage.key_scales[stripe * kLanes + lane] = key_scale;
         storage.value_scales[stripe * kLanes + lane] = write_vector<Kind>(from, shape.value_head_size, to, 1);
       } else {
-        for (int i = 0; i < shape.value_head_size; ++i)
-          to[i * Kind::kPack] = stored_value(from[i], typename Kind::Stored{});
+        for (int i = 0; i < shape.value_head_size; ++i) store_float(float(from[i]), &to[i * Kind::kPack]);
       }
     }
   };
@@ -112,9 +102,9 @@ void write_rows(const Call& call, const at::Tensor& key, const at::Tensor& value
 // Some rows of spans that see one tile, or (`tile` is negative) rows of one span that see all of its tiles.
 struct Item {
   int kv_head;
-  int64_t tile;                     // from position 0; negative: all
-  int64_t first_span, num_spans;    // in `members`
-  int64_t first_row, num_rows;      // of a span, a row for each token and query head; all where tiles are apart
+  int64_t tile;                   // from position 0; negative: all
+  int64_t first_span, num_spans;  // in `members_`; with all tiles the number of the span itself, and 1
+  int64_t first_row, num_rows;    // with all tiles: of the span, which has a row for each token and query head
 };
 
 // A short span whose tiles are computed apart: where its partial results lie, `[tiles, Hkv, rows]`.
@@ -127,8 +117,7 @@ template <class Kind, class Input>
 class Attention {
  public:
   Attention(const Call& call, const at::Tensor& query, const float* sinks, at::Tensor& output)
-      : call_(call),
-        shape_(call.shape),
+      : shape_(call.shape),
         step_(*call.step),
         group_(step_.groups[call.group]),
         storage_(storage_of<Kind>(call)),
@@ -218,17 +207,21 @@ class Attention {
     }
   }
 
-  // Where the keys of an item's first tile lie.
+  // Have the keys of an item's first tile fetched while the values of the one at hand are summed.
   void foresee(const Item* item, Thread& thread) const {
     thread.tile.next.clear();
     if (item == nullptr) return;
     const int64_t number = item->tile < 0 ? item->first_span : apart_[members_[item->first_span]].span;
     const Span& span = step_.spans[number];
     const int64_t tile = item->tile < 0 ? first_tile(span) : item->tile;
-    const int64_t first = tile * shape_.tile_size(), last = std::min(span.end, first + shape_.tile_size());
-    const int64_t low = std::max(shape_.first_visible(span.start), first);
-    collect_stripes(shape_, storage_, blocks(number, tile), item->kv_head, int(low - first), int(last - first),
-                    thread.tile.next);
+    foresee(number, tile, item->kv_head, shape_.first_visible(span.start), span.end, thread);
+  }
+
+  // The same for a tile of a span, whose positions [low, high) are seen.
+  void foresee(int64_t span, int64_t tile, int kv_head, int64_t low, int64_t high, Thread& thread) const {
+    const int64_t first = tile * shape_.tile_size(), last = first + shape_.tile_size();
+    collect_stripes(shape_, storage_, blocks(span, tile), kv_head, int(std::max(low, first) - first),
+                    int(std::min(high, last) - first), thread.tile.next);
   }
 
   const int32_t* blocks(int64_t span, int64_t tile) const {
@@ -278,8 +271,11 @@ class Attention {
         thread.next[i].values = &thread.next_values[i * lanes];
       }
       collect(item.first_span, tile, item.kv_head, thread.visible, thread);
-      if (tile < last_tile) thread.tile.next.clear();
-      if (tile == last_tile) foresee(next, thread);
+      if (tile == last_tile) {
+        foresee(next, thread);
+      } else {
+        foresee(item.first_span, tile + 1, item.kv_head, 0, last_position + 1, thread);
+      }
       attend_tile<Kind>(shape_, thread.queries.data(), query_stride_, int(num_rows), thread.visible.data(), thread.tile,
                         thread.next.data());
       for (int64_t i = 0; i < num_rows; ++i) merge(thread.so_far[i], thread.next[i], int(lanes));
@@ -341,7 +337,6 @@ class Attention {
     for (int i = 0; i < shape_.value_head_size; ++i) store_float(result.values[i] * factor, to + i);
   }
 
-  const Call& call_;
   const Shape& shape_;
   const Step& step_;
   const GroupStep& group_;

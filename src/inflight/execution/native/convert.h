@@ -21,6 +21,7 @@ inline void read_floats(const at::BFloat16* from, int64_t count, float* to) {
 }
 
 inline void store_float(float value, float* to) { *to = value; }
+inline void store_float(float value, uint16_t* to) { *to = bfloat16_of(value); }
 inline void store_float(float value, at::BFloat16* to) { to->x = bfloat16_of(value); }
 
 }  // namespace inflight

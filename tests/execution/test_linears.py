@@ -13,19 +13,23 @@ from inflight.execution.experts import pack_experts
 from inflight.execution.linears import (
     LinearCalls,
     PackedEmbedding,
-    PackedLinear,
     RowActivation,
     SiblingLinear,
     is_linear,
     pack_linears,
-    packed_layout,
-    quantise,
     watch_linears,
 )
+from inflight.execution.packed_linear import OneDnnLinear, PackedLinear, PanelLinear, has_panels, quantise
 from tests import zoo
 
 DTYPES = [torch.float32, torch.bfloat16]
-SHAPES = [(64, 64), (300, 96), (33, 40), (256, 64), (96, 768)]
+SHAPES = [(64, 64), (300, 96), (33, 40), (256, 64), (96, 768), (70, 33)]
+KINDS = [PanelLinear, OneDnnLinear]
+
+
+def needs(kind: type[PackedLinear], dtype: torch.dtype) -> None:
+    if kind is PanelLinear and not has_panels(dtype):
+        pytest.skip("this CPU has no instructions for it")
 
 
 def random_weight(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -46,13 +50,17 @@ def watch(model: nn.Module) -> LinearCalls:
 # ------------------------------------------------------------------------------------ one layer
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 33])
-def test_a_packed_layer_is_the_layer(shape: tuple[int, int], dtype: torch.dtype, num_rows: int) -> None:
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 33, 150])
+def test_a_packed_layer_is_the_layer(
+    kind: type[PackedLinear], shape: tuple[int, int], dtype: torch.dtype, num_rows: int
+) -> None:
+    needs(kind, dtype)
     weight, bias = random_weight(shape, dtype), random_weight((1, shape[0]), dtype)[0]
     x = random_weight((num_rows, shape[1]), dtype)[None]
-    actual = PackedLinear(weight, bias)(x)
+    actual = kind(weight, bias, "none", "none", quantized=False)(x)
     assert actual.shape == (1, num_rows, shape[0])
     assert actual.dtype == dtype
     if num_rows:
@@ -60,12 +68,46 @@ def test_a_packed_layer_is_the_layer(shape: tuple[int, int], dtype: torch.dtype,
         assert relative_error(actual, expected) < (1e-6 if dtype == torch.float32 else 5e-3)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")])
+def test_an_activation_is_part_of_the_layer(
+    activation: nn.Module, dtype: torch.dtype, kind: type[PackedLinear], quantized: bool
+) -> None:
+    needs(kind, torch.int8 if quantized else dtype)
+    weight, x = random_weight((50, 64), dtype), random_weight((5, 64), dtype)
+    name = {"ReLU": "relu", "SiLU": "swish"}.get(type(activation).__name__, "gelu")
+    layer = kind(weight, None, name, getattr(activation, "approximate", "none"), quantized=quantized)
+    expected = activation(functional.linear(x.double(), weight.double()))
+    tolerance = 3e-2 if quantized else 1e-6 if dtype == torch.float32 else 5e-3
+    assert relative_error(layer(x), expected) < tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_panels_give_a_row_the_same_bits_in_any_company(
+    shape: tuple[int, int], quantized: bool, dtype: torch.dtype
+) -> None:
+    needs(PanelLinear, torch.int8 if quantized else dtype)
+    layer = PanelLinear(random_weight(shape, dtype), None, "none", "none", quantized=quantized)
+    x = random_weight((200, shape[1]), dtype)
+    together = layer(x)
+    for first, last in ((0, 1), (3, 5), (60, 69), (100, 117), (7, 200)):
+        assert torch.equal(layer(x[first:last]), together[first:last])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_int8_is_near_and_rows_are_strangers(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_int8_is_near_and_rows_are_strangers(
+    shape: tuple[int, int], dtype: torch.dtype, kind: type[PackedLinear]
+) -> None:
+    needs(kind, torch.int8)
     weight, bias = random_weight(shape, dtype), random_weight((1, shape[0]), dtype)[0]
     x = random_weight((9, shape[1]), dtype)
-    layer = PackedLinear(weight, bias, quantized=True)
+    layer = kind(weight, bias, "none", "none", quantized=True)
     expected = functional.linear(x.double(), weight.double(), bias.double())
     assert relative_error(layer(x), expected) < 3e-2
     beside = torch.cat([x[:3], 1000 * x[3:]])
@@ -73,8 +115,10 @@ def test_int8_is_near_and_rows_are_strangers(shape: tuple[int, int], dtype: torc
     assert torch.equal(layer(x[:1]), layer(x)[:1])
 
 
-def test_int8_passes_on_what_is_not_finite_in_its_own_row_alone() -> None:
-    layer = PackedLinear(random_weight((64, 64), torch.float32), None, quantized=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_passes_on_what_is_not_finite_in_its_own_row_alone(kind: type[PackedLinear]) -> None:
+    needs(kind, torch.int8)
+    layer = kind(random_weight((64, 64), torch.float32), None, "none", "none", quantized=True)
     x = random_weight((3, 64), torch.float32)
     expected = layer(x)
     for bad in (float("nan"), float("inf")):
@@ -93,15 +137,16 @@ def test_quantised_weights_are_the_nearest() -> None:
     assert ((weight - rounded * scales[:, None]).abs() <= scales[:, None] / 2 + 1e-7).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, (1000, 33)])
-def test_the_layout_finds_every_element(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_layout_finds_every_element(shape: tuple[int, int], dtype: torch.dtype, kind: type[PackedLinear]) -> None:
+    needs(kind, dtype)
     weight = random_weight(shape, dtype)
-    layer = PackedLinear(weight, None)
-    layout = packed_layout(layer.packed)
+    layer = kind(weight, None, "none", "none", quantized=False)
+    layout = layer.layout()
     assert layout is not None
-    elements, rows, columns = layout
-    assert torch.equal(elements[rows[:, None] + columns], weight)
+    assert torch.equal(layout.elements[layout.row_places[:, None] + layout.column_places], weight)
 
 
 # ------------------------------------------------------------------------------------ whole models

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from inflight.execution.attention import AttentionSpec, CpuAttention, ReferenceAttention
-from inflight.execution.linears import PackedLinear
 from inflight.execution.native import kernels_available
+from inflight.execution.packed_linear import pack_linear
 from inflight.profiling import Machine
 from inflight.profiling.operators import OperatorTimes
 from inflight.profiling.phases import PhaseTimes, timed_calls
@@ -84,7 +84,7 @@ def test_experts_are_read_but_not_every_row_goes_through_them() -> None:
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_packed_weights_count_as_they_lie_in_memory() -> None:
-    model = nn.Sequential(PackedLinear(torch.ones(64, 32), None))
+    model = nn.Sequential(pack_linear(torch.ones(64, 32), None))
     work = decode_work(model, [], ReferenceAttention(torch.device("cpu"), torch.float32, 4), 4, [1])
     assert work.weight_bytes == 4 * 64 * 32
     assert has_packed_linears(model)

@@ -15,7 +15,8 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from inflight.execution.linears import PackedLinear, is_linear
+from inflight.execution.linears import is_linear
+from inflight.execution.packed_linear import PackedLinear, pack_linear
 
 MIN_ROWS = 2  # a single row would take another way through oneDNN
 
@@ -47,7 +48,7 @@ def _pack_each(module: Any, name: str, *, quantized: bool) -> list[PackedLinear]
     weights = getattr(module, name).detach()
     biases = getattr(module, f"{name}_bias").detach() if module.has_bias else [None] * len(weights)
     packed = [
-        PackedLinear(weight.T if module.is_transposed else weight, bias, quantized=quantized)
+        pack_linear(weight.T if module.is_transposed else weight, bias, quantized=quantized)
         for weight, bias in zip(weights, biases, strict=True)
     ]
     delattr(module, name)
@@ -106,7 +107,7 @@ class RouterWeight(nn.Parameter):
         """`functional.linear`."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.dtype not in self.packings:
-                self.packings[self.dtype] = PackedLinear(self.detach(), None)
+                self.packings[self.dtype] = pack_linear(self.detach(), None)
             rows = x.reshape(-1, x.shape[-1])
             padded = rows if len(rows) >= MIN_ROWS else rows.expand(MIN_ROWS, -1)
             out: torch.Tensor = self.packings[self.dtype](padded)[: len(rows)]

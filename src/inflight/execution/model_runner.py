@@ -17,7 +17,6 @@ from inflight.execution.executors.hook import use_attention
 from inflight.execution.executors.longrope import longrope_length
 from inflight.execution.linears import can_pack
 from inflight.execution.model import ModelSource, available_cache_memory, load_model, release_checkpoint
-from inflight.execution.native import kernels_available
 from inflight.execution.probe import ProbeReport, probe_packed
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampler import Sampler
@@ -49,11 +48,8 @@ class ModelRunner:
         def backend(block_size: int) -> AttentionBackend:
             return make_backend(config.attention_backend, device, dtype, block_size, config.kv_cache_dtype)
 
-        if config.quantization is not None and not (can_pack(self.model) and kernels_available()):
-            raise ModelError(
-                f"quantization {config.quantization!r} needs a CPU with our kernels and float32 or bfloat16, "
-                f"not {dtype} on {device}"
-            )
+        if config.quantization is not None and not can_pack(self.model):
+            raise ModelError(f"quantization {config.quantization!r} needs a CPU, not {dtype} on {device}")
         report = probe_packed(self.model, backend, quantized=config.quantization is not None)
         if device.type == "cpu" and not isinstance(source, PreTrainedModel):
             release_checkpoint(self.model)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from inflight.execution.linears import PackedLinear
+from inflight.execution.packed_linear import pack_linear
 
 MIN_READ_BYTES = 256 * 2**20
 MAX_READ_BYTES = 2 * 2**30
@@ -54,7 +54,7 @@ class MachineMeter:
         floats = integers.view(torch.float32)
         rows = torch.ones(LINEAR_ROWS, LINEAR_SIZE, dtype=dtype)
         weight = torch.ones(LINEAR_SIZE, LINEAR_SIZE, dtype=dtype)
-        linear = PackedLinear(weight, None, quantized=quantized) if packed else lambda x: functional.linear(x, weight)
+        linear = pack_linear(weight, None, quantized=quantized) if packed else lambda x: functional.linear(x, weight)
         self._num_bytes = num_bytes
         self._readers: list[Callable[[], object]] = [lambda: integers.sum(), lambda: floats.amax()]
         self._read_seconds: list[list[float]] = [[] for _ in self._readers]

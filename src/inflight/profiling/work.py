@@ -11,7 +11,8 @@ from torch import nn
 
 from inflight.execution.attention import AttentionBackend, AttentionSpec
 from inflight.execution.experts import PackedExperts
-from inflight.execution.linears import PackedLinear, SiblingLinear
+from inflight.execution.linears import SiblingLinear
+from inflight.execution.packed_linear import PackedLinear
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ Floats gelu(Floats x) {
 }
 
 // A part of a vector takes the same way as a whole one.
-template <class Value, class Function>
-void activate_rows(const at::Tensor& x, at::Tensor& output, const Function& function) {
+template <class Value>
+void activate_rows(const at::Tensor& x, at::Tensor& output, Activation function) {
   const int64_t size = x.size(-1), num_rows = x.numel() / std::max<int64_t>(size, 1);
   const int64_t stride = x.dim() > 1 ? x.stride(-2) : size;
   at::parallel_for(0, num_rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(size, 1)), [&](int64_t begin, int64_t end) {
@@ -49,24 +49,26 @@ void activate_rows(const at::Tensor& x, at::Tensor& output, const Function& func
 
 }  // namespace
 
+Activation find_activation(std::string_view activation, std::string_view variant) {
+  if (activation == "none") return nullptr;
+  if (activation == "relu") return relu;
+  if (activation == "swish") return swish;
+  TORCH_CHECK(activation == "gelu", "there is no activation '", activation, "'");
+  return variant == "tanh" ? gelu_tanh : gelu;
+}
+
 at::Tensor activate(const at::Tensor& x, std::string_view activation, std::string_view variant) {
   // Rows at equal distances, as pieces of a wider tensor have them, are read in place.
   bool in_place = x.dim() > 0 && x.stride(-1) == 1;
   for (int64_t dim = 0; dim + 2 < x.dim(); ++dim) in_place &= x.size(dim) == 1;
   const at::Tensor rows = in_place ? x : x.contiguous();
   at::Tensor output = at::empty(x.sizes(), x.options());
-  const auto run = [&](const auto& function) {
-    if (x.scalar_type() == at::kFloat) return activate_rows<float>(rows, output, function);
+  const Activation function = find_activation(activation, variant);
+  if (x.scalar_type() == at::kFloat) {
+    activate_rows<float>(rows, output, function);
+  } else {
     TORCH_CHECK(x.scalar_type() == at::kBFloat16, "activations must be float32 or bfloat16");
     activate_rows<at::BFloat16>(rows, output, function);
-  };
-  if (activation == "relu") {
-    run(relu);
-  } else if (activation == "swish") {
-    run(swish);
-  } else {
-    TORCH_CHECK(activation == "gelu", "there is no activation '", activation, "'");
-    variant == "tanh" ? run(gelu_tanh) : run(gelu);
   }
   return output;
 }

@@ -7,6 +7,12 @@
 
 namespace inflight {
 
+using Floats = float __attribute__((vector_size(64)));
+using Activation = Floats (*)(Floats);
+
+// nullptr for "none".
+Activation find_activation(std::string_view activation, std::string_view variant);
+
 // "relu", "swish", or "gelu" with the variant "none" or "tanh", of float32 or bfloat16.
 at::Tensor activate(const at::Tensor& x, std::string_view activation, std::string_view variant);
 

@@ -20,6 +20,15 @@ inline void read_floats(const at::BFloat16* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = float_of(from[i].x);
 }
 
+inline void store_floats(Floats values, float* to) { store(to, values); }
+inline void store_floats(Floats values, at::BFloat16* to) {
+#ifdef __AVX512BF16__
+  store(to, (__m256i)_mm512_cvtneps_pbh((__m512)values));
+#else
+  for (int lane = 0; lane < kLanes; ++lane) to[lane].x = bfloat16_of(values[lane]);
+#endif
+}
+
 inline void store_float(float value, float* to) { *to = value; }
 inline void store_float(float value, uint16_t* to) { *to = bfloat16_of(value); }
 inline void store_float(float value, at::BFloat16* to) { to->x = bfloat16_of(value); }

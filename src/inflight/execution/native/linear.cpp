@@ -1,25 +1,162 @@
+// Up to eight rows go through a panel together, with a register for every row and vector of outputs: its weights are
+// read once, in the order in which they lie, as fast as memory gives them. More rows find it in the L2 cache.
+//
+// An output is one sum over the inputs in ascending order, whoever computes it and whichever rows are beside it.
 #include "linear.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
 
+#include <array>
 #include <cmath>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "convert.h"
+#include "stored.h"
 
 namespace inflight {
 namespace {
 
-using Scalars = c10::List<std::optional<at::Scalar>>;
-constexpr int kZeroPoint = 128;  // x86 multiplies unsigned by signed: activations are shifted by this
+constexpr int kRowsAtOnce = 8, kVectors = kPanelOutputs / kLanes;
+constexpr int64_t kRowsOfBlock = 64;  // that one thread takes through a panel
+constexpr int kZeroPoint = 128;       // x86 multiplies unsigned by signed: rounded activations are shifted by this
 
-at::Tensor apply_float(const Linear& linear, const at::Tensor& x) {
-  using Operator = at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, std::string_view,
-                              Scalars, std::optional<std::string_view>);
-  static const auto linear_pointwise =
-      c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Operator>();
-  return linear_pointwise.call(x, linear.packed, linear.bias, linear.activation, Scalars(), linear.variant);
+#ifdef __AVX512VNNI__
+
+struct Int8Quads {
+  using Stored = uint8_t;
+  using Operand = int32_t;
+  using Panel = __m512i;
+  using Sum = __m512i;
+  static constexpr int kPack = 4;
+  static Panel load_panel(const int8_t* from) { return _mm512_loadu_si512(from); }
+  static Sum multiply_add(Sum sum, Operand a, Panel b) { return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(a), b); }
+};
+
+#endif
+
+struct Float32Rows : Float32 {
+  using Sum = Floats;
+};
+
+struct BFloat16Rows : BFloat16 {
+  using Sum = Floats;
+};
+
+// sums[row][vector] of a panel, for kRows rows; `x` is `[kRows, steps]` operands.
+template <class Kind, int kRows, class Weight>
+inline void multiply_panel(const typename Kind::Stored* x, const Weight* panel, int64_t steps,
+                           typename Kind::Sum (&sums)[kRows][kVectors]) {
+  constexpr int64_t kPack = Kind::kPack;
+  for (auto& row : sums)
+    for (auto& sum : row) sum = typename Kind::Sum{};
+  for (int64_t step = 0; step < steps; ++step, panel += kPanelOutputs * kPack) {
+    typename Kind::Panel weights[kVectors];
+    for (int v = 0; v < kVectors; ++v) weights[v] = Kind::load_panel(panel + v * kLanes * kPack);
+    for (int row = 0; row < kRows; ++row) {
+      const auto operand = load<typename Kind::Operand>(x + (row * steps + step) * kPack);
+      for (int v = 0; v < kVectors; ++v) sums[row][v] = Kind::multiply_add(sums[row][v], operand, weights[v]);
+    }
+  }
+}
+
+// What becomes of a sum before it is stored. Pointers are null where there is nothing to do.
+template <class Output>
+struct Finish {
+  int64_t out_features;
+  const Output* bias;
+  Activation activation;
+  const int32_t* offsets;  // with the scales: of int8
+  const float *scales, *row_scales;
+  Output* output;  // [rows, out]
+
+  Finish(const Linear& linear, const float* row_scales, at::Tensor& output)
+      : out_features(linear.out_features),
+        bias(linear.bias ? linear.bias->const_data_ptr<Output>() : nullptr),
+        activation(linear.activation),
+        offsets(linear.scales ? linear.offsets.const_data_ptr<int32_t>() : nullptr),
+        scales(linear.scales ? linear.scales->const_data_ptr<float>() : nullptr),
+        row_scales(row_scales),
+        output(output.data_ptr<Output>()) {}
+
+  // The `count` outputs of a row from `first` on.
+  void operator()(Floats sum, int64_t row, int64_t first, int64_t count) const {
+    if (bias) sum += part(bias + first, count);
+    if (activation) sum = activation(sum);
+    Output* to = output + row * out_features + first;
+    if (count == kLanes) return store_floats(sum, to);
+    float lanes[kLanes];
+    store(lanes, sum);
+    for (int64_t lane = 0; lane < count; ++lane) store_float(lanes[lane], to + lane);
+  }
+
+  void operator()(Ints sum, int64_t row, int64_t first, int64_t count) const {
+    Ints missing{};
+    std::memcpy(&missing, offsets + first, count * sizeof(int32_t));
+    const Floats scale = part(scales + first, count) * row_scales[row];
+    (*this)(__builtin_convertvector(sum - missing, Floats) * scale, row, first, count);
+  }
+
+ private:
+  template <class Value>
+  static Floats part(const Value* values, int64_t count) {
+    if (count == kLanes) return load_floats(values);
+    float lanes[kLanes] = {};
+    read_floats(values, count, lanes);
+    return load<Floats>(lanes);
+  }
+};
+
+template <class Kind, class Weight, class Output, int kRows>
+void run_rows(const typename Kind::Stored* x, const Weight* panel, int64_t steps, int64_t first_row,
+              int64_t first_output, const Finish<Output>& finish) {
+  using Lanes = std::conditional_t<Kind::kPack == 4, Ints, Floats>;
+  typename Kind::Sum sums[kRows][kVectors];
+  multiply_panel<Kind, kRows>(x + first_row * steps * Kind::kPack, panel, steps, sums);
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t first = first_output + v * kLanes, count = std::min<int64_t>(kLanes, finish.out_features - first);
+    if (count <= 0) break;
+    for (int row = 0; row < kRows; ++row) finish((Lanes)sums[row][v], first_row + row, first, count);
+  }
+}
+
+// `run_rows` for 1, 2, … rows.
+template <class Kind, class Weight, class Output, int... kRows>
+constexpr auto rows_functions(std::integer_sequence<int, kRows...>) {
+  return std::array{&run_rows<Kind, Weight, Output, kRows + 1>...};
+}
+
+// All rows and panels, on all of torch's threads; `x` is `[rows, in]` with `in` rounded up to whole operands.
+template <class Kind, class Weight, class Output>
+void run(const Linear& linear, const typename Kind::Stored* x, int64_t num_rows, const Finish<Output>& finish) {
+  constexpr auto by_rows = rows_functions<Kind, Weight, Output>(std::make_integer_sequence<int, kRowsAtOnce>{});
+  const int64_t num_panels = linear.panels.size(0), steps = linear.panels.size(1);
+  const int64_t num_blocks = (num_rows + kRowsOfBlock - 1) / kRowsOfBlock;
+  const int64_t panel_size = steps * kPanelOutputs * Kind::kPack;
+  const auto* panels = static_cast<const Weight*>(linear.panels.const_data_ptr());
+  const int64_t grain = 1 + 16384 / (steps * std::min(num_rows, kRowsOfBlock));
+  at::parallel_for(0, num_blocks * num_panels, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t panel = item % num_panels, first = item / num_panels * kRowsOfBlock;
+      const int64_t size = std::min(kRowsOfBlock, num_rows - first);
+      const int64_t num_groups = (size + kRowsAtOnce - 1) / kRowsAtOnce;  // as equal as can be
+      for (int64_t group = 0; group < num_groups; ++group) {
+        const int64_t low = size * group / num_groups, high = size * (group + 1) / num_groups;
+        by_rows[high - low - 1](x, panels + panel * panel_size, steps, first + low, panel * kPanelOutputs, finish);
+      }
+    }
+  });
+}
+
+// Rows of whole operands.
+template <class Kind>
+at::Tensor operands(const at::Tensor& x, const Linear& linear) {
+  const int64_t missing = linear.panels.size(1) * Kind::kPack - linear.in_features;
+  return missing ? at::constant_pad_nd(x, {0, missing}) : x.contiguous();
 }
 
 // Rounds a row to [1, 255] around kZeroPoint; returns its scale, NaN if the row is not finite.
@@ -58,50 +195,85 @@ float quantise_row(const Value* from, int64_t size, uint8_t* to) {
   return maximum / 127;
 }
 
+#ifdef __AVX512VNNI__
+
 template <class Value>
-at::Tensor apply_int8(const Linear& linear, const at::Tensor& x) {
-  using Operator = at::Tensor(at::Tensor, double, int64_t, at::Tensor, at::Tensor, at::Tensor,
-                              std::optional<at::Tensor>, double, int64_t, std::optional<at::ScalarType>,
-                              std::string_view, Scalars, std::string_view);
-  static const auto qlinear = c10::Dispatcher::singleton().findSchemaOrThrow("onednn::qlinear_pointwise", "").typed<Operator>();
-  const int64_t in = x.size(-1), num_rows = x.numel() / in;
-  at::Tensor quantised = at::empty({num_rows, in}, x.options().dtype(at::kByte));
-  std::vector<float> row_scales(num_rows);
+void run_int8(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
+  const int64_t in = linear.in_features, num_rows = x.numel() / in;
+  const int64_t width = linear.panels.size(1) * Int8Quads::kPack;
+  const at::Tensor rows = x.contiguous(), rounded = at::empty({num_rows, width}, x.options().dtype(at::kByte));
+  std::vector<float> scales(num_rows);
   at::parallel_for(0, num_rows, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      row_scales[row] =
-          quantise_row(x.const_data_ptr<Value>() + row * in, in, quantised.data_ptr<uint8_t>() + row * in);
-  });
-  const at::Tensor sums = qlinear.call(quantised, 1.0, kZeroPoint, linear.packed, *linear.scales, *linear.zero_points,
-                                       std::nullopt, 1.0, 0, at::kFloat, "none", Scalars(), "");
-  const int64_t out = sums.size(-1);
-  auto sizes = x.sizes().vec();
-  sizes.back() = out;
-  at::Tensor output = at::empty(sizes, x.options());
-  const Value* bias = linear.bias ? linear.bias->const_data_ptr<Value>() : nullptr;
-  at::parallel_for(0, num_rows, 4, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const float *from = sums.const_data_ptr<float>() + row * out, scale = row_scales[row];
-      Value* to = output.data_ptr<Value>() + row * out;
-      for (int64_t i = 0; i < out; ++i) store_float(from[i] * scale + (bias ? float(bias[i]) : 0.f), to + i);
+      uint8_t* to = rounded.data_ptr<uint8_t>() + row * width;
+      scales[row] = quantise_row(rows.const_data_ptr<Value>() + row * in, in, to);
+      std::fill(to + in, to + width, uint8_t(0));
     }
   });
-  return output;
+  run<Int8Quads, int8_t, Value>(linear, rounded.const_data_ptr<uint8_t>(), num_rows,
+                                {linear, scales.data(), output});
 }
+
+#endif
 
 }  // namespace
 
-at::Tensor apply(const Linear& linear, const at::Tensor& x, int64_t out_features) {
-  if (x.numel() == 0) {
-    auto sizes = x.sizes().vec();
-    sizes.back() = out_features;
-    return at::empty(sizes, x.options());
+Linear::Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& scales,
+               int64_t in_features, int64_t out_features, Activation activation)
+    : panels(panels),
+      bias(bias),
+      scales(scales),
+      in_features(in_features),
+      out_features(out_features),
+      activation(activation) {
+  if (scales) {
+    const at::Tensor sums = at::sum(panels, at::IntArrayRef{1, 3}, false, at::kInt);  // over inputs
+    offsets = sums.flatten().mul(kZeroPoint);
   }
-  if (!linear.scales) return apply_float(linear, x);
-  const at::Tensor rows = x.contiguous();
-  if (rows.scalar_type() == at::kFloat) return apply_int8<float>(linear, rows);
-  TORCH_CHECK(rows.scalar_type() == at::kBFloat16, "an int8 layer takes float32 or bfloat16, not ", rows.scalar_type());
-  return apply_int8<at::BFloat16>(linear, rows);
+}
+
+bool has_panels(at::ScalarType dtype) {
+#ifdef __AVX512F__
+  if (dtype == at::kFloat) return true;
+#endif
+#ifdef __AVX512BF16__
+  if (dtype == at::kBFloat16) return true;
+#endif
+#ifdef __AVX512VNNI__
+  if (dtype == at::kChar) return true;
+#endif
+  return false;
+}
+
+at::Tensor apply(const Linear& linear, const at::Tensor& x) {
+  auto sizes = x.sizes().vec();
+  sizes.back() = linear.out_features;
+  at::Tensor output = at::empty(sizes, x.options());
+  const int64_t num_rows = x.numel() / linear.in_features;
+  if (num_rows == 0) return output;
+  const auto dtype = linear.panels.scalar_type();
+  TORCH_CHECK(x.scalar_type() == dtype || (dtype == at::kChar && x.is_floating_point()), "a layer of ", dtype,
+              " can not take ", x.scalar_type());
+  if (dtype == at::kFloat) {
+    const at::Tensor rows = operands<Float32Rows>(x, linear);
+    run<Float32Rows, float, float>(linear, rows.const_data_ptr<float>(), num_rows,
+                                   {linear, nullptr, output});
+#ifdef __AVX512BF16__
+  } else if (dtype == at::kBFloat16) {
+    const at::Tensor rows = operands<BFloat16Rows>(x, linear);
+    run<BFloat16Rows, uint16_t, at::BFloat16>(linear, static_cast<const uint16_t*>(rows.const_data_ptr()), num_rows,
+                                              {linear, nullptr, output});
+#endif
+#ifdef __AVX512VNNI__
+  } else if (dtype == at::kChar && x.scalar_type() == at::kFloat) {
+    run_int8<float>(linear, x, output);
+  } else if (dtype == at::kChar && x.scalar_type() == at::kBFloat16) {
+    run_int8<at::BFloat16>(linear, x, output);
+#endif
+  } else {
+    TORCH_CHECK(false, "this CPU has no instructions for layers of ", dtype);
+  }
+  return output;
 }
 
 }  // namespace inflight

@@ -1,22 +1,34 @@
-// A linear layer whose weight oneDNN has packed, in float32, bfloat16 or int8.
+// A linear layer whose weight lies in panels, in float32, bfloat16 or int8.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <optional>
-#include <string>
+#include <string_view>
+
+#include "activate.h"
 
 namespace inflight {
 
-// Of int8: `scales` is [out] float32, a scale for each output channel.
+constexpr int kPanelOutputs = 32;
+
+// `panels` is `[out / 32, in / pack, 32, pack]`, both rounded up and filled with zeros; pack is what the hardware
+// multiplies and adds for a lane at once: 1 of float32, 2 of bfloat16, 4 of int8. Of int8, `scales` is `[out]`.
 struct Linear {
-  at::Tensor packed;
-  std::optional<at::Tensor> bias, scales, zero_points;
-  std::string activation;
-  std::optional<std::string> variant;
+  at::Tensor panels;
+  std::optional<at::Tensor> bias, scales;
+  int64_t in_features, out_features;
+  Activation activation;  // or nullptr
+  at::Tensor offsets;     // of int8, `[out]` int32: what a row's zero point adds to each sum
+
+  Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& scales,
+         int64_t in_features, int64_t out_features, Activation activation);
 };
 
-// `[…, in]` to `[…, out]`. Activations of int8 layers are quantised row by row, with a scale each: rows stay strangers.
-at::Tensor apply(const Linear& linear, const at::Tensor& x, int64_t out_features);
+// Whether this CPU has the instructions for weights of a dtype; without them oneDNN is the better choice.
+bool has_panels(at::ScalarType dtype);
+
+// `[…, in]` to `[…, out]`, float32 or bfloat16. For int8 each row of activations is rounded with a scale of its own.
+at::Tensor apply(const Linear& linear, const at::Tensor& x);
 
 }  // namespace inflight

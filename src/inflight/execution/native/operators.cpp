@@ -1,6 +1,5 @@
 // The operators that Python sees, `torch.ops.inflight.*`. What outlives a call is held here and known by its number.
 
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <mutex>
@@ -75,20 +74,14 @@ Tensor write_and_attend(const Tensor& query, const Tensor& key, const Tensor& va
   return inflight::attend(*the_call, query, sinks);
 }
 
-int64_t new_linear(const Tensor& packed, const std::optional<Tensor>& bias, const std::optional<Tensor>& scales,
-                   std::string_view activation, std::optional<std::string_view> variant) {
-  std::optional<Tensor> zero_points;
-  if (scales) zero_points = at::zeros(scales->sizes(), at::kLong);
-  std::optional<std::string> the_variant;
-  if (variant) the_variant = std::string(*variant);
-  return linears.add(
-      std::make_shared<Linear>(Linear{packed, bias, scales, zero_points, std::string(activation), the_variant}));
+int64_t new_linear(const Tensor& panels, const std::optional<Tensor>& bias, const std::optional<Tensor>& scales,
+                   int64_t in_features, int64_t out_features, std::string_view activation, std::string_view variant) {
+  return linears.add(std::make_shared<Linear>(panels, bias, scales, in_features, out_features,
+                                              find_activation(activation, variant)));
 }
 void delete_linear(int64_t linear) { linears.remove(linear); }
 
-Tensor linear(const Tensor& x, int64_t linear, int64_t out_features) {
-  return inflight::apply(*linears.get(linear), x, out_features);
-}
+Tensor linear(const Tensor& x, int64_t linear, int64_t) { return inflight::apply(*linears.get(linear), x); }
 
 }  // namespace inflight::operators
 
@@ -106,7 +99,9 @@ TORCH_LIBRARY(inflight, library) {
   library.def("attend(Tensor query, Tensor? sinks, int call) -> Tensor", &ours::attend);
   library.def("write_and_attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, int call) -> Tensor");
   library.impl("write_and_attend", c10::DispatchKey::CPU, &ours::write_and_attend);
-  library.def("new_linear(Tensor packed, Tensor? bias, Tensor? scales, str activation, str? variant) -> int",
+  library.def("has_panels(ScalarType dtype) -> bool", &inflight::has_panels);
+  library.def("new_linear(Tensor panels, Tensor? bias, Tensor? scales, int in_features, int out_features, "
+              "str activation, str variant) -> int",
               &ours::new_linear);
   library.def("delete_linear(int linear) -> ()", &ours::delete_linear);
   library.def("linear(Tensor x, int linear, int out_features) -> Tensor");

@@ -76,12 +76,12 @@ class Sampler:
         slots = batch.logit_slots_host
         output_positions = batch.logit_positions_host + 1 - self._prompt_len[slots]
         logits = self._forbid_stop_tokens(logits, slots, output_positions)
-        best_logits, tokens = best_tokens(logits)
+        tokens = best_tokens(logits)
         random_rows = np.flatnonzero(self._temperature[slots] > 0)
         if len(random_rows):
             rows = self._rows(random_rows)
-            tokens[rows] = self._sample_rows(logits[rows], slots[random_rows], output_positions[random_rows])
-        tokens = torch.where(best_logits.isfinite(), tokens, INVALID_TOKEN)
+            sampled = self._sample_rows(logits[rows], slots[random_rows], output_positions[random_rows])
+            tokens[rows] = torch.where(tokens[rows] == INVALID_TOKEN, INVALID_TOKEN, sampled)
         result: list[int] = tokens.tolist()
         return result
 
@@ -132,12 +132,13 @@ def has_kernels(logits: torch.Tensor) -> bool:
     return logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16) and kernels_available()
 
 
-def best_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's greatest logit (NaN if there is any) and its token: `[R]` each of `[R, V]`."""
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """The token with each row's greatest logit, `[R]` of `[R, V]`; `INVALID_TOKEN` if that is infinite or any is NaN."""
     if has_kernels(logits):
-        best_logits, tokens = torch.ops.inflight.greedy(logits)
-        return best_logits, tokens
-    return logits.max(dim=-1)
+        tokens: torch.Tensor = torch.ops.inflight.greedy(logits)
+        return tokens
+    best_logits, tokens = logits.max(dim=-1)
+    return torch.where(best_logits.isfinite(), tokens, INVALID_TOKEN)
 
 
 def top_k_filter(logits: torch.Tensor, top_k: torch.Tensor, largest_k: int) -> torch.Tensor:

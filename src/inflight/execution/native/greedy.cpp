@@ -41,7 +41,7 @@ Best best_of_piece(const Input* row, int64_t begin, int64_t end) {
 }
 
 template <class Input>
-void greedy_rows(const at::Tensor& logits, at::Tensor& values, at::Tensor& tokens) {
+void greedy_rows(const at::Tensor& logits, at::Tensor& tokens) {
   const int64_t num_rows = logits.size(0), size = logits.size(1), num_pieces = (size + kPieceSize - 1) / kPieceSize;
   const Input* data = logits.data_ptr<Input>();
   std::vector<Best> best(num_rows * num_pieces);
@@ -57,24 +57,22 @@ void greedy_rows(const at::Tensor& logits, at::Tensor& values, at::Tensor& token
       const Best& other = best[row * num_pieces + piece];
       if (!std::isnan(winner.value) && !(other.value <= winner.value)) winner = other;
     }
-    values.data_ptr<float>()[row] = winner.value;
-    tokens.data_ptr<int64_t>()[row] = winner.token;
+    tokens.data_ptr<int64_t>()[row] = std::isfinite(winner.value) ? winner.token : -1;
   }
 }
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> greedy(const at::Tensor& logits) {
+at::Tensor greedy(const at::Tensor& logits) {
   const at::Tensor rows = logits.stride(-1) == 1 ? logits : logits.contiguous();
-  at::Tensor values = at::empty({rows.size(0)}, rows.options().dtype(at::kFloat));
   at::Tensor tokens = at::empty({rows.size(0)}, rows.options().dtype(at::kLong));
   if (rows.scalar_type() == at::kFloat) {
-    greedy_rows<float>(rows, values, tokens);
+    greedy_rows<float>(rows, tokens);
   } else {
     TORCH_CHECK(rows.scalar_type() == at::kBFloat16, "logits must be float32 or bfloat16");
-    greedy_rows<at::BFloat16>(rows, values, tokens);
+    greedy_rows<at::BFloat16>(rows, tokens);
   }
-  return {values, tokens};
+  return tokens;
 }
 
 }  // namespace inflight

@@ -3,11 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <tuple>
-
 namespace inflight {
 
-// The greatest logit of each row of `[R, V]` as float32, and the first token that has it. NaN anywhere: NaN.
-std::tuple<at::Tensor, at::Tensor> greedy(const at::Tensor& logits);
+// The first token with the greatest logit of each row of `[R, V]`; -1 if that is not finite or there is a NaN.
+at::Tensor greedy(const at::Tensor& logits);
 
 }  // namespace inflight

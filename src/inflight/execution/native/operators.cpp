@@ -107,7 +107,7 @@ TORCH_LIBRARY(inflight, library) {
   library.def("linear(Tensor x, int linear, int out_features) -> Tensor");
   library.impl("linear", c10::DispatchKey::CPU, &ours::linear);
   library.def("activate(Tensor x, str activation, str variant) -> Tensor", &inflight::activate);
-  library.def("greedy(Tensor logits) -> (Tensor, Tensor)", &inflight::greedy);
+  library.def("greedy(Tensor logits) -> Tensor", &inflight::greedy);
   library.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
               &inflight::sample);
 }

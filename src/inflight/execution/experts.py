@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from inflight.execution.linears import is_linear
+from inflight.execution.linears import LetGo, is_linear
 from inflight.execution.packed_linear import PackedLinear, pack_linear
 
 MIN_ROWS = 2  # a single row would take another way through oneDNN
@@ -25,10 +25,10 @@ class PackedExperts:
     """The projections of all experts of a module, packed one by one: `up` (with the gate, where there is one) and
     `down`."""
 
-    def __init__(self, module: Any, *, quantized: bool) -> None:
+    def __init__(self, module: Any, *, quantized: bool, let_go: LetGo | None = None) -> None:
         name = "gate_up_proj" if module.has_gate else "up_proj"
-        self.up = _pack_each(module, name, quantized=quantized)
-        self.down = _pack_each(module, "down_proj", quantized=quantized)
+        self.up = _pack_each(module, name, quantized, let_go)
+        self.down = _pack_each(module, "down_proj", quantized, let_go)
 
     def run(self, module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """One expert on `[n, hidden]`."""
@@ -44,7 +44,7 @@ class PackedExperts:
         return outputs
 
 
-def _pack_each(module: Any, name: str, *, quantized: bool) -> list[PackedLinear]:
+def _pack_each(module: Any, name: str, quantized: bool, let_go: LetGo | None) -> list[PackedLinear]:
     weights = getattr(module, name).detach()
     biases = getattr(module, f"{name}_bias").detach() if module.has_bias else [None] * len(weights)
     packed = [
@@ -52,6 +52,8 @@ def _pack_each(module: Any, name: str, *, quantized: bool) -> list[PackedLinear]
         for weight, bias in zip(weights, biases, strict=True)
     ]
     delattr(module, name)
+    if let_go:
+        let_go(weights)
     return packed
 
 
@@ -114,12 +116,13 @@ class RouterWeight(nn.Parameter):
             return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
 
 
-def pack_experts(model: PreTrainedModel, *, quantized: bool) -> None:
-    """Pack the experts and routers of `model`, which is ours alone; nothing happens if it has none."""
+def pack_experts(model: PreTrainedModel, *, quantized: bool, let_go: LetGo | None = None) -> None:
+    """Pack the experts and routers of `model`, which is ours alone; nothing happens if it has none. `let_go` is called
+    with each weight that is not needed any more."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(module, "_apply_gate") and hasattr(module, "has_gate") and isinstance(config, PreTrainedConfig):
-            module.inflight_experts = PackedExperts(module, quantized=quantized)
+            module.inflight_experts = PackedExperts(module, quantized=quantized, let_go=let_go)
             config._experts_implementation_internal = "inflight"
     if any(hasattr(module, "inflight_experts") for module in model.modules()):
         for module in model.modules():

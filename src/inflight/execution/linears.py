@@ -11,7 +11,7 @@ Knows modules and tensors, no architecture. Whoever packs proves the model after
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -108,6 +108,9 @@ def _parent(name: str) -> str:
 
 # ------------------------------------------------------------------------------------ packing
 
+LetGo: TypeAlias = Callable[[torch.Tensor], None]
+"""What is done with the memory of a weight that was packed."""
+
 
 def can_pack(model: PreTrainedModel) -> bool:
     """Whether there are packed linear layers for this model's device and dtype, here."""
@@ -118,13 +121,17 @@ def can_pack(model: PreTrainedModel) -> bool:
     )
 
 
-def pack_linears(model: PreTrainedModel, calls: LinearCalls, *, quantized: bool = False) -> None:
+def pack_linears(
+    model: PreTrainedModel, calls: LinearCalls, *, quantized: bool = False, let_go: LetGo | None = None
+) -> None:
     """Replace every linear layer of `model`, which is ours alone, by a packed one.
 
     Args:
         calls: what may run together.
         quantized: whether weights become int8, with a scale for each output channel.
+        let_go: called with each weight that is not needed any more.
     """
+    let_go = let_go or (lambda weight: None)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and is_linear(head) and embedding.weight is head.weight
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -138,6 +145,8 @@ def pack_linears(model: PreTrainedModel, calls: LinearCalls, *, quantized: bool 
         together = SiblingLinears(members, quantized=quantized)
         for number, name in enumerate(names):
             _replace(model, name, SiblingLinear(together, number))
+            let_go(modules[name].weight)
+            modules[name]._parameters.clear()
             modules[name] = nn.Identity()
         del members
     shared: dict[int, PackedLinear] = {}  # a module that has several names is packed once
@@ -158,6 +167,8 @@ def pack_linears(model: PreTrainedModel, calls: LinearCalls, *, quantized: bool 
         _replace(model, name, shared[id(module)])
         if module is head and is_tied:
             share_packed_weight(embedding, shared[id(module)])
+        if module._parameters:
+            let_go(module.weight)
         module._parameters.clear()
 
 
@@ -195,8 +206,6 @@ class SiblingLinears:
         self.sizes = [weight.shape[0] for weight in weights]
         bias = _joined(biases, self.sizes, weights[0].dtype)
         self.linear = pack_linear(torch.cat(weights), bias, quantized=quantized)
-        for member in members:
-            member._parameters.clear()
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def output(self, x: torch.Tensor, number: int) -> torch.Tensor:

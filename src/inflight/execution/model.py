@@ -1,10 +1,8 @@
 """Loading: from a hub id, a folder or a configuration to a `transformers` model on its device, ready to be probed."""
 
 import copy
-import ctypes
 import gc
 import os
-import sys
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from inflight.config import EngineConfig
 from inflight.errors import ModelError
+from inflight.execution.mapped_memory import give_back_freed_memory
 
 CACHE_SHARE_OF_GPU = 0.9
 CACHE_SHARE_OF_HOST = 0.25
@@ -128,8 +127,7 @@ def release_checkpoint(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if type(parameter) is torch.nn.Parameter:
             parameter.data = parameter.data.clone()
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
+    give_back_freed_memory()
 
 
 def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:

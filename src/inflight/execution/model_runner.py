@@ -16,6 +16,7 @@ from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.executors.hook import use_attention
 from inflight.execution.executors.longrope import longrope_length
 from inflight.execution.linears import can_pack
+from inflight.execution.mapped_memory import let_go_of_file_pages
 from inflight.execution.model import ModelSource, available_cache_memory, load_model, release_checkpoint
 from inflight.execution.probe import ProbeReport, probe_packed
 from inflight.execution.ragged_batch import RaggedBatch
@@ -50,8 +51,14 @@ class ModelRunner:
 
         if config.quantization is not None and not can_pack(self.model):
             raise ModelError(f"quantization {config.quantization!r} needs a CPU, not {dtype} on {device}")
-        report = probe_packed(self.model, backend, quantized=config.quantization is not None)
-        if device.type == "cpu" and not isinstance(source, PreTrainedModel):
+        is_loaded = device.type == "cpu" and not isinstance(source, PreTrainedModel)  # by us: no caller's memory
+        report = probe_packed(
+            self.model,
+            backend,
+            quantized=config.quantization is not None,
+            let_go=let_go_of_file_pages if is_loaded else None,
+        )
+        if is_loaded:
             release_checkpoint(self.model)
         serving_backend = backend(config.block_size)
         executor = PackedExecutor(self.model, serving_backend, report.specs)

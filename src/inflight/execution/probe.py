@@ -29,7 +29,7 @@ from inflight.execution.attention import AttentionBackend, AttentionSpec
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.executors.hook import attend_with, attention_sinks, use_attention
 from inflight.execution.experts import pack_experts
-from inflight.execution.linears import can_pack, pack_linears, watch_linears
+from inflight.execution.linears import LetGo, can_pack, pack_linears, watch_linears
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.plan import Span, StepPlan
 
@@ -95,7 +95,11 @@ class ProbeReport:
 
 
 def probe_packed(
-    model: PreTrainedModel, make_backend: Callable[[int], AttentionBackend], *, quantized: bool = False
+    model: PreTrainedModel,
+    make_backend: Callable[[int], AttentionBackend],
+    *,
+    quantized: bool = False,
+    let_go: LetGo | None = None,
 ) -> ProbeReport:
     """Make `model` fast and prove that it runs packed, and leave it ready to; or raise `ModelError` with the reason.
 
@@ -103,6 +107,7 @@ def probe_packed(
         model: ours alone, in evaluation mode, on its device.
         make_backend: gives an attention backend for a block size.
         quantized: whether its weights become int8.
+        let_go: called with each weight that was packed and is not needed any more.
     """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -131,8 +136,8 @@ def probe_packed(
         _require_isolation(name, _leak_between_neighbours(executor, prompts), tolerance)
         _check_row_selection(executor, prompts)
         if can_pack(model):
-            pack_experts(model, quantized=quantized)
-            pack_linears(model, linear_calls, quantized=quantized)
+            pack_experts(model, quantized=quantized, let_go=let_go)
+            pack_linears(model, linear_calls, quantized=quantized, let_go=let_go)
             errors = _compare(executor, modules, prompts, plain_logits, plain_outputs)
             exact = tolerance is FULL_PRECISION and not quantized
             _require_agreement(name, errors, tolerance if exact else ROUNDED_ANEW)

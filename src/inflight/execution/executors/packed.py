@@ -18,7 +18,7 @@ from inflight.execution.ragged_batch import RaggedBatch
 logger = logging.getLogger(__name__)
 
 MIN_ROWS = 4
-"""On a CPU a single row takes another way through oneDNN, with other bits; and two take longer than four."""
+"""On a CPU a single row takes another way through oneDNN, with other bits; and fewer than four are no faster."""
 
 
 class PackedExecutor:

@@ -1,0 +1,45 @@
+"""Memory that is a file: a checkpoint's weights lie in pages that the system maps in when they are first read, and that
+count as this process's memory until somebody lets them go."""
+
+import ctypes
+import mmap
+import sys
+from pathlib import Path
+
+import torch
+
+MADV_DONTNEED = 4
+
+
+def let_go_of_file_pages(tensor: torch.Tensor) -> None:
+    """If a tensor lies in a mapped file, let its pages go; whoever reads it again reads the file again.
+
+    Nothing may have been written to it: that would be lost. Elsewhere than on Linux nothing happens.
+    """
+    if sys.platform != "linux" or tensor.device.type != "cpu":
+        return
+    storage = tensor.untyped_storage()
+    first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    if tensor.is_contiguous() or tensor.T.is_contiguous():
+        first = tensor.data_ptr()
+        last = first + tensor.nbytes
+    page = mmap.PAGESIZE
+    first, last = -(-first // page) * page, last // page * page  # what lies beside it in the file stays
+    if first < last and _is_file(first, last):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED)
+
+
+def give_back_freed_memory() -> None:
+    """What was freed goes back to the system, where the C library offers that."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _is_file(first: int, last: int) -> bool:
+    """Whether all of these addresses are one mapping of a file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, _, inode, *_ = line.split()
+        begin, end = (int(address, 16) for address in addresses.split("-"))
+        if begin <= first < end:
+            return last <= end and inode != "0"
+    return False

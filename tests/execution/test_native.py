@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from inflight.execution import native
 
 COMMAND = [sys.executable, "-m", "inflight", "generate", "Once upon a time", "--max-tokens", "12", "--temperature", "0"]
@@ -39,3 +41,13 @@ def test_another_cpu_has_another_library() -> None:
         assert native._digest() != before
     finally:
         native._instruction_sets = original
+
+
+@pytest.mark.skipif("avx512f" not in native._instruction_sets().split(), reason="others are tested as they are")
+def test_a_cpu_without_avx512_gets_kernels_that_are_as_right() -> None:
+    """Registers half as wide, other layouts: the tests of attention, of layers and of the sampler hold there, too."""
+    tests = [f"tests/execution/test_{name}.py" for name in ("attention", "linears", "sampler")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "INFLIGHT_TARGET_CPU": "haswell", "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout[-3000:]

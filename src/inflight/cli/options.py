@@ -58,15 +58,18 @@ _SCHEDULING = (
 )
 _CACHE_MEMORY = (click.option("--kv-cache-memory", type=int, help="Bytes for keys and values."),)
 _CONFIG = _LOADING + _SCHEDULING + _CACHE_MEMORY
-_SAMPLING = (
-    click.option("--n", type=int, help="Sequences to generate for each prompt."),
-    click.option("--max-tokens", type=int, help="Most tokens to generate; else until a stop or a full context."),
-    click.option("--min-tokens", type=int, help="No stop before so many tokens."),
+_CHOICE = (
     click.option("--temperature", type=float, help="0 always takes the most likely token."),
     click.option("--top-p", type=float, help="Keep the likeliest tokens that together reach this share."),
     click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 keeps all."),
     click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest one."),
     click.option("--seed", type=int, help="Of the random numbers."),
+)
+_SAMPLING = (
+    click.option("--n", type=int, help="Sequences to generate for each prompt."),
+    click.option("--max-tokens", type=int, help="Most tokens to generate; else until a stop or a full context."),
+    click.option("--min-tokens", type=int, help="No stop before so many tokens."),
+    *_CHOICE,
     click.option("--stop", multiple=True, help="A string that ends the text; may be repeated."),
     click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's end tokens."),
     click.option("--truncate-prompt-tokens", type=int, help="Keep only the last so many tokens of a prompt."),
@@ -86,6 +89,11 @@ def config_options(command: Command) -> Command:
 def scheduling_options(command: Command) -> Command:
     """How requests are batched, of all that `EngineConfig` takes."""
     return _with(_SCHEDULING, command)
+
+
+def choice_options(command: Command) -> Command:
+    """How tokens are chosen."""
+    return _with(_CHOICE, command)
 
 
 def sampling_options(command: Command) -> Command:

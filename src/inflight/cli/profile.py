@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from inflight.cli.options import config_options, engine_values, quiet_libraries
+from inflight.cli.options import choice_options, config_options, engine_values, quiet_libraries, sampling_values
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
@@ -17,6 +17,7 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 @click.option("--steps", type=click.IntRange(min=1), default=30, help="Steps to measure, of each of three kinds.")
 @click.option("--png", type=FILE, help="Draw it (needs matplotlib).")
 @click.option("--json", "json_file", type=FILE, help="Write all of it as JSON.")
+@choice_options
 @config_options
 def profile(
     model: str | None,
@@ -28,7 +29,7 @@ def profile(
     **options: Any,
 ) -> None:
     """Take a decode step of MODEL apart (the small embedded one, if none is named): linears, attention, small
-    operators, sampler, scheduler, packing, Python.
+    operators, sampler, scheduler, packing, Python. Tokens are chosen greedily unless a temperature is given.
 
     Beside what each part takes stands the least that this machine needs for it: reading and arithmetic are measured in
     the same run. The machine should have nothing else to do.
@@ -40,12 +41,14 @@ def profile(
     from inflight.engine import Engine
     from inflight.inputs import model_source
     from inflight.observe.pictures import save_png
+    from inflight.params import SamplingParams
     from inflight.profiling import profile_decode
     from inflight.profiling.figure import profile_figure
     from inflight.profiling.table import profile_table
 
     engine = Engine(model_source(model), EngineConfig(**{"max_num_seqs": num_seqs, **engine_values(options)}))
-    taken_apart = profile_decode(engine, num_seqs, context, steps)
+    params = SamplingParams(**{"temperature": 0, **sampling_values(options)})
+    taken_apart = profile_decode(engine, num_seqs, context, steps, params)
     Console().print(profile_table(taken_apart))
     if json_file is not None:
         taken_apart.write_json(json_file)

@@ -9,6 +9,7 @@ they decode: they begin so short that they have as many cached tokens as asked f
 import random
 import statistics
 import time
+from dataclasses import replace
 
 import torch
 
@@ -24,15 +25,19 @@ from inflight.profiling.work import decode_work, has_packed_linears
 MAX_ROUNDS = 5
 SETTLING_STEPS = 3
 READINGS_PER_ROUND = 2
+GREEDY = SamplingParams(temperature=0)
 
 
-def profile_decode(engine: Engine, num_sequences: int, num_cached_tokens: int, num_steps: int) -> StepProfile:
+def profile_decode(
+    engine: Engine, num_sequences: int, num_cached_tokens: int, num_steps: int, params: SamplingParams = GREEDY
+) -> StepProfile:
     """Measure decode steps of an engine on a CPU that has nothing else to do, and take one apart.
 
     Args:
         num_sequences: how many decode together.
         num_cached_tokens: of each of them, halfway through.
         num_steps: how many steps of each kind are measured.
+        params: how tokens are chosen; they are chosen for as long as it takes.
 
     Raises:
         ValueError: the engine can not hold so many sequences of this length at once, or is not on a CPU.
@@ -45,7 +50,7 @@ def profile_decode(engine: Engine, num_sequences: int, num_cached_tokens: int, n
     assert isinstance(executor, PackedExecutor)
     model, quantized = engine.runner.model, engine.model_info.quantization == "int8"
     meter = MachineMeter(model.dtype, packed=has_packed_linears(model), quantized=quantized)
-    decodes = Decodes(engine, num_sequences, num_prompt_tokens)
+    decodes = Decodes(engine, num_sequences, num_prompt_tokens, params)
     whole: list[float] = []
     phases: list[PhaseTimes] = []
     operators: list[OperatorTimes] = []
@@ -85,10 +90,10 @@ def profile_decode(engine: Engine, num_sequences: int, num_cached_tokens: int, n
 class Decodes:
     """Sequences of random tokens that all decode together, one step at a time."""
 
-    def __init__(self, engine: Engine, num_sequences: int, num_prompt_tokens: int) -> None:
+    def __init__(self, engine: Engine, num_sequences: int, num_prompt_tokens: int, params: SamplingParams) -> None:
         self._engine = engine
         self._names = [f"profiled {number}" for number in range(num_sequences)]
-        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        params = replace(params, max_tokens=None, ignore_eos=True)
         rng = random.Random(0)
         for name in self._names:
             prompt = rng.choices(range(engine.model_info.vocab_size), k=num_prompt_tokens)

@@ -14,7 +14,6 @@ import torch
 from inflight.execution.attention.interface import AttentionSpec, PagedCache
 from inflight.execution.ragged_batch import RaggedBatch
 
-LANES = 16
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
@@ -37,7 +36,7 @@ class CpuAttention:
 
     Args:
         dtype: of keys and values in the cache: float32, bfloat16 or int8. Queries may be float32 or bfloat16.
-        block_size: any; one that is no multiple of 16 wastes what is missing to it.
+        block_size: any; one that is no multiple of 16 may waste what is missing to it.
     """
 
     name = "cpu"
@@ -109,4 +108,6 @@ class CpuAttention:
 
 
 def _whole_lanes(size: int) -> int:
-    return -(-size // LANES) * LANES
+    """Rounded up to what a register of this CPU holds."""
+    num_lanes: int = torch.ops.inflight.num_lanes()
+    return -(-size // num_lanes) * num_lanes

@@ -5,9 +5,10 @@
 
 #include <string_view>
 
+#include "vectors.h"
+
 namespace inflight {
 
-using Floats = float __attribute__((vector_size(64)));
 using Activation = Floats (*)(Floats);
 
 // nullptr for "none".

@@ -15,18 +15,19 @@
 namespace inflight {
 
 constexpr int kTileSize = 256;
+constexpr int kStripesAtOnce = 4, kVectorsAtOnce = 4;
 #ifdef __AVX512F__
-constexpr int kStripesAtOnce = 4, kRowsAtOnce = 4, kVectorsAtOnce = 4;
+constexpr int kRowsAtOnce = 4;  // 16 sums, of 32 registers
 #else
-constexpr int kStripesAtOnce = 1, kRowsAtOnce = 4, kVectorsAtOnce = 1;
+constexpr int kRowsAtOnce = 2;  // 8 sums, of 16 registers
 #endif
 
 // An attention call of the model: its shape, and where its keys and values lie.
 //
-// A block holds, for each key/value head, stripes of sixteen tokens (the last one partly used, if the block size is no
-// multiple of that). Keys `[N, Hkv, stripes, Dk / pack, 16 tokens, pack]`: one token a lane.
-// Values `[N, Hkv, stripes, 16 tokens / pack, Dv, pack]`: one dimension a lane; Dv rounded up to lanes.
-// Scales of int8, `[N, Hkv, stripes * 16]`: a float for each token and head.
+// A block holds, for each key/value head, stripes of kLanes tokens (the last one partly used, if the block size is no
+// multiple of that). Keys `[N, Hkv, stripes, Dk / pack, lanes, pack]`: one token a lane.
+// Values `[N, Hkv, stripes, lanes / pack, Dv, pack]`: one dimension a lane; Dv rounded up to lanes.
+// Scales of int8, `[N, Hkv, stripes * lanes]`: a float for each token and head.
 struct Shape {
   int num_heads, num_kv_heads, head_size, value_head_size;
   float scale;
@@ -53,7 +54,7 @@ struct Storage {
   float *key_scales, *value_scales;  // only of int8
 };
 
-// Up to sixteen tokens of a tile.
+// Up to kLanes tokens of a tile.
 template <class Kind>
 struct Stripe {
   const typename Kind::Stored *keys, *values;
@@ -139,7 +140,7 @@ void score_rows(const typename Kind::Operand* queries, int64_t query_stride, con
 template <class Kind>
 Partial weigh(const Shape& shape, const std::vector<Stripe<Kind>>& stripes, Visible visible, float* scores) {
   Floats maxima = broadcast(-kInfinity);
-  const Ints low = kLaneNumbers * 0 + visible.low;
+  const Ints low = Ints{} + visible.low;
   for (size_t s = 0; s < stripes.size(); ++s) {
     const Stripe<Kind>& stripe = stripes[s];
     Floats score = load<Floats>(scores + s * kLanes) * shape.scale;
@@ -147,7 +148,7 @@ Partial weigh(const Shape& shape, const std::vector<Stripe<Kind>>& stripes, Visi
     if (shape.softcap != 0) score = tanh(score / shape.softcap) * shape.softcap;
     const int end = std::min(stripe.position + stripe.length, visible.high);
     if (stripe.position < visible.low || end < stripe.position + kLanes) {
-      const Ints position = kLaneNumbers + stripe.position;
+      const Ints position = lane_numbers() + stripe.position;
       score = (position >= low) & (position < end) ? score : broadcast(-kInfinity);
     }
     store(scores + s * kLanes, score);

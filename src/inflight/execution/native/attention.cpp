@@ -1,13 +1,12 @@
 #include "attention.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
-#include <atomic>
 #include <string_view>
 #include <unordered_map>
 
 #include "convert.h"
+#include "parallel.h"
 
 namespace inflight {
 namespace {
@@ -18,17 +17,6 @@ constexpr int64_t kShortSpan = 16;
 constexpr int64_t kRowsTogether = 32;
 // At most so many floats hold results of tiles until they are merged; spans beyond run their tiles one after another.
 constexpr int64_t kMaxPartialFloats = 1 << 25;
-
-// Calls function(item) for each item once, on all of torch's threads; who takes which changes no bit.
-template <class Function>
-void for_each_item(int64_t num_items, const Function& function) {
-  std::atomic<int64_t> next{0};
-  const int64_t num_threads = std::min<int64_t>(at::get_num_threads(), num_items);
-  at::parallel_for(0, num_threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; ++thread)
-      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) function(item);
-  });
-}
 
 template <class Kind>
 Storage<Kind> storage_of(const Call& call) {

@@ -11,7 +11,6 @@ namespace inflight {
 
 inline Floats load_floats(const float* from) { return load<Floats>(from); }
 inline Floats load_floats(const at::BFloat16* from) {
-  using Halves = uint16_t __attribute__((vector_size(32)));
   return (Floats)(__builtin_convertvector(load<Halves>(from), Bits) << 16);
 }
 

@@ -1,5 +1,5 @@
-// Up to eight rows go through a panel together, with a register for every row and vector of outputs: its weights are
-// read once, in the order in which they lie, as fast as memory gives them. More rows find it in the L2 cache.
+// Some rows (eight with AVX-512) go through a panel together, with a register for every row and vector of outputs: its
+// weights are read once, in the order in which they lie, as fast as memory gives them. More rows find it in the L2 cache.
 //
 // An output is one sum over the inputs in ascending order, whoever computes it and whichever rows are beside it.
 #include "linear.h"
@@ -16,13 +16,20 @@
 #include <vector>
 
 #include "convert.h"
+#include "parallel.h"
 #include "stored.h"
 
 namespace inflight {
 namespace {
 
-constexpr int kRowsAtOnce = 8, kVectors = kPanelOutputs / kLanes;
+#ifdef __AVX512F__
+constexpr int kRowsAtOnce = 8;  // 16 sums, of 32 registers
+#else
+constexpr int kRowsAtOnce = 3;  // 12 sums, of 16 registers
+#endif
+constexpr int kVectors = kPanelOutputs / kLanes;
 constexpr int64_t kRowsOfBlock = 64;  // that one thread takes through a panel
+constexpr int64_t kSharesOfThread = 4, kMinShareSize = 16384;  // of panels; of a share, in operands
 constexpr int kZeroPoint = 128;       // x86 multiplies unsigned by signed: rounded activations are shifted by this
 
 #ifdef __AVX512VNNI__
@@ -138,9 +145,12 @@ void run(const Linear& linear, const typename Kind::Stored* x, int64_t num_rows,
   const int64_t num_blocks = (num_rows + kRowsOfBlock - 1) / kRowsOfBlock;
   const int64_t panel_size = steps * kPanelOutputs * Kind::kPack;
   const auto* panels = static_cast<const Weight*>(linear.panels.const_data_ptr());
-  const int64_t grain = 1 + 16384 / (steps * std::min(num_rows, kRowsOfBlock));
-  at::parallel_for(0, num_blocks * num_panels, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
+  // Each thread gets several runs of neighbouring panels, so that a core that is held up holds up nobody else for long.
+  const int64_t num_items = num_blocks * num_panels, item_size = steps * std::min(num_rows, kRowsOfBlock);
+  const int64_t num_shares =
+      std::clamp<int64_t>(num_items * item_size / kMinShareSize, 1, kSharesOfThread * at::get_num_threads());
+  for_each_item(num_shares, [&](int64_t share) {
+    for (int64_t item = num_items * share / num_shares; item < num_items * (share + 1) / num_shares; ++item) {
       const int64_t panel = item % num_panels, first = item / num_panels * kRowsOfBlock;
       const int64_t size = std::min(kRowsOfBlock, num_rows - first);
       const int64_t num_groups = (size + kRowsAtOnce - 1) / kRowsAtOnce;  // as equal as can be
@@ -182,7 +192,7 @@ float quantise_row(const Value* from, int64_t size, uint8_t* to) {
     return poison;
   }
   const float inverse = maximum > 0 ? 127 / maximum : 0;
-  using Narrow = uint8_t __attribute__((vector_size(16)));
+  using Narrow = uint8_t __attribute__((vector_size(kLanes)));
   constexpr float kRounder = 12582912.f;
   for (i = 0; i + kLanes <= size; i += kLanes) {
     const Floats shifted = load_floats(from + i) * inverse + kRounder;

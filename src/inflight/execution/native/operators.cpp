@@ -87,6 +87,7 @@ Tensor linear(const Tensor& x, int64_t linear, int64_t) { return inflight::apply
 
 TORCH_LIBRARY(inflight, library) {
   namespace ours = inflight::operators;
+  library.def("num_lanes() -> int", [] { return int64_t(inflight::kLanes); });
   library.def("new_step() -> int", &ours::new_step);
   library.def("delete_step(int step) -> ()", &ours::delete_step);
   library.def("begin_step(int step, int block_size, Tensor query_lens, Tensor kv_lens, Tensor[] slots, Tensor[] tables) -> ()",

@@ -4,8 +4,9 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
+#include <functional>
+#include <limits>
 #include <vector>
 
 #include "convert.h"
@@ -13,30 +14,9 @@
 namespace inflight {
 namespace {
 
-// Scores are at most 0 and the best one is 0. Buckets of equal width hold those above -kRange, the last one the rest.
-constexpr int kNumBuckets = 2048;
-constexpr float kRange = 32;
-
-int bucket_of(float score) { return score > -kRange ? int(-score * (kNumBuckets / kRange)) : kNumBuckets - 1; }
-
-// The least score that is kept when the best ones are taken until `weight` of them adds up to `wanted`. Only the bucket
-// in which that happens is sorted.
-template <class Weight>
-float least_kept(const std::vector<float>& scores, float threshold, double wanted, const Weight& weight) {
-  std::array<double, kNumBuckets> sums{};
-  for (const float score : scores)
-    if (score >= threshold) sums[bucket_of(score)] += weight(score);
-  int bucket = 0;
-  double so_far = 0;
-  for (; bucket < kNumBuckets - 1 && so_far + sums[bucket] < wanted; ++bucket) so_far += sums[bucket];
-  std::vector<float> members;
-  for (const float score : scores)
-    if (score >= threshold && bucket_of(score) == bucket) members.push_back(score);
-  std::sort(members.begin(), members.end(), std::greater<>());
-  for (const float score : members)
-    if ((so_far += weight(score)) >= wanted) return score;
-  return members.empty() ? threshold : members.back();
-}
+constexpr int64_t kChunkSize = 64;  // tokens whose greatest score and whose weights' sum are kept
+constexpr int kNumBuckets = 1024;
+constexpr float kMaxRange = 88;  // of scores: below, they have no weight
 
 struct Parameters {
   float temperature;
@@ -44,57 +24,152 @@ struct Parameters {
   float top_p, min_p, uniform;
 };
 
-// Scores to weights in place; returns their sum. Below the threshold the weight is 0.
-double weigh(std::vector<float>& scores, float threshold) {
-  double total = 0;
-  const int64_t size = int64_t(scores.size());
-  for (int64_t i = 0; i < size; i += kLanes) {  // the vector is padded with -infinity
-    const Floats score = load<Floats>(&scores[i]);
-    const Floats weight = score >= threshold ? exp(score) : Floats{};
-    store(&scores[i], weight);
-    total += sum_of_lanes(weight);
+struct Candidate {
+  float score, weight;
+};
+
+// One row on its way from logits to a token. Scores are logits less the best one, by the temperature; weights are their
+// exponentials. Whole chunks: what is missing has no weight.
+struct Row {
+  std::vector<float> scores, weights, maxima;
+  std::vector<double> sums, buckets;
+  std::vector<Candidate> candidates;
+};
+
+// False if any is not a number.
+template <class Input>
+bool score(const Input* logits, int64_t size, float temperature, Row& row) {
+  Floats maxima = broadcast(-kInfinity);
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) maxima = max(maxima, load_floats(logits + i));
+  float best = max_of_lanes(maxima);
+  for (; i < size; ++i) best = std::max(best, float(logits[i]));
+  const int64_t num_chunks = (size + kChunkSize - 1) / kChunkSize;
+  row.scores.resize(num_chunks * kChunkSize), row.weights.resize(num_chunks * kChunkSize);
+  for (i = 0; i + kLanes <= size; i += kLanes)
+    store(&row.scores[i], (load_floats(logits + i) - best) / broadcast(temperature));
+  for (; i < size; ++i) row.scores[i] = (float(logits[i]) - best) / temperature;
+  std::fill(row.scores.begin() + size, row.scores.end(), -kInfinity);
+  Ints missing{};
+  for (i = 0; i < num_chunks * kChunkSize; i += kLanes) {
+    const Floats scores = load<Floats>(&row.scores[i]);
+    missing |= scores != scores;
+    store(&row.weights[i], exp(scores));
   }
+  return !any(missing);
+}
+
+// Take the weight from whoever has a lower score; chunks are summed up.
+void cut(Row& row, float threshold) {
+  row.sums.clear();
+  for (size_t chunk = 0; chunk < row.scores.size(); chunk += kChunkSize) {
+    Floats sum{};
+    for (size_t i = chunk; i < chunk + kChunkSize; i += kLanes) {
+      const Floats weight = load<Floats>(&row.scores[i]) >= threshold ? load<Floats>(&row.weights[i]) : Floats{};
+      store(&row.weights[i], weight);
+      sum += weight;
+    }
+    row.sums.push_back(sum_of_lanes(sum));
+  }
+}
+
+double total(const Row& row) {
+  double total = 0;
+  for (const double sum : row.sums) total += sum;
   return total;
 }
 
-template <class Input>
-int64_t sample_row(const Input* logits, int64_t size, const Parameters& p, std::vector<float>& scores) {
-  scores.assign(round_up(size, kLanes), -kInfinity);
-  float best = -kInfinity;
-  for (int64_t i = 0; i < size; ++i) {
-    scores[i] = float(logits[i]);
-    best = std::max(best, scores[i]);
+// Collects those whose scores are told to belong, a vector at a time; who has no weight never does.
+template <class Belongs>
+void collect(Row& row, const Belongs& belongs) {
+  row.candidates.clear();
+  for (size_t i = 0; i < row.scores.size(); i += kLanes) {
+    const Ints kept = belongs(load<Floats>(&row.scores[i])) & (load<Floats>(&row.weights[i]) > 0.f);
+    if (!any(kept)) continue;
+    for (int lane = 0; lane < kLanes; ++lane)
+      if (kept[lane]) row.candidates.push_back({row.scores[i + lane], row.weights[i + lane]});
   }
-  for (int64_t i = 0; i < size; ++i) scores[i] = (scores[i] - best) / p.temperature;
-  float threshold = -kInfinity;
-  if (p.top_k > 0 && p.top_k < size)
-    threshold = least_kept(scores, threshold, double(p.top_k), [](float) { return 1.0; });
-  if (p.top_p < 1) {
-    const auto weight = [](float score) { return double(std::exp(score)); };
-    double total = 0;
-    for (const float score : scores)
-      if (score >= threshold) total += weight(score);
-    threshold = least_kept(scores, threshold, p.top_p * total, weight);
+}
+
+// The k-th greatest score. It is at least the k-th greatest of the chunks' maxima, so only few are looked at closely.
+float top_k_threshold(Row& row, int64_t k) {
+  row.maxima.clear();
+  for (size_t chunk = 0; chunk < row.scores.size(); chunk += kChunkSize) {
+    Floats maxima = load<Floats>(&row.scores[chunk]);
+    for (size_t i = chunk + kLanes; i < chunk + kChunkSize; i += kLanes)
+      maxima = max(maxima, load<Floats>(&row.scores[i]));
+    row.maxima.push_back(max_of_lanes(maxima));
   }
-  if (p.min_p > 0) threshold = std::max(threshold, std::log(p.min_p));
-  const double target = weigh(scores, threshold) * p.uniform;
-  double so_far = 0;
-  int64_t last = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    if (scores[i] == 0) continue;
-    last = i;
-    if ((so_far += scores[i]) > target) break;
+  const auto kth = [k](std::vector<float>& values) {
+    std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<>());
+    return values[k - 1];
+  };
+  const float least = k <= int64_t(row.maxima.size()) ? kth(row.maxima) : -kInfinity;
+  collect(row, [=](Floats scores) { return scores >= least; });
+  if (int64_t(row.candidates.size()) < k) return -kInfinity;
+  row.maxima.clear();
+  for (const Candidate& candidate : row.candidates) row.maxima.push_back(candidate.score);
+  return kth(row.maxima);
+}
+
+// The least score that is kept when the best ones are taken until their weights add up to a share of all. Buckets of
+// equal width hold the scores; only the one in which that happens is sorted. What lies below all buckets weighs less, all
+// together, than what is left out.
+float top_p_threshold(Row& row, float top_p) {
+  const double sum = total(row), wanted = top_p * sum;
+  const float range = std::min(kMaxRange, float(std::log(double(row.scores.size()) / ((1 - top_p) * sum))) + 1e-3f);
+  const float factor = kNumBuckets / std::max(range, 1e-3f);
+  const auto buckets_of = [=](Floats scores) {
+    return __builtin_convertvector(min(-scores * factor, broadcast(kNumBuckets)), Ints);
+  };
+  row.buckets.assign(kNumBuckets + 1, 0);  // the last one is of those below
+  for (size_t i = 0; i < row.scores.size(); i += kLanes) {
+    if (!any(load<Floats>(&row.weights[i]) > 0.f)) continue;
+    int32_t buckets[kLanes];
+    store(buckets, buckets_of(load<Floats>(&row.scores[i])));
+    for (int lane = 0; lane < kLanes; ++lane) row.buckets[buckets[lane]] += row.weights[i + lane];
   }
+  int bucket = 0;
+  double above = 0;
+  for (; bucket < kNumBuckets && above + row.buckets[bucket] < wanted; ++bucket) above += row.buckets[bucket];
+  collect(row, [=](Floats scores) { return buckets_of(scores) == bucket; });
+  auto& members = row.candidates;
+  std::sort(members.begin(), members.end(), [](auto& a, auto& b) { return a.score > b.score; });
+  for (const Candidate& member : members)
+    if ((above += member.weight) >= wanted) return member.score;
+  return members.empty() ? -kInfinity : members.back().score;
+}
+
+int64_t draw(const Row& row, float uniform) {
+  const double target = total(row) * uniform;
+  double before = 0;
+  for (size_t chunk = 0; chunk < row.sums.size(); before += row.sums[chunk++]) {
+    if (before + row.sums[chunk] <= target) continue;
+    double so_far = before;
+    for (int64_t i = chunk * kChunkSize; i < int64_t(chunk + 1) * kChunkSize; ++i)
+      if ((so_far += row.weights[i]) > target && row.weights[i] > 0) return i;
+  }
+  int64_t last = row.weights.size() - 1;  // only rounding leads here
+  while (last > 0 && row.weights[last] == 0) --last;
   return last;
+}
+
+template <class Input>
+int64_t sample_row(const Input* logits, int64_t size, const Parameters& p, Row& row) {
+  if (!score(logits, size, p.temperature, row)) return 0;
+  cut(row, p.top_k > 0 && p.top_k < size ? top_k_threshold(row, p.top_k) : -kInfinity);
+  if (p.top_p < 1) cut(row, top_p_threshold(row, p.top_p));
+  if (p.min_p > 0) cut(row, std::log(p.min_p));
+  return draw(row, p.uniform);
 }
 
 template <class Input>
 void sample_rows(const at::Tensor& logits, const std::vector<Parameters>& parameters, int64_t* tokens) {
   at::parallel_for(0, logits.size(0), 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> scores;
+    thread_local Row scratch;
     for (int64_t row = begin; row < end; ++row)
       tokens[row] = sample_row(logits.const_data_ptr<Input>() + row * logits.stride(0), logits.size(1),
-                               parameters[row], scores);
+                               parameters[row], scratch);
   });
 }
 

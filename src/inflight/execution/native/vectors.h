@@ -1,4 +1,5 @@
-// Sixteen floats at once, in the compiler's portable vector types: AVX-512, AVX2 and NEON come out of the same text.
+// As many floats at once as a register holds, in the compiler's portable vector types: AVX-512, AVX2 and NEON come out
+// of the same text.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +12,26 @@
 
 namespace inflight {
 
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-using Floats = float __attribute__((vector_size(64)));
-using Ints = int32_t __attribute__((vector_size(64)));
-using Bits = uint32_t __attribute__((vector_size(64)));
-using Bytes = int8_t __attribute__((vector_size(16)));
+using Floats = float __attribute__((vector_size(4 * kLanes)));
+using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
+using Bits = uint32_t __attribute__((vector_size(4 * kLanes)));
+using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
+using Bytes = int8_t __attribute__((vector_size(kLanes)));
 
-constexpr Ints kLaneNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+inline Ints lane_numbers() {
+  Ints numbers{};
+  for (int lane = 0; lane < kLanes; ++lane) numbers[lane] = lane;
+  return numbers;
+}
 
 inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -40,6 +52,18 @@ inline Floats broadcast(float value) { return value - Floats{}; }
 // The greater of each pair; a NaN in `a` stays.
 inline Floats max(Floats a, Floats b) { return a < b ? b : a; }
 inline Floats min(Floats a, Floats b) { return a > b ? b : a; }
+
+// Whether any lane is not zero.
+inline bool any(Ints v) {
+#ifdef __AVX512F__
+  return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;
+#else
+  int32_t lanes[kLanes], all = 0;
+  store(lanes, v);
+  for (const int32_t lane : lanes) all |= lane;
+  return all != 0;
+#endif
+}
 
 // Sums and maxima over lanes fold halves: always in the same order.
 inline float sum_of_lanes(Floats v) {

@@ -133,7 +133,7 @@ def has_kernels(logits: torch.Tensor) -> bool:
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """The token with each row's greatest logit, `[R]` of `[R, V]`; `INVALID_TOKEN` if that is infinite or any is NaN."""
+    """Each row's greatest logit's token, `[R]` of `[R, V]`; `INVALID_TOKEN` if that is infinite or any logit is NaN."""
     if has_kernels(logits):
         tokens: torch.Tensor = torch.ops.inflight.greedy(logits)
         return tokens

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -71,7 +71,7 @@ def compile_forward(
     for module, cache in zip(modules, caches, strict=True):
         setattr(module, "inflight_call", cache.call)  # noqa: B010
     use_attention(model, "inflight_compiled")
-    options = {
+    options: dict[str, str | int | bool | Callable[..., Any]] = {
         "cpp_wrapper": mode == "max",
         # Nothing but the rows ever changes: half a millisecond of looking at every module in every step is saved.
         "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe,

@@ -7,7 +7,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 
 #include <array>
 #include <cmath>
@@ -237,8 +237,12 @@ Linear::Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, 
       out_features(out_features),
       activation(activation) {
   if (scales) {
-    const at::Tensor sums = at::sum(panels, at::IntArrayRef{1, 3}, false, at::kInt);  // over inputs
-    offsets = sums.flatten().mul(kZeroPoint);
+    offsets = at::zeros({panels.size(0) * kPanelOutputs}, at::kInt);
+    const auto* weights = panels.const_data_ptr<int8_t>();
+    const int64_t pack = panels.size(3), panel_size = panels.size(1) * kPanelOutputs * pack;
+    auto* sums = offsets.mutable_data_ptr<int32_t>();
+    for (int64_t i = 0; i < panels.numel(); ++i)
+      sums[i / panel_size * kPanelOutputs + i / pack % kPanelOutputs] += kZeroPoint * weights[i];
   }
 }
 

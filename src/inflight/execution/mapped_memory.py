@@ -12,19 +12,17 @@ MADV_DONTNEED = 4
 
 
 def let_go_of_file_pages(tensor: torch.Tensor) -> None:
-    """If a tensor lies in a mapped file, let its pages go; whoever reads it again reads the file again.
+    """If a tensor lies in one piece in a mapped file, let its pages go; whoever reads it again reads the file again.
 
     Nothing may have been written to it: that would be lost. Elsewhere than on Linux nothing happens.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return
-    storage = tensor.untyped_storage()
-    first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    if tensor.is_contiguous() or tensor.T.is_contiguous():
-        first = tensor.data_ptr()
-        last = first + tensor.nbytes
-    page = mmap.PAGESIZE
-    first, last = -(-first // page) * page, last // page * page  # what lies beside it in the file stays
+    if not (tensor.is_contiguous() or (tensor.dim() == 2 and tensor.T.is_contiguous())):
+        return
+    page = mmap.PAGESIZE  # what lies beside it in the file stays
+    first = -(-tensor.data_ptr() // page) * page
+    last = (tensor.data_ptr() + tensor.nbytes) // page * page
     if first < last and _is_file(first, last):
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_DONTNEED)
 

@@ -1,0 +1,38 @@
+"""Pages of a mapped file: they go, what they hold stays, and no other memory is touched."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from inflight.execution.mapped_memory import let_go_of_file_pages
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only done on Linux")
+SHAPE = (1024, 4096)  # 16 MiB
+
+
+def resident_file_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_files_pages_go_and_come_back_when_they_are_read(tmp_path: Path, transposed: bool) -> None:
+    expected = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).view(SHAPE)
+    save_file({"first": expected, "second": -expected}, tmp_path / "model.safetensors")
+    weights = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(weights["first"], expected)
+    assert torch.equal(weights["second"], -expected)
+    before = resident_file_bytes()
+    let_go_of_file_pages(weights["first"].T if transposed else weights["first"])
+    gone = before - resident_file_bytes()
+    assert 0.95 * expected.nbytes <= gone <= 1.05 * expected.nbytes
+    assert torch.equal(weights["first"], expected)
+
+
+def test_memory_that_is_no_file_stays() -> None:
+    tensor = torch.ones(SHAPE)
+    let_go_of_file_pages(tensor)
+    assert (tensor == 1).all()

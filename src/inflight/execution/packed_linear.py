@@ -132,12 +132,13 @@ def panels_of(weight: torch.Tensor) -> torch.Tensor:
     pack = PANEL_PACKS[weight.dtype]
     num_outputs, num_inputs = weight.shape
     num_steps = -(-num_inputs // pack)
-    panels = weight.new_zeros(-(-num_outputs // PANEL_OUTPUTS), num_steps, PANEL_OUTPUTS, pack)
+    panels = weight.new_empty(-(-num_outputs // PANEL_OUTPUTS), num_steps, PANEL_OUTPUTS, pack)
     if num_inputs % pack:
         weight = nn.functional.pad(weight, (0, num_steps * pack - num_inputs))
     num_whole = num_outputs // PANEL_OUTPUTS
     whole, rest = weight[: num_whole * PANEL_OUTPUTS], weight[num_whole * PANEL_OUTPUTS :]
     panels[:num_whole] = whole.view(num_whole, PANEL_OUTPUTS, num_steps, pack).transpose(1, 2)
+    panels[num_whole:] = 0
     panels[num_whole:, :, : len(rest)] = rest.view(len(rest), num_steps, pack).transpose(0, 1)
     return panels
 

@@ -50,7 +50,10 @@ class ModelRunner:
             return make_backend(config.attention_backend, device, dtype, block_size, config.kv_cache_dtype)
 
         if config.quantization is not None and not can_pack(self.model):
-            raise ModelError(f"quantization {config.quantization!r} needs a CPU, not {dtype} on {device}")
+            raise ModelError(
+                f"quantization {config.quantization!r} needs float32, or bfloat16 where the CPU supports it, on a CPU; "
+                f"not {dtype} on {device}"
+            )
         is_loaded = device.type == "cpu" and not isinstance(source, PreTrainedModel)  # by us: no caller's memory
         report = probe_packed(
             self.model,

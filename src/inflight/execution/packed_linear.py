@@ -49,12 +49,21 @@ class PackedLinear(nn.Module, ABC):
 
     packed: torch.Tensor
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, variant: str) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, variant: str, *, quantized: bool
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.activation, self.variant = activation, variant
         self.scales: torch.Tensor | None = None
+        if quantized:
+            weight, self.scales = quantise(weight)
+        self._pack(weight)
+
+    @abstractmethod
+    def _pack(self, weight: torch.Tensor) -> None:
+        """Lay out a weight `[out, in]`: float32, bfloat16, or int8 with `scales`."""
 
     @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,16 +109,10 @@ def has_panels(dtype: torch.dtype) -> bool:
 class PanelLinear(PackedLinear):
     """Our kernel: `native/linear.h` describes the layout."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, variant: str, *, quantized: bool
-    ) -> None:
-        super().__init__(weight, bias, activation, variant)
-        if quantized:
-            weight, self.scales = quantise(weight)
+    def _pack(self, weight: torch.Tensor) -> None:
         self.packed = panels_of(weight)
-        self.number: int = torch.ops.inflight.new_linear(
-            self.packed, bias, self.scales, self.in_features, self.out_features, activation, variant
-        )
+        sizes, activation = (self.in_features, self.out_features), (self.activation, self.variant)
+        self.number: int = torch.ops.inflight.new_linear(self.packed, self.bias, self.scales, *sizes, *activation)
         """By which the kernels know it."""
         weakref.finalize(self, torch.ops.inflight.delete_linear, self.number)
 
@@ -146,13 +149,9 @@ def panels_of(weight: torch.Tensor) -> torch.Tensor:
 class OneDnnLinear(PackedLinear):
     """oneDNN's prepacked operators."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, variant: str, *, quantized: bool
-    ) -> None:
-        super().__init__(weight, bias, activation, variant)
-        if quantized:
-            rounded, self.scales = quantise(weight)
-            self.packed = torch.ops.onednn.qlinear_prepack(rounded, None)
+    def _pack(self, weight: torch.Tensor) -> None:
+        if self.scales is not None:
+            self.packed = torch.ops.onednn.qlinear_prepack(weight, None)
         else:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 

@@ -44,7 +44,7 @@ class MachineMeter:
 
     Args:
         dtype: of the linear layer.
-        packed: whether its weights are packed by oneDNN, as those of a model are wherever that is possible.
+        packed: whether its weights are packed, as those of a model are wherever that is possible.
         quantized: whether they are int8, then, and activations, too.
     """
 

@@ -28,9 +28,10 @@ constexpr int kRowsAtOnce = 8;  // 16 sums, of 32 registers
 constexpr int kRowsAtOnce = 3;  // 12 sums, of 16 registers
 #endif
 constexpr int kVectors = kPanelOutputs / kLanes;
-constexpr int64_t kRowsOfBlock = 64;  // that one thread takes through a panel
-constexpr int64_t kSharesOfThread = 4, kMinShareSize = 16384;  // of panels; of a share, in operands
-constexpr int kZeroPoint = 128;       // x86 multiplies unsigned by signed: rounded activations are shifted by this
+constexpr int64_t kRowsOfBlock = 64;     // that one thread takes through a panel
+constexpr int64_t kSharesOfThread = 4;   // of all rows and panels
+constexpr int64_t kMinShareSize = 16384;  // rows times operands
+constexpr int kZeroPoint = 128;  // x86 multiplies unsigned by signed: rounded activations are shifted by this
 
 #ifdef __AVX512VNNI__
 

@@ -1,4 +1,4 @@
-"""Pages of a mapped file: they go, what they hold stays, and no other memory is touched."""
+"""Pages of a mapped file: they go, what they hold stays, and no other memory is touched. Untouched memory takes none."""
 
 import sys
 from pathlib import Path
@@ -7,15 +7,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from inflight.execution.mapped_memory import let_go_of_file_pages
+from inflight.execution.mapped_memory import let_go_of_file_pages, untouched_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only done on Linux")
 SHAPE = (1024, 4096)  # 16 MiB
 
 
 def resident_file_bytes() -> int:
+    return _resident_bytes("RssFile")
+
+
+def _resident_bytes(kind: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -36,3 +40,18 @@ def test_memory_that_is_no_file_stays() -> None:
     tensor = torch.ones(SHAPE)
     let_go_of_file_pages(tensor)
     assert (tensor == 1).all()
+
+
+def test_memory_counts_when_it_is_touched_and_outlives_who_asked_for_it() -> None:
+    before = _resident_bytes("RssAnon")
+    memory = untouched_memory(1 << 30)
+    assert _resident_bytes("RssAnon") - before < 1 << 24
+    part = memory[: 1 << 26].view(torch.float32)
+    del memory
+    part.fill_(7)
+    assert (1 << 26) <= _resident_bytes("RssAnon") - before < (1 << 26) + (1 << 24)
+    assert (part == 7).all()
+
+
+def test_no_memory_at_all() -> None:
+    assert untouched_memory(0).shape == (0,)

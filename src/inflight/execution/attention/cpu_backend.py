@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from inflight.execution.attention.interface import AttentionSpec, PagedCache
+from inflight.execution.mapped_memory import untouched_memory
 from inflight.execution.ragged_batch import RaggedBatch
 
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
@@ -19,13 +20,15 @@ STORED_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class CpuCache(PagedCache):
-    """Keys and values in the kernel's layout, `[N + 1, Hkv, …]`; of int8 also the scales, a float for each token and
-    head.
+    """Keys and values in the kernel's layout, as views `[N + 1, Hkv, stripes, …]` of one piece of memory.
 
     Attributes:
+        stored: all of it, `[N + 1, Hkv, stripes, bytes of a stripe]` int8.
+        key_scales, value_scales: of int8, `[N + 1, Hkv, stripes, lanes]` float32: of each token and head.
         call: the number by which the kernel knows this attention call.
     """
 
+    stored: torch.Tensor
     key_scales: torch.Tensor | None
     value_scales: torch.Tensor | None
     call: int
@@ -51,23 +54,22 @@ class CpuAttention:
 
     def bytes_per_block(self, spec: AttentionSpec) -> int:
         """See `AttentionBackend`."""
-        scale = 4 if self.dtype == torch.int8 else 0
-        sizes = (self._key_size(spec), _whole_lanes(spec.value_head_size))
-        return _whole_lanes(self.block_size) * spec.num_kv_heads * sum(n * self.dtype.itemsize + scale for n in sizes)
+        num_lanes: int = torch.ops.inflight.num_lanes()
+        num_stripes = -(-self.block_size // num_lanes)
+        return spec.num_kv_heads * num_stripes * sum(self._stripe_parts(spec))
 
     def allocate(self, num_blocks: int, spec: AttentionSpec) -> CpuCache:
         """See `AttentionBackend`."""
-        shape = (num_blocks + 1, spec.num_kv_heads, _whole_lanes(self.block_size))
-        keys = torch.empty(*shape, self._key_size(spec), dtype=self.dtype)
-        values = torch.empty(*shape, _whole_lanes(spec.value_head_size), dtype=self.dtype)
-        key_scales, value_scales = (torch.empty(shape), torch.empty(shape)) if self.dtype == torch.int8 else (None,) * 2
+        parts = self._stripe_parts(spec)
+        stored = untouched_memory((num_blocks + 1) * self.bytes_per_block(spec))
+        stored = stored.view(num_blocks + 1, spec.num_kv_heads, -1, sum(parts))
+        keys, values, *scales = torch.split(stored, parts, dim=-1)
+        key_scales, value_scales = [each.view(torch.float32) for each in scales] or (None, None)
         sizes = [spec.num_heads, spec.num_kv_heads, spec.head_size, spec.value_head_size]
         sizes += [spec.window or 0, spec.chunk or 0, self.block_size]
         softcap, group = spec.softcap or 0.0, spec.cache_group
-        call = torch.ops.inflight.new_call(
-            self._step, sizes, spec.scale, softcap, group, keys, values, key_scales, value_scales
-        )
-        cache = CpuCache(keys, values, key_scales, value_scales, call)
+        call = torch.ops.inflight.new_call(self._step, sizes, spec.scale, softcap, group, stored, self.dtype)
+        cache = CpuCache(keys.view(self.dtype), values.view(self.dtype), stored, key_scales, value_scales, call)
         weakref.finalize(cache, torch.ops.inflight.delete_call, call)
         return cache
 
@@ -99,15 +101,12 @@ class CpuAttention:
         """See `AttentionBackend`."""
         assert isinstance(cache, CpuCache)
         sources, destinations = torch.tensor(copies).T
-        for stored in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
-            if stored is not None:
-                stored[destinations] = stored[sources]
+        cache.stored[destinations] = cache.stored[sources]
 
-    def _key_size(self, spec: AttentionSpec) -> int:
-        return spec.head_size + spec.head_size % 2 if self.dtype == torch.bfloat16 else spec.head_size
-
-
-def _whole_lanes(size: int) -> int:
-    """Rounded up to what a register of this CPU holds."""
-    num_lanes: int = torch.ops.inflight.num_lanes()
-    return -(-size // num_lanes) * num_lanes
+    def _stripe_parts(self, spec: AttentionSpec) -> list[int]:
+        """Bytes of a stripe's keys and values, and of int8 their scales."""
+        num_lanes: int = torch.ops.inflight.num_lanes()
+        key_size = spec.head_size + spec.head_size % 2 if self.dtype == torch.bfloat16 else spec.head_size
+        value_size = -(-spec.value_head_size // num_lanes) * num_lanes
+        parts = [num_lanes * size * self.dtype.itemsize for size in (key_size, value_size)]
+        return parts + [num_lanes * 4] * 2 if self.dtype == torch.int8 else parts

@@ -15,6 +15,7 @@
 namespace inflight {
 
 constexpr int kTileSize = 256;
+constexpr int64_t kLineBytes = 64;  // of the processor's cache
 constexpr int kStripesAtOnce = 4, kVectorsAtOnce = 4;
 #ifdef __AVX512F__
 constexpr int kRowsAtOnce = 4;  // 16 sums, of 32 registers
@@ -25,9 +26,11 @@ constexpr int kRowsAtOnce = 2;  // 8 sums, of 16 registers
 // An attention call of the model: its shape, and where its keys and values lie.
 //
 // A block holds, for each key/value head, stripes of kLanes tokens (the last one partly used, if the block size is no
-// multiple of that). Keys `[N, Hkv, stripes, Dk / pack, lanes, pack]`: one token a lane.
-// Values `[N, Hkv, stripes, lanes / pack, Dv, pack]`: one dimension a lane; Dv rounded up to lanes.
-// Scales of int8, `[N, Hkv, stripes * lanes]`: a float for each token and head.
+// multiple of that): `[N, Hkv, stripes, bytes of a stripe]`. In a stripe lie, one behind the other, so that all of it
+// comes from memory in one piece:
+// - keys `[Dk / pack, lanes, pack]`: one token a lane;
+// - values `[lanes / pack, Dv, pack]`: one dimension a lane, Dv rounded up to lanes;
+// - of int8, the keys' scales and then the values', `[lanes]` floats each: of a token and head.
 struct Shape {
   int num_heads, num_kv_heads, head_size, value_head_size;
   float scale;
@@ -49,18 +52,39 @@ struct Shape {
 };
 
 template <class Kind>
-struct Storage {
+struct Stripe {
   typename Kind::Stored *keys, *values;
   float *key_scales, *value_scales;  // only of int8
+  int position;                      // of its first token, from the tile's first
+  int length;                        // tokens that belong to the sequence
 };
 
-// Up to kLanes tokens of a tile.
+// Where the parts of a stripe begin, and where it ends: in bytes.
 template <class Kind>
-struct Stripe {
-  const typename Kind::Stored *keys, *values;
-  const float *key_scales, *value_scales;
-  int position;  // of its first token, from the tile's first
-  int length;    // tokens that belong to the sequence
+struct StripeLayout {
+  static constexpr int64_t kScaleBytes = std::is_same_v<typename Kind::Stored, int8_t> ? kLanes * sizeof(float) : 0;
+  const int64_t values, key_scales, value_scales, end;
+
+  explicit StripeLayout(const Shape& shape)
+      : values(int64_t(shape.key_steps(Kind::kPack)) * Kind::kPack * kLanes * sizeof(typename Kind::Stored)),
+        key_scales(values + int64_t(shape.value_lanes()) * kLanes * sizeof(typename Kind::Stored)),
+        value_scales(key_scales + kScaleBytes),
+        end(value_scales + kScaleBytes) {}
+};
+
+// All stripes of an attention call, by number.
+template <class Kind>
+struct Storage {
+  char* memory;
+  StripeLayout<Kind> layout;
+
+  Stripe<Kind> stripe(int64_t number) const {
+    using Stored = typename Kind::Stored;
+    char* begin = memory + number * layout.end;
+    const auto scales = [&](int64_t at) { return layout.kScaleBytes ? reinterpret_cast<float*>(begin + at) : nullptr; };
+    return {reinterpret_cast<Stored*>(begin), reinterpret_cast<Stored*>(begin + layout.values),
+            scales(layout.key_scales), scales(layout.value_scales), 0, kLanes};
+  }
 };
 
 // What some tokens did to a row: `values` are weighted with exp(score - max), `sum` adds up the weights.
@@ -74,19 +98,43 @@ struct Visible {
   int low, high;
 };
 
-// Ask for memory that will be read soon: the blocks of a sequence lie scattered, so the hardware can't foresee it. While
-// scores are computed the tile's values come in, while values are summed the keys of the tile that is next. Into the L2
-// cache: it waits for more lines at once than L1, where a tile has no room either.
-inline void prefetch(const void* from, int64_t offset) {
-  __builtin_prefetch(static_cast<const char*>(from) + offset, 0, 2);
-}
+// Asks for the stripes of the tile that is next while one is computed: the blocks of a sequence lie scattered, so the
+// hardware can't foresee them. A few stripes at a time, line by line, with each step of the computation a few lines or a
+// part of one. Into the L2 cache: it waits for more lines at once than L1, where a tile has no room either.
+template <class Kind>
+class Prefetcher {
+ public:
+  Prefetcher(const std::vector<Stripe<Kind>>& stripes, int64_t stripe_bytes)
+      : next_(stripes.data()), end_(next_ + stripes.size()), stripe_bytes_(stripe_bytes), offset_(stripe_bytes), asked_(stripe_bytes) {}
+
+  // The next `num_bytes` of kStripesAtOnce stripes each.
+  void advance(int64_t num_bytes) {
+    for (asked_ += num_bytes; offset_ < asked_; offset_ += kLineBytes) {
+      if (offset_ >= stripe_bytes_ && !begin_stripes()) return;
+      for (const char* stripe : stripes_) __builtin_prefetch(stripe + offset_, 0, 2);
+    }
+  }
+
+ private:
+  bool begin_stripes() {
+    if (next_ >= end_) return false;
+    for (int s = 0; s < kStripesAtOnce; ++s)
+      stripes_[s] = reinterpret_cast<const char*>(std::min(next_ + s, end_ - 1)->keys);
+    next_ += kStripesAtOnce;
+    asked_ -= stripe_bytes_, offset_ -= stripe_bytes_;
+    return true;
+  }
+
+  const Stripe<Kind>*next_, *end_;
+  const int64_t stripe_bytes_;
+  int64_t offset_, asked_;  // in `stripes_`: what was asked for, and what should be
+  const char* stripes_[kStripesAtOnce] = {};
+};
 
 template <class Kind>
 void collect_stripes(const Shape& shape, const Storage<Kind>& storage, const int32_t* blocks, int kv_head, int low,
                      int high, std::vector<Stripe<Kind>>& stripes) {
   const int per_block = shape.stripes_per_block(), block_size = shape.block_size;
-  const int64_t key_stripe = int64_t(shape.key_steps(Kind::kPack)) * Kind::kPack * kLanes;
-  const int64_t value_stripe = int64_t(shape.value_lanes()) * kLanes;
   stripes.clear();
   for (int block = low / block_size; block * block_size < high; ++block) {
     const int64_t first = (int64_t(blocks[block]) * shape.num_kv_heads + kv_head) * per_block;
@@ -94,26 +142,22 @@ void collect_stripes(const Shape& shape, const Storage<Kind>& storage, const int
       const int position = block * block_size + part * kLanes;
       const int length = std::min({kLanes, block_size - part * kLanes, high - position});
       if (length <= 0 || position + length <= low) continue;
-      const int64_t stripe = first + part;
-      const bool scaled = storage.key_scales != nullptr;
-      stripes.push_back({storage.keys + stripe * key_stripe, storage.values + stripe * value_stripe,
-                         scaled ? storage.key_scales + stripe * kLanes : nullptr,
-                         scaled ? storage.value_scales + stripe * kLanes : nullptr, position, length});
+      stripes.push_back(storage.stripe(first + part));
+      stripes.back().position = position, stripes.back().length = length;
     }
   }
 }
 
-// scores[row][stripe] = query[row] . keys[stripe], for kRows x kStripes.
-template <class Kind, int kRows, int kStripes, bool kFirst>
+// scores[row][stripe] = query[row] . keys[stripe], for kRows x kStripes. With each step `ahead` bytes are prefetched.
+template <class Kind, int kRows, int kStripes>
 inline void score_block(const typename Kind::Operand* queries, int64_t query_stride, const Stripe<Kind>* stripes,
-                        int steps, int64_t values_per_step, float* scores, int64_t score_stride) {
+                        int steps, Prefetcher<Kind>& prefetcher, int64_t ahead, float* scores, int64_t score_stride) {
   Floats sums[kRows][kStripes] = {};
   for (int i = 0; i < steps; ++i) {
     typename Kind::Panel panels[kStripes];
-    for (int s = 0; s < kStripes; ++s) {
+    for (int s = 0; s < kStripes; ++s)
       panels[s] = Kind::load_panel(stripes[s].keys + int64_t(i) * kLanes * Kind::kPack);
-      if constexpr (kFirst) prefetch(stripes[s].values, i * values_per_step);
-    }
+    prefetcher.advance(ahead);
     for (int r = 0; r < kRows; ++r) {
       const auto operand = queries[r * query_stride + i];
       for (int s = 0; s < kStripes; ++s) sums[r][s] = Kind::multiply_add(sums[r][s], operand, panels[s]);
@@ -123,17 +167,17 @@ inline void score_block(const typename Kind::Operand* queries, int64_t query_str
     for (int s = 0; s < kStripes; ++s) store(scores + r * score_stride + s * kLanes, sums[r][s]);
 }
 
-template <class Kind, int kRows, bool kFirst>
+template <class Kind, int kRows>
 void score_rows(const typename Kind::Operand* queries, int64_t query_stride, const std::vector<Stripe<Kind>>& stripes,
-                int steps, int64_t values_per_step, float* scores, int64_t score_stride) {
+                int steps, Prefetcher<Kind>& prefetcher, int64_t ahead, float* scores, int64_t score_stride) {
   const int num_stripes = int(stripes.size());
   int s = 0;
   for (; s + kStripesAtOnce <= num_stripes; s += kStripesAtOnce)
-    score_block<Kind, kRows, kStripesAtOnce, kFirst>(queries, query_stride, &stripes[s], steps, values_per_step,
-                                                     scores + s * kLanes, score_stride);
+    score_block<Kind, kRows, kStripesAtOnce>(queries, query_stride, &stripes[s], steps, prefetcher, ahead,
+                                             scores + s * kLanes, score_stride);
   for (; s < num_stripes; ++s)
-    score_block<Kind, kRows, 1, kFirst>(queries, query_stride, &stripes[s], steps, values_per_step, scores + s * kLanes,
-                                        score_stride);
+    score_block<Kind, kRows, 1>(queries, query_stride, &stripes[s], steps, prefetcher, 0, scores + s * kLanes,
+                                score_stride);
 }
 
 // Scores to weights, in place: scale, softcap, mask, exponential. Returns their maximum and sum.
@@ -168,24 +212,19 @@ Partial weigh(const Shape& shape, const std::vector<Stripe<Kind>>& stripes, Visi
   return {maximum, sum_of_lanes(sums), nullptr};
 }
 
-template <class Kind>
-inline const std::vector<Stripe<Kind>> kNone{};
-
 // results[row].values = weights[row] . values of all stripes, for kRows rows and kVectors vectors of dimensions.
 template <class Kind, int kRows, int kVectors>
 inline void sum_values_block(const typename Kind::Operand* weights, int64_t weight_stride,
-                             const std::vector<Stripe<Kind>>& stripes, const std::vector<Stripe<Kind>>& next,
-                             int64_t keys_per_step, int first_lane, int value_lanes, const Partial* results) {
+                             const std::vector<Stripe<Kind>>& stripes, Prefetcher<Kind>& prefetcher, int64_t ahead,
+                             int first_lane, int value_lanes, const Partial* results) {
   constexpr int kPack = Kind::kPack, kSteps = kLanes / kPack;
   Floats sums[kRows][kVectors] = {};
   for (size_t s = 0; s < stripes.size(); ++s) {
     const auto* row = stripes[s].values + int64_t(first_lane) * kPack;
     const auto* weight = weights + s * kSteps;
     const int full = stripes[s].length / kPack;
-    const void* next_keys = s < next.size() ? next[s].keys : nullptr;
     for (int i = 0; i < full; ++i, row += int64_t(value_lanes) * kPack) {
-      if (next_keys)
-        for (int64_t offset = 0; offset < keys_per_step; offset += 64) prefetch(next_keys, i * keys_per_step + offset);
+      prefetcher.advance(ahead);
       for (int v = 0; v < kVectors; ++v) {
         const auto panel = Kind::load_panel(row + v * kLanes * kPack);
         for (int r = 0; r < kRows; ++r)
@@ -205,14 +244,13 @@ inline void sum_values_block(const typename Kind::Operand* weights, int64_t weig
 
 template <class Kind, int kRows>
 void sum_values(const typename Kind::Operand* weights, int64_t weight_stride, const std::vector<Stripe<Kind>>& stripes,
-                const std::vector<Stripe<Kind>>& next, int64_t keys_per_step, int value_lanes, const Partial* results) {
+                Prefetcher<Kind>& prefetcher, int64_t ahead, int value_lanes, const Partial* results) {
   int lane = 0;
   for (; lane + kVectorsAtOnce * kLanes <= value_lanes; lane += kVectorsAtOnce * kLanes)
-    sum_values_block<Kind, kRows, kVectorsAtOnce>(weights, weight_stride, stripes, lane ? kNone<Kind> : next,
-                                                  keys_per_step, lane, value_lanes, results);
+    sum_values_block<Kind, kRows, kVectorsAtOnce>(weights, weight_stride, stripes, prefetcher, ahead, lane, value_lanes,
+                                                  results);
   for (; lane < value_lanes; lane += kLanes)
-    sum_values_block<Kind, kRows, 1>(weights, weight_stride, stripes, lane ? kNone<Kind> : next, keys_per_step, lane,
-                                     value_lanes, results);
+    sum_values_block<Kind, kRows, 1>(weights, weight_stride, stripes, prefetcher, ahead, lane, value_lanes, results);
 }
 
 // Calls function<rows> for rows [0, num_rows), as many at a time as registers hold.
@@ -240,19 +278,16 @@ void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int6
   const auto& stripes = scratch.stripes;
   const int64_t score_stride = int64_t(stripes.size()) * kLanes, weight_stride = score_stride / Kind::kPack;
   const int steps = shape.key_steps(Kind::kPack), value_lanes = shape.value_lanes();
-  constexpr int64_t kSize = sizeof(typename Kind::Stored) * kLanes;  // bytes, a dimension of a stripe each
-  const int64_t values_per_step = value_lanes * kSize / steps;
-  const int64_t keys_per_step = steps * Kind::kPack * kSize / (kLanes / Kind::kPack);
+  // Half of the next tile is asked for while scores are computed, half while values are summed.
+  const int64_t stripe_bytes = StripeLayout<Kind>(shape).end, half = stripe_bytes / 2 + kLineBytes;
+  const int64_t ahead_of_scores = half / steps, ahead_of_values = half / (kLanes / Kind::kPack * kStripesAtOnce);
+  Prefetcher<Kind> prefetcher(scratch.next, stripe_bytes);
   scratch.scores.resize(score_stride * num_rows);
   scratch.weights.resize(weight_stride * num_rows);
   by_rows(num_rows, [&](auto rows, int row) {
     const auto* these = queries + row * query_stride;
     float* scores = scratch.scores.data() + row * score_stride;
-    if (row == 0) {
-      score_rows<Kind, rows, true>(these, query_stride, stripes, steps, values_per_step, scores, score_stride);
-    } else {
-      score_rows<Kind, rows, false>(these, query_stride, stripes, steps, values_per_step, scores, score_stride);
-    }
+    score_rows<Kind, rows>(these, query_stride, stripes, steps, prefetcher, row ? 0 : ahead_of_scores, scores, score_stride);
   });
   for (int row = 0; row < num_rows; ++row) {
     float* scores = scratch.scores.data() + row * score_stride;
@@ -267,8 +302,8 @@ void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int6
     Kind::pack(scores, int(score_stride), scratch.weights.data() + row * weight_stride);
   }
   by_rows(num_rows, [&](auto rows, int row) {
-    sum_values<Kind, rows>(scratch.weights.data() + row * weight_stride, weight_stride, stripes,
-                           row ? kNone<Kind> : scratch.next, keys_per_step, value_lanes, results + row);
+    sum_values<Kind, rows>(scratch.weights.data() + row * weight_stride, weight_stride, stripes, prefetcher, ahead_of_values,
+                           value_lanes, results + row);
   });
 }
 

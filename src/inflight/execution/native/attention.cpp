@@ -20,10 +20,7 @@ constexpr int64_t kMaxPartialFloats = 1 << 25;
 
 template <class Kind>
 Storage<Kind> storage_of(const Call& call) {
-  using Stored = typename Kind::Stored;
-  return {static_cast<Stored*>(call.keys.data_ptr()), static_cast<Stored*>(call.values.data_ptr()),
-          call.key_scales ? call.key_scales->data_ptr<float>() : nullptr,
-          call.value_scales ? call.value_scales->data_ptr<float>() : nullptr};
+  return {static_cast<char*>(call.stored.data_ptr()), StripeLayout<Kind>(call.shape)};
 }
 
 // ------------------------------------------------------------------------------------------------ writing
@@ -56,23 +53,21 @@ void write_rows(const Call& call, const at::Tensor& key, const at::Tensor& value
   const int64_t* slots = places.data_ptr<int64_t>();
   const int64_t num_rows = std::min(key.size(0), places.size(0));
   const int64_t num_heads = shape.num_kv_heads, per_block = shape.stripes_per_block();
-  const int64_t key_stripe = int64_t(shape.key_steps(Kind::kPack)) * Kind::kPack * kLanes;
-  const int64_t value_lanes = shape.value_lanes(), value_stripe = value_lanes * kLanes;
+  const int64_t value_lanes = shape.value_lanes();
   const Input *keys = key.data_ptr<Input>(), *values = value.data_ptr<Input>();
   const auto write_head = [&](int64_t head) {
     for (int64_t row = 0; row < num_rows; ++row) {
       if (slots[row] < 0) continue;
       const int64_t block = slots[row] / shape.block_size, offset = slots[row] % shape.block_size;
-      const int64_t stripe = (block * num_heads + head) * per_block + offset / kLanes, lane = offset % kLanes;
-      const float key_scale = write_vector<Kind>(
-          keys + row * key.stride(0) + head * key.stride(1), shape.head_size,
-          storage.keys + stripe * key_stripe + lane * Kind::kPack, kLanes * Kind::kPack);
+      const auto stripe = storage.stripe((block * num_heads + head) * per_block + offset / kLanes);
+      const int64_t lane = offset % kLanes;
+      const float key_scale = write_vector<Kind>(keys + row * key.stride(0) + head * key.stride(1), shape.head_size,
+                                                 stripe.keys + lane * Kind::kPack, kLanes * Kind::kPack);
       const Input* from = values + row * value.stride(0) + head * value.stride(1);
-      auto* to = storage.values + stripe * value_stripe + lane / Kind::kPack * value_lanes * Kind::kPack +
-                 lane % Kind::kPack;
+      auto* to = stripe.values + lane / Kind::kPack * value_lanes * Kind::kPack + lane % Kind::kPack;
       if constexpr (std::is_same_v<Kind, Int8>) {
-        storage.key_scales[stripe * kLanes + lane] = key_scale;
-        storage.value_scales[stripe * kLanes + lane] = write_vector<Kind>(from, shape.value_head_size, to, 1);
+        stripe.key_scales[lane] = key_scale;
+        stripe.value_scales[lane] = write_vector<Kind>(from, shape.value_head_size, to, 1);
       } else {
         for (int i = 0; i < shape.value_head_size; ++i) store_float(float(from[i]), &to[i * Kind::kPack]);
       }
@@ -343,15 +338,15 @@ class Attention {
 
 // Calls function(Kind, Input) with the cache's kind of storage and a value of the activations' dtype.
 template <class Function>
-void dispatch(const at::Tensor& stored, const at::Tensor& activations, const Function& function) {
+void dispatch(at::ScalarType stored, const at::Tensor& activations, const Function& function) {
   const auto with_kind = [&](auto kind) {
     if (activations.scalar_type() == at::kFloat) return function(kind, float{});
     TORCH_CHECK(activations.scalar_type() == at::kBFloat16, "activations must be float32 or bfloat16");
     return function(kind, at::BFloat16{});
   };
-  if (stored.scalar_type() == at::kFloat) return with_kind(Float32{});
-  if (stored.scalar_type() == at::kBFloat16) return with_kind(BFloat16{});
-  TORCH_CHECK(stored.scalar_type() == at::kChar, "the cache must be float32, bfloat16 or int8");
+  if (stored == at::kFloat) return with_kind(Float32{});
+  if (stored == at::kBFloat16) return with_kind(BFloat16{});
+  TORCH_CHECK(stored == at::kChar, "the cache must be float32, bfloat16 or int8");
   return with_kind(Int8{});
 }
 
@@ -396,7 +391,7 @@ void begin_step(Step& step, int block_size, const at::Tensor& query_lens, const 
 
 void write(const Call& call, const at::Tensor& key, const at::Tensor& value) {
   const at::Tensor keys = with_whole_heads(key), values = with_whole_heads(value);
-  dispatch(call.keys, key, [&](auto kind, auto input) { write_rows<decltype(kind), decltype(input)>(call, keys, values); });
+  dispatch(call.dtype, key, [&](auto kind, auto input) { write_rows<decltype(kind), decltype(input)>(call, keys, values); });
 }
 
 at::Tensor attend(const Call& call, const at::Tensor& query, const std::optional<at::Tensor>& sinks) {
@@ -404,7 +399,7 @@ at::Tensor attend(const Call& call, const at::Tensor& query, const std::optional
   const int64_t num_rows = query.size(0);
   at::Tensor output = at::empty({num_rows, call.shape.num_heads, call.shape.value_head_size}, query.options());
   if (call.step->num_rows < num_rows) output.slice(0, call.step->num_rows).zero_();
-  dispatch(call.keys, query, [&](auto kind, auto input) {
+  dispatch(call.dtype, query, [&](auto kind, auto input) {
     Attention<decltype(kind), decltype(input)>(call, queries, sinks ? sinks->data_ptr<float>() : nullptr, output).run();
   });
   return output;

@@ -33,8 +33,8 @@ struct Step {
 struct Call {
   Shape shape;
   int group;
-  at::Tensor keys, values;
-  std::optional<at::Tensor> key_scales, value_scales;
+  at::Tensor stored;  // `[N, Hkv, stripes, bytes]` of any dtype
+  at::ScalarType dtype;  // of keys and values
   std::shared_ptr<Step> step;  // of the backend that owns this call
 };
 

@@ -51,13 +51,11 @@ void begin_step(int64_t step, int64_t block_size, const Tensor& query_lens, cons
   inflight::begin_step(*steps.get(step), int(block_size), query_lens, kv_lens, slots, tables);
 }
 
-int64_t new_call(int64_t step, at::IntArrayRef sizes, double scale, double softcap, int64_t group, const Tensor& keys,
-                 const Tensor& values, const std::optional<Tensor>& key_scales,
-                 const std::optional<Tensor>& value_scales) {
+int64_t new_call(int64_t step, at::IntArrayRef sizes, double scale, double softcap, int64_t group, const Tensor& stored,
+                 at::ScalarType dtype) {
   const inflight::Shape shape{int(sizes[0]), int(sizes[1]), int(sizes[2]), int(sizes[3]), float(scale),
                               sizes[4],      sizes[5],      float(softcap), int(sizes[6])};
-  return calls.add(
-      std::make_shared<Call>(Call{shape, int(group), keys, values, key_scales, value_scales, steps.get(step)}));
+  return calls.add(std::make_shared<Call>(Call{shape, int(group), stored, dtype, steps.get(step)}));
 }
 void delete_call(int64_t call) { calls.remove(call); }
 
@@ -92,8 +90,8 @@ TORCH_LIBRARY(inflight, library) {
   library.def("delete_step(int step) -> ()", &ours::delete_step);
   library.def("begin_step(int step, int block_size, Tensor query_lens, Tensor kv_lens, Tensor[] slots, Tensor[] tables) -> ()",
               &ours::begin_step);
-  library.def("new_call(int step, int[] sizes, float scale, float softcap, int group, Tensor keys, Tensor values, "
-              "Tensor? key_scales, Tensor? value_scales) -> int",
+  library.def("new_call(int step, int[] sizes, float scale, float softcap, int group, Tensor stored, "
+              "ScalarType dtype) -> int",
               &ours::new_call);
   library.def("delete_call(int call) -> ()", &ours::delete_call);
   library.def("write(Tensor key, Tensor value, int call) -> ()", &ours::write);

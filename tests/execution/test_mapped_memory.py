@@ -1,4 +1,4 @@
-"""Pages of a mapped file: they go, what they hold stays, and no other memory is touched. Untouched memory takes none."""
+"""Pages of a mapped file go, and what they hold stays; no other memory is touched. Untouched memory takes none."""
 
 import sys
 from pathlib import Path

@@ -24,6 +24,25 @@ class RequestMetrics:
     num_preemptions: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely the model found a token, at one position.
+
+    Attributes:
+        logprob: natural logarithm of its probability, as the model gave it (before temperature, penalties, filters).
+        rank: its place among all tokens, from 1; those that are equally likely share the best.
+        decoded_token: its text by itself; None when there is no tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+TokenLogprobs: TypeAlias = dict[int, Logprob]
+"""Of one position, by token id: the token that is there first, then the likeliest."""
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One generated sequence.
@@ -32,6 +51,8 @@ class CompletionOutput:
         index: which of the request's `n` sequences.
         text: the decoded output, cut at a stop string; empty when there is no tokenizer.
         token_ids: the generated tokens, a stop token included.
+        logprobs: of each generated token, if `logprobs` was asked for.
+        cumulative_logprob: the sum of the generated tokens' own, then.
         finish_reason: "stop" (EOS, stop token or stop string), "length", "abort", "error"; None: still running.
         stop_reason: the stop string or stop token id that ended it; None for EOS.
     """
@@ -39,6 +60,8 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -50,6 +73,7 @@ class RequestOutput:
     Attributes:
         prompt: the prompt's text, if text was given.
         prompt_token_ids: the tokens that ran, after truncation.
+        prompt_logprobs: of each of them, if `prompt_logprobs` was asked for; nothing comes before the first: None.
         error: what went wrong, if a sequence ended with "error".
     """
 
@@ -60,6 +84,7 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool = False
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +115,7 @@ class TextDelta:
         index: which of its `n` sequences.
         text: certain text: whole characters, nothing that may yet turn out to be a stop string.
         token_ids: the step's new tokens (their text may follow in a later delta).
+        logprobs: of these tokens, if `logprobs` was asked for.
         finish_reason: set on the sequence's last delta.
         output: the whole request, on the delta that finishes its last sequence.
     """
@@ -98,6 +124,7 @@ class TextDelta:
     index: int
     text: str
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     output: RequestOutput | None = None
 

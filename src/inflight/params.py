@@ -1,12 +1,13 @@
 """`SamplingParams`: how one request wants its tokens chosen and when it ends. Plain data, checked when made."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from inflight.options import check_integer, check_number, check_switch, strict_options
+from inflight.options import MAX_FLOAT, check_integer, check_number, check_switch, strict_options
 
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
+MAX_LOGPROBS = 1000
 
 
 @strict_options
@@ -14,7 +15,9 @@ MAX_COUNT = 2**31 - 1
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends. Names and meanings are vLLM's.
 
-    A distribution is shaped in this order: temperature, top-k, top-p, min-p (each sees what the one before left).
+    Logits are changed in this order: bad words, `min_tokens`, `logit_bias`, repetition, frequency and presence penalty,
+    temperature, top-k, top-p, min-p (each sees what the one before left). Log-probabilities are the model's own, before
+    all of that.
 
     Attributes:
         n: how many sequences to generate for the prompt; each has its own random stream.
@@ -22,6 +25,16 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens whose probability reaches this, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: drop tokens less likely than this share of the most likely one's probability, in [0, 1].
+        presence_penalty: taken from the logits of tokens that the output has already, in [-2, 2].
+        frequency_penalty: the same for each time that the output has them, in [-2, 2].
+        repetition_penalty: logits of tokens that prompt or output have are divided by it if they are positive, else
+            multiplied with it; above 0, and 1 is none (Keskar et al., 2019).
+        logit_bias: what is added to the logits of token ids.
+        bad_words: texts that are not generated: their last token is never chosen behind the others.
+        logprobs: how many of the likeliest tokens' log-probabilities to tell at each output token, beside its own; 0:
+            its own alone; None: none.
+        prompt_logprobs: the same for each prompt token but the first. The prompt is computed as a whole then, whatever
+            the prefix cache has.
         seed: makes the request's random numbers its own: the same tokens whatever else runs. None: the engine's
             seed and the order of arrival decide.
         max_tokens: the most tokens to generate; None: until a stop or the context is full.
@@ -39,6 +52,13 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -55,6 +75,15 @@ class SamplingParams:
         check_number("top_p", self.top_p, "a number above 0 and at most 1", 0.0, 1.0, above=True)
         check_integer("top_k", self.top_k, -1, MAX_COUNT)
         check_number("min_p", self.min_p, "a number from 0 to 1", 0.0, 1.0)
+        for name in ("presence_penalty", "frequency_penalty"):
+            check_number(name, getattr(self, name), "a number from -2 to 2", -2.0, 2.0)
+        repetition = self.repetition_penalty
+        check_number("repetition_penalty", repetition, "a finite number above 0", 0.0, MAX_FLOAT, above=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        self._check_logit_bias()
+        self._check_bad_words()
         if self.seed is not None:
             check_integer("seed", self.seed, 0, MAX_SEED)
         if self.max_tokens is not None:
@@ -73,6 +102,24 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids")
         for token_id in self.stop_token_ids or ():
             check_integer("a member of stop_token_ids", token_id, 0)
+
+    def _check_logit_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias is {self.logit_bias!r}; it must be a dict of token ids and numbers")
+        for token_id, bias in self.logit_bias.items():
+            check_integer("a token id of logit_bias", token_id, 0)
+            check_number(f"logit_bias[{token_id}]", bias, "a number from -100 to 100", -100.0, 100.0)
+
+    def _check_bad_words(self) -> None:
+        if self.bad_words is None:
+            return
+        if isinstance(self.bad_words, str) or not isinstance(self.bad_words, Sequence):
+            raise ValueError(f"bad_words is {self.bad_words!r}; it must be a list of non-empty strings")
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word:
+                raise ValueError(f"bad_words contains {word!r}; it must be a list of non-empty strings")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

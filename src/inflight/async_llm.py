@@ -37,7 +37,7 @@ from inflight.inputs import (
 )
 from inflight.model_info import ModelInfo
 from inflight.options import MAX_FLOAT, check_number, refuse_unknown_options
-from inflight.outputs import RequestOutput, SequenceOutput, TextDelta
+from inflight.outputs import RequestOutput, SequenceOutput, TextDelta, TokenScore
 from inflight.params import SamplingParams
 from inflight.record import EngineStats
 from inflight.scheduling.door import make_request
@@ -325,6 +325,16 @@ def _merged(news: list[SequenceOutput]) -> list[SequenceOutput]:
     for each in news:
         of_index.setdefault(each.index, []).append(each)
     return [
-        replace(parts[-1], new_token_ids=list(chain.from_iterable(part.new_token_ids for part in parts)))
+        replace(
+            parts[-1],
+            new_token_ids=list(chain.from_iterable(part.new_token_ids for part in parts)),
+            scores=_joined([part.scores for part in parts]),
+            prompt_scores=_joined([part.prompt_scores for part in parts]),
+        )
         for parts in of_index.values()
     ]
+
+
+def _joined(scores: list[list[TokenScore] | None]) -> list[TokenScore] | None:
+    given = [each for each in scores if each is not None]
+    return list(chain.from_iterable(given)) if given else None

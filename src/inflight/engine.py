@@ -11,7 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from inflight.config import EngineConfig
 from inflight.errors import InvalidRequestError, QueueFullError
@@ -20,9 +21,9 @@ from inflight.execution.model_runner import ModelRunner
 from inflight.execution.sampler import INVALID_TOKEN
 from inflight.model_info import ModelInfo
 from inflight.observe.step_watch import StepWatch
-from inflight.outputs import SequenceOutput
+from inflight.outputs import SequenceOutput, TokenScore
 from inflight.params import SamplingParams
-from inflight.plan import StepPlan
+from inflight.plan import StepPlan, StepTokens
 from inflight.record import ArrivalRecord, EngineStats, StepRecord
 from inflight.scheduling.deadlines import Deadlines
 from inflight.scheduling.door import make_request
@@ -42,6 +43,7 @@ class AcceptedRequest:
     request: Request
     params: SamplingParams
     seed: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
     deadline: float | None = None
 
 
@@ -53,6 +55,8 @@ class LiveRequest:
     first_scheduled_times: list[float | None]
     stop_texts: list[OutputText | None]
     """Each sequence's text so far, if stop strings have to be looked for."""
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+    """Of its prompt, until they are told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class News:
 
     sequence: Sequence
     new_token_ids: list[int]
+    scores: list[TokenScore] | None = None
     error: str | None = None
 
 
@@ -144,6 +149,8 @@ class Engine:
             raise InvalidRequestError(f"request_id {request_id!r} is in use by an unfinished request")
         if params.stop_strings and self.tokenizer is None:
             raise InvalidRequestError(f"stop is {params.stop!r}, but this model has no tokenizer to find text with")
+        if params.bad_words and self.tokenizer is None:
+            raise InvalidRequestError(f"bad_words is {params.bad_words!r}, but this model has no tokenizer")
         request = make_request(
             request_id, prompt_token_ids, params, self.model_info, priority=priority, cache_salt=cache_salt
         )
@@ -151,7 +158,8 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = random.Random(f"{self.config.seed} {self._num_accepted}").getrandbits(63)
-        return AcceptedRequest(request, params, seed, deadline)
+        bad_words = [self.tokenizer.spellings(word) for word in params.bad_words or ()] if self.tokenizer else []
+        return AcceptedRequest(request, params, seed, tuple(chain.from_iterable(bad_words)), deadline)
 
     def submit(self, accepted: AcceptedRequest) -> None:
         """Queue a request that has passed the door. Raises `QueueFullError` if too many wait already."""
@@ -216,25 +224,47 @@ class Engine:
     def _run(self, plan: StepPlan) -> None:
         """Run a plan and take in what came of it."""
         try:
-            tokens = self.runner.run(plan)
+            given = self.runner.run(plan)
         except Exception as error:
             logger.exception("a step of %d tokens failed", plan.num_tokens)
-            self._news += [News(sequence, [], repr(error)) for sequence in self.scheduler.fail(plan)]
+            self._news += [News(sequence, [], error=repr(error)) for sequence in self.scheduler.fail(plan)]
             return
-        rows = iter(tokens)
-        sampled = [[next(rows) for _ in range(span.num_logit_rows)] for span in plan.spans]
-        progress = self.scheduler.commit(plan, [[] if INVALID_TOKEN in row else row for row in sampled])
-        self._news += [News(step.sequence, step.new_token_ids) for step in progress]
-        for span, row in zip(plan.spans, sampled, strict=True):
+        rows = iter(given.token_ids)
+        of_spans = [[next(rows) for _ in range(span.num_logit_rows)] for span in plan.spans]
+        valid = [[] if INVALID_TOKEN in row else row for row in of_spans]
+        sampled = [row[len(span.scored_ids) :] for span, row in zip(plan.spans, valid, strict=True)]
+        scores = self._take_scores(plan, given) if given.scores else {}
+        for step in self.scheduler.commit(plan, sampled):
+            own = scores.get(step.sequence.sequence_id)
+            self._news.append(News(step.sequence, step.new_token_ids, own and own[: len(step.new_token_ids)]))
+        for span, row in zip(plan.spans, of_spans, strict=True):
             if INVALID_TOKEN in row and (sequence := self.scheduler.finish(span.sequence_id, "error")) is not None:
-                self._news.append(News(sequence, [], "the model's logits are not finite, or no token is allowed"))
+                reason = "the model's logits are not finite, or no token is allowed"
+                self._news.append(News(sequence, [], error=reason))
+
+    def _take_scores(self, plan: StepPlan, given: StepTokens) -> dict[int, list[TokenScore]]:
+        """Keep the scores of prompts until they can be told; return those of new tokens, by sequence id."""
+        of_sequence: dict[int, list[TokenScore]] = {}
+        first = 0
+        for span in plan.spans:
+            rows = range(first, first + span.num_logit_rows)
+            first += span.num_logit_rows
+            scores = [given.scores[row] for row in rows if row in given.scores]
+            if not scores:
+                continue
+            num_of_prompt = len(span.scored_ids)
+            of_sequence[span.sequence_id] = scores[num_of_prompt:]
+            if num_of_prompt:
+                request = self.scheduler.running(span.sequence_id).request
+                self._requests[request.request_id].prompt_scores += scores[:num_of_prompt]
+        return of_sequence
 
     def _expire(self, request_id: str, now: float) -> None:
         """Abort a request whose deadline has passed (its id may be somebody else's by now)."""
         live = self._requests.get(request_id)
         if live is not None and live.accepted.deadline is not None and live.accepted.deadline <= now:
             aborted = self.scheduler.abort(request_id)
-            self._news += [News(sequence, [], "the request's deadline has passed") for sequence in aborted]
+            self._news += [News(sequence, [], error="the request's deadline has passed") for sequence in aborted]
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Bound the prefill of coming steps by how long this one took, unless its bound was given."""
@@ -251,13 +281,15 @@ class Engine:
                 continue
             sequence = self.scheduler.running(span.sequence_id)
             live = self._requests[sequence.request.request_id]
-            self.runner.sampler.assign(
+            self.runner.assign(
                 span.slot,
                 live.accepted.params,
                 seed=live.accepted.seed,
                 index=sequence.index,
-                prompt_len=len(sequence.request.prompt_token_ids),
+                token_ids=sequence.token_ids,
+                prompt_len=sequence.num_prompt_tokens,
                 stop_token_ids=sequence.request.stop_token_ids,
+                bad_words=live.accepted.bad_words,
             )
             if live.first_scheduled_times[sequence.index] is None:
                 live.first_scheduled_times[sequence.index] = now
@@ -270,7 +302,7 @@ class Engine:
 
     def _report(self, news: News) -> SequenceOutput:
         """The message about a sequence's new tokens, cut at a stop string if one has come, which ends it."""
-        sequence, new_token_ids = news.sequence, news.new_token_ids
+        sequence, new_token_ids, scores = news.sequence, news.new_token_ids, news.scores
         live = self._requests[sequence.request.request_id]
         text, stop_reason, error = live.stop_texts[sequence.index], None, news.error
         if text is not None and new_token_ids:
@@ -288,9 +320,16 @@ class Engine:
                 self.scheduler.finish(sequence.sequence_id, "stop", num_kept)
                 sequence.finish_reason = "stop"
                 new_token_ids = new_token_ids[: num_kept - num_before]
+                scores = scores and scores[: len(new_token_ids)]
         if sequence.finish_reason is not None and not self._has_more(sequence):
             del self._requests[sequence.request.request_id]
-        return self._output(sequence, new_token_ids, live, stop_reason, error)
+        output = self._output(sequence, new_token_ids, live, stop_reason, error)
+        if scores is None and not live.prompt_scores:
+            return output
+        prompt_scores: list[TokenScore] | None = None
+        if live.prompt_scores and sequence.index == 0:
+            prompt_scores, live.prompt_scores = live.prompt_scores, []
+        return replace(output, scores=scores, prompt_scores=prompt_scores)
 
     def _has_more(self, sequence: Sequence) -> bool:
         """Whether more is to be said of a request than the end of this one of its sequences."""

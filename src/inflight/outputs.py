@@ -1,7 +1,7 @@
 """What callers get back. Names are vLLM's, which this field's users know. Plain data."""
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
@@ -30,7 +30,7 @@ class Logprob:
 
     Attributes:
         logprob: natural logarithm of its probability, as the model gave it (before temperature, penalties, filters).
-        rank: its place among all tokens, from 1; those that are equally likely share the best.
+        rank: its place among all tokens, from 1; tokens that are equally likely may share it.
         decoded_token: its text by itself; None when there is no tokenizer.
     """
 
@@ -87,12 +87,26 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
+class TokenScore(NamedTuple):
+    """A token's log-probability, its rank, and the likeliest tokens at its place: the engine's word for `Logprob`s."""
+
+    logprob: float
+    rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
     """What one step gave one sequence: the engine's message to the fronts.
 
     Every sequence is heard of until, exactly once, `finish_reason` is set. `first_scheduled_time`, `num_preemptions`
     and `num_cached_tokens` are the sequence's own (metrics of its request are made from them).
+
+    Attributes:
+        scores: of the new tokens, if the request wants `logprobs`.
+        prompt_scores: of the prompt's tokens from the second on, if it wants `prompt_logprobs`: once, with the first
+            new tokens of sequence 0.
     """
 
     request_id: str
@@ -104,6 +118,8 @@ class SequenceOutput:
     first_scheduled_time: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    scores: list[TokenScore] | None = None
+    prompt_scores: list[TokenScore] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +132,7 @@ class TextDelta:
         text: certain text: whole characters, nothing that may yet turn out to be a stop string.
         token_ids: the step's new tokens (their text may follow in a later delta).
         logprobs: of these tokens, if `logprobs` was asked for.
+        prompt_logprobs: of the prompt, as in `RequestOutput`: once, on a first delta.
         finish_reason: set on the sequence's last delta.
         output: the whole request, on the delta that finishes its last sequence.
     """
@@ -125,6 +142,7 @@ class TextDelta:
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
     output: RequestOutput | None = None
 

@@ -5,9 +5,11 @@ holds no tensor and no request.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from inflight.outputs import TokenScore
 
 BlockTable: TypeAlias = "array[int]"
 """The blocks of one sequence in one cache group, in order: token i lies in block `table[i // block_size]`."""
@@ -27,6 +29,8 @@ class Span:
         sequence_length: how many tokens the sequence has by now, those behind the span included (position embeddings
             of some models depend on it).
         adapter_id: which adapter's weights to add; 0 is none (so far there are none).
+        scored_ids: what the sequence has behind the first of those last tokens, if it wants to know how likely the
+            model finds that; a token is chosen for the others.
     """
 
     sequence_id: int
@@ -36,6 +40,7 @@ class Span:
     num_logit_rows: int
     sequence_length: int
     adapter_id: int = 0
+    scored_ids: Sequence[int] = ()
 
     @property
     def length(self) -> int:
@@ -70,3 +75,16 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens in the row: the sum of the spans' lengths."""
         return sum(len(span.token_ids) for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """What a step gave, by row of logits.
+
+    Attributes:
+        token_ids: chosen, or the one that is scored; negative where the row's logits are not finite.
+        scores: of the rows that want one.
+    """
+
+    token_ids: list[int]
+    scores: Mapping[int, TokenScore]

@@ -5,6 +5,8 @@ Decides how much cache a model gets and how long its sequences can be; knows slo
 
 from collections import Counter
 from dataclasses import replace
+from math import isnan
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -16,13 +18,15 @@ from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.executors.hook import use_attention
 from inflight.execution.executors.longrope import longrope_length
 from inflight.execution.linears import can_pack
+from inflight.execution.logits.logprobs import Scorer
 from inflight.execution.mapped_memory import let_go_of_file_pages
 from inflight.execution.model import ModelSource, available_cache_memory, load_model, release_checkpoint
 from inflight.execution.probe import ProbeReport, probe_packed
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.execution.sampler import Sampler
+from inflight.execution.sampler import INVALID_TOKEN, Sampler
 from inflight.model_info import ModelInfo
-from inflight.plan import StepPlan
+from inflight.params import SamplingParams
+from inflight.plan import StepPlan, StepTokens
 
 NOT_HONOURED = {
     *("num_beams", "penalty_alpha", "guidance_scale", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
@@ -73,6 +77,7 @@ class ModelRunner:
             note = () if reason is None else (f"the model is not compiled: {reason}",)
             self.info = replace(self.info, compile="off" if reason else config.compile, notes=self.info.notes + note)
         self.sampler = Sampler(config.max_num_seqs, device)
+        self.scorer = Scorer(config.max_num_seqs)
         self.device = device
 
     @property
@@ -80,10 +85,21 @@ class ModelRunner:
         """The checkpoint's own defaults."""
         return self.model.generation_config or GenerationConfig()
 
-    def run(self, plan: StepPlan) -> list[int]:
-        """Run one step: a token for each row of logits in order, `INVALID_TOKEN` where they are not finite."""
+    def assign(self, slot: int, params: SamplingParams, **sequence: Any) -> None:
+        """A sequence has moved into a slot; the rest is `Sampler.assign`'s."""
+        self.sampler.assign(slot, params, **sequence)
+        self.scorer.assign(slot, params)
+
+    def run(self, plan: StepPlan) -> StepTokens:
+        """Run one step."""
         batch = RaggedBatch.pack(plan, self.config.block_size, self.device)
-        return self.sampler.sample(self.executor.forward(batch, plan.copies), batch)
+        logits = self.executor.forward(batch, plan.copies)
+        token_ids = self.sampler.sample(logits, batch)
+        scores = self.scorer.score(logits, batch, token_ids)
+        for row, score in scores.items():
+            if isnan(score.logprob):
+                token_ids[row] = INVALID_TOKEN
+        return StepTokens(token_ids, scores)
 
     def witness_attention(self) -> WitnessedAttention:
         """From now on run the definition beside the attention backend. The cache is new: nothing may have run yet."""

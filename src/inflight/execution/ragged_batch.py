@@ -1,5 +1,6 @@
 """`RaggedBatch`: a step's spans laid end to end in one unpadded row, as the tensors that a forward pass needs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -7,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from inflight.plan import BlockTable, StepPlan
+from inflight.plan import BlockTable, Span, StepPlan
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -40,8 +41,10 @@ class RaggedBatch:
         groups: one per cache group.
         query_lens_host, kv_lens_host: `[S]` int64 in host memory: sizes are decided without asking the device.
         sequence_lens_host: `[S]` int64 in host memory: tokens that each span's whole sequence has by now.
-        logit_slots_host, logit_positions_host: `[R]` int64 in host memory: the slot and the position of the token
-            behind each row of logits.
+        logit_slots_host, logit_positions_host, logit_token_ids_host: `[R]` int64 in host memory: the slot, the
+            position and the id of the token that each row of logits is computed from.
+        logit_targets_host: `[R]` int64 in host memory: the token that follows it, where that is to be scored; -1 where
+            one is to be chosen.
     """
 
     input_ids: torch.Tensor
@@ -55,6 +58,8 @@ class RaggedBatch:
     sequence_lens_host: IntArray
     logit_slots_host: IntArray
     logit_positions_host: IntArray
+    logit_token_ids_host: IntArray
+    logit_targets_host: IntArray
 
     @property
     def num_tokens(self) -> int:
@@ -72,7 +77,7 @@ class RaggedBatch:
         none, host = torch.empty(0, dtype=torch.int64, device=device), np.empty(0, dtype=np.int64)
         table = np.empty((0, 1), dtype=np.int32)
         group = CacheGroupBatch(none, torch.from_numpy(table).to(device), table)
-        return cls(none, none, none.int(), none.int(), none, (group,), host, host, host, host, host)
+        return cls(none, none, none.int(), none.int(), none, (group,), host, host, host, host, host, host, host)
 
     @classmethod
     def pack(cls, plan: StepPlan, block_size: int, device: torch.device) -> "RaggedBatch":
@@ -99,6 +104,8 @@ class RaggedBatch:
             sequence_lens_host=np.array([span.sequence_length for span in plan.spans], dtype=np.int64),
             logit_slots_host=np.repeat(slots, num_logit_rows),
             logit_positions_host=positions[logit_rows],
+            logit_token_ids_host=input_ids[logit_rows],
+            logit_targets_host=_targets(plan.spans, num_logit_rows),
         )
 
 
@@ -106,6 +113,15 @@ def ragged_arange(lengths: IntArray) -> IntArray:
     """`[0 .. lengths[0]), [0 .. lengths[1]), …` end to end."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+
+
+def _targets(spans: Sequence[Span], num_logit_rows: IntArray) -> IntArray:
+    targets = np.full(num_logit_rows.sum(), -1, dtype=np.int64)
+    if any(span.scored_ids for span in spans):
+        for span, end in zip(spans, np.cumsum(num_logit_rows).tolist(), strict=True):
+            first = end - span.num_logit_rows
+            targets[first : first + len(span.scored_ids)] = span.scored_ids
+    return targets
 
 
 def _pack_group(

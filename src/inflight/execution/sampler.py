@@ -1,21 +1,23 @@
 """`Sampler`: from logits to tokens, for all rows of a step at once, each with its own parameters.
 
-Parameters are kept by slot and looked up for the rows of a step. Greedy rows cost one pass over the vocabulary; only
-rows that ask for it are filtered, and only rows that need it are sorted. On a CPU that is done by our kernels, which
-sort next to nothing (`native/sample.cpp`), elsewhere by torch's operators. Random numbers are a function of (seed,
-sequence index, output position) alone, in the spirit of counter-based generators (Salmon et al., SC 2011): neither
-preemption, chunking, the order of rows nor other rows change them.
+Parameters are kept by slot and looked up for the rows of a step. Rows whose logits a request wants changed are taken
+apart and changed in float32 (`logits/adjustments.py`); the others don't notice. Greedy rows cost one pass over the
+vocabulary; only rows that ask for it are filtered, and only rows that need it are sorted. On a CPU that is done by our
+kernels, which sort next to nothing (`native/sample.cpp`), elsewhere by torch's operators. Random numbers are a function
+of (seed, sequence index, output position) alone, in the spirit of counter-based generators (Salmon et al., SC 2011):
+neither preemption, chunking, the order of rows nor other rows change them.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from inflight.execution.logits.adjustments import Adjuster, Edits, adjust
 from inflight.execution.native import kernels_available
-from inflight.execution.ragged_batch import RaggedBatch, to_device
+from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
 from inflight.params import SamplingParams
 
 MAX_TEMPERATURE = float(np.finfo(np.float32).max)
@@ -40,8 +42,7 @@ class Sampler:
         self._seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self._index = np.zeros(max_num_seqs, dtype=np.uint64)
         self._prompt_len = np.zeros(max_num_seqs, dtype=np.int64)
-        self._min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self._stop_token_ids: list[tuple[int, ...]] = [()] * max_num_seqs
+        self._adjusters: dict[int, Adjuster] = {}  # of those slots that need one
 
     def assign(
         self,
@@ -50,12 +51,16 @@ class Sampler:
         *,
         seed: int,
         index: int,
+        token_ids: Sequence[int],
         prompt_len: int,
-        stop_token_ids: Collection[int],
+        stop_token_ids: Collection[int] = (),
+        bad_words: Collection[Sequence[int]] = (),
     ) -> None:
-        """A sequence has moved into a slot: the `index`-th of its request, with a prompt of `prompt_len` tokens.
+        """A sequence has moved into a slot: the `index`-th of its request, with `token_ids` so far, of which
+        `prompt_len` are the prompt.
 
-        `stop_token_ids` (EOS included) are not chosen before `min_tokens` output tokens."""
+        `stop_token_ids` (EOS included) are not chosen before `min_tokens` output tokens, the last token of one of
+        `bad_words` never behind its others."""
         self._temperature[slot] = min(params.temperature, MAX_TEMPERATURE)
         self._top_k[slot] = max(params.top_k, 0)
         self._top_p[slot] = params.top_p
@@ -63,41 +68,66 @@ class Sampler:
         self._seed[slot] = seed
         self._index[slot] = index
         self._prompt_len[slot] = prompt_len
-        self._min_tokens[slot] = params.min_tokens
-        self._stop_token_ids[slot] = tuple(stop_token_ids)
+        self._adjusters.pop(slot, None)
+        if Adjuster.is_needed(params):
+            self._adjusters[slot] = Adjuster(params, token_ids, prompt_len, stop_token_ids, bad_words)
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, batch: RaggedBatch) -> list[int]:
-        """One token for each row of `logits` `[R, V]`; `INVALID_TOKEN` where they are not finite.
+        """One token for each row of `logits` `[R, V]`; `INVALID_TOKEN` where they are not finite. Of rows that are only
+        to be scored, that is the token that is there.
 
         This is the step's only transfer from the device."""
-        if logits.shape[0] == 0:
+        scored = batch.logit_targets_host >= 0
+        if not scored.any():
+            return self._sample(logits, batch, np.arange(batch.num_logit_rows))
+        tokens, rows = batch.logit_targets_host.copy(), np.flatnonzero(~scored)
+        tokens[rows] = self._sample(logits[self._rows(rows)], batch, rows)
+        result: list[int] = tokens.tolist()
+        return result
+
+    def _sample(self, logits: torch.Tensor, batch: RaggedBatch, rows: IntArray) -> list[int]:
+        """Tokens of some `rows` `[N]` of a batch, whose logits are `[N, V]`."""
+        if len(rows) == 0:
             return []
-        slots = batch.logit_slots_host
-        output_positions = batch.logit_positions_host + 1 - self._prompt_len[slots]
-        logits = self._forbid_stop_tokens(logits, slots, output_positions)
+        slots = batch.logit_slots_host[rows]
+        output_positions = batch.logit_positions_host[rows] + 1 - self._prompt_len[slots]
+        edits = self._edits(batch, rows)
+        adjusted = np.array(list(edits), dtype=np.int64)
+        if len(adjusted) < len(rows):
+            tokens = self._choose(logits, slots, output_positions)
+        else:
+            tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+        if len(adjusted):
+            selected = self._rows(adjusted)
+            changed = logits[selected].float()
+            adjust(changed, list(edits.values()))
+            tokens[selected] = self._choose(changed, slots[adjusted], output_positions[adjusted])
+        result: list[int] = tokens.tolist()
+        return result
+
+    def _edits(self, batch: RaggedBatch, rows: IntArray) -> dict[int, Edits]:
+        """What is to be changed, by the places in `rows` of those where anything is."""
+        edits: dict[int, Edits] = {}
+        if self._adjusters:
+            for place, row in enumerate(rows):
+                adjuster = self._adjusters.get(int(batch.logit_slots_host[row]))
+                if adjuster is not None:
+                    adjuster.see(int(batch.logit_positions_host[row]), int(batch.logit_token_ids_host[row]))
+                    edits[place] = adjuster.edits()
+        return edits
+
+    def _choose(self, logits: torch.Tensor, slots: IntArray, output_positions: IntArray) -> torch.Tensor:
+        """Tokens `[N]` of rows of logits `[N, V]` as they are."""
         tokens = best_tokens(logits)
         random_rows = np.flatnonzero(self._temperature[slots] > 0)
         if len(random_rows):
             rows = self._rows(random_rows)
             sampled = self._sample_rows(logits[rows], slots[random_rows], output_positions[random_rows])
             tokens[rows] = torch.where(tokens[rows] == INVALID_TOKEN, INVALID_TOKEN, sampled)
-        result: list[int] = tokens.tolist()
-        return result
+        return tokens
 
-    def _forbid_stop_tokens(
-        self, logits: torch.Tensor, slots: npt.NDArray[np.int64], output_positions: npt.NDArray[np.int64]
-    ) -> torch.Tensor:
-        early = np.flatnonzero(output_positions < self._min_tokens[slots]).tolist()
-        pairs = [(row, token) for row in early for token in self._stop_token_ids[slots[row]]]
-        if not pairs:
-            return logits
-        rows, tokens = to_device(np.array(pairs).T.copy(), self.device)
-        return logits.index_put((rows, tokens), torch.full((), -torch.inf, dtype=logits.dtype, device=self.device))
-
-    def _sample_rows(
-        self, logits: torch.Tensor, slots: npt.NDArray[np.int64], output_positions: npt.NDArray[np.int64]
-    ) -> torch.Tensor:
+    def _sample_rows(self, logits: torch.Tensor, slots: IntArray, output_positions: IntArray) -> torch.Tensor:
         """Sampled tokens `[R]` of rows that all have a temperature above 0."""
         uniform = counter_uniform(self._seed[slots], self._index[slots], output_positions.astype(np.uint64))
         if has_kernels(logits):
@@ -120,7 +150,7 @@ class Sampler:
             logits[selected] = min_p_filter(logits[selected], self._column(min_p[rows]))
         return draw(torch.softmax(logits, dim=-1), self._column(uniform)[:, 0])
 
-    def _rows(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+    def _rows(self, rows: IntArray) -> torch.Tensor:
         return to_device(rows, self.device)
 
     def _column(self, values: npt.NDArray[Any]) -> torch.Tensor:

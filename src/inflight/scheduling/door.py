@@ -37,6 +37,7 @@ def make_request(
         raise InvalidRequestError(f"priority is {priority!r}; it must be an integer, lower runs first")
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise InvalidRequestError(f"cache_salt is {cache_salt!r}; it must be text")
+    _token_ids("logit_bias", list(params.logit_bias or ()), info.vocab_size)
     stop_token_ids = set(_token_ids("stop_token_ids", params.stop_token_ids or (), info.vocab_size))
     if not params.ignore_eos:
         stop_token_ids.update(info.eos_token_ids)
@@ -49,6 +50,7 @@ def make_request(
         num_sequences=params.n,
         priority=operator.index(priority),
         cache_salt=cache_salt,
+        scores_prompt=params.prompt_logprobs is not None,
     )
 
 

@@ -52,9 +52,10 @@ class Reuse:
             self.fork(sequence, source)
 
     def find(self, sequence: Sequence) -> list[int]:
-        """The blocks that follow those a sequence has, found by their content; its last token is never among them."""
+        """The blocks that follow those a sequence has, found by their content; its last token is never among them. One
+        that wants its prompt scored has to compute it itself."""
         blocks: list[int] = []
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or sequence.wants_scores:
             return blocks
         block_size, parent = self.block_pool.block_size, sequence.parent
         first = sequence.num_known_blocks * block_size
@@ -70,7 +71,7 @@ class Reuse:
         """Of the running siblings of its root, one that has computed the whole prompt but, perhaps, its last token,
         without the step to come."""
         num_shared = sequence.num_prompt_tokens - 1
-        if sequence.num_computed_tokens >= num_shared:
+        if sequence.num_computed_tokens >= num_shared or sequence.wants_scores:
             return None
         for sibling in siblings:
             num_computed = self._num_computed_before.get(sibling, sibling.num_computed_tokens)

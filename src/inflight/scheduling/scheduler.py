@@ -34,6 +34,9 @@ from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence
 from inflight.scheduling.waiting_queue import WaitingQueue
 
+MAX_SCORED_TOKENS = 256
+"""Of prompts, in a step: each has a row of logits as wide as the vocabulary."""
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -87,6 +90,7 @@ class Scheduler:
         self._free_slots = list(range(num_slots))  # a heap: the lowest is taken first, so lanes stay together
         self._released_slots: set[int] = set()
         self._next_sequence_id = 0
+        self._num_scorable_tokens = MAX_SCORED_TOKENS  # in the step that is being planned
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
 
@@ -146,6 +150,7 @@ class Scheduler:
         if self._in_flight is not None:
             raise RuntimeError("the step planned before is still in flight: commit or fail it first")
         lengths: dict[Sequence, int] = {}
+        self._num_scorable_tokens = MAX_SCORED_TOKENS
         running = self._in_service_order()
         self._make_room_for_the_best(running)
         num_preemptions = self.num_preemptions
@@ -171,6 +176,7 @@ class Scheduler:
             if sequence is None:
                 continue
             sequence.num_computed_tokens = span.end
+            sequence.num_scored_tokens += len(span.scored_ids)
             self.reuse.remember(sequence, span.end)
             if not sampled:
                 continue
@@ -270,7 +276,7 @@ class Scheduler:
         for sequence in prefills:
             if sequence.slot is not None and not self._waits_for_sibling(sequence):
                 self.reuse.take(sequence, self._siblings(sequence))
-                length = min(sequence.num_uncomputed_tokens, budget, num_prefill_tokens)
+                length = self._longest_span(sequence, min(budget, num_prefill_tokens))
                 budget -= self._schedule(sequence, length, lengths, running)
                 num_prefill_tokens -= lengths.get(sequence, 0)
         return min(budget, num_prefill_tokens)
@@ -289,7 +295,12 @@ class Scheduler:
                 self.num_prompt_tokens += sequence.num_prompt_tokens
             if not waits:
                 self.reuse.take(sequence, self._siblings(sequence))
-                budget -= self._schedule(sequence, min(sequence.num_uncomputed_tokens, budget), lengths, [])
+                budget -= self._schedule(sequence, self._longest_span(sequence, budget), lengths, [])
+
+    def _longest_span(self, sequence: Sequence, budget: int) -> int:
+        """What a sequence owes, as far as the budget goes; while its prompt is scored, as far as rows of logits go."""
+        length = min(sequence.num_uncomputed_tokens, budget)
+        return min(length, self._num_scorable_tokens) if sequence.wants_scores else length
 
     def _schedule(self, sequence: Sequence, length: int, lengths: dict[Sequence, int], victims: list[Sequence]) -> int:
         """Let a running sequence compute `length` tokens, preempting the last of `victims` while blocks lack, which may
@@ -302,6 +313,8 @@ class Scheduler:
         if sequence.slot is None or length == 0:
             return -num_returned
         lengths[sequence] = length
+        if sequence.wants_scores:
+            self._num_scorable_tokens -= length
         if length > 1:
             self.reuse.remember(sequence, sequence.num_computed_tokens + length, in_flight=True)
         return length - num_returned
@@ -313,10 +326,15 @@ class Scheduler:
             assert sequence.slot is not None
             start = sequence.num_computed_tokens
             end = start + length
-            num_logit_rows = 1 if end == len(sequence.token_ids) else 0
+            sequence_length, scored_ids = len(sequence.token_ids), sequence.ids_to_score(end)
+            num_logit_rows = len(scored_ids) + (end == sequence_length)
             token_ids = sequence.token_ids[start:end]
-            sequence_length = len(sequence.token_ids)
-            spans.append(Span(sequence.sequence_id, sequence.slot, start, token_ids, num_logit_rows, sequence_length))
+            spans.append(
+                Span(
+                    *(sequence.sequence_id, sequence.slot, start, token_ids, num_logit_rows, sequence_length),
+                    scored_ids=scored_ids,
+                )
+            )
             tables.append(sequence.block_table[:])
         released_slots = tuple(sorted(self._released_slots))
         self._released_slots.clear()

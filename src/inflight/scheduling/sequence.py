@@ -20,6 +20,7 @@ class Request:
         max_num_tokens: prompt and output tokens after which a sequence ends with "length".
         min_output_tokens: a stop token ends a sequence only once it has so many output tokens.
         stop_token_ids: any of them, EOS ids included, ends a sequence with "stop".
+        scores_prompt: whether the first of its sequences wants to know how likely each prompt token is.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class Request:
     num_sequences: int = 1
     priority: int = 0
     cache_salt: str | None = None
+    scores_prompt: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +46,8 @@ class Sequence:
         root: under which its keys and values are found, as they are being computed now.
         parent, num_known_blocks: so many of its first blocks can be found in the prefix cache; the node of the last.
         num_cached_tokens: prompt tokens that it did not have to compute when it first ran.
+        num_scored_tokens: prompt tokens that it knows, or need not know, to be so or so likely: the first has none
+            before it.
     """
 
     sequence_id: int
@@ -60,6 +64,7 @@ class Sequence:
     parent: Parent = field(default_factory=Root)
     num_known_blocks: int = 0
     num_cached_tokens: int = 0
+    num_scored_tokens: int = 1
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -75,6 +80,17 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether prompt tokens are still to be scored: then all of the prompt has to be computed."""
+        return self.request.scores_prompt and self.index == 0 and self.num_scored_tokens < self.num_prompt_tokens
+
+    def ids_to_score(self, end: int) -> list[int]:
+        """The prompt tokens that are scored once its first `end` tokens are computed."""
+        if not self.wants_scores:
+            return []
+        return self.token_ids[self.num_scored_tokens : min(end + 1, self.num_prompt_tokens)]
 
     def has_grown_past(self, length: int, new_token_ids: SequenceOf[int]) -> bool:
         """Whether the last `new_token_ids` took the sequence from at most `length` tokens to more."""

@@ -6,7 +6,16 @@ Runs in the caller's process. Knows tokens and texts, nothing of steps or of oth
 import time
 from dataclasses import replace
 
-from inflight.outputs import CompletionOutput, RequestMetrics, RequestOutput, SequenceOutput, TextDelta
+from inflight.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SequenceOutput,
+    TextDelta,
+    TokenLogprobs,
+    TokenScore,
+)
 from inflight.params import SamplingParams
 from inflight.text.output_text import OutputText
 from inflight.text.tokenizer import Tokenizer
@@ -31,9 +40,13 @@ class Collector:
         prompt_index: int = 0,
     ) -> None:
         completions = [CompletionOutput(index) for index in range(params.n)]
+        if params.logprobs is not None:
+            for completion in completions:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
         metrics = RequestMetrics(arrival_time=time.monotonic())
         self.output = RequestOutput(request_id, prompt, prompt_token_ids, completions, metrics)
         self._prompt_index = prompt_index
+        self._tokenizer = tokenizer
         self._texts: list[OutputText] = []
         if tokenizer is not None:
             self._texts = [OutputText.of_request(tokenizer, prompt_token_ids, params) for _ in completions]
@@ -43,6 +56,7 @@ class Collector:
         """Add what one step gave one of the request's sequences; returns what is new for a reader."""
         completion = self.output.outputs[news.index]
         completion.token_ids += news.new_token_ids
+        logprobs, prompt_logprobs = self._take_in_scores(news)
         delta = ""
         if self._texts:
             text = self._texts[news.index]
@@ -58,6 +72,8 @@ class Collector:
             index=news.index,
             text=delta,
             token_ids=news.new_token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=news.finish_reason,
             output=self.output if self.output.finished else None,
         )
@@ -65,10 +81,43 @@ class Collector:
     def snapshot(self) -> RequestOutput:
         """All that there is so far, with its text; what comes later leaves it as it is."""
         outputs = [
-            replace(each, token_ids=each.token_ids.copy(), text=self._texts[each.index].text if self._texts else "")
+            replace(
+                each,
+                token_ids=each.token_ids.copy(),
+                logprobs=each.logprobs and each.logprobs.copy(),
+                text=self._texts[each.index].text if self._texts else "",
+            )
             for each in self.output.outputs
         ]
         return replace(self.output, outputs=outputs, metrics=replace(self.output.metrics))
+
+    def _take_in_scores(
+        self, news: SequenceOutput
+    ) -> tuple[list[TokenLogprobs] | None, list[TokenLogprobs | None] | None]:
+        """The log-probabilities of new tokens, and of the prompt if they have come."""
+        completion, logprobs, prompt_logprobs = self.output.outputs[news.index], None, None
+        if news.prompt_scores is not None:
+            prompt_ids = self.output.prompt_token_ids[1:]
+            of_tokens = [self._logprobs(*each) for each in zip(prompt_ids, news.prompt_scores, strict=True)]
+            prompt_logprobs = self.output.prompt_logprobs = [None, *of_tokens]
+        if news.scores is not None:
+            logprobs = [self._logprobs(*each) for each in zip(news.new_token_ids, news.scores, strict=True)]
+            assert completion.logprobs is not None
+            assert completion.cumulative_logprob is not None
+            completion.logprobs += logprobs
+            completion.cumulative_logprob += sum(score.logprob for score in news.scores)
+        return logprobs, prompt_logprobs
+
+    def _logprobs(self, token_id: int, score: TokenScore) -> TokenLogprobs:
+        """What is told of a position: its own token, then the likeliest."""
+        logprobs = {token_id: Logprob(score.logprob, score.rank, self._decoded(token_id))}
+        for rank, (top_id, logprob) in enumerate(zip(score.top_token_ids, score.top_logprobs, strict=True), start=1):
+            if top_id != token_id:
+                logprobs[top_id] = Logprob(logprob, rank, self._decoded(top_id))
+        return logprobs
+
+    def _decoded(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _measure(self, news: SequenceOutput) -> None:
         metrics, now = self.output.metrics, time.monotonic()

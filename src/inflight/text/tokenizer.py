@@ -78,6 +78,11 @@ class Tokenizer:
         token_ids: list[int] = self.inner.encode(text, verbose=False)
         return token_ids
 
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """How a word is written in tokens, at the beginning of a text and behind a space, without special tokens."""
+        spelled = (tuple(self.inner.encode(each, add_special_tokens=False)) for each in (word, f" {word}"))
+        return [token_ids for token_ids in dict.fromkeys(spelled) if token_ids]
+
     def chat(
         self,
         messages: list[dict[str, Any]],

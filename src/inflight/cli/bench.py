@@ -1,15 +1,16 @@
-"""`inflight bench`: what continuous batching is worth on this machine."""
+"""`inflight bench`: what continuous batching is worth on this machine, and what a server can bear."""
 
 import platform
 
 import click
 
+from inflight.cli.bench_serve import serve
 from inflight.cli.options import quiet_libraries
 
 
 @click.group()
 def bench() -> None:
-    """Measure, side by side on this machine."""
+    """Measure: methods side by side on this machine, or a server under load."""
     quiet_libraries()
 
 
@@ -46,3 +47,6 @@ def static(rounds: int, dtype: str, threads: int | None) -> None:
     console.print(static_bench.table_of(static_bench.measure_rungs(model, rounds, say)))
     console.print("\n32 requests with 512 tokens in common, 32 new tokens each, 32 slots:")
     console.print(static_bench.table_of(static_bench.measure_shared_prefix(model, rounds, say)))
+
+
+bench.add_command(serve)

@@ -1,0 +1,181 @@
+"""`inflight bench serve`: an OpenAI-compatible server under load, ours or any other."""
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from inflight.loadtest.load_test import LoadPlan, LoadResult
+
+FILE = click.Path(path_type=Path)
+POSITIVE = click.IntRange(min=1)
+RATE = click.FloatRange(min=0, min_open=True)
+LENGTHS = "100, uniform:16:256, exponential:100 or lognormal:100:1."
+
+
+@click.command()
+@click.option("--base-url", default="http://127.0.0.1:8000", help="Of the server, with or without /v1.")
+@click.option("--model", "-m", help="The model's name there; else the first that the server names.")
+@click.option("--endpoint", type=click.Choice(("completions", "chat")), default="completions", help="What to ask.")
+@click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="Sent as a bearer token.")
+@click.option("--num-requests", type=POSITIVE, help="How many; else 100, or all of a file or workload.")
+@click.option("--random-input-len", default="100", help=f"Tokens of random prompts: {LENGTHS}")
+@click.option("--random-output-len", default="100", help="Tokens of answers, where nothing else says it: likewise.")
+@click.option("--prefix-len", type=click.IntRange(min=0), help="Tokens that all random prompts begin with.")
+@click.option("--workload", type=click.Choice(("W1", "W2", "W3")), help="Lengths of a published workload, instead.")
+@click.option("--prompt-file", type=FILE, help="Prompts from JSON lines, or conversations as ShareGPT has them.")
+@click.option("--trace", type=FILE, help="JSON lines with timestamp, prompt_tokens or prompt, and output_tokens.")
+@click.option(
+    "--prompt-kind",
+    type=click.Choice(("auto", "ids", "words")),
+    default="auto",
+    help="Of random prompts: token ids, words, or token ids where the server takes them.",
+)
+@click.option("--vocab-size", type=click.IntRange(min=4), help="Token ids are below this; else found out by asking.")
+@click.option("--request-rate", type=RATE, default=inf, help="Requests a second; inf: all at once.")
+@click.option("--burstiness", type=RATE, default=1.0, help="1 is Poisson; below 1 in clusters; above 1 more evenly.")
+@click.option("--burst-size", type=POSITIVE, default=1, help="So many requests arrive together.")
+@click.option("--max-concurrency", type=POSITIVE, help="Most requests under way; others wait here, and that counts.")
+@click.option("--warmups", type=click.IntRange(min=0), default=0, help="Requests before the run, not counted.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of lengths, prompts and arrivals.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Of all requests.")
+@click.option("--extra-body", help="More fields of all requests, as a JSON object.")
+@click.option("--timeout", type=RATE, default=600.0, help="Seconds after which a request has failed.")
+@click.option("--goodput", multiple=True, help="Objectives in ms, such as ttft:500,tpot:50,e2e:5000.")
+@click.option("--server-pid", type=POSITIVE, help="Tell the CPU time of this process and its descendants, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report, and every request, as JSON.")
+@click.option("--png", type=FILE, help="Draw the run (needs matplotlib).")
+def serve(base_url: str, as_json: bool, png: Path | None, **options: Any) -> None:
+    """Send requests to a server at the times at which they are due, and report throughput and latencies.
+
+    The load is open: requests arrive however busy the server is, and latencies count from when they were due.
+    """
+    from rich.console import Console
+
+    from inflight.loadtest.figure import load_figure
+    from inflight.loadtest.load_test import as_rows
+    from inflight.observe.pictures import new_figure, save_png
+    from inflight.openai_client import ServerError
+
+    plan, extra = _plan(options), _json_object(options["extra_body"])
+    if png is not None:
+        new_figure(1, 1)  # without matplotlib, say so now
+    try:
+        model, result = _run(base_url, plan, extra, options)
+    except ServerError as error:
+        raise click.ClickException(f"{base_url}: {error}") from error
+    if as_json:
+        run = {"base_url": base_url, **_for_json(options), "model": model, "dialect": asdict(result.dialect)}
+        print(json.dumps({"run": run, "report": result.report.as_dict(), "requests": as_rows(result.records)}))
+    else:
+        Console(markup=False, highlight=False).print(result.report.tables())
+    if png is not None:
+        save_png(load_figure(result.records, f"{model} at {base_url}"), png)
+    if not result.report.num_completed:
+        sys.exit(1)
+
+
+def _for_json(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, without the key; JSON knows neither paths nor infinity."""
+    given = {name: value for name, value in options.items() if name != "api_key" and value not in (None, ())}
+    return {name: str(value) if isinstance(value, Path) or value == inf else value for name, value in given.items()}
+
+
+def _plan(options: dict[str, Any]) -> "LoadPlan":
+    from inflight.loadtest.files import read_prompts, read_trace
+    from inflight.loadtest.load_test import LoadPlan
+    from inflight.loadtest.report import Objectives
+    from inflight.loadtest.sketch import random_sketches, so_many
+    from inflight.loadtest.workloads import WORKLOADS
+    from inflight.simulate import Lengths
+
+    sources = [name for name in ("workload", "prompt_file", "trace") if options[name] is not None]
+    if len(sources) > 1:
+        raise click.UsageError("give one of --workload, --prompt-file and --trace")
+    seed, count, prefix = options["seed"], options["num_requests"], options["prefix_len"]
+    outputs = Lengths.parse(options["random_output_len"])
+    if options["workload"]:
+        workload = WORKLOADS[options["workload"]]
+        sketches, prefix = so_many(workload.sketches, count), workload.num_prefix_tokens if prefix is None else prefix
+    elif options["prompt_file"]:
+        sketches = so_many(read_prompts(options["prompt_file"], outputs, seed), count)
+    elif options["trace"]:
+        sketches = read_trace(options["trace"], outputs, seed)[:count]
+    else:
+        sketches = random_sketches(count or 100, Lengths.parse(options["random_input_len"]), outputs, seed)
+    names = ("prompt_kind", "vocab_size", "request_rate", "burstiness", "burst_size", "max_concurrency", "timeout")
+    return LoadPlan(
+        sketches=sketches,
+        num_prefix_tokens=prefix or 0,
+        num_warmups=options["warmups"],
+        seed=seed,
+        objectives=Objectives.parse(options["goodput"]) if options["goodput"] else None,
+        server_pid=options["server_pid"],
+        **{name: options[name] for name in names},
+    )
+
+
+def _json_object(text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise click.BadParameter(f"{text!r} is no JSON object, such as '{{\"top_k\": 5}}'", param_hint="--extra-body")
+    return value
+
+
+def _run(base_url: str, plan: "LoadPlan", extra: dict[str, Any], options: dict[str, Any]) -> "tuple[str, LoadResult]":
+    """The load test with a line of progress on standard error; the model's name, and what came out."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from inflight.loadtest.dialect import Target
+    from inflight.loadtest.load_test import find_model, load_test
+    from inflight.loadtest.runner import Tally
+    from inflight.openai_client import OpenAIClient
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress = Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True, refresh_per_second=2
+    )
+    bar = progress.add_task("asking", total=len(plan.sketches))
+
+    def watch(tally: Tally) -> None:
+        ended = tally.num_completed + tally.num_failed
+        failed = f", {tally.num_failed} failed" if tally.num_failed else ""
+        progress.update(bar, completed=ended, description=f"{tally.num_sent - ended} under way{failed}")
+
+    async def test() -> "tuple[str, LoadResult]":
+        async with OpenAIClient(base_url, options["api_key"]) as client:
+            model = options["model"] or await find_model(client)
+            target = Target(options["endpoint"], model, options["temperature"], extra)
+            return model, await load_test(client, target, plan, say=_say, watch=watch)
+
+    _allow_connections(len(plan.sketches))
+    with progress:
+        return asyncio.run(test())
+
+
+def _say(line: str) -> None:
+    print(f"inflight: {line}", file=sys.stderr)
+
+
+def _allow_connections(count: int) -> None:
+    """Let this process have so many open, as far as the system allows: every request has a connection of its own."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 100
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        at_most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, at_most), hard))

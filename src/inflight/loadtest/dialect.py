@@ -1,0 +1,124 @@
+"""What a server accepts, found out by asking, and a request written so.
+
+Decides the body of a request. Servers differ in three things: whether a prompt may be token ids, whether a request may
+go on past the model's end tokens (`ignore_eos`), and whether it may ask for counts of tokens (`stream_options`). Some
+refuse what they don't know, and some ignore it; that shows in the report, as fewer tokens than were asked for.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from inflight.loadtest.prompts import write_prompts
+from inflight.loadtest.sketch import Prompt, Sketch
+from inflight.openai_client import Chunk, OpenAIClient, ServerError
+
+Endpoint: TypeAlias = Literal["completions", "chat"]
+PATHS: Mapping[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+VOCAB_SIZES = (20_000, 1_500)
+"""Token ids are tried below the first of these, then below the second: few vocabularies are smaller."""
+
+NOT_OURS_TO_MEND = (401, 403, 404, 429, 503)
+"""Statuses that another way of asking would not change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Whom to ask, and what is the same in all requests.
+
+    Attributes:
+        model: the model's name on the server.
+        extra: further fields of every request.
+    """
+
+    endpoint: Endpoint
+    model: str
+    temperature: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        return PATHS[self.endpoint]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What a server accepts.
+
+    Attributes:
+        vocab_size: token ids below this; None: text only.
+        takes_ignore_eos: whether answers can be made exactly as long as asked for.
+        takes_stream_options: whether it can be asked to count tokens.
+    """
+
+    vocab_size: int | None = None
+    takes_ignore_eos: bool = True
+    takes_stream_options: bool = True
+
+    def body(self, target: Target, prompt: Prompt, num_output_tokens: int) -> bytes:
+        """A request as JSON. Raises `ValueError` if the endpoint has no place for such a prompt."""
+        content: dict[str, Any] = {"model": target.model, "stream": True, "temperature": target.temperature}
+        content |= {"max_tokens": num_output_tokens, **_prompt_field(target.endpoint, prompt)}
+        if self.takes_ignore_eos:
+            content["ignore_eos"] = True
+        if self.takes_stream_options:
+            content["stream_options"] = {"include_usage": True}
+        return msgspec.json.encode(content | dict(target.extra))
+
+
+async def find_dialect(
+    client: OpenAIClient, target: Target, vocab_sizes: Sequence[int | None], timeout: float
+) -> Dialect:
+    """Ask for one token, in one way after the other, until one is accepted: the one that says most comes first.
+
+    Args:
+        vocab_sizes: of token ids, to be tried in this order; None: text.
+        timeout: seconds to wait for an answer.
+
+    Raises:
+        ServerError: the server can't be reached, or accepts none; the message is the first refusal's.
+    """
+    refusal = None
+    for vocab_size, ignore_eos, stream_options in product(vocab_sizes, (True, False), (True, False)):
+        dialect = Dialect(vocab_size, ignore_eos, stream_options)
+        try:
+            async with asyncio.timeout(timeout), aclosing(_ask(client, target, dialect)) as answer:
+                async for _ in answer:
+                    pass
+        except TimeoutError:
+            raise ServerError(f"no answer to a first request within {timeout:g} s") from None
+        except ServerError as error:
+            refusal = refusal or error
+            if error.status in NOT_OURS_TO_MEND:
+                raise
+        else:
+            return dialect
+    raise refusal or ServerError("nothing was asked")
+
+
+def _ask(client: OpenAIClient, target: Target, dialect: Dialect) -> AsyncGenerator[list[Chunk], None]:
+    prompt: Prompt
+    if dialect.vocab_size is None:
+        (prompt,) = write_prompts([Sketch(3, 1)], vocab_size=None)
+    else:
+        prompt = [dialect.vocab_size - 3, dialect.vocab_size - 2, dialect.vocab_size - 1]
+    return client.stream(target.path, dialect.body(target, prompt, 1))
+
+
+def _prompt_field(endpoint: Endpoint, prompt: Prompt) -> dict[str, Any]:
+    is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
+    if endpoint == "completions":
+        if is_chat:
+            raise ValueError("a prompt is a chat's messages, which only the endpoint 'chat' takes")
+        return {"prompt": prompt}
+    if isinstance(prompt, str):
+        return {"messages": [{"role": "user", "content": prompt}]}
+    if not is_chat:
+        raise ValueError("a prompt is token ids, which only the endpoint 'completions' takes")
+    return {"messages": prompt}

@@ -1,0 +1,58 @@
+"""Random prompts, as token ids or as words. Decides what stands in them; the lengths are given.
+
+Token ids are exact. A word is one token in most vocabularies, so a prompt of words is only about as long as asked for;
+how long it was is what the server counts.
+"""
+
+import random
+from collections.abc import Sequence
+
+from inflight.loadtest.sketch import Prompt, Sketch
+
+FIRST_TOKEN_ID = 300
+"""Random token ids begin here: below are special tokens and single bytes."""
+
+_COMMON_WORDS = """
+    time year people way day man thing woman life child world school state family student group country problem hand
+    part place case week company system program question work government number night point home water room mother area
+    money story fact month lot right study book eye job word business issue side kind head house service friend father
+    power hour game line end member law car city community name president team minute idea body information back parent
+    face others level office door health person art war history party result change morning reason research girl guy
+    moment air teacher force education good new first last long great little own other old big high different small
+    large next early young important few public bad same able come make know take see get go find give tell work call
+    try ask need feel become leave put mean keep let begin seem help talk turn start show hear play run move like live
+    believe hold bring happen write provide sit stand lose pay meet include continue set learn lead understand watch
+    follow stop create speak read allow add spend grow open walk win offer remember love consider appear buy wait serve
+"""
+WORDS = tuple(_COMMON_WORDS.split())
+
+
+def write_prompts(
+    sketches: Sequence[Sketch], *, num_prefix_tokens: int = 0, vocab_size: int | None, seed: int = 0
+) -> list[Prompt]:
+    """The sketches' prompts, where they are numbers replaced by so many random tokens.
+
+    Args:
+        num_prefix_tokens: so many random tokens, the same ones, stand before all random prompts.
+        vocab_size: token ids are below this; None: words instead of token ids.
+
+    The same arguments give the same prompts. A different seed gives others, so that nothing is in a server's prefix
+    cache from an earlier run.
+    """
+    rng = random.Random(f"prompts of seed {seed}")
+
+    def tokens(count: int) -> list[str] | list[int]:
+        if vocab_size is None:
+            return rng.choices(WORDS, k=count)
+        return [rng.randrange(min(FIRST_TOKEN_ID, vocab_size - 1), vocab_size) for _ in range(count)]
+
+    prefix = tokens(num_prefix_tokens)
+    return [
+        _joined([*prefix, *tokens(sketch.prompt)]) if isinstance(sketch.prompt, int) else sketch.prompt
+        for sketch in sketches
+    ]
+
+
+def _joined(tokens: list[str | int]) -> Prompt:
+    words = [token for token in tokens if isinstance(token, str)]
+    return " ".join(words) if words else [token for token in tokens if isinstance(token, int)]

@@ -1,0 +1,239 @@
+"""`LoadReport`: a run against a server in numbers, from what became of its requests.
+
+Decides what each number means. Times are seconds. Of requests that failed, nothing counts but that they did.
+
+- TTFT, time to first token: from when a request was *due* to its first chunk with text.
+- E2E, latency: from when it was due to the last chunk of its answer.
+- TPOT, time per output token: (E2E - TTFT) / (output tokens - 1), one number a request.
+- ITL, inter-token latency: between a request's chunks that carry tokens, all gaps of all requests.
+- Goodput: requests a second that met every one of the objectives (DistServe, Zhong et al., 2024).
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from rich.console import Group
+from rich.table import Table
+
+from inflight.loadtest.runner import Record
+
+QUANTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Of times in seconds; quantiles are interpolated between the two nearest values."""
+
+    mean: float
+    median: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Distribution | None":
+        """None if there are no values."""
+        array = np.fromiter(values, dtype=np.float64)
+        if not array.size:
+            return None
+        median, p90, p95, p99 = np.percentile(array, QUANTILES).tolist()
+        return cls(float(array.mean()), median, p90, p95, p99, float(array.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """What a request has to keep to be good (an SLO): limits in seconds; None: no limit."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    @classmethod
+    def parse(cls, texts: Iterable[str]) -> "Objectives":
+        """From texts such as "ttft:500" or "ttft:500,tpot:50", in milliseconds. Raises `ValueError`."""
+        limits = {}
+        for part in re.split(r"[,\s]+", " ".join(texts).strip()):
+            name, _, number = part.partition(":")
+            names = [field.name for field in fields(cls)]
+            if name not in names or not re.fullmatch(r"\d+(\.\d+)?", number):
+                raise ValueError(
+                    f"the objective is {part!r}; it must be one of {', '.join(names)}, a colon and milliseconds, such "
+                    "as ttft:500"
+                )
+            limits[name] = float(number) / 1000
+        return cls(**limits)
+
+    def are_met_by(self, record: Record) -> bool:
+        """Whether a request came to its end and kept all limits; a TPOT that it does not have keeps any."""
+        if record.failure is not None:
+            return False
+        found = (record.time_to_first_token, record.time_per_output_token, record.latency)
+        return all(
+            limit is None or value is None or value <= limit
+            for limit, value in zip((self.ttft, self.tpot, self.e2e), found, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A run in numbers; times are seconds.
+
+    Attributes:
+        seconds: from the first request's due time to the end of the last one.
+        num_requests, num_completed: all, and those that came to their end.
+        failures: how many failed for which reason.
+        num_input_tokens, num_output_tokens: of completed requests. Without a server's count, input is what was sent
+            as token ids, and output the number of chunks.
+        num_output_tokens_asked: by these.
+        num_counted: completed requests whose tokens the server counted.
+        request_rate: completed requests a second.
+        offered_rate: requests a second as they were due; None: all at once.
+        input_tokens_per_second, output_tokens_per_second: of completed requests, over the whole run.
+        mean_concurrency, peak_concurrency: requests under way, as the client saw it.
+        ttft, tpot, itl, e2e: see above; None: there were none.
+        lateness: from when requests were due until they were sent: how long `max_concurrency` held them back, or else
+            how busy the client was.
+        goodput: good requests a second; None: no objectives were given.
+        num_good: how many those were.
+        server_cpu_seconds: that the server's processes used during the run; None: not asked for.
+        client_cpu_seconds: that this process used.
+    """
+
+    seconds: float
+    num_requests: int
+    num_completed: int
+    failures: dict[str, int]
+    num_input_tokens: int
+    num_output_tokens: int
+    num_output_tokens_asked: int
+    num_counted: int
+    request_rate: float
+    offered_rate: float | None
+    input_tokens_per_second: float
+    output_tokens_per_second: float
+    mean_concurrency: float
+    peak_concurrency: int
+    ttft: Distribution | None
+    tpot: Distribution | None
+    itl: Distribution | None
+    e2e: Distribution | None
+    lateness: Distribution | None
+    goodput: float | None
+    num_good: int | None
+    server_cpu_seconds: float | None
+    client_cpu_seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def tables(self) -> Group:
+        """For a terminal."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        for name, words in _rows(self).items():
+            table.add_row(name, words)
+        return Group(table, "", _times_table(self))
+
+
+def report_of(
+    records: Sequence[Record],
+    num_output_tokens_asked: Sequence[int],
+    *,
+    objectives: Objectives | None = None,
+    server_cpu_seconds: float | None = None,
+    client_cpu_seconds: float = 0.0,
+) -> LoadReport:
+    """A run in numbers.
+
+    Args:
+        records: of all requests.
+        num_output_tokens_asked: by each of them.
+    """
+    done = [record for record in records if record.failure is None]
+    start = min(record.scheduled for record in records)
+    last_due = max(record.scheduled for record in records)
+    seconds = max(record.finished for record in records) - start
+    per_second = 1 / seconds if seconds > 0 else 0.0
+    inputs, outputs = sum(each.num_prompt_tokens or 0 for each in done), sum(each.num_output_tokens for each in done)
+    asked = sum(count for record, count in zip(records, num_output_tokens_asked, strict=True) if record.failure is None)
+    num_good = None if objectives is None else sum(map(objectives.are_met_by, records))
+    return LoadReport(
+        seconds=seconds,
+        num_requests=len(records),
+        num_completed=len(done),
+        failures=dict(Counter(record.failure for record in records if record.failure is not None).most_common()),
+        num_input_tokens=inputs,
+        num_output_tokens=outputs,
+        num_output_tokens_asked=asked,
+        num_counted=sum(record.is_counted for record in done),
+        request_rate=len(done) * per_second,
+        offered_rate=(len(records) - 1) / (last_due - start) if last_due > start else None,
+        input_tokens_per_second=inputs * per_second,
+        output_tokens_per_second=outputs * per_second,
+        mean_concurrency=sum(record.finished - record.sent for record in records) * per_second,
+        peak_concurrency=_peak(records),
+        ttft=Distribution.of(record.time_to_first_token for record in done),
+        tpot=Distribution.of(tpot for record in done if (tpot := record.time_per_output_token) is not None),
+        itl=Distribution.of(gap for record in done for gap in record.inter_token_latencies),
+        e2e=Distribution.of(record.latency for record in done),
+        lateness=Distribution.of(record.sent - record.scheduled for record in records),
+        goodput=None if num_good is None else num_good * per_second,
+        num_good=num_good,
+        server_cpu_seconds=server_cpu_seconds,
+        client_cpu_seconds=client_cpu_seconds,
+    )
+
+
+def _peak(records: Sequence[Record]) -> int:
+    """The most requests that were under way at once; one that ends when another is sent makes room for it."""
+    changes = [(record.sent, 1) for record in records] + [(record.finished, -1) for record in records]
+    return max(accumulate(change for _, change in sorted(changes)))
+
+
+def _rows(report: LoadReport) -> dict[str, str]:
+    offered = "all at once" if report.offered_rate is None else f"{report.offered_rate:,.2f}/s offered"
+    counted = "" if report.num_counted == report.num_completed else (
+        f" (chunks, of {report.num_completed - report.num_counted:,} that the server did not count)"
+    )  # fmt: skip
+    rows = {
+        "wall time": f"{report.seconds:,.2f} s",
+        "requests": f"{report.num_completed:,} of {report.num_requests:,} completed, {offered}",
+        "under way": f"{report.mean_concurrency:,.1f} on average, at most {report.peak_concurrency:,}",
+        "tokens": f"{report.num_input_tokens:,} input, {report.num_output_tokens:,} output of "
+        f"{report.num_output_tokens_asked:,} asked for{counted}",
+        "throughput": f"{report.request_rate:,.2f} requests/s, {report.input_tokens_per_second:,.1f} input and "
+        f"{report.output_tokens_per_second:,.1f} output tokens/s",
+    }
+    if report.goodput is not None and report.num_good is not None:
+        share = report.num_good / report.num_requests
+        rows["goodput"] = f"{report.goodput:,.2f} requests/s ({share:.1%} of all met the objectives)"
+    if report.server_cpu_seconds is not None:
+        rows["server's CPU time"] = _cpu(report.server_cpu_seconds, report.seconds)
+    rows["client's CPU time"] = _cpu(report.client_cpu_seconds, report.seconds)
+    rows |= {f"failed ({count:,})": reason for reason, count in report.failures.items()}
+    return rows
+
+
+def _cpu(cpu_seconds: float, seconds: float) -> str:
+    return f"{cpu_seconds:,.2f} s, {cpu_seconds / seconds if seconds else 0.0:.2f} cores"
+
+
+def _times_table(report: LoadReport) -> Table:
+    columns = [field.name for field in fields(Distribution)]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    for _ in columns:
+        table.add_column(justify="right", no_wrap=True)
+    table.add_row("milliseconds", *columns, style="dim")
+    measured = {"TTFT": report.ttft, "TPOT": report.tpot, "ITL": report.itl, "E2E": report.e2e}
+    for name, times in {**measured, "sent late": report.lateness}.items():
+        if times is not None:
+            table.add_row(name, *(f"{getattr(times, column) * 1000:,.1f}" for column in columns))
+    return table

@@ -1,0 +1,252 @@
+"""What is said to an OpenAI-compatible server: which models it has, and requests whose answers are streamed.
+
+Decides how an event stream is cut into chunks and how failures are told in one line. Knows neither what is asked nor
+what answers are for. Only what is needed of a chunk is decoded, so a thousand streams at once cost one core little.
+Needs `aiohttp`.
+"""
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+if TYPE_CHECKING:
+    import aiohttp
+
+MAX_REASON = 200
+"""Characters of a server's own words that are passed on."""
+
+KEEPALIVE_SECONDS = 2.0
+"""An idle connection is used again within this time: well before servers close it (uvicorn after 5 s), because a
+request on one that is just being closed fails."""
+
+
+class ServerError(Exception):
+    """A server could not be reached, refused, or broke its answer off; the message says which, in one line.
+
+    Attributes:
+        status: of HTTP, if it was the answer's status that said so.
+    """
+
+    def __init__(self, reason: str, status: int | None = None) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Delta(msgspec.Struct):
+    """What a chunk adds to a chat's message. Servers that show a model's thoughts use one of two names."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw()
+
+
+class Choice(msgspec.Struct):
+    """What a chunk adds to one of the answers."""
+
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class Usage(msgspec.Struct):
+    """Tokens, as the server counted them."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Chunk(msgspec.Struct):
+    """One event of a stream."""
+
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def text(self) -> str:
+        """What it adds to the answer."""
+        return "".join(each.text or (each.delta and each.delta.content) or "" for each in self.choices or ())
+
+    @property
+    def reasoning(self) -> str:
+        """What it adds to the model's thoughts before the answer."""
+        deltas = [each.delta for each in self.choices or () if each.delta is not None]
+        return "".join(delta.reasoning_content or delta.reasoning or "" for delta in deltas)
+
+    @property
+    def carries_tokens(self) -> bool:
+        """Whether anything of the answer is in it; a chat's first chunk often tells the role and no more."""
+        for choice in self.choices or ():
+            delta = choice.delta
+            if choice.text or choice.token_ids:
+                return True
+            if delta is not None and (
+                delta.content or delta.reasoning_content or delta.reasoning or bytes(delta.tool_calls) not in NOTHING
+            ):
+                return True
+        return False
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the answer ends here, if it does."""
+        return next((choice.finish_reason for choice in self.choices or () if choice.finish_reason), None)
+
+
+NOTHING = (b"", b"null", b"[]")
+"""Raw values of fields that are absent or say nothing."""
+
+_decode = msgspec.json.Decoder(Chunk).decode
+
+
+class EventStream:
+    """Cuts what arrives into chunks. Comments (keep-alive) and fields other than `data` are passed over.
+
+    An event's data is taken to be one line, as every such server writes it.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[Chunk]:
+        """The chunks that are complete now. Raises `ServerError` for an error event, or one that can't be read."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        chunks = []
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            payload = line[5:].strip()
+            if payload == b"[DONE]":
+                self.is_done = True
+                continue
+            try:
+                chunk = _decode(payload)
+            except msgspec.MsgspecError:
+                raise ServerError(f"an event can not be read: {_shortened(payload)}") from None
+            if bytes(chunk.error) not in NOTHING:
+                raise ServerError(f"error in the stream: {_words(payload)}")
+            chunks.append(chunk)
+        return chunks
+
+
+class OpenAIClient:
+    """Speaks to one server, over as many connections as there are requests at once. An async context manager.
+
+    Args:
+        base_url: such as "http://127.0.0.1:8000", with or without "/v1".
+        api_key: sent as a bearer token.
+
+    Raises:
+        ValueError: the address is none, or `aiohttp` is not installed.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None = None) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"the address is {base_url!r}; it must be a URL such as http://127.0.0.1:8000")
+        try:
+            import aiohttp
+        except ImportError:
+            raise ValueError("asking a server needs aiohttp: pip install 'inflight-llm[server]'") from None
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._api_key = api_key
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        import aiohttp
+
+        # A stream that is compressed arrives in lumps, and late.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self._api_key is not None:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+        unlimited = aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None)
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=unlimited)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def models(self) -> list[str]:
+        """The names under which the server offers models. Raises `ServerError`."""
+        async with self._request("GET", "/v1/models") as response:
+            content = await response.read()
+        try:
+            return [model["id"] for model in msgspec.json.decode(content)["data"]]
+        except (msgspec.MsgspecError, KeyError, TypeError):
+            raise ServerError(f"/v1/models can not be read: {_shortened(content)}") from None
+
+    async def stream(self, path: str, body: bytes) -> AsyncGenerator[list[Chunk], None]:
+        """Ask, and yield all chunks of the answer that arrive together, each time that some do.
+
+        Args:
+            path: such as "/v1/completions".
+            body: JSON, with `"stream": true` in it.
+
+        Raises:
+            ServerError: the server can't be reached or refuses, or the answer ends before it is finished.
+        """
+        events, is_finished = EventStream(), False
+        async with self._request("POST", path, body) as response:
+            async for data in response.content.iter_any():
+                chunks = events.feed(data)
+                is_finished = is_finished or any(chunk.finish_reason is not None for chunk in chunks)
+                if chunks:
+                    yield chunks
+            if not is_finished and not events.is_done:
+                raise ServerError(f"the answer ended unfinished ({response.content_type})")
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: bytes | None = None
+    ) -> "AsyncGenerator[aiohttp.ClientResponse, None]":
+        if self._session is None:
+            raise RuntimeError("the client is not open; use it with `async with`")
+        with _failures_in_one_line():
+            async with self._session.request(method, self.base_url + path, data=body) as response:
+                if response.status != 200:
+                    reason = _words(await response.read())
+                    raise ServerError(f"HTTP {response.status}: {reason}", response.status)
+                yield response
+
+
+@contextmanager
+def _failures_in_one_line() -> Iterator[None]:
+    """Raise what goes wrong on the way as `ServerError`."""
+    import aiohttp
+
+    try:
+        yield
+    except aiohttp.ClientConnectorError as error:
+        raise ServerError(f"can not connect: {error.strerror or error}") from None
+    except aiohttp.ClientPayloadError:
+        raise ServerError("the connection broke off in the middle of the answer") from None
+    except (aiohttp.ServerDisconnectedError, ConnectionError):
+        raise ServerError("the server closed the connection without an answer") from None
+    except aiohttp.ClientError as error:
+        raise ServerError(f"{type(error).__name__}: {error}") from None
+
+
+def _words(content: bytes) -> str:
+    """What an error's body says, wherever servers put it."""
+    try:
+        found: Any = msgspec.json.decode(content)
+    except msgspec.MsgspecError:
+        found = content.decode(errors="replace")
+    for name in ("error", "message", "detail"):
+        if isinstance(found, dict) and found.get(name):
+            found = found[name]
+    return _shortened(found if isinstance(found, str) else msgspec.json.encode(found).decode())
+
+
+def _shortened(text: str | bytes) -> str:
+    text = text.decode(errors="replace") if isinstance(text, bytes) else text
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}…"

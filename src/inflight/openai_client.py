@@ -183,6 +183,13 @@ class OpenAIClient:
         except (msgspec.MsgspecError, KeyError, TypeError):
             raise ServerError(f"/v1/models can not be read: {_shortened(content)}") from None
 
+    async def first_model(self) -> str:
+        """The name of the first one. Raises `ServerError` if there is none."""
+        models = await self.models()
+        if not models:
+            raise ServerError("the server names no model at /v1/models; give its name")
+        return models[0]
+
     async def stream(self, path: str, body: bytes) -> AsyncGenerator[list[Chunk], None]:
         """Ask, and yield all chunks of the answer that arrive together, each time that some do.
 

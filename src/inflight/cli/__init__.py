@@ -6,6 +6,7 @@ import click
 
 from inflight import __version__
 from inflight.cli.bench import bench
+from inflight.cli.chat import chat
 from inflight.cli.demo import demo
 from inflight.cli.generate import generate
 from inflight.cli.info import info
@@ -22,7 +23,7 @@ def app() -> None:
     """Continuous batching for Hugging Face causal language models."""
 
 
-for command in (generate, info, demo, show, race, bench, profile, trace, simulate):
+for command in (generate, chat, info, demo, show, race, bench, profile, trace, simulate):
     app.add_command(command)
 
 

@@ -137,7 +137,7 @@ def _run(base_url: str, plan: "LoadPlan", extra: dict[str, Any], options: dict[s
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from inflight.loadtest.dialect import Target
-    from inflight.loadtest.load_test import find_model, load_test
+    from inflight.loadtest.load_test import load_test
     from inflight.loadtest.runner import Tally
     from inflight.openai_client import OpenAIClient
 
@@ -155,7 +155,7 @@ def _run(base_url: str, plan: "LoadPlan", extra: dict[str, Any], options: dict[s
 
     async def test() -> "tuple[str, LoadResult]":
         async with OpenAIClient(base_url, options["api_key"]) as client:
-            model = options["model"] or await find_model(client)
+            model = options["model"] or await client.first_model()
             target = Target(options["endpoint"], model, options["temperature"], extra)
             return model, await load_test(client, target, plan, say=_say, watch=watch)
 

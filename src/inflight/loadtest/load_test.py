@@ -12,7 +12,7 @@ from inflight.loadtest.prompts import write_prompts
 from inflight.loadtest.report import LoadReport, Objectives, report_of
 from inflight.loadtest.runner import Clock, LoadRequest, Record, Tally, run_load
 from inflight.loadtest.sketch import Sketch
-from inflight.openai_client import OpenAIClient, ServerError
+from inflight.openai_client import OpenAIClient
 
 PromptKind: TypeAlias = Literal["auto", "ids", "words"]
 WARMUP_TOKENS = 16
@@ -67,14 +67,6 @@ class LoadResult:
     dialect: Dialect
     records: list[Record]
     report: LoadReport
-
-
-async def find_model(client: OpenAIClient) -> str:
-    """The name of the server's first model. Raises `ServerError` if it has none."""
-    models = await client.models()
-    if not models:
-        raise ServerError("the server names no model at /v1/models; give its name")
-    return models[0]
 
 
 async def load_test(

@@ -1,0 +1,81 @@
+"""`inflight chat`: a chat in the terminal, with an engine in this process or with a server."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from inflight.cli.options import engine_options, engine_values, quiet_libraries, sampling_options, sampling_values
+
+if TYPE_CHECKING:
+    from inflight.cli.chat_session import Answerer
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--url", help="Of an OpenAI-compatible server, such as http://127.0.0.1:8000; MODEL is its name there.")
+@click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="Sent to the server as a bearer token.")
+@click.option("--system", help="The system prompt.")
+@sampling_options
+@engine_options
+def chat(model: str | None, url: str | None, api_key: str | None, system: str | None, **options: Any) -> None:
+    """Chat with MODEL (the small embedded one, if none is named), or with a server.
+
+    Each line is a message, each answer is streamed, and what was said before is remembered. /help lists the commands;
+    Ctrl-C stops an answer, Ctrl-D ends. Messages may be piped in: then standard output has the answers and nothing
+    else, and the first that fails ends the chat.
+    """
+    from inflight.cli.chat_session import AnswerError, ChatSession, check_params, tell
+
+    is_interactive = sys.stdin.isatty()
+    try:
+        answerer = _answerer(model, url, api_key, engine_values(options))
+        session = ChatSession(answerer, system, sampling_values(options))
+        check_params(answerer, session.params)
+        if is_interactive:
+            tell(f"inflight: {answerer.name}; /help lists the commands, Ctrl-D ends")
+        for line in _typed() if is_interactive else sys.stdin:
+            try:
+                if not session.take(line):
+                    break
+            except (AnswerError, ValueError) as error:
+                if not is_interactive:
+                    raise
+                tell(f"inflight: {error}")
+            except KeyboardInterrupt:
+                if not is_interactive:
+                    raise
+                tell("(stopped)")
+    except AnswerError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _answerer(model: str | None, url: str | None, api_key: str | None, engine: dict[str, Any]) -> "Answerer":
+    from inflight.cli.chat_session import EngineAnswerer, ServerAnswerer
+
+    if url is not None:
+        if engine:
+            option = next(iter(engine)).replace("_", "-")
+            raise click.UsageError(f"--{option} is for an engine in this process; it can't be given with --url")
+        return ServerAnswerer(url, model, api_key)
+    quiet_libraries()
+    from inflight.llm import LLM
+
+    return EngineAnswerer(LLM(model, **engine), model or "the embedded model")
+
+
+def _typed() -> Iterator[str]:
+    """Lines from a terminal, until Ctrl-D; Ctrl-C takes back what was typed."""
+    with suppress(ImportError):
+        import_module("readline")  # lines can be edited, and earlier ones had again
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+        except EOFError:
+            print(file=sys.stderr)
+            return

@@ -1,0 +1,212 @@
+"""A chat in the terminal: what has been said, what a typed line means, and who answers.
+
+Decides the commands, and what is kept of an answer that was stopped or failed. Answers go to standard output,
+everything else to standard error, so that a script that pipes messages in reads answers and nothing else.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import aclosing, closing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from inflight.openai_client import OpenAIClient, ServerError
+
+if TYPE_CHECKING:
+    from inflight.llm import LLM
+    from inflight.params import SamplingParams
+
+HELP = """\
+/help              this
+/reset             forget what was said
+/system TEXT       a system prompt from now on; without TEXT, none
+/params            show the sampling parameters
+/params KEY=VALUE  set one, such as temperature=0.7; KEY= goes back to the default
+/quit              end (so does Ctrl-D)
+Ctrl-C stops an answer. A message that begins with / needs a space before it."""
+
+Messages = list[dict[str, str]]
+
+
+class AnswerError(Exception):
+    """There is no answer, or not all of it; the message says why."""
+
+
+class Answerer(Protocol):
+    """Who answers. `params` are sampling parameters by name."""
+
+    name: str
+
+    def check(self, params: Mapping[str, Any]) -> None:
+        """Raise `ValueError` for a parameter that is known to be wrong."""
+
+    def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
+        """Show the answer piece by piece, and return why it ended. Raises `AnswerError`, `ValueError`."""
+
+
+class EngineAnswerer:
+    """An engine in this process."""
+
+    def __init__(self, llm: "LLM", name: str) -> None:
+        self.name = name
+        self._llm = llm
+
+    def check(self, params: Mapping[str, Any]) -> None:
+        self._params(params)
+
+    def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
+        finish_reason = None
+        with closing(self._llm.stream({"messages": messages}, self._params(params))) as deltas:
+            for delta in deltas:
+                show(delta.text)
+                finish_reason = delta.finish_reason
+                if delta.output is not None and delta.output.error is not None:
+                    raise AnswerError(delta.output.error)
+        return finish_reason
+
+    def _params(self, params: Mapping[str, Any]) -> "SamplingParams":
+        return replace(self._llm.get_default_sampling_params(), **{"max_tokens": None, **params})
+
+
+class ServerAnswerer:
+    """An OpenAI-compatible server, asked by HTTP. Parameters are passed on as they are: it knows which it takes.
+
+    Raises `AnswerError` if no `model` is given and the server can't be asked for one.
+    """
+
+    def __init__(self, base_url: str, model: str | None, api_key: str | None) -> None:
+        self._base_url, self._api_key = base_url, api_key
+        self._model = model or asyncio.run(self._first_model())
+        self.name = f"{self._model} at {base_url}"
+
+    def check(self, params: Mapping[str, Any]) -> None:
+        pass
+
+    def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
+        body = json.dumps({"model": self._model, "messages": messages, "stream": True, **params})
+        return asyncio.run(self._answer(body.encode(), show))
+
+    async def _answer(self, body: bytes, show: Callable[[str], None]) -> str | None:
+        finish_reason = None
+        try:
+            async with (
+                OpenAIClient(self._base_url, self._api_key) as client,
+                aclosing(client.stream("/v1/chat/completions", body)) as answer,
+            ):
+                async for chunks in answer:
+                    for chunk in chunks:
+                        show(chunk.text)
+                        finish_reason = chunk.finish_reason or finish_reason
+        except ServerError as error:
+            raise AnswerError(str(error)) from error
+        return finish_reason
+
+    async def _first_model(self) -> str:
+        try:
+            async with OpenAIClient(self._base_url, self._api_key) as client:
+                return await client.first_model()
+        except ServerError as error:
+            raise AnswerError(f"{self._base_url}: {error}") from error
+
+
+@dataclass(slots=True)
+class ChatSession:
+    """A chat as far as it has come.
+
+    Attributes:
+        system: the system prompt; None: none.
+        params: sampling parameters that were set.
+        messages: what was said, without the system prompt.
+    """
+
+    answerer: Answerer
+    system: str | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    messages: Messages = field(default_factory=list)
+
+    def take(self, line: str) -> bool:
+        """Do what a line asks for; returns whether the chat goes on.
+
+        Raises `AnswerError`, `ValueError`, and `KeyboardInterrupt` if an answer was stopped; after any of them the chat
+        can go on, too.
+        """
+        if not line.startswith("/"):
+            if line.strip():
+                self._say(line.strip())
+            return True
+        command, _, rest = line.strip().partition(" ")
+        match command:
+            case "/quit" | "/exit":
+                return False
+            case "/help":
+                tell(HELP)
+            case "/reset":
+                self.messages.clear()
+            case "/system":
+                self.system = rest.strip() or None
+            case "/params":
+                self._set(rest.strip())
+            case _:
+                raise ValueError(f"there is no command {command}; /help lists all")
+        return True
+
+    def _say(self, text: str) -> None:
+        """Send a message and show the answer. A stopped answer is kept as far as it went; a failed one is forgotten,
+        and the message with it."""
+        before, pieces = list(self.messages), list[str]()
+        self.messages.append({"role": "user", "content": text})
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+
+        is_kept = False
+        try:
+            finish_reason = self.answerer.answer(system + self.messages, self.params, show)
+            is_kept = True
+        except KeyboardInterrupt:
+            is_kept = any(pieces)
+            raise
+        finally:
+            if any(pieces):
+                print(flush=True)
+            self.messages = [*self.messages, {"role": "assistant", "content": "".join(pieces)}] if is_kept else before
+        if finish_reason == "length":
+            tell("(cut: max_tokens or the model's context is used up)")
+
+    def _set(self, text: str) -> None:
+        """`key=value` sets a parameter, `key=` takes it back, and nothing shows all."""
+        if not text:
+            tell("\n".join(f"{name}={json.dumps(value)}" for name, value in self.params.items()) or "(all as default)")
+            return
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not name or not equals:
+            raise ValueError(f"{text!r} is no KEY=VALUE, such as temperature=0.7")
+        params = {key: kept for key, kept in self.params.items() if key != name}
+        if value:
+            params[name] = _value(value)
+        check_params(self.answerer, params)
+        self.params = params
+
+
+def check_params(answerer: Answerer, params: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for parameters that a chat can't have."""
+    if params.get("n", 1) != 1:
+        raise ValueError(f"n is {params['n']!r}; in a chat it must be 1")
+    answerer.check(params)
+
+
+def tell(text: str) -> None:
+    """Say something that is no answer."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _value(text: str) -> Any:
+    """JSON, or else the text itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

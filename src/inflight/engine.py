@@ -253,7 +253,8 @@ class Engine:
             if not scores:
                 continue
             num_of_prompt = len(span.scored_ids)
-            of_sequence[span.sequence_id] = scores[num_of_prompt:]
+            if len(scores) > num_of_prompt:
+                of_sequence[span.sequence_id] = scores[num_of_prompt:]
             if num_of_prompt:
                 request = self.scheduler.running(span.sequence_id).request
                 self._requests[request.request_id].prompt_scores += scores[:num_of_prompt]

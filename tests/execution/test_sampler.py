@@ -79,6 +79,7 @@ def assign(sampler: Sampler, slot: int, row: Row) -> None:
         row.params,
         seed=row.seed,
         index=row.index,
+        token_ids=[0] * (row.prompt_len + row.output_position),
         prompt_len=row.prompt_len,
         stop_token_ids=row.stop_token_ids,
     )

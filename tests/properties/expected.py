@@ -18,6 +18,7 @@ class Sizes:
     max_prefill: int | None = None
     aging_steps: int | None = None
     prefix_caching: bool = True
+    max_scored: int = 256
     recompute_beyond: int | None = None
 
     @property
@@ -43,6 +44,8 @@ class Expected:
     num_computed: int = 0
     num_computed_before: int = 0
     """Before the step in flight."""
+    num_scored: int = 1
+    """Of the prompt; nothing comes before the first token."""
     num_preemptions: int = 0
     is_running: bool = False
     finish_reason: FinishReason | None = None
@@ -54,6 +57,11 @@ class Expected:
     @property
     def num_owed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def wants_scores(self) -> bool:
+        is_first = self.sequence.index == 0
+        return self.request.scores_prompt and is_first and self.num_scored < len(self.request.prompt_token_ids)
 
     def take(self, sampled: list[int]) -> list[int]:
         request = self.request

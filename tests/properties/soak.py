@@ -27,6 +27,7 @@ def random_sizes(rng: random.Random) -> Sizes:
         max_prefill=rng.choice([None, None, rng.randint(1, budget)]),
         aging_steps=rng.choice([None, None, 1, 2, 3, 7]),
         prefix_caching=rng.random() < 0.8,
+        max_scored=rng.choice([256, rng.randint(1, 12)]),
         recompute_beyond=rng.choice([None, None, rng.randint(1, 16)]),
     )
 
@@ -44,6 +45,7 @@ def submit_some(rng: random.Random, world: World) -> None:
             min_output=rng.randint(0, 3),
             priority=rng.randint(-1, 2),
             cache_salt=rng.choice([None, None, None, "tenant"]),
+            scores_prompt=rng.random() < 0.2,
         )
 
 

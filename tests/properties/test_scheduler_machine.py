@@ -32,6 +32,7 @@ sizes = st.builds(
     max_prefill=st.none() | st.integers(1, 8),
     aging_steps=st.sampled_from([None, 1, 2, 5]),
     prefix_caching=st.sampled_from([True, True, True, False]),
+    max_scored=st.sampled_from([256, 1, 3, 7]),
     recompute_beyond=st.none() | st.integers(1, 16),
 )
 
@@ -44,6 +45,7 @@ shapes = {
     "min_output": st.integers(0, 4),
     "priority": st.integers(-1, 2),
     "cache_salt": st.sampled_from([None, None, "tenant"]),
+    "scores_prompt": st.sampled_from([False, False, True]),
 }
 """What a request may look like, besides its beginning."""
 
@@ -144,6 +146,8 @@ def reached() -> Counter[str]:
         ("forks from a sibling that ends", 100),
         ("preemptions for a better one", 50),
         ("preemptions for blocks", 300),
+        ("prompts scored in pieces", 300),
+        ("prompts that waited for rows of logits", 100),
         ("restarts after a step that went wrong", 30),
         ("sequences that found something computed", 1000),
         ("spans that read what another wrote in the same step", 50),

@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 
 import pytest
 
-from inflight.plan import StepPlan
+from inflight.plan import Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import Root
 from inflight.scheduling.scheduler import Scheduler
@@ -33,6 +33,7 @@ class World:
             max_prefill_tokens_per_step=sizes.max_prefill,
             aging_steps=sizes.aging_steps,
             enable_prefix_caching=sizes.prefix_caching,
+            max_scored_tokens=sizes.max_scored,
             recompute_beyond=sizes.recompute_beyond,
         )
         self.cache = ModelCache(sizes.num_blocks, sizes.block_size)
@@ -64,6 +65,7 @@ class World:
         min_output: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
+        scores_prompt: bool = False,
     ) -> None:
         """A request that the door lets in: it can run to its end alone in the cache."""
         prompt = prompt[: self.sizes.capacity - 1]
@@ -76,6 +78,7 @@ class World:
             num_sequences=num_sequences,
             priority=priority,
             cache_salt=cache_salt,
+            scores_prompt=scores_prompt,
         )
         self.num_requests += 1
         self.scheduler.submit(request)
@@ -124,13 +127,17 @@ class World:
         if (plan := self.take_off()) is None:
             return
         self.reached["spans that read what another wrote in the same step"] += self.cache.run(plan, self.pasts)
-        rows = [sampled[i % len(sampled)] if span.num_logit_rows else [] for i, span in enumerate(plan.spans)]
+        chosen = [span.num_logit_rows > len(span.scored_ids) for span in plan.spans]
+        rows = [sampled[i % len(sampled)] if chosen[i] else [] for i in range(len(plan.spans))]
         progress = self.scheduler.commit(plan, rows)
         given, beyond = [], self.sizes.recompute_beyond
         for expected, span, table, row in zip(self.hit, plan.spans, plan.tables[0], rows, strict=True):
             if expected.finish_reason is not None:
                 continue
             expected.num_computed = span.end
+            expected.num_scored += len(span.scored_ids)
+            if row:
+                assert not expected.wants_scores, "all of the prompt is scored before the first token"
             if row:
                 num_before = len(expected.token_ids)
                 given.append((span.sequence_id, expected.take(row), expected.finish_reason))
@@ -261,6 +268,7 @@ class World:
             num_found = each.sequence.num_computed_tokens
             assert each.num_computed <= num_found < len(each.token_ids), "the last token is always computed"
             if num_found > each.num_computed:
+                assert not each.wants_scores, "what is scored has to be computed"
                 num_shared = len(each.request.prompt_token_ids) - 1
                 is_fork = num_found == num_shared and self.siblings(each)
                 assert is_fork or (self.sizes.prefix_caching and num_found % self.sizes.block_size == 0)
@@ -327,14 +335,25 @@ class World:
             assert span.start == expected.num_computed
             assert list(span.token_ids) == expected.token_ids[span.start : span.end] != []
             assert span.sequence_length == len(expected.token_ids)
-            assert span.num_logit_rows == (span.end == len(expected.token_ids))
+            is_last = span.end == len(expected.token_ids)
+            assert span.num_logit_rows == len(span.scored_ids) + is_last <= span.length
+            prompt = expected.request.prompt_token_ids
+            assert list(span.scored_ids) == (
+                prompt[expected.num_scored : span.end + 1] if expected.wants_scores else []
+            )
+            self.reached["prompts scored in pieces"] += bool(span.scored_ids) and not is_last
             assert table == expected.sequence.block_table
             assert len(table) * self.pool.block_size >= span.end
             for block in table[span.start // self.pool.block_size :]:
                 if block not in in_flight:
                     assert self.pool.node_of(block) is None, "what can be found is not written to"
                     assert self.pool.num_holders(block) == 1, "nobody else reads what is written"
+        assert sum(each.length for each in self.scored(plan)) <= self.sizes.max_scored
         assert all(self.pool.num_holders(destination) for _, destination in plan.copies), "a copy is for somebody"
+
+    def scored(self, plan: StepPlan) -> list[Span]:
+        """The spans of those whose prompts are being scored."""
+        return [span for span in plan.spans if self.unfinished[span.sequence_id].wants_scores]
 
     def check_that_the_budget_is_well_spent(self, plan: StepPlan, decodes: list[Expected], has_preempted: bool) -> None:
         """Decodes first; prefills beside them within their own limit; and nothing is left that could be used."""
@@ -348,8 +367,11 @@ class World:
             assert num_prefill <= limit
         if plan.num_tokens == self.sizes.budget or num_prefill >= min(limit, self.sizes.max_prefill or limit):
             return
+        no_rows_left = sum(span.length for span in self.scored(plan)) == self.sizes.max_scored
         for each in self.running():
-            if each.sequence_id not in ends:
+            if each.wants_scores and no_rows_left:
+                self.reached["prompts that waited for rows of logits"] += 1
+            elif each.sequence_id not in ends:
                 assert any(sibling.sequence_id < each.sequence_id for sibling in self.siblings(each))
                 assert not each.sequence.block_table
                 self.reached["steps waited for a sibling"] += 1

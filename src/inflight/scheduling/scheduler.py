@@ -34,10 +34,6 @@ from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence
 from inflight.scheduling.waiting_queue import WaitingQueue
 
-MAX_SCORED_TOKENS = 256
-"""Of prompts, in a step: each has a row of logits as wide as the vocabulary."""
-
-
 @dataclass(frozen=True, slots=True)
 class Progress:
     """What a committed step gave one sequence: its new tokens; `sequence.finish_reason` is set if it ended."""
@@ -58,6 +54,8 @@ class Scheduler:
         aging_steps: priorities count, and a waiting sequence gains one for each so many steps; None: first come, first
             served.
         enable_prefix_caching: whether blocks are found again by their content.
+        max_scored_tokens: the most tokens that a step computes of sequences whose prompts are scored: each has a row of
+            logits as wide as the vocabulary.
         recompute_beyond: a sequence that grows past so many tokens is computed anew from its start, because the model
             sees all of its tokens differently from then on (LongRoPE); None: no such length.
     """
@@ -71,12 +69,14 @@ class Scheduler:
         max_prefill_tokens_per_step: int | None = None,
         aging_steps: int | None = None,
         enable_prefix_caching: bool = True,
+        max_scored_tokens: int = 256,
         recompute_beyond: int | None = None,
     ) -> None:
         self.block_pool = block_pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
+        self.max_scored_tokens = max_scored_tokens
         self.recompute_beyond = recompute_beyond
         self.reuse = Reuse(block_pool, enable_prefix_caching, recompute_beyond)
         self.num_steps = 0
@@ -90,7 +90,7 @@ class Scheduler:
         self._free_slots = list(range(num_slots))  # a heap: the lowest is taken first, so lanes stay together
         self._released_slots: set[int] = set()
         self._next_sequence_id = 0
-        self._num_scorable_tokens = MAX_SCORED_TOKENS  # in the step that is being planned
+        self._num_scorable_tokens = max_scored_tokens  # in the step that is being planned
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
 
@@ -150,7 +150,7 @@ class Scheduler:
         if self._in_flight is not None:
             raise RuntimeError("the step planned before is still in flight: commit or fail it first")
         lengths: dict[Sequence, int] = {}
-        self._num_scorable_tokens = MAX_SCORED_TOKENS
+        self._num_scorable_tokens = self.max_scored_tokens
         running = self._in_service_order()
         self._make_room_for_the_best(running)
         num_preemptions = self.num_preemptions

@@ -86,10 +86,10 @@ class Sequence:
         """Whether prompt tokens are still to be scored: then all of the prompt has to be computed."""
         return self.request.scores_prompt and self.index == 0 and self.num_scored_tokens < self.num_prompt_tokens
 
-    def ids_to_score(self, end: int) -> list[int]:
+    def ids_to_score(self, end: int) -> SequenceOf[int]:
         """The prompt tokens that are scored once its first `end` tokens are computed."""
         if not self.wants_scores:
-            return []
+            return ()
         return self.token_ids[self.num_scored_tokens : min(end + 1, self.num_prompt_tokens)]
 
     def has_grown_past(self, length: int, new_token_ids: SequenceOf[int]) -> bool:

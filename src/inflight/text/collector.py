@@ -47,6 +47,7 @@ class Collector:
         self.output = RequestOutput(request_id, prompt, prompt_token_ids, completions, metrics)
         self._prompt_index = prompt_index
         self._tokenizer = tokenizer
+        self._wants_prompt_logprobs = params.prompt_logprobs is not None
         self._texts: list[OutputText] = []
         if tokenizer is not None:
             self._texts = [OutputText.of_request(tokenizer, prompt_token_ids, params) for _ in completions]
@@ -96,9 +97,10 @@ class Collector:
     ) -> tuple[list[TokenLogprobs] | None, list[TokenLogprobs | None] | None]:
         """The log-probabilities of new tokens, and of the prompt if they have come."""
         completion, logprobs, prompt_logprobs = self.output.outputs[news.index], None, None
-        if news.prompt_scores is not None:
-            prompt_ids = self.output.prompt_token_ids[1:]
-            of_tokens = [self._logprobs(*each) for each in zip(prompt_ids, news.prompt_scores, strict=True)]
+        prompt_ids = self.output.prompt_token_ids[1:]
+        prompt_scores = news.prompt_scores if prompt_ids else []
+        if self._wants_prompt_logprobs and prompt_scores is not None and self.output.prompt_logprobs is None:
+            of_tokens = [self._logprobs(*each) for each in zip(prompt_ids, prompt_scores, strict=True)]
             prompt_logprobs = self.output.prompt_logprobs = [None, *of_tokens]
         if news.scores is not None:
             logprobs = [self._logprobs(*each) for each in zip(news.new_token_ids, news.scores, strict=True)]

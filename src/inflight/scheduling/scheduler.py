@@ -34,6 +34,7 @@ from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence
 from inflight.scheduling.waiting_queue import WaitingQueue
 
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """What a committed step gave one sequence: its new tokens; `sequence.finish_reason` is set if it ended."""

@@ -1,0 +1,127 @@
+"""The access log: one line for each HTTP request, with what its generation came to. No text, unless it is asked for.
+
+Decides what such a line has; `logs` decides how it is written. What the endpoints tell of their requests finds its HTTP
+request through the context that both run in.
+"""
+
+import logging
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inflight.outputs import RequestOutput
+from inflight.params import SamplingParams
+from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
+
+CLIENT_LEFT = 499
+"""The status that is logged when the client left before it had an answer (it never saw one; the number is nginx's)."""
+
+logger = logging.getLogger("inflight.access")
+
+
+@dataclass(slots=True)
+class _Generated:
+    """What all generation for one HTTP request came to."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+    texts: list[dict[str, Any]] = field(default_factory=list)
+
+
+_generated: ContextVar[_Generated | None] = ContextVar("_generated", default=None)
+
+
+class AccessLog:
+    """Writes the lines: a middleware that must hear of requests as their observer, too.
+
+    Args:
+        with_text: whether prompts and answers are written into them.
+    """
+
+    def __init__(self, *, with_text: bool = False) -> None:
+        self._with_text = with_text
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        """The application with a line in the log for each of its requests."""
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._serve(app, scope, receive, send)
+
+        return serve
+
+    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
+        """Nothing to remember yet."""
+
+    def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
+        """New tokens have come, which count even if their request never ends well."""
+        generated = _generated.get()
+        if generated is not None:
+            generated.completion_tokens += num_new_tokens
+
+    def finished(self, request_id: str, output: RequestOutput | None, reason: str) -> None:
+        """A request has come to its end, or was refused; `output` is what there is of it."""
+        generated = _generated.get()
+        if generated is None:
+            return
+        if output is None:
+            generated.finish_reasons.append(reason)
+            return
+        generated.prompt_tokens += len(output.prompt_token_ids)
+        generated.cached_tokens += output.metrics.num_cached_tokens
+        generated.finish_reasons += [each.finish_reason or reason for each in output.outputs]
+        if self._with_text:
+            answers = [each.text for each in output.outputs]
+            generated.texts.append({"prompt": output.prompt, "answers": answers})
+
+    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        start, status = time.monotonic(), CLIENT_LEFT
+        generated = _Generated()
+        _generated.set(generated)
+
+        async def send_watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await app(scope, receive, send_watched)
+        except Exception:
+            status = 500 if status == CLIENT_LEFT else status
+            raise
+        finally:
+            _write(scope, status, time.monotonic() - start, generated)
+
+
+def _write(scope: Scope, status: int, seconds: float, generated: _Generated) -> None:
+    is_probe = path_of(scope) in OPERATOR_PATHS and status < 400
+    level = logging.DEBUG if is_probe else logging.INFO
+    if not logger.isEnabledFor(level):
+        return
+    # As it came, without the query; what could break a line stays in percent signs.
+    path = quote(scope.get("raw_path") or scope["path"], safe="/%:@!$&'()*+,;=~")
+    client = scope.get("client")
+    fields: dict[str, Any] = {
+        "method": scope["method"],
+        "path": path,
+        "status": status,
+        "seconds": round(seconds, 6),
+        "client": client[0] if client else None,
+    }
+    if generated.finish_reasons:
+        fields["finish_reasons"] = generated.finish_reasons
+    for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
+        if num_tokens := getattr(generated, name):
+            fields[name] = num_tokens
+    if generated.texts:
+        fields["texts"] = generated.texts
+    logger.log(level, "%s %s %d in %.3f s", scope["method"], path, status, seconds, extra={"fields": fields})

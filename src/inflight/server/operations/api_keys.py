@@ -1,0 +1,116 @@
+"""API keys: where they are read from, and who is let in. Knows no users and no quotas: every key opens the same doors.
+
+A key is compared with all others in a time that tells nothing about them: digests under a secret of this process, each
+compared to its end, and all of them whichever fits.
+"""
+
+import hmac
+import secrets
+from collections.abc import Iterable, Set
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from inflight.server.operations.refusals import OPERATOR_PATHS, header_of, path_of, refuse
+
+
+def read_api_keys(keys: Iterable[str] = (), file: Path | None = None, environment: str | None = None) -> list[str]:
+    """All keys that were given anywhere, each once.
+
+    Args:
+        keys: one by one.
+        file: with one key a line; empty lines, and what follows a #, are comments.
+        environment: the value of a variable: keys with commas between them.
+
+    Raises:
+        ValueError: the file can not be read, a place that was given has no key in it (which would leave the server
+            open to all), or something can not be a key.
+    """
+    found = [("a key", key) for key in keys]
+    if file is not None:
+        found += _of_file(file)
+    if environment is not None:
+        parts = [part.strip() for part in environment.split(",")]
+        if not any(parts):
+            raise ValueError("the variable for API keys is set, but has no key in it; unset it to do without keys")
+        found += [("a key in the environment", part) for part in parts if part]
+    for where, key in found:
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            # Not shown: what is nearly a key is nearly a secret.
+            raise ValueError(f"{where} is empty or has spaces or special characters; printable ASCII is accepted")
+    return list(dict.fromkeys(key for _, key in found))
+
+
+def _of_file(file: Path) -> list[tuple[str, str]]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the file of API keys {str(file)!r} can not be read: {error}") from error
+    texts = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
+    found = [(f"line {number} of {str(file)!r}", text) for number, text in texts if text]
+    if not found:
+        raise ValueError(f"the file of API keys {str(file)!r} has no key in it; each line that is not a comment is one")
+    return found
+
+
+class ApiKeys:
+    """Lets in who has one of the keys, as `Authorization: Bearer` or as `x-api-key`; the rest are told 401.
+
+    Args:
+        keys: at least one.
+        open_paths: for which none is needed.
+    """
+
+    def __init__(self, keys: Iterable[str], open_paths: Set[str] = OPERATOR_PATHS) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._digests = [self._digest(key.encode()) for key in keys]
+        self._open_paths = open_paths
+        if not self._digests:
+            raise ValueError("there are no API keys; to do without keys, leave them out")
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        """The application behind this lock."""
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._serve(app, scope, receive, send)
+
+        return serve
+
+    def accepts(self, key: bytes) -> bool:
+        """Whether this is one of the keys."""
+        digest, is_one = self._digest(key), False
+        for known in self._digests:
+            is_one |= hmac.compare_digest(known, digest)
+        return is_one
+
+    def _digest(self, key: bytes) -> bytes:
+        return hmac.digest(self._secret, key, "sha256")
+
+    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or path_of(scope) in self._open_paths:
+            await app(scope, receive, send)
+            return
+        key = _key_of(scope)
+        if key is not None and self.accepts(key):
+            await app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            message = "the API key is wrong" if key is not None else "an API key is needed"
+            await refuse(
+                scope,
+                send,
+                401,
+                f"{message}; give one as 'Authorization: Bearer <key>' or 'x-api-key: <key>'",
+                "authentication_error",
+                "invalid_api_key",
+                [(b"www-authenticate", b"Bearer")],
+            )
+
+
+def _key_of(scope: Scope) -> bytes | None:
+    """The key that a request came with, if it did."""
+    scheme, _, key = (header_of(scope, b"authorization") or b"").partition(b" ")
+    if scheme.lower() == b"bearer" and key.strip():
+        return key.strip()
+    return header_of(scope, b"x-api-key")

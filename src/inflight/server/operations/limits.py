@@ -1,0 +1,118 @@
+"""How much is taken from clients: bytes of a body, seconds to send it, requests at a time. Knows nothing of tokens.
+
+A body is received as a whole before the application sees it, which reads it as a whole anyway; so its size is known
+from what came, not from what was promised, and nobody who sends slowly or for ever gets further than here.
+"""
+
+import asyncio
+from contextlib import suppress
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inflight.server.operations.refusals import OPERATOR_PATHS, error_body, header_of, path_of, refuse, start_answer
+
+SECONDS_FOR_BODY = 30.0
+"""How long a client may take to send a request's body."""
+
+SECONDS_TO_READ = 2.0
+"""How long a client whose body is too large may go on sending before its connection is cut: time to read the answer."""
+
+
+class BodyLimit:
+    """Refuses larger bodies (413) and those that do not come (408).
+
+    Args:
+        max_bytes: of a body, however its size is announced.
+        seconds: that may pass until it is there.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float = SECONDS_FOR_BODY) -> None:
+        self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = header_of(scope, b"content-length") or b""
+        if announced.isdigit() and int(announced) > self._max_bytes:
+            await self._refuse_size(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(self._seconds):
+                body = await self._body(receive)
+        except TimeoutError:
+            message = f"the request's body did not come within {self._seconds:g} seconds"
+            headers = [(b"connection", b"close")]
+            await refuse(scope, send, 408, message, "invalid_request_error", "request_timeout", headers)
+            return
+        if body is None:
+            return  # the client left
+        if len(body) > self._max_bytes:
+            await self._refuse_size(scope, receive, send)
+            return
+        is_given = False
+
+        async def receive_whole() -> Message:
+            nonlocal is_given
+            if is_given:
+                return await receive()  # nothing but the end of the connection can still come
+            is_given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, receive_whole, send)
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """The body, or of one that is too large the beginning; None if the client left before it was there."""
+        body = bytearray()
+        while len(body) <= self._max_bytes:
+            message = await receive()
+            if message["type"] != "http.request":
+                return None
+            body += message.get("body", b"")
+            if not message.get("more_body", False):
+                break
+        return bytes(body)
+
+    async def _refuse_size(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer at once, but close only when the client had a chance to read it: a connection that is closed on
+        somebody who still sends takes back what was written to him."""
+        message = f"the request's body is larger than {self._max_bytes} bytes, the most that this server takes"
+        body = error_body(path_of(scope), message, "request_too_large", "request_too_large")
+        await start_answer(send, 413, body, [(b"connection", b"close")])
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        if (header_of(scope, b"expect") or b"").lower() != b"100-continue":  # then nothing is on its way
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SECONDS_TO_READ):
+                    while (await receive()).get("more_body", False):
+                        pass
+        await send({"type": "http.response.body", "body": b""})
+
+
+class ConcurrencyLimit:
+    """Refuses (429, with `Retry-After`) while so many requests are inside. Operators' paths are not counted.
+
+    Args:
+        max_requests: that are inside at once, until the last byte of their answers.
+        retry_after: seconds after which a client is told to try again.
+    """
+
+    def __init__(self, app: ASGIApp, max_requests: int, retry_after: int = 1) -> None:
+        self._app, self._max_requests, self._retry_after = app, max_requests, retry_after
+        self._num_inside = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or path_of(scope) in OPERATOR_PATHS:
+            await self._app(scope, receive, send)
+            return
+        if self._num_inside >= self._max_requests:
+            message = (
+                f"{self._num_inside} requests are being served, and at most {self._max_requests} may be; try later"
+            )
+            headers = [(b"retry-after", str(self._retry_after).encode())]
+            await refuse(scope, send, 429, message, "rate_limit_error", "rate_limit_exceeded", headers)
+            return
+        self._num_inside += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_inside -= 1

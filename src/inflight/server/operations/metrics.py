@@ -1,0 +1,312 @@
+"""Metrics for Prometheus, under vLLM's names where it has them, so that its dashboards show this server, too.
+
+Decides what is counted and how it is called. What the engine counts is asked of it at each scrape; what only the server
+sees (latencies, ends of requests, answers) is counted as it happens, in `started`, `produced` and `finished`, which run
+for every step of every request and so do as little as they can.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inflight.outputs import RequestOutput
+from inflight.params import SamplingParams
+from inflight.record import EngineStats
+from inflight.server.operations.access_log import CLIENT_LEFT
+
+SECONDS_FOR_ENGINE = 1.0
+"""How long a scrape waits for the engine, which answers between two steps."""
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+
+# vLLM's buckets; of the first two also smaller ones, for small models.
+FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
+)
+TOKEN_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS = (
+    *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
+    *(480.0, 960.0, 1920.0, 7680.0),
+)
+COUNT_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+SEQUENCES_BUCKETS = (1, 2, 5, 10, 20)
+
+ENGINE_COUNTERS = (
+    ("vllm:prompt_tokens", "num_prompt_tokens", "Prompt tokens of admitted sequences."),
+    ("vllm:generation_tokens", "num_generated_tokens", "Tokens generated."),
+    ("vllm:prefix_cache_queries", "num_prompt_tokens", "Prompt tokens looked for in the prefix cache."),
+    ("vllm:prefix_cache_hits", "num_cached_tokens", "Prompt tokens found there."),
+    ("vllm:num_preemptions", "num_preemptions", "Sequences that had to give their blocks back and start over."),
+    ("inflight:engine_steps", "num_steps", "Forward passes."),
+    ("inflight:engine_requests", "num_requests", "Requests that the engine took in."),
+)
+"""Each with the field of `EngineStats` that it follows."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that has not finished: when it started, and when its tokens were last looked at (0: none has come)."""
+
+    start: float
+    num_sequences: int
+    params: SamplingParams
+    last: float = 0.0
+    num_pending: int = 0
+
+
+class Metrics:
+    """All metrics of one server, in a registry of their own; an observer of its requests.
+
+    Args:
+        model_name: the label that they have.
+        read_stats: asks the engine, as `AsyncLLM.stats` does. A scrape that finds it dead starts it anew, as any call
+            does.
+    """
+
+    def __init__(self, model_name: str, read_stats: Callable[[], Awaitable[EngineStats]]) -> None:
+        self._model_name = model_name
+        self._read_stats = read_stats
+        self._scraping = asyncio.Lock()
+        self._last: EngineStats | None = None
+        self._running: dict[str, _Running] = {}
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._engine_metrics()
+        self._request_metrics()
+
+    def _engine_metrics(self) -> None:
+        self._engine_up = self._gauge("inflight:engine_up", "Whether the engine answered the last scrape.")
+        self._num_running = self._gauge("vllm:num_requests_running", "Sequences that run.")
+        self._num_waiting = self._gauge("vllm:num_requests_waiting", "Sequences that wait for a slot or for blocks.")
+        self._cache_usage = [
+            self._gauge(name, "Share of the cache's blocks that sequences hold; 1 is all.")
+            for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the latter in older dashboards
+        ]
+        self._engine_counters = [(field, self._counter(name, what)) for name, field, what in ENGINE_COUNTERS]
+        self._num_crashes = self._counter("inflight:engine_crashes", "How often the engine died.")
+
+    def _request_metrics(self) -> None:
+        self._time_to_first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "From a request's start to its first token.", FIRST_TOKEN_BUCKETS
+        )
+        self._inter_token = self._histogram(
+            "vllm:inter_token_latency_seconds",
+            "From one token of a sequence to its next.",
+            TOKEN_BUCKETS,
+            older_name="vllm:time_per_output_token_seconds",
+        )
+        self._mean_inter_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "The same, a request's mean.", TOKEN_BUCKETS
+        )
+        times = (
+            ("vllm:e2e_request_latency_seconds", "From a request's start to its end."),
+            ("vllm:request_queue_time_seconds", "From a request's arrival to its first step."),
+            ("vllm:request_prefill_time_seconds", "From its first step to its first token."),
+            ("vllm:request_decode_time_seconds", "From its first token to its last."),
+            ("vllm:request_inference_time_seconds", "From its first step to its last token."),
+        )
+        histograms = [self._histogram(name, what, REQUEST_BUCKETS) for name, what in times]
+        self._latency, self._queue_time, self._prefill_time, self._decode_time, self._inference_time = histograms
+        counts = (
+            ("vllm:request_prompt_tokens", "Tokens of a request's prompt."),
+            ("vllm:request_generation_tokens", "Tokens that a request generated."),
+            ("vllm:request_max_num_generation_tokens", "Tokens of a request's longest sequence."),
+            ("vllm:request_params_max_tokens", "`max_tokens` of requests that had it."),
+        )
+        histograms = [self._histogram(name, what, COUNT_BUCKETS) for name, what in counts]
+        self._num_prompt_tokens, self._num_generated_tokens, self._longest, self._max_tokens = histograms
+        self._n = self._histogram("vllm:request_params_n", "`n` of requests.", SEQUENCES_BUCKETS)
+        ends = Counter(
+            "vllm:request_success",
+            "Requests that ended, by how.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._ends = {each: ends.labels(self._model_name, each) for each in ("stop", "length", "abort", "error")}
+        self._aborts = Counter(
+            "inflight:request_aborts",
+            "Requests that ended before they were done, by why.",
+            ["model_name", "reason"],
+            registry=self._registry,
+        )
+        self._http_requests = Counter(
+            "inflight:http_requests",
+            "HTTP requests that were answered; path is the route's, status 499 if the client left before.",
+            ["model_name", "method", "path", "status"],
+            registry=self._registry,
+        )
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
+        """A request is about to be handed to the engine."""
+        self._running[request_id] = _Running(time.monotonic(), num_sequences, params)
+
+    def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
+        """So many new tokens of all its sequences have come (at `now`, seconds of `time.monotonic()`).
+
+        Of tokens that came at once, each is taken to have had the same share of the time since those before."""
+        running = self._running.get(request_id)
+        if running is None or not num_new_tokens:
+            return
+        if not running.last:
+            running.last = now
+            self._time_to_first_token.observe(now - running.start)
+            return
+        running.num_pending += num_new_tokens
+        num_each = running.num_pending // running.num_sequences
+        if num_each:
+            gap = (now - running.last) / num_each
+            for _ in range(num_each):
+                self._inter_token.observe(gap)
+            running.last = now
+            running.num_pending -= num_each * running.num_sequences
+
+    def finished(self, request_id: str, output: RequestOutput | None, reason: str) -> None:
+        """A request has come to its end, or was refused; `output` is what there is of it."""
+        running = self._running.pop(request_id, None)
+        if running is None and reason != "refused":
+            return
+        if reason not in ("stop", "length"):
+            self._aborts.labels(self._model_name, reason).inc()
+        if running is None or reason == "refused":
+            return
+        self._ends[reason if reason in self._ends else "abort"].inc()
+        self._latency.observe(time.monotonic() - running.start)
+        self._n.observe(running.num_sequences)
+        if running.params.max_tokens is not None:
+            self._max_tokens.observe(running.params.max_tokens)
+        if output is not None:
+            self._observe_output(output)
+
+    def _observe_output(self, output: RequestOutput) -> None:
+        lengths = [len(each.token_ids) for each in output.outputs]
+        self._num_prompt_tokens.observe(len(output.prompt_token_ids))
+        self._num_generated_tokens.observe(sum(lengths))
+        self._longest.observe(max(lengths))
+        times = output.metrics
+        if times.first_scheduled_time is None:
+            return
+        self._queue_time.observe(times.first_scheduled_time - times.arrival_time)
+        if times.first_token_time is None or times.last_token_time is None:
+            return
+        self._prefill_time.observe(times.first_token_time - times.first_scheduled_time)
+        self._inference_time.observe(times.last_token_time - times.first_scheduled_time)
+        decode_time = times.last_token_time - times.first_token_time
+        self._decode_time.observe(decode_time)
+        if max(lengths) > 1:
+            self._mean_inter_token.observe(decode_time / (max(lengths) - 1))
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        """The application with its answers counted."""
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._serve(app, scope, receive, send)
+
+        return serve
+
+    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        status = CLIENT_LEFT
+
+        async def send_watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await app(scope, receive, send_watched)
+        except Exception:
+            status = 500 if status == CLIENT_LEFT else status
+            raise
+        finally:
+            # Only names that are ours: clients could make up any number of others.
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            path = getattr(scope.get("route"), "path", "other")
+            self._http_requests.labels(self._model_name, method, path, str(status)).inc()
+
+    # ------------------------------------------------------------------------------------- scrapes
+
+    async def endpoint(self, request: Request) -> Response:
+        """What `/metrics` answers."""
+        return Response(await self.scrape(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def scrape(self) -> bytes:
+        """All metrics, in the text format. If the engine does not answer in time, its gauges stay as they were; if it
+        is dead, it runs nothing."""
+        async with self._scraping:  # so that answers are read in the order in which they were given
+            try:
+                async with asyncio.timeout(SECONDS_FOR_ENGINE):
+                    stats = await self._read_stats()
+            except TimeoutError:
+                self._engine_up.set(0)
+            except (RuntimeError, ValueError):  # EngineDeadError, ModelError: there is no engine
+                for gauge in (self._engine_up, self._num_running, self._num_waiting, *self._cache_usage):
+                    gauge.set(0)
+            else:
+                self._take_in(stats)
+        return generate_latest(self._registry)
+
+    def _take_in(self, stats: EngineStats) -> None:
+        self._engine_up.set(1)
+        self._num_running.set(stats.num_running)
+        self._num_waiting.set(stats.num_waiting)
+        num_blocks = stats.num_blocks_used + stats.num_blocks_cached + stats.num_blocks_free
+        for gauge in self._cache_usage:
+            gauge.set(stats.num_blocks_used / max(1, num_blocks))
+        self._num_crashes.inc(stats.num_crashes - (self._last.num_crashes if self._last else 0))
+        before = None if self._last is None or _is_another_engine(self._last, stats) else self._last
+        for field, counter in self._engine_counters:
+            counter.inc(getattr(stats, field) - (getattr(before, field) if before else 0))
+        self._last = stats
+
+    # ------------------------------------------------------------------------------------- kinds
+
+    def _gauge(self, name: str, what: str) -> Gauge:
+        return Gauge(name, what, ["model_name"], registry=self._registry).labels(self._model_name)
+
+    def _counter(self, name: str, what: str) -> Counter:
+        return Counter(name, what, ["model_name"], registry=self._registry).labels(self._model_name)
+
+    def _histogram(self, name: str, what: str, buckets: Sequence[float], older_name: str | None = None) -> Histogram:
+        made = Histogram(name, what, ["model_name"], registry=self._registry, buckets=buckets)
+        if older_name is not None:
+            self._registry.register(_OlderName(made, older_name))
+        return made.labels(self._model_name)
+
+
+def _is_another_engine(last: EngineStats, stats: EngineStats) -> bool:
+    """Whether an engine was started in between, which counts from 0."""
+    fields = [field for _, field, _ in ENGINE_COUNTERS]
+    return stats.num_crashes > last.num_crashes or any(getattr(stats, each) < getattr(last, each) for each in fields)
+
+
+class _OlderName(Collector):
+    """A histogram once more, under the name that it had before."""
+
+    def __init__(self, histogram: Histogram, name: str) -> None:
+        self._histogram, self._name = histogram, name
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._histogram.collect():
+            older = Metric(self._name, metric.documentation, metric.type)
+            older.samples = [
+                sample._replace(name=self._name + sample.name.removeprefix(metric.name)) for sample in metric.samples
+            ]
+            yield older

@@ -1,0 +1,45 @@
+"""Request ids: the client's own if it is sane, else a new one; in the response, in the scope and in every log line.
+
+Decides what counts as sane. The engine's `request_id`s are another thing: one HTTP request may be several of those.
+"""
+
+import re
+import uuid
+from contextvars import ContextVar
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inflight.server.operations.refusals import header_of
+
+SANE = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+"""What is taken over from a client: it is written into headers and logs, where it must do no harm."""
+
+current_request_id: ContextVar[str | None] = ContextVar("current_request_id", default=None)
+"""The id of the HTTP request that is being served in this context."""
+
+
+class RequestIds:
+    """Names each request: `scope["state"]["request_id"]`, `current_request_id`, and two headers of the response.
+
+    (`x-request-id` is what OpenAI's clients read, `request-id` what Anthropic's read.)
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = header_of(scope, b"x-request-id")
+        name = given if given is not None and SANE.fullmatch(given) else b"req_" + uuid.uuid4().hex.encode()
+        scope.setdefault("state", {})["request_id"] = name.decode()
+        current_request_id.set(name.decode())  # of this request's task, and of those that it starts
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = [(b"x-request-id", name), (b"request-id", name)]
+                message["headers"] = [*message.get("headers", ()), *own]
+            await send(message)
+
+        await self._app(scope, receive, send_named)

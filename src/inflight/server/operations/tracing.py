@@ -1,0 +1,156 @@
+"""Traces for OpenTelemetry: one span for each prompt that is generated for, a child of the client's if it sent one.
+
+Decides what a span says: the GenAI semantic conventions' attributes, and no text. The library is an extra, imported
+only when traces are asked for.
+"""
+
+import time
+from contextvars import ContextVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from inflight import __version__
+from inflight.outputs import RequestOutput
+from inflight.params import SamplingParams
+from inflight.server.operations.refusals import header_of, path_of
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
+
+_origin: ContextVar["tuple[Context, str] | None"] = ContextVar("_origin", default=None)
+"""Of the HTTP request that is being served: the client's span, and what the conventions call what it asks for."""
+
+
+def exporting_provider(endpoint: str | None = None) -> "TracerProvider":
+    """A provider whose spans are sent to a collector, by OTLP over HTTP, from a thread of its own.
+
+    Args:
+        endpoint: the collector's URL for traces, such as "http://127.0.0.1:4318/v1/traces"; None: what OpenTelemetry's
+            own variables say (`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and others).
+
+    Raises:
+        ValueError: OpenTelemetry, or its exporter, is not installed.
+    """
+    try:
+        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        exporters = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    except ImportError as error:
+        raise ValueError(
+            f"traces need OpenTelemetry with its OTLP exporter: pip install 'inflight-llm[tracing]' ({error})"
+        ) from error
+    # `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` come before what is said here.
+    resource = Resource({SERVICE_NAME: "inflight", SERVICE_VERSION: __version__}).merge(Resource.create())
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(exporters.OTLPSpanExporter(endpoint)))
+    return provider
+
+
+class Tracing:
+    """Makes the spans: an observer of requests, and a middleware that tells whose children they are.
+
+    Args:
+        model_name: as clients ask for it.
+        provider: where spans go; it is the caller's, to be shut down (`provider.shutdown()`) at the end, which sends
+            what is left and may take some seconds.
+    """
+
+    def __init__(self, model_name: str, provider: "TracerProvider") -> None:
+        from opentelemetry.trace import SpanKind, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._model_name = model_name
+        self._tracer = provider.get_tracer("inflight", __version__)
+        self._kind, self._error = SpanKind.SERVER, StatusCode.ERROR
+        self._propagator = TraceContextTextMapPropagator()
+        self._spans: dict[str, tuple[Span, float]] = {}
+        self._waiting: dict[str, tuple[Span, float]] = {}
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        """The application with its clients' spans known."""
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._serve(app, scope, receive, send)
+
+        return serve
+
+    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
+        """A request is about to be handed to the engine."""
+        context, operation = _origin.get() or (None, "text_completion")
+        span = self._tracer.start_span(
+            f"{operation} {self._model_name}",
+            context,
+            self._kind,
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "inflight",
+                "gen_ai.request.model": self._model_name,
+                "gen_ai.response.id": request_id,
+                **_request_attributes(num_sequences, params),
+            },
+        )
+        self._spans[request_id] = self._waiting[request_id] = (span, time.monotonic())
+
+    def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
+        """New tokens have come (at `now`, seconds of `time.monotonic()`); the first ones are noted."""
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            span, start = waiting
+            span.set_attribute("gen_ai.response.time_to_first_chunk", now - start)
+
+    def finished(self, request_id: str, output: RequestOutput | None, reason: str) -> None:
+        """A request has come to its end, or was refused; `output` is what there is of it."""
+        self._waiting.pop(request_id, None)
+        span, _ = self._spans.pop(request_id, (None, 0.0))
+        if span is None:
+            return
+        if output is not None:
+            span.set_attributes(_response_attributes(output, self._model_name))
+        if reason not in ("stop", "length"):
+            span.set_attribute("error.type", reason)
+            span.set_status(self._error, output.error if output is not None else None)
+        span.end()
+
+    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            names = (b"traceparent", b"tracestate")
+            carrier = {name.decode(): value.decode("latin-1") for name in names if (value := header_of(scope, name))}
+            is_completion = path_of(scope) == "/v1/completions"
+            _origin.set((self._propagator.extract(carrier), "text_completion" if is_completion else "chat"))
+        await app(scope, receive, send)
+
+
+def _request_attributes(num_sequences: int, params: SamplingParams) -> dict[str, Any]:
+    given = {
+        "gen_ai.request.choice.count": num_sequences if num_sequences > 1 else None,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k if params.top_k > 0 else None,
+        "gen_ai.request.presence_penalty": params.presence_penalty or None,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
+        "gen_ai.request.stop_sequences": params.stop_strings or None,
+        "gen_ai.request.seed": params.seed,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _response_attributes(output: RequestOutput, model_name: str) -> dict[str, Any]:
+    times = output.metrics
+    attributes: dict[str, Any] = {
+        "gen_ai.response.model": model_name,
+        "gen_ai.response.finish_reasons": [each.finish_reason or "abort" for each in output.outputs],
+        "gen_ai.usage.input_tokens": len(output.prompt_token_ids),
+        "gen_ai.usage.output_tokens": sum(len(each.token_ids) for each in output.outputs),
+        "gen_ai.usage.cache_read.input_tokens": times.num_cached_tokens,
+    }
+    if times.first_scheduled_time is not None:
+        # The conventions have no name for it; this is vLLM's.
+        attributes["gen_ai.latency.time_in_queue"] = times.first_scheduled_time - times.arrival_time
+    return attributes

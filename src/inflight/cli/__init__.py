@@ -12,6 +12,7 @@ from inflight.cli.generate import generate
 from inflight.cli.info import info
 from inflight.cli.profile import profile
 from inflight.cli.race import race
+from inflight.cli.serve import serve
 from inflight.cli.show import show
 from inflight.cli.simulate import simulate
 from inflight.cli.trace import trace
@@ -23,7 +24,7 @@ def app() -> None:
     """Continuous batching for Hugging Face causal language models."""
 
 
-for command in (generate, chat, info, demo, show, race, bench, profile, trace, simulate):
+for command in (generate, serve, chat, info, demo, show, race, bench, profile, trace, simulate):
     app.add_command(command)
 
 

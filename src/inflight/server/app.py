@@ -1,0 +1,45 @@
+"""`create_app`: the HTTP server put together; it starts and ends the engine with itself. Decides nothing else."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+
+from inflight import __version__
+from inflight.async_llm import AsyncLLM
+from inflight.server import chat, completions, status, tokenization
+from inflight.server.api_errors import add_error_handlers
+from inflight.server.observer import RequestObserver
+from inflight.server.readiness import keep_running
+from inflight.server.service import Service
+from inflight.server.settings import ServerSettings
+
+
+def create_app(llm: AsyncLLM, settings: ServerSettings, observer: RequestObserver | None = None) -> FastAPI:
+    """An ASGI application that serves `llm`.
+
+    It takes requests from its start on; those that come while the engine is loading wait for it.
+
+    Args:
+        observer: is told of every request that is run.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if llm.tokenizer is not None:
+            llm.tokenizer.encode("warm")  # what it sets up at first can not be set up in two threads
+        keeper = asyncio.create_task(keep_running(llm))
+        try:
+            yield
+        finally:
+            keeper.cancel()
+            await llm.stop()
+
+    app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.service = Service(llm, settings, observer, start_time=int(time.time()))
+    for module in (completions, chat, tokenization, status):
+        app.include_router(module.router)
+    add_error_handlers(app)
+    return app

@@ -1,0 +1,170 @@
+"""`POST /v1/chat/completions`: decides how chats are answered, whole and in a stream."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from inflight.outputs import CompletionOutput, RequestOutput, TextDelta
+from inflight.server import logprobs
+from inflight.server.chat_request import ChatRequest
+from inflight.server.chunks import ChunkWriter, to_json
+from inflight.server.client import Client, attended
+from inflight.server.event_stream import EventStream, Write
+from inflight.server.generation import Job, generate
+from inflight.server.json_route import JsonRoute
+from inflight.server.service import Service, service_of
+from inflight.server.usage import usage_of
+from inflight.text.tokenizer import Tokenizer
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Answer a chat."""
+    service = service_of(request)
+    async with attended(request.receive, service.settings.request_timeout) as client:
+        asked = await _read(body, service)
+        if not body.stream:
+            return _answer(asked, (await generate(service, asked.job, client))[0])
+
+    async def write_all(client: Client, write: Write) -> None:
+        chunks = _Chunks(asked)
+
+        async def deliver(deltas: list[TextDelta]) -> None:
+            if events := chunks.of(deltas):
+                await write(events)
+
+        await write(chunks.end(await generate(service, asked.job, client, deliver)))
+
+    return EventStream(write_all, service.settings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that can be run; `head` is what its answer and each chunk of it begin with, but for `object`."""
+
+    body: ChatRequest
+    job: Job
+    tokenizer: Tokenizer | None
+    head: dict[str, Any]
+
+
+async def _read(body: ChatRequest, service: Service) -> _Asked:
+    service.check_model(body.model)
+    body.check(service.settings)
+    info = await service.model_info()
+    params = body.sampling_params(
+        service.llm.get_default_sampling_params(),
+        service.settings,
+        info.vocab_size,
+        max_tokens=body.most_tokens,
+        logprobs=body.num_logprobs,
+    )
+    service.check_num_sequences(1, params.n, "n")
+    chat = body.for_template(service.settings)
+    token_ids = await service.tokenize(chat, body.num_characters, "messages")
+    prompt = service.fitted(token_ids, info, "messages", body.truncate_prompt_tokens)
+    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    return _Asked(
+        body,
+        Job(request_id, [prompt], params, body.priority or 0, body.cache_salt),
+        service.llm.tokenizer,
+        {"id": request_id, "created": int(time.time()), "model": service.settings.model_name},
+    )
+
+
+# ------------------------------------------------------------------------------------- whole
+
+
+def _answer(asked: _Asked, output: RequestOutput) -> Response:
+    answer = {
+        **asked.head,
+        "object": "chat.completion",
+        "choices": [_choice(asked, completion) for completion in output.outputs],
+        "usage": usage_of([output]),
+        "system_fingerprint": None,
+    }
+    if asked.body.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs or [])
+    if asked.body.return_token_ids:
+        answer["prompt_token_ids"] = output.prompt_token_ids
+    return Response(to_json(answer), media_type="application/json")
+
+
+def _choice(asked: _Asked, completion: CompletionOutput) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": completion.index,
+        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "logprobs": _told(asked, completion),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if asked.body.return_token_ids:
+        choice["token_ids"] = completion.token_ids
+    return choice
+
+
+def _told(asked: _Asked, news: CompletionOutput | TextDelta) -> dict[str, Any] | None:
+    """`logprobs`, if they are wanted."""
+    num_top = asked.body.num_logprobs
+    if num_top is None:
+        return None
+    content = logprobs.of_chat(news.token_ids, news.logprobs or [], num_top, asked.tokenizer)
+    return {"content": content, "refusal": None}
+
+
+# ------------------------------------------------------------------------------------- in a stream
+
+
+class _Chunks:
+    """The chunks of one answer."""
+
+    def __init__(self, asked: _Asked) -> None:
+        body, prompt = asked.body, asked.job.prompts[0]
+        head = {**asked.head, "object": "chat.completion.chunk"}
+        if body.return_token_ids:
+            head["prompt_token_ids"] = prompt
+        self._asked = asked
+        self._writer = ChunkWriter(head, body.stream_options, len(prompt))
+        self._is_plain = body.num_logprobs is None and not body.return_token_ids
+        self._has_begun = [False] * asked.job.params.n
+
+    def of(self, deltas: list[TextDelta]) -> bytes:
+        """The events for these; none, if they add nothing that can be shown yet."""
+        self._writer.count(deltas)
+        return b"".join(map(self._events, deltas))
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        return self._writer.end(outputs)
+
+    def _events(self, delta: TextDelta) -> bytes:
+        """Who speaks, if nobody has; what is new; how it ended, if it has."""
+        events = b""
+        if not self._has_begun[delta.index]:
+            self._has_begun[delta.index] = True
+            events = self._event(delta.index, {"role": "assistant", "content": ""})
+        if not self._is_plain:
+            events += self._event(delta.index, {"content": delta.text}, **self._extras(delta))
+        elif delta.text:
+            text = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
+            events += self._writer.chunk(text % (delta.index, to_json(delta.text)))
+        if delta.finish_reason is not None:
+            stop_reason = getattr(delta, "stop_reason", None)
+            events += self._event(delta.index, {}, finish_reason=delta.finish_reason, stop_reason=stop_reason)
+        return events
+
+    def _extras(self, delta: TextDelta) -> dict[str, Any]:
+        extras: dict[str, Any] = {"logprobs": _told(self._asked, delta)}
+        if self._asked.body.return_token_ids:
+            extras["token_ids"] = delta.token_ids
+        return extras
+
+    def _event(self, index: int, delta: dict[str, Any], **others: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **others}
+        return self._writer.chunk(to_json(choice))

@@ -1,0 +1,134 @@
+"""`GrammarCompiler`: from what was asked to a matcher at its beginning.
+
+Decides how each kind of request is written as a grammar, how much one may cost, and which are kept. Knows nothing of
+sequences: what it gives out belongs to the caller.
+
+Text that must come next is not forced into the tokens that the tokenizer would choose (`no_forcing`): a mask allows
+every token that the grammar does, and a special token is never written for text that looks like it.
+"""
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Iterable
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import any_to_lark
+
+from inflight.errors import InvalidRequestError
+from inflight.grammar.json_schema import checked_schema
+from inflight.grammar.matcher import GrammarError, GrammarMatcher, reason
+from inflight.grammar.vocabulary import Vocabulary
+from inflight.structured_output import StructuredOutput
+from inflight.text.tokenizer import Tokenizer
+
+MAX_KEPT = 128
+MAX_KEPT_CHARACTERS = 2**20
+_OUTER = '%llguidance {"no_forcing": true}\nstart: @asked'
+
+# In units of the library's: some 50,000 of fuel or 20,000 items a millisecond, about half a kilobyte a state.
+_LIMITS = LLParserLimits(
+    max_grammar_size=500_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_items_in_row=10_000,
+    max_lexer_states=100_000,
+    verbose_errors=False,
+)
+
+
+class GrammarCompiler:
+    """Compiles what requests ask for and keeps the last ones. May be used by several threads.
+
+    Args:
+        tokenizer: the model's.
+        vocab_size: the width of its logits, V.
+        eos_token_ids: what ends a sequence.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._kept: OrderedDict[StructuredOutput, GrammarMatcher] = OrderedDict()
+        self._lock = Lock()
+
+    def compile(self, asked: StructuredOutput) -> GrammarMatcher:
+        """A matcher for a new sequence. The first one takes as long as the tokenizer's table does to build (half a
+        second for 50,000 tokens); compiling most grammars takes milliseconds, the largest that is allowed a second.
+
+        Raises InvalidRequestError, in one sentence, if it can not be enforced as asked.
+        """
+        with self._lock:
+            kept = self._kept.get(asked)
+            if kept is None:
+                kept = self._kept[asked] = self._build(asked)
+                self._let_go()
+            self._kept.move_to_end(asked)
+            return kept.clone()
+
+    def _build(self, asked: StructuredOutput) -> GrammarMatcher:
+        grammars = [{"lark_grammar": _OUTER}, {"name": "asked", **_written(asked)}]
+        inner = LLMatcher(self._vocabulary.table, json.dumps({"grammars": grammars}), log_level=0, limits=_LIMITS)
+        if inner.is_error():
+            raise _refusal(asked, reason(inner))
+        if warnings := inner.get_grammar_warnings():
+            raise _refusal(asked, warnings[0])
+        matcher = GrammarMatcher(self._vocabulary, inner)
+        try:  # what can not even begin is told now; what this mask found out is kept with the matcher
+            matcher.fill_mask(np.empty(self._vocabulary.num_words, dtype=np.int32))
+        except GrammarError as error:
+            raise _refusal(asked, str(error)) from error
+        return matcher
+
+    def _let_go(self) -> None:
+        while len(self._kept) > MAX_KEPT or sum(each.num_characters for each in self._kept) > MAX_KEPT_CHARACTERS:
+            self._kept.popitem(last=False)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+
+
+def _written(asked: StructuredOutput) -> dict[str, Any]:
+    """What was asked, as a grammar of the library."""
+    if asked.json_schema is not None:
+        return {"json_schema": checked_schema(asked.json_schema)}
+    if asked.json_object:
+        return {"json_schema": checked_schema('{"type": "object"}')}
+    if asked.regex is not None:
+        return _regex(asked.regex)
+    if asked.choice is not None:
+        return _regex("|".join("".join(map(_literal, text)) for text in asked.choice))
+    assert asked.grammar is not None
+    try:
+        return {"lark_grammar": any_to_lark(asked.grammar)}
+    except Exception as error:  # RecursionError among them
+        raise InvalidRequestError(f"the grammar can not be read: {_one_line(str(error))}") from error
+
+
+def _regex(regex: str) -> dict[str, Any]:
+    grammar: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0]
+    return {"lark_grammar": grammar["lark_grammar"]}
+
+
+def _literal(character: str) -> str:
+    return character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):x}}}"
+
+
+def _refusal(asked: StructuredOutput, why: str) -> InvalidRequestError:
+    if "oneOf" in why:
+        why = "oneOf is taken only where its alternatives plainly exclude each other; write anyOf"
+    if asked.grammar is None:  # a place in what the request was turned into, which its author never saw
+        why = re.sub(r"^(at )?\d+\(\d+\): ", "", why).partition(" | start:")[0]
+    return InvalidRequestError(f"{asked.kind} can not be enforced: {_one_line(why)}")
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 300 else text[:299] + "…"

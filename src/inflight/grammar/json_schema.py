@@ -1,0 +1,104 @@
+"""What a JSON schema may ask for: everything that can be enforced, and nothing that would be let through in silence.
+
+Decides which keywords are refused, by name and with the place where they stand; the grammar library refuses the rest of
+what it can not do. By the standard a keyword that nobody knows is a remark; here that holds for keywords of no
+JSON Schema at all, but not for misspelt ones, nor for those of a draft that the library does not know.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from inflight.errors import InvalidRequestError
+
+# One space, or a line break and the next line's indentation: what people and models write. Without a bound a model may
+# write spaces until its tokens are used up.
+WHITESPACE = r"\x20|\r?\n[\x20\t]{0,80}"
+
+_IN_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
+_IN_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
+_DIRECT = {"items", "additionalItems", "additionalProperties"}
+_OTHERS = {
+    *("$ref", "const", "enum", "type", "minItems", "maxItems", "required", "minProperties", "maxProperties"),
+    *("minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    *("multipleOf", "$anchor", "$schema", "$id", "id", "$comment", "title", "description", "default", "readOnly"),
+    *("writeOnly", "examples", "deprecated", "contentMediaType", "contentEncoding", "contentSchema", "$vocabulary"),
+}
+_KNOWN = _IN_MAPS | _IN_LISTS | _DIRECT | _OTHERS
+_REFUSED = {
+    *("not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames"),
+    *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties"),
+    *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
+    *("nullable", "extends", "disallow", "divisibleBy", "x-guidance"),
+}
+_SPELLINGS = {re.sub(r"[$_-]", "", name).lower(): name for name in sorted(_KNOWN | _REFUSED)}
+
+# The library's formats are a date's syntax, with 29 February in every year. Years and seconds as Python's and others'
+# `datetime` have them: from 1 on, and no leap seconds. These hold for the beginning of a text, beside the format.
+_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+_DATE = f"({_LEAP_YEAR}-02-29|{_YEAR}-(02-[01]|02-2[0-8]|0[13-9]-|1))"
+_TIME = "[^:]*:[0-9]{2}:[0-5]"
+_STRICTER = {"date": f"^{_DATE}", "date-time": f"^{_DATE}{_TIME}", "time": f"^{_TIME}"}
+
+
+def checked_schema(text: str) -> dict[str, Any]:
+    """The schema, for the library. Raises `InvalidRequestError` if it is no schema, or asks for what can't be had."""
+    try:
+        schema = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"json_schema is not JSON: {error or 'it is nested too deeply'}") from error
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"json_schema is {text[:80]}; it must be a JSON object")
+    for place, each in _schemas(schema):
+        _check(place, each)
+        if each.get("format") in tuple(_STRICTER):
+            more = each.get("allOf", [])
+            each["allOf"] = [*(more if isinstance(more, list) else [more]), {"pattern": _STRICTER[each["format"]]}]
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def _check(place: str, schema: Mapping[str, Any]) -> None:
+    for keyword in schema:
+        if keyword in _REFUSED:
+            raise InvalidRequestError(
+                f"json_schema has {keyword!r} at {place}, which can not be enforced; leave it out"
+            )
+        meant = _SPELLINGS.get(re.sub(r"[$_-]", "", keyword).lower())
+        if keyword not in _KNOWN and meant is not None:
+            raise InvalidRequestError(f"json_schema has {keyword!r} at {place}; did you mean {meant!r}?")
+    for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+        if isinstance(schema.get(keyword), bool):  # drafts 3 and 4
+            raise InvalidRequestError(f"json_schema has {keyword} {schema[keyword]} at {place}; it must be a number")
+    # Keys that `properties` does not name may be repeated, which counts as one property when the text is read.
+    required, least = schema.get("required"), schema.get("minProperties")
+    num_sure = 1 + (len(set(map(str, required))) if isinstance(required, list) else 0)
+    if isinstance(least, int | float) and least > num_sure:
+        raise InvalidRequestError(
+            f"json_schema has minProperties {least} at {place}, which can not be enforced beyond one more than what is "
+            f"required ({num_sure} there); name more properties in 'required'"
+        )
+
+
+def _schemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema in `schema`, itself first, with its place as a JSON pointer; not what is data (`const`, `enum`)."""
+    stack: list[tuple[str, Any]] = [("#", schema)]
+    while stack:
+        place, each = stack.pop()
+        if not isinstance(each, dict):
+            continue  # true and false; anything else is the library's to refuse
+        yield place, each
+        for keyword, value in each.items():
+            if keyword in _IN_MAPS and isinstance(value, dict):
+                stack.extend((f"{place}/{keyword}/{name}", part) for name, part in value.items())
+            elif keyword in _IN_LISTS | _DIRECT and isinstance(value, list):
+                stack.extend((f"{place}/{keyword}/{index}", part) for index, part in enumerate(value))
+            elif keyword in _DIRECT:
+                stack.append((f"{place}/{keyword}", value))
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,66 @@
+"""`MaskWorker`: the masks of a step, computed while its forward pass runs.
+
+Decides where that happens: in threads of the library's, started by one of ours that sleeps in between. Does not know
+which row of the logits a mask is for.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLExecutor
+
+from inflight.grammar.matcher import GrammarError, GrammarMatcher, fill_masks
+from inflight.grammar.vocabulary import Words, num_words
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepMasks:
+    """The masks of a step's constrained sequences, in the order in which these were given.
+
+    Attributes:
+        words: int32 `[rows, ceil(V / 32)]`, one bit for each token that may come next, the lowest first.
+        errors: what went wrong, by row; such a row allows nothing, and concerns its own sequence alone.
+    """
+
+    words: Words
+    errors: dict[int, GrammarError]
+
+
+class MaskHandle:
+    """Masks that are being computed."""
+
+    def __init__(self, future: "Future[StepMasks]") -> None:
+        self._future = future
+
+    def result(self) -> StepMasks:
+        """Wait for them."""
+        return self._future.result()
+
+
+class MaskWorker:
+    """Computes masks in the background.
+
+    Args:
+        vocab_size: the width of the logits, V.
+        num_threads: how many sequences' masks are computed at a time.
+    """
+
+    def __init__(self, vocab_size: int, num_threads: int) -> None:
+        self._num_words = num_words(vocab_size)
+        self._executor = LLExecutor(num_threads)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="inflight-masks")
+
+    def start(self, matchers: Sequence[GrammarMatcher]) -> MaskHandle:
+        """Begin. Until the result is there none of them may be used otherwise; each may be given once."""
+        return MaskHandle(self._thread.submit(self._compute, list(matchers)))
+
+    def stop(self) -> None:
+        """Finish what was begun and end the threads."""
+        self._thread.shutdown()
+
+    def _compute(self, matchers: list[GrammarMatcher]) -> StepMasks:
+        words = np.empty((len(matchers), self._num_words), dtype=np.int32)
+        errors = fill_masks(matchers, words, self._executor)
+        return StepMasks(words, {row: error for row, error in enumerate(errors) if error is not None})

@@ -1,0 +1,82 @@
+"""A model's vocabulary as grammars see it: the bytes of each token, which ids exist, which end a text.
+
+Decides what can never be chosen: ids beyond the tokenizer's (a model's logits may be wider) and, unless a grammar names
+them, special tokens. Knows no grammar.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLTokenizer
+
+from inflight.errors import InvalidRequestError
+from inflight.text.tokenizer import Tokenizer
+
+Words: TypeAlias = npt.NDArray[np.int32]
+"""One bit for each token id, 32 to a word, the lowest bit first."""
+
+# SentencePiece without byte fallback, said in the library's terms.
+_METASPACE = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}]
+
+
+class Vocabulary:
+    """Which bytes each token stands for, in the library's table, and which ids may be chosen at all.
+
+    Args:
+        tokenizer: a fast one, byte-level or SentencePiece's.
+        vocab_size: the width of the model's logits, V.
+        eos_token_ids: what ends a sequence; those of V and above are never chosen. There may be none.
+
+    Raises InvalidRequestError if it can not be told what bytes the tokenizer's tokens stand for.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(each for each in eos_token_ids if 0 <= each < vocab_size)
+        stop_id = tokenizer.vocab_size
+        size = max(vocab_size, stop_id + 1)
+        try:
+            self.table = LLTokenizer(_definition(tokenizer, stop_id), n_vocab=size, eos_token=stop_id)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            reason = str(error).partition(":")[0].partition("\n")[0]
+            raise InvalidRequestError(f"this model's tokenizer allows no structured output: {reason}") from error
+        self.num_table_words = num_words(size)
+        self.num_words = num_words(vocab_size)
+        token_ids = np.arange(self.num_words * 32)
+        is_eos = np.isin(token_ids, list(self.eos_token_ids))
+        self.tokens = _pack((token_ids < min(vocab_size, tokenizer.vocab_size)) & ~is_eos)
+        self.eos = _pack(is_eos)
+
+    def has(self, token_id: int) -> bool:
+        """Whether this is a token that can be chosen, and does not end a sequence."""
+        return 0 <= token_id < self.vocab_size and bool(self.tokens[token_id // 32] >> (token_id % 32) & 1)
+
+
+def num_words(num_tokens: int) -> int:
+    """How many words hold a bit for each of `num_tokens`."""
+    return -(-num_tokens // 32)
+
+
+def _definition(tokenizer: Tokenizer, stop_id: int) -> str:
+    """The tokenizer as the JSON of the `tokenizers` library, with a decoder that the grammar library knows.
+
+    The library must have one EOS that no grammar names. A token of our own stands for it, whatever the model has."""
+    if not tokenizer.inner.is_fast:
+        raise ValueError("it is a slow one, in Python")
+    definition: dict[str, Any] = json.loads(tokenizer.inner.backend_tokenizer.to_str())
+    definition["truncation"] = definition["padding"] = None
+    stop = {"id": stop_id, "content": "<|inflight:stop|>", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    definition["added_tokens"].append(stop | flags)
+    if (definition["decoder"] or {}).get("type") == "Metaspace":
+        definition["decoder"] = {"type": "Sequence", "decoders": _METASPACE}
+    return json.dumps(definition)
+
+
+def _pack(is_allowed: npt.NDArray[np.bool_]) -> Words:
+    return np.packbits(is_allowed, bitorder="little").view(np.int32)

@@ -1,0 +1,180 @@
+"""What is refused, in which words; what is kept; what many threads may do."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+
+from inflight.errors import InvalidRequestError
+from inflight.grammar import compiler as compiler_module
+from inflight.structured_output import MAX_CHARACTERS, StructuredOutput
+from tests.grammar.helpers import TOKENIZERS, allowed, compiler, matcher, spelled, write
+
+BYTE_LEVEL = TOKENIZERS["byte_level"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({}, r"exactly one of json_schema, json_object, regex, choice, grammar; none is given"),
+        ({"regex": "a", "json_object": True}, r"json_object and regex are given"),
+        ({"json_object": 1}, r"json_object is 1; it must be True or False"),
+        ({"json_schema": {"type": "object"}}, r"json_schema is \{'type': 'object'\}; it must be a string"),
+        ({"regex": "a" * (MAX_CHARACTERS + 1)}, r"regex has 262145 characters; at most 262144 are accepted"),
+        ({"choice": ()}, r"choice is \(\); it must be a list of at least one string"),
+        ({"choice": "abc"}, r"choice is 'abc'; it must be a list"),
+        ({"choice": ("a", 1)}, r"a member of choice is 1; it must be a string"),
+        ({"choice": ("\ud800",)}, r"half of a surrogate pair"),
+        ({"choice": ("a" * 200_000, "b" * 200_000)}, r"choice has more than 262144 characters"),
+        ({"jsonschema": "{}"}, r"no option 'jsonschema'; did you mean 'json_schema'\?"),
+    ],
+)
+def test_what_can_not_be_asked(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StructuredOutput(**asked)
+
+
+def test_it_goes_through_a_pipe() -> None:
+    for asked in (
+        StructuredOutput(choice=["a", "ü"]),
+        StructuredOutput(json_schema="{}"),
+        StructuredOutput(grammar="x"),
+    ):
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=StructuredOutput)
+        assert (sent, hash(sent), sent.kind) == (asked, hash(asked), asked.kind)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"not": {"type": "string"}}, r"has 'not' at #, which can not be enforced; leave it out"),
+        ({"properties": {"a": {"items": [{"uniqueItems": True}]}}}, r"'uniqueItems' at #/properties/a/items/0"),
+        ({"$defs": {"x": {"anyOf": [{"if": True}]}}}, r"'if' at #/\$defs/x/anyOf/0"),
+        ({"additionalProperties": {"contains": {}}}, r"'contains' at #/additionalProperties"),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "unevaluatedProperties": False}, r"'unevaluatedProp"),
+        ({"type": "string", "nullable": True}, r"'nullable' at #"),
+        ({"x-guidance": {"lenient": True}}, r"'x-guidance' at #"),
+        ({"type": "string", "min_length": 3}, r"has 'min_length' at #; did you mean 'minLength'\?"),
+        ({"exclusiveMinimum": True, "minimum": 3}, r"exclusiveMinimum True at #; it must be a number"),
+        ({"patternProperties": {"^a$": {}}, "minProperties": 2}, r"minProperties 2 at #, which can not be enforced"),
+        ({"type": "string", "format": "zork"}, r"Unknown format: zork"),
+        ({"type": "strin"}, r"Invalid type: strin"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, r"minimum \(5\) is greater than maximum \(3\)"),
+        ({"$ref": "http://example.com/x.json"}, r"example.com/x.json"),
+        ({"$ref": "#/$defs/absent"}, r"/\$defs/absent"),
+        ({"type": "string", "pattern": "(?=a)b"}, r"look-around"),
+        ({"type": "string", "pattern": "("}, r"unclosed group"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, r"oneOf is taken only where its alternatives .*anyOf"),
+        (False, r"json_schema is false; it must be a JSON object"),
+        ([], r"json_schema is \[\]; it must be a JSON object"),
+    ],
+)
+def test_a_schema_that_can_not_be_enforced(schema: object, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        matcher(BYTE_LEVEL, json_schema=json.dumps(schema))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", '{"type": NaN}', "", '{"a":' * 50_000, "[" * 200_000])
+def test_a_schema_that_is_not_json(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"json_schema is not JSON: .+"):
+        matcher(BYTE_LEVEL, json_schema=text)
+
+
+def test_remarks_are_let_through() -> None:
+    remarks = {
+        "title": "t",
+        "description": "d",
+        "examples": [{"not": 1}],
+        "default": {"if": 1},
+        "x-order": 3,
+        "zork": 1,
+    }
+    here = matcher(BYTE_LEVEL, json_schema=json.dumps({**remarks, "properties": {"not": {"const": {"then": 1}}}}))
+    assert write(here, BYTE_LEVEL, '{"not": {"then": 1}') == 19
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"regex": "a("}, r"^regex can not be enforced: invalid regex.*unclosed group"),
+        ({"regex": r"\bfoo"}, r"^regex can not be enforced: .*lookarounds not supported"),
+        ({"regex": r"(a)\1"}, r"^regex can not be enforced: .*backreferences"),
+        ({"regex": r"[^\s\S]"}, r"^regex can not be enforced"),
+        ({"grammar": "start: foo"}, r'^grammar can not be enforced: .*unknown name: "foo"'),
+        ({"grammar": 'start: "a'}, r"^grammar can not be enforced: "),
+        ({"grammar": "root ::= ["}, r"^the grammar can not be read: "),
+        ({"grammar": "root ::= " + "(" * 9000 + '"a"' + ")" * 9000}, r"^the grammar can not be read: .*recursion"),
+        ({"grammar": "start: start"}, r"^grammar can not be enforced: "),
+        ({"grammar": 'start: %json {"not": {}}'}, r"Unimplemented keys"),
+        ({"grammar": 'start: %json {"not": {}, "x-guidance": {"lenient": true}}'}, r"Unimplemented keys"),
+        ({"regex": "(" * 20_000 + ")" * 20_000}, r"^regex can not be enforced: "),
+    ],
+)
+def test_what_can_not_be_enforced(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        matcher(BYTE_LEVEL, **asked)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def nested(depth: int) -> str:
+    return '{"properties": {"a": ' * depth + "true" + "}}" * depth
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"json_schema": nested(300)},
+        {"json_schema": json.dumps({"type": "integer", "multipleOf": 999_999_937})},
+        {"json_schema": json.dumps({"allOf": [{"anyOf": [{"const": f"{i}{j}"} for j in range(9)]} for i in range(9)]})},
+    ],
+    ids=["nesting", "a large automaton", "a product of alternatives"],
+)
+def test_what_would_cost_too_much(asked: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="can not be enforced"):
+        matcher(BYTE_LEVEL, **asked)
+
+
+def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen by the work that is done: the schema is not looked at again."""
+    looked_at: list[str] = []
+    original = compiler_module.checked_schema
+    monkeypatch.setattr(compiler_module, "checked_schema", lambda text: looked_at.append(text) or original(text))
+    monkeypatch.setattr(compiler_module, "MAX_KEPT", 2)
+    one, other, third = (json.dumps({"const": name}) for name in "abc")
+    made = compiler(BYTE_LEVEL)
+    first = made.compile(StructuredOutput(json_schema=one))
+    assert write(first, BYTE_LEVEL, '"a"') == 3
+    again = made.compile(StructuredOutput(json_schema=one))
+    assert allowed(again, BYTE_LEVEL) == spelled(BYTE_LEVEL, '"'), "at its beginning, whatever the first one did"
+    made.compile(StructuredOutput(json_schema=other))
+    made.compile(StructuredOutput(json_schema=one))
+    made.compile(StructuredOutput(json_schema=third))  # now `other` is the one that was asked for the longest ago
+    made.compile(StructuredOutput(json_schema=one))
+    assert looked_at == [one, other, third]
+    made.compile(StructuredOutput(json_schema=other))
+    assert looked_at[-1] == other
+    monkeypatch.setattr(compiler_module, "MAX_KEPT_CHARACTERS", 20)
+    made.compile(StructuredOutput(json_schema=third))
+    assert len(looked_at) == 5
+
+
+def test_many_threads_compile() -> None:
+    made = compiler(BYTE_LEVEL)
+
+    def work(number: int) -> int:
+        here = made.compile(StructuredOutput(choice=(f"number {number % 5}",)))
+        return write(here, BYTE_LEVEL, f"number {number % 5}")
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(work, range(200))) == {8}
+
+
+def test_errors_of_regexes_point_at_the_regex() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        matcher(BYTE_LEVEL, regex="ab(")
+    assert not re.search(r"\d\(\d", str(caught.value)), "no place in text that its author never wrote"

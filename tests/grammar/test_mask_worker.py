@@ -1,0 +1,88 @@
+"""The masks of a step, computed beside it."""
+
+import json
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from inflight.grammar import GrammarMatcher, MaskWorker
+from tests.grammar.helpers import NUM_PADDING, TOKENIZERS, ids, matcher, spelled, write
+
+BYTE_LEVEL = TOKENIZERS["byte_level"]
+VOCAB_SIZE = BYTE_LEVEL.vocab_size + NUM_PADDING
+
+
+@pytest.fixture
+def worker():
+    worker = MaskWorker(VOCAB_SIZE, num_threads=2)
+    yield worker
+    worker.stop()
+
+
+def alone(matcher: GrammarMatcher) -> list[int]:
+    words = np.empty(-(-VOCAB_SIZE // 32), dtype=np.int32)
+    matcher.fill_mask(words)
+    return ids(words)
+
+
+def test_each_row_is_its_sequences_own(worker: MaskWorker) -> None:
+    texts = [chr(ord("a") + number) for number in range(26)]
+    matchers = [matcher(BYTE_LEVEL, choice=(text,)) for text in texts]
+    masks = worker.start(matchers).result()
+    assert masks.words.shape == (26, -(-VOCAB_SIZE // 32))
+    assert masks.words.dtype == np.int32
+    assert [ids(row) for row in masks.words] == [spelled(BYTE_LEVEL, text) for text in texts]
+    assert masks.errors == {}
+
+
+def test_no_constrained_sequence_and_one(worker: MaskWorker) -> None:
+    assert worker.start([]).result().words.shape == (0, -(-VOCAB_SIZE // 32))
+    here = matcher(BYTE_LEVEL, json_object=True)
+    assert ids(worker.start([here]).result().words[0]) == alone(here)
+
+
+def test_step_after_step(worker: MaskWorker) -> None:
+    start = matcher(BYTE_LEVEL, json_object=True)
+    matchers = [start.clone() for _ in range(4)]
+    texts = ['{"a": 1}', "{}", '{"b": [null]}', '{"ä": ""}']
+    tokens = [spelled(BYTE_LEVEL, text) for text in texts]
+    for step in range(max(map(len, tokens))):
+        running = [(each, line[step]) for each, line in zip(matchers, tokens, strict=True) if step < len(line)]
+        masks = worker.start([each for each, _ in running]).result()
+        for row, (each, token_id) in enumerate(running):
+            assert ids(masks.words[row]) == alone(each.clone())
+            assert token_id in ids(masks.words[row])
+            assert each.accept(token_id)
+    assert all(each.is_finished for each in matchers)
+
+
+def test_an_error_is_its_sequences_own(worker: MaskWorker) -> None:
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(5000)}}
+    too_complex = matcher(BYTE_LEVEL, json_schema=json.dumps(schema))
+    assert write(too_complex, BYTE_LEVEL, "{") == 0
+    good = [matcher(BYTE_LEVEL, regex="a+") for _ in range(2)]
+    masks = worker.start([good[0], too_complex, good[1]]).result()
+    assert list(masks.errors) == [1]
+    assert "can not be followed any further" in str(masks.errors[1])
+    assert [ids(row) for row in masks.words] == [spelled(BYTE_LEVEL, "a"), [], spelled(BYTE_LEVEL, "a")]
+    assert worker.start(good).result().errors == {}
+
+
+def test_python_runs_meanwhile(worker: MaskWorker) -> None:
+    """The interpreter's lock is let go while masks are computed: a thread that waits for it gets it, though nobody is
+    asked to give it up (the switch interval is far longer than the test)."""
+    matchers = [matcher(BYTE_LEVEL, json_object=True) for _ in range(64)]
+    interval = sys.getswitchinterval()
+    got_in_between = threading.Event()
+    try:
+        sys.setswitchinterval(600)
+        handle = worker.start(matchers)
+        waiting = threading.Thread(target=got_in_between.set)
+        waiting.start()
+        assert len(handle.result().words) == 64
+        waiting.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert got_in_between.is_set()

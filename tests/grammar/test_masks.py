@@ -1,0 +1,199 @@
+"""One matcher: its mask is exactly what may come next; EOS, padding and special tokens; going back, and twins."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from inflight.errors import InvalidRequestError
+from inflight.grammar import GrammarCompiler, GrammarError
+from inflight.structured_output import StructuredOutput
+from inflight.text.tokenizer import Tokenizer
+from tests.grammar.helpers import NUM_PADDING, TOKENIZERS, allowed, compiler, ids, matcher, spelled, write
+from tests.text.tokenizers_for_tests import ALL
+
+BYTE_LEVEL = TOKENIZERS["byte_level"]
+EOS = 2
+ASKED = {
+    "schema": {"json_schema": json.dumps({"type": "object", "properties": {"the": {"enum": ["quick", "dog"]}}})},
+    "object": {"json_object": True},
+    "regex": {"regex": "(The|the) [a-zü]{3,9}( dog)?"},
+    "choice": {"choice": ("The quick brown fox", "The quick brown ox", "über")},
+    "grammar": {"grammar": 'start: "(" start ")" | "fox" | <s>'},
+}
+
+
+@pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_mask_is_what_would_be_accepted(kind: str, tokenizer_name: str) -> None:
+    tokenizer, rng = TOKENIZERS[tokenizer_name], random.Random(0)
+    here = matcher(tokenizer, **ASKED[kind])
+    for _ in range(25):
+        if here.is_finished:
+            break
+        accepted = [each for each in range(tokenizer.vocab_size + NUM_PADDING) if here.clone().accept(each)]
+        assert allowed(here, tokenizer) == accepted
+        assert here.accept(rng.choice([each for each in accepted if each != tokenizer.eos_token_id]))
+
+
+def test_what_is_accepted_makes_the_text() -> None:
+    """Against bytes alone, without a grammar library: every token whose bytes begin what is left of a choice."""
+    text = "The quick brown fox"
+    here, left = matcher(BYTE_LEVEL, choice=(text,)), text
+    while left:
+        begins = [i for i in range(4, BYTE_LEVEL.vocab_size - 2) if left.startswith(BYTE_LEVEL.decode([i]) or "\0")]
+        assert allowed(here, BYTE_LEVEL) == begins
+        assert here.accept(begins[-1])
+        left = left[len(BYTE_LEVEL.decode([begins[-1]])) :]
+    assert allowed(here, BYTE_LEVEL) == [EOS]
+
+
+def test_what_is_not_allowed_changes_nothing() -> None:
+    here = matcher(BYTE_LEVEL, regex="ab+")
+    a, b = spelled(BYTE_LEVEL, "ab")
+    for token_id in (b, EOS, BYTE_LEVEL.vocab_size + 1, BYTE_LEVEL.vocab_size + NUM_PADDING, 10**9, -1):
+        assert not here.accept(token_id)
+    assert allowed(here, BYTE_LEVEL) == [a]
+    assert here.accept(a)
+
+
+def test_eos_where_the_text_is_complete() -> None:
+    here = matcher(BYTE_LEVEL, regex="ab?")
+    assert write(here, BYTE_LEVEL, "a") == 1
+    assert here.may_stop
+    assert not here.is_finished, "it may go on"
+    assert EOS in allowed(here, BYTE_LEVEL)
+    other = here.clone()
+    assert other.accept(EOS)
+    assert other.is_finished
+    assert not other.accept(EOS), "after the end there is nothing"
+    assert write(here, BYTE_LEVEL, "b") == 1
+    assert here.may_stop
+    assert here.is_finished, "nothing may follow"
+    assert allowed(here, BYTE_LEVEL) == [EOS]
+
+
+def test_a_finished_object_ends() -> None:
+    here = matcher(BYTE_LEVEL, json_object=True)
+    assert write(here, BYTE_LEVEL, '{"a": [1, {}]') == 13
+    assert not here.may_stop
+    assert write(here, BYTE_LEVEL, "}") == 1
+    assert here.is_finished
+
+
+def test_several_eos_ids_and_none() -> None:
+    a = spelled(BYTE_LEVEL, "a")[0]
+    several = compiler(BYTE_LEVEL, [1, EOS, 10**6]).compile(StructuredOutput(regex="a+"))
+    assert several.accept(a)
+    assert {1, EOS} < set(allowed(several, BYTE_LEVEL))
+    assert several.accept(1)
+    assert several.is_finished
+    none = compiler(BYTE_LEVEL, []).compile(StructuredOutput(regex="a|ab"))
+    assert none.accept(a)
+    assert none.may_stop
+    assert allowed(none, BYTE_LEVEL) == spelled(BYTE_LEVEL, "b"), "nothing stands for an end"
+    assert write(none, BYTE_LEVEL, "b") == 1
+    assert none.is_finished
+
+
+def test_an_eos_that_a_grammar_names_ends_nothing_early() -> None:
+    with pytest.raises(InvalidRequestError, match="lets no token of this model's come next"):
+        matcher(BYTE_LEVEL, grammar='start: </s> "a"')
+
+
+def test_padding_can_not_be_asked_for() -> None:
+    with pytest.raises(InvalidRequestError, match="lets no token of this model's come next"):
+        matcher(BYTE_LEVEL, grammar=f"start: <[{BYTE_LEVEL.vocab_size + 3}]>")
+
+
+def test_special_tokens_only_by_name() -> None:
+    special = BYTE_LEVEL.inner.convert_tokens_to_ids("<reserved>")
+    named, text = matcher(BYTE_LEVEL, grammar="start: <reserved>"), matcher(BYTE_LEVEL, choice=("<reserved>",))
+    assert allowed(named, BYTE_LEVEL) == [special]
+    assert special not in allowed(text, BYTE_LEVEL)
+    assert write(text, BYTE_LEVEL, "<") == 1
+    anything = matcher(BYTE_LEVEL, regex="(.|\n)*")
+    assert not {0, 1, special} & set(allowed(anything, BYTE_LEVEL))
+
+
+def test_a_vocabulary_narrower_than_the_tokenizers() -> None:
+    narrow = BYTE_LEVEL.vocab_size - 100
+    here = GrammarCompiler(BYTE_LEVEL, narrow, [EOS]).compile(StructuredOutput(regex=".*"))
+    words = np.empty(-(-narrow // 32), dtype=np.int32)
+    here.fill_mask(words)
+    assert EOS in ids(words)
+    assert max(ids(words)) == narrow - 1
+    assert not here.accept(narrow)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 7])
+def test_going_back(num_tokens: int) -> None:
+    here = matcher(BYTE_LEVEL, json_object=True)
+    before = []
+    for token_id in [*spelled(BYTE_LEVEL, '{"a":1}'), EOS]:
+        before.append((here.clone(), allowed(here, BYTE_LEVEL)))
+        assert here.accept(token_id)
+    assert here.is_finished
+    here.rollback(0)
+    assert here.is_finished
+    here.rollback(num_tokens)
+    then, mask = before[-num_tokens]
+    assert allowed(here, BYTE_LEVEL) == mask
+    assert (here.is_finished, here.may_stop) == (then.is_finished, then.may_stop)
+    with pytest.raises(ValueError, match=r"20 tokens can not be taken back: .+"):
+        here.rollback(20)
+
+
+def test_twins_go_their_own_ways() -> None:
+    one = matcher(BYTE_LEVEL, choice=("ab", "ac"))
+    assert write(one, BYTE_LEVEL, "a") == 1
+    two = one.clone()
+    assert write(one, BYTE_LEVEL, "b") == 1
+    assert one.is_finished
+    assert allowed(two, BYTE_LEVEL) == sorted(spelled(BYTE_LEVEL, "bc"))
+    assert write(two, BYTE_LEVEL, "c") == 1
+
+
+def test_json_has_no_endless_whitespace() -> None:
+    for text in ('{"a": 1}', '{\n    "a": [\n\t1,\r\n 2\n]\n}', '{ "a" : {} }'):
+        here = matcher(BYTE_LEVEL, json_object=True)
+        assert write(here, BYTE_LEVEL, text) == len(spelled(BYTE_LEVEL, text))
+        assert here.is_finished
+    here = matcher(BYTE_LEVEL, json_object=True)
+    assert write(here, BYTE_LEVEL, "{\n" + 200 * " ") == 82
+
+
+@pytest.mark.parametrize(
+    ("format_", "good", "bad"),
+    [
+        ("date", ["2024-02-29", "2000-02-29", "0001-01-31", "1999-12-31", "2023-10-29"], ["2023-02-29", "1900-02-29"]),
+        ("date", ["2023-02-28"], ["0000-01-01", "2023-04-31", "2023-13-01", "0000-02-29"]),
+        ("date-time", ["2024-02-29T23:59:59Z"], ["2024-02-29T23:59:60Z", "2023-02-29T00:00:00Z"]),
+        ("time", ["12:30:00.5+02:00"], ["12:30:60Z", "24:00:00Z"]),
+    ],
+)
+def test_dates_are_those_of_the_calendar(format_: str, good: list[str], bad: list[str]) -> None:
+    here = matcher(BYTE_LEVEL, json_schema=json.dumps({"type": "string", "format": format_}))
+    for text, is_good in [(text, True) for text in good] + [(text, False) for text in bad]:
+        other = here.clone()
+        is_taken = write(other, BYTE_LEVEL, f'"{text}"') == len(text) + 2
+        assert is_taken == is_good, text
+
+
+@pytest.mark.parametrize("tokenizer", [ALL["word_piece"], ALL["slow_bytes"]], ids=["word_piece", "slow_bytes"])
+def test_tokenizers_whose_bytes_are_unknown(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match=r"this model's tokenizer allows no structured output: .+"):
+        matcher(tokenizer, json_object=True)
+
+
+def test_a_sequence_whose_grammar_becomes_too_complex() -> None:
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(5000)}}
+    here = matcher(BYTE_LEVEL, json_schema=json.dumps(schema))
+    brace = spelled(BYTE_LEVEL, "{")[0]
+    assert brace in allowed(here, BYTE_LEVEL)
+    assert not here.accept(brace)
+    with pytest.raises(GrammarError, match=r"can not be followed any further: .*max is 10000"):
+        allowed(here, BYTE_LEVEL)
+    assert not here.is_finished, "it did not end well"
+    assert not here.accept(EOS)

@@ -107,18 +107,23 @@ class EventStream:
     """Cuts what arrives into chunks. Comments (keep-alive) and fields other than `data` are passed over.
 
     An event's data is taken to be one line, as every such server writes it.
+
+    Attributes:
+        is_done: whether the server has said that this is all.
+        failure: an error event, or one that can't be read; nothing behind it is looked at.
     """
 
     def __init__(self) -> None:
         self.is_done = False
+        self.failure: ServerError | None = None
         self._rest = b""
 
     def feed(self, data: bytes) -> list[Chunk]:
-        """The chunks that are complete now. Raises `ServerError` for an error event, or one that can't be read."""
+        """The chunks that are complete now."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         chunks = []
         for line in lines:
-            if not line.startswith(b"data:"):
+            if self.failure is not None or not line.startswith(b"data:"):
                 continue
             payload = line[5:].strip()
             if payload == b"[DONE]":
@@ -127,10 +132,12 @@ class EventStream:
             try:
                 chunk = _decode(payload)
             except msgspec.MsgspecError:
-                raise ServerError(f"an event can not be read: {_shortened(payload)}") from None
-            if bytes(chunk.error) not in NOTHING:
-                raise ServerError(f"error in the stream: {_words(payload)}")
-            chunks.append(chunk)
+                self.failure = ServerError(f"an event can not be read: {_shortened(payload)}")
+                continue
+            if bytes(chunk.error) in NOTHING:
+                chunks.append(chunk)
+            else:
+                self.failure = ServerError(f"error in the stream: {_words(payload)}")
         return chunks
 
 
@@ -207,6 +214,8 @@ class OpenAIClient:
                 is_finished = is_finished or any(chunk.finish_reason is not None for chunk in chunks)
                 if chunks:
                     yield chunks
+                if events.failure is not None:
+                    raise events.failure
             if not is_finished and not events.is_done:
                 raise ServerError(f"the answer ended unfinished ({response.content_type})")
 

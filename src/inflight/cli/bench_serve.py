@@ -138,7 +138,7 @@ def _run(base_url: str, plan: "LoadPlan", extra: dict[str, Any], options: dict[s
 
     from inflight.loadtest.dialect import Target
     from inflight.loadtest.load_test import load_test
-    from inflight.loadtest.runner import Tally
+    from inflight.loadtest.runner import Tally, allow_connections
     from inflight.openai_client import OpenAIClient
 
     console = Console(stderr=True)
@@ -159,23 +159,10 @@ def _run(base_url: str, plan: "LoadPlan", extra: dict[str, Any], options: dict[s
             target = Target(options["endpoint"], model, options["temperature"], extra)
             return model, await load_test(client, target, plan, say=_say, watch=watch)
 
-    _allow_connections(len(plan.sketches))
+    allow_connections(len(plan.sketches))
     with progress:
         return asyncio.run(test())
 
 
 def _say(line: str) -> None:
     print(f"inflight: {line}", file=sys.stderr)
-
-
-def _allow_connections(count: int) -> None:
-    """Let this process have so many open, as far as the system allows: every request has a connection of its own."""
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 100
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        at_most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, at_most), hard))

@@ -183,3 +183,16 @@ async def run_load(
                 await clock.sleep_until(start + request.arrival)
             group.create_task(follow(request, record))
     return records
+
+
+def allow_connections(count: int) -> None:
+    """Let this process have so many open, as far as the system allows: every request has a connection of its own."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 100
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        at_most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, at_most), hard))

@@ -1,0 +1,250 @@
+"""`inflight chat` as a user runs it: with pipes and in a terminal, with a server and with an engine of its own."""
+
+import asyncio
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from aiohttp import web
+
+from inflight import LLM, SamplingParams
+from tests.loadtest.fake_server import Exchange, FakeServer, chat_chunk, refuse
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+COMMAND = [sys.executable, "-m", "inflight", "chat"]
+
+
+def chat(*arguments: object, lines: list[str]) -> "subprocess.CompletedProcess[str]":
+    stdin = "".join(f"{line}\n" for line in lines)
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+
+
+async def repeat(exchange: Exchange) -> None:
+    """Say the last message again, in pieces."""
+    said = exchange.body["messages"][-1]["content"]
+    pieces = [chat_chunk(content=letter) for letter in said]
+    await exchange.send(chat_chunk(role="assistant", content=""), *pieces, chat_chunk("stop"), "[DONE]")
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer(repeat).in_thread() as server:
+        yield server
+
+
+# ------------------------------------------------------------------------------------------------------ with a server
+
+
+def test_what_was_said_is_remembered_until_it_is_reset(server: FakeServer) -> None:
+    lines = [
+        "hello",
+        "",
+        "and  more ",
+        "/system Be kind.",
+        "again",
+        "/reset",
+        " /really",
+        "/system",
+        "end",
+        "/quit",
+        "x",
+    ]
+    done = chat("--url", server.url, "--system", "Be brief.", lines=[*lines, "never"])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["hello", "and  more", "again", "/really", "end"]
+    told = [[(m["role"], m["content"]) for m in body["messages"]] for body in server.bodies]
+    hello = [("user", "hello"), ("assistant", "hello")]
+    more = [("user", "and  more"), ("assistant", "and  more")]
+    really = [("user", "/really"), ("assistant", "/really")]
+    assert told == [
+        [("system", "Be brief."), ("user", "hello")],
+        [("system", "Be brief."), *hello, ("user", "and  more")],
+        [("system", "Be kind."), *hello, *more, ("user", "again")],
+        [("system", "Be kind."), ("user", "/really")],
+        [*really, ("user", "end")],
+    ]
+    assert {body["model"] for body in server.bodies} == {"fake-1"}
+
+
+def test_parameters_are_given_set_shown_and_taken_back(server: FakeServer) -> None:
+    lines = ["a", "/params temperature=0.25", '/params stop = ["x y"]', "b", "/params", "/params temperature=", "c"]
+    done = chat("its-name", "--url", server.url, "--temperature", 1, "--max-tokens", 9, lines=lines)
+    assert done.stderr.splitlines() == ["max_tokens=9", "temperature=0.25", 'stop=["x y"]']
+    fields = [{k: v for k, v in body.items() if k not in ("messages", "stream")} for body in server.bodies]
+    assert fields == [
+        {"model": "its-name", "temperature": 1.0, "max_tokens": 9},
+        {"model": "its-name", "temperature": 0.25, "max_tokens": 9, "stop": ["x y"]},
+        {"model": "its-name", "max_tokens": 9, "stop": ["x y"]},
+    ]
+
+
+def test_a_failure_ends_a_script_with_its_reason_and_what_there_was(server: FakeServer) -> None:
+    async def behave(exchange: Exchange) -> web.Response | None:
+        if len(server.exchanges) == 2:
+            await exchange.send(chat_chunk(content="half"), {"error": {"message": "the engine died"}})
+            return None
+        await repeat(exchange)
+        return None
+
+    server.behave = behave
+    done = chat("--url", server.url, lines=["one", "two", "three"])
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["one", "half"]
+    assert "the engine died" in done.stderr
+    assert len(server.exchanges) == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "complaint"),
+    [
+        (["/nothing"], 2, "there is no command /nothing; /help lists all"),
+        (["/params temperature"], 2, "'temperature' is no KEY=VALUE"),
+        (["/params n=2"], 2, "n is 2; in a chat it must be 1"),
+        (["/help", "/quit"], 0, "/system TEXT"),
+    ],
+)
+def test_commands_that_are_none(server: FakeServer, lines: list[str], code: int, complaint: str) -> None:
+    done = chat("--url", server.url, lines=lines)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert complaint in done.stderr
+
+
+def test_options_of_an_engine_are_not_for_a_server(server: FakeServer) -> None:
+    done = chat("--url", server.url, "--max-model-len", 5, lines=[])
+    assert done.returncode == 2
+    assert "--max-model-len is for an engine in this process" in done.stderr
+
+
+def test_a_server_that_is_not_there_is_said_so() -> None:
+    with FakeServer().in_thread() as server:
+        pass
+    done = chat("--url", server.url, lines=["a"])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"{server.url}: can not connect" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------ in a terminal
+
+
+class Terminal:
+    """A chat in a terminal: what is typed, and what is seen."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self._seen = ""
+        self._process = subprocess.Popen(
+            [*COMMAND, *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=ENVIRONMENT | {"TERM": "dumb"},
+            start_new_session=True,
+            preexec_fn=lambda: os.close(os.open(os.ttyname(theirs), os.O_RDWR)),  # its controlling terminal
+        )
+        os.close(theirs)
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def until(self, text: str) -> str:
+        """Read until this is seen; returns all up to it."""
+        while text not in self._seen:
+            ready, _, _ = select.select([self._ours], [], [], 60)
+            assert ready, f"{text!r} does not come; seen: {self._seen!r}"
+            self._seen += os.read(self._ours, 4096).decode()
+        before, _, self._seen = self._seen.partition(text)
+        return before
+
+    def end(self) -> int:
+        code = self._process.wait(60)
+        os.close(self._ours)
+        return code
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat_and_ctrl_d_ends_it(server: FakeServer) -> None:
+    left = []
+
+    async def behave(exchange: Exchange) -> web.Response | None:
+        if len(server.exchanges) == 2:
+            return refuse(500, "no luck")
+        if len(server.exchanges) == 1:
+            try:
+                await exchange.send(chat_chunk(content="I will never"))
+                while True:
+                    await exchange.send(b": still there\n\n")
+                    await asyncio.sleep(0.01)
+            except ConnectionError:
+                left.append(True)
+                raise
+        await repeat(exchange)
+        return None
+
+    server.behave = behave
+    terminal = Terminal("--url", server.url)
+    terminal.until("/help lists the commands, Ctrl-D ends")
+    terminal.until("> ")
+    terminal.type("talk\n")
+    terminal.until("I will never")
+    terminal.type("\x03")
+    terminal.until("(stopped)")
+    terminal.until("> ")
+    terminal.type("fail\n")
+    terminal.until("inflight: HTTP 500: no luck")
+    terminal.until("> ")
+    terminal.type("half a li\x03")  # what was typed is taken back
+    terminal.until("> ")
+    terminal.type("well\n")
+    terminal.until("well\r\n")  # the echo
+    terminal.until("well\r\n")  # the answer
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.end() == 0
+    assert left == [True]
+    assert [(m["role"], m["content"]) for m in server.bodies[-1]["messages"]] == [
+        ("user", "talk"),
+        ("assistant", "I will never"),
+        ("user", "well"),
+    ]
+
+
+def test_ctrl_c_ends_a_script(server: FakeServer) -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.send(chat_chunk(content="I will never"))
+        await asyncio.Event().wait()
+
+    server.behave = behave
+    command = [*COMMAND, "--url", server.url]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as process:  # type: ignore[call-overload]
+        process.stdin.write(b"a\nb\n")
+        process.stdin.flush()
+        assert process.stdout.read(12) == b"I will never"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.strip()) == (130, b"\n", b"inflight: interrupted")
+    assert len(server.exchanges) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ with an engine
+
+
+def test_an_engine_of_its_own_answers_as_the_library_does() -> None:
+    said = ["Tell me a story about a fox.", "Tell me another one.", "Once more."]
+    lines = [*said[:2], "/params max_tokens=3", said[2], "/params top_pp=1"]
+    done = chat("--temperature", 0, "--max-tokens", 30, lines=lines)
+    assert done.returncode == 2  # for the last line
+    llm, messages, expected = LLM(), list[dict[str, str]](), list[str]()
+    for line, max_tokens in zip(said, (30, 30, 3), strict=True):
+        messages.append({"role": "user", "content": line})
+        (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
+        expected.append(output.outputs[0].text)
+        messages.append({"role": "assistant", "content": expected[-1]})
+    assert done.stdout == "".join(f"{text}\n" for text in expected)
+    assert done.stderr.count("(cut: max_tokens") >= 1
+    assert "SamplingParams has no option 'top_pp'; did you mean 'top_p'?" in done.stderr

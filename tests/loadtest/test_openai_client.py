@@ -1,0 +1,120 @@
+"""How an event stream is cut into chunks, and how failures are told."""
+
+import asyncio
+import json
+from itertools import pairwise
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inflight.openai_client import MAX_REASON, Chunk, EventStream, OpenAIClient, ServerError
+from tests.loadtest.fake_server import Exchange, FakeServer, chat_chunk, text_chunk, usage_chunk
+
+EVENTS = [
+    b": keep-alive\n\n",
+    b"event: message\r\ndata: " + json.dumps(text_chunk("é ☂\n")).encode() + b"\r\n\r\n",
+    b"data:" + json.dumps(chat_chunk(content="a", role="assistant")).encode() + b"\n\n",
+    b"data: " + json.dumps(chat_chunk(reasoning="hm")).encode() + b"\nid: 7\n\n",
+    b"data: " + json.dumps(chat_chunk("stop")).encode() + b"\n\n",
+    b"data: " + json.dumps(usage_chunk(3, 4)).encode() + b"\n\n",
+    b"data: [DONE]\n\n",
+]
+
+
+def told(chunks: list[Chunk]) -> list[tuple[str, str, bool, str | None]]:
+    return [(chunk.text, chunk.reasoning, chunk.carries_tokens, chunk.finish_reason) for chunk in chunks]
+
+
+@given(st.lists(st.integers(0, sum(map(len, EVENTS)))))
+def test_chunks_are_the_same_however_the_stream_arrives(cuts: list[int]) -> None:
+    whole, stream, chunks = b"".join(EVENTS), EventStream(), list[Chunk]()
+    places = [0, *sorted(cuts), len(whole)]
+    for start, end in pairwise(places):
+        chunks += stream.feed(whole[start:end])
+    assert told(chunks) == [
+        ("é ☂\n", "", True, None),
+        ("a", "", True, None),
+        ("", "hm", True, None),
+        ("", "", False, "stop"),
+        ("", "", False, None),
+    ]
+    assert chunks[-1].usage is not None
+    assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (3, 4)
+    assert stream.is_done
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        ('{"error": {"message": "bad"}}', "error in the stream: bad"),
+        ('{"error": {"code": 5}}', 'error in the stream: {"code":5}'),
+        ('{"choices": 5}', 'an event can not be read: {"choices": 5}'),
+        ("{", "an event can not be read: {"),
+        ("x" * 5000, "an event can not be read: " + "x" * MAX_REASON + "…"),
+    ],
+)
+def test_bad_events_are_errors(payload: str, reason: str) -> None:
+    stream, good = EventStream(), b"data: " + json.dumps(text_chunk("a")).encode() + b"\n\n"
+    chunks = stream.feed(good + f"data: {payload}\n\n".encode() + good)
+    assert [chunk.text for chunk in chunks] == ["a"]
+    assert str(stream.failure) == reason
+
+
+@pytest.mark.parametrize("nothing", ["null", "[]"])
+def test_fields_that_say_nothing_are_no_errors(nothing: str) -> None:
+    (chunk,) = EventStream().feed(f'data: {{"choices": null, "usage": null, "error": {nothing}}}\n'.encode())
+    assert told([chunk]) == [("", "", False, None)]
+
+
+def test_models_are_listed() -> None:
+    async def check() -> None:
+        async with FakeServer().running() as server, OpenAIClient(server.url) as client:
+            assert await client.models() == ["fake-1", "fake-2"]
+            assert await client.first_model() == "fake-1"
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("answer", "reason"), [("[]", "can not be read"), ('{"data": []}', "names no model")])
+def test_a_list_of_models_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch, answer: str, reason: str) -> None:
+    async def models(server: FakeServer, request: web.Request) -> web.Response:
+        return web.Response(text=answer, content_type="application/json")
+
+    monkeypatch.setattr(FakeServer, "_models", models)
+
+    async def check() -> None:
+        async with FakeServer().running() as server, OpenAIClient(server.url) as client:
+            with pytest.raises(ServerError, match=reason):
+                await client.first_model()
+
+    asyncio.run(check())
+
+
+def test_a_reader_that_leaves_closes_the_connection() -> None:
+    async def check() -> None:
+        gone = asyncio.Event()
+
+        async def behave(exchange: Exchange) -> None:
+            try:
+                while True:
+                    await exchange.send(text_chunk("a"))
+            except ConnectionError:
+                gone.set()
+                raise
+
+        async with FakeServer(behave).running() as server, OpenAIClient(server.url) as client:
+            answer = client.stream("/v1/completions", b'{"stream": true}')
+            await anext(answer)
+            await answer.aclose()
+            async with asyncio.timeout(60):
+                await gone.wait()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://a"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=r"it must be a URL such as http://127\.0\.0\.1:8000"):
+        OpenAIClient(url)

@@ -1,7 +1,8 @@
 """How much is taken from clients: bytes of a body, seconds to send it, requests at a time. Knows nothing of tokens.
 
 A body is received as a whole before the application sees it, which reads it as a whole anyway; so its size is known
-from what came, not from what was promised, and nobody who sends slowly or for ever gets further than here.
+from what came, not from what was promised, and nobody who sends slowly or for ever gets further than here. (Starlette
+has a limit of bytes, too; it answers in plain text, and waits for ever.)
 """
 
 import asyncio

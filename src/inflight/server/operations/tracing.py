@@ -1,11 +1,11 @@
 """Traces for OpenTelemetry: one span for each prompt that is generated for, a child of the client's if it sent one.
 
-Decides what a span says: the GenAI semantic conventions' attributes, and no text. The library is an extra, imported
-only when traces are asked for.
+Decides what a span says: the GenAI semantic conventions' attributes, and no text. The library is imported only when
+traces are asked for; its SDK and exporter are an extra. (A span for the HTTP request itself, which would come in
+between, is FastAPI's to make, if it is given the same provider.)
 """
 
 import time
-from contextvars import ContextVar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,11 @@ from inflight.params import SamplingParams
 from inflight.server.operations.refusals import header_of, path_of
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
-_origin: ContextVar["tuple[Context, str] | None"] = ContextVar("_origin", default=None)
-"""Of the HTTP request that is being served: the client's span, and what the conventions call what it asks for."""
+OPERATION = "inflight.operation"
+"""Where OpenTelemetry's context of an HTTP request says what the conventions call what it asks for."""
 
 
 def exporting_provider(endpoint: str | None = None) -> "TracerProvider":
@@ -62,12 +61,13 @@ class Tracing:
     """
 
     def __init__(self, model_name: str, provider: "TracerProvider") -> None:
+        from opentelemetry import context as contexts
         from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._model_name = model_name
         self._tracer = provider.get_tracer("inflight", __version__)
-        self._kind, self._error = SpanKind.SERVER, StatusCode.ERROR
+        self._contexts, self._kind, self._error = contexts, SpanKind.SERVER, StatusCode.ERROR
         self._propagator = TraceContextTextMapPropagator()
         self._spans: dict[str, tuple[Span, float]] = {}
         self._waiting: dict[str, tuple[Span, float]] = {}
@@ -82,12 +82,11 @@ class Tracing:
 
     def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
         """A request is about to be handed to the engine."""
-        context, operation = _origin.get() or (None, "text_completion")
+        operation = str(self._contexts.get_value(OPERATION) or "text_completion")
         span = self._tracer.start_span(
             f"{operation} {self._model_name}",
-            context,
-            self._kind,
-            {
+            kind=self._kind,
+            attributes={
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "inflight",
                 "gen_ai.request.model": self._model_name,
@@ -118,12 +117,18 @@ class Tracing:
         span.end()
 
     async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            names = (b"traceparent", b"tracestate")
-            carrier = {name.decode(): value.decode("latin-1") for name in names if (value := header_of(scope, name))}
-            is_completion = path_of(scope) == "/v1/completions"
-            _origin.set((self._propagator.extract(carrier), "text_completion" if is_completion else "chat"))
-        await app(scope, receive, send)
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        names = (b"traceparent", b"tracestate")
+        carrier = {name.decode(): value.decode("latin-1") for name in names if (value := header_of(scope, name))}
+        operation = "text_completion" if path_of(scope) == "/v1/completions" else "chat"
+        context = self._contexts.set_value(OPERATION, operation, self._propagator.extract(carrier))
+        token = self._contexts.attach(context)
+        try:
+            await app(scope, receive, send)
+        finally:
+            self._contexts.detach(token)
 
 
 def _request_attributes(num_sequences: int, params: SamplingParams) -> dict[str, Any]:

@@ -1,0 +1,405 @@
+"""What Prometheus gets: from a real engine, from one that dies, loads or hangs, and from requests of every kind."""
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+from prometheus_client.parser import text_string_to_metric_families
+
+from inflight import AsyncLLM, EngineDeadError, ModelError, SamplingParams
+from inflight.engine_process.connection import ProcessConnection
+from inflight.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from inflight.record import EngineStats
+from inflight.server.operations import metrics as metrics_module
+from inflight.server.operations.metrics import Metrics
+from tests.server.operations.serving import client_of, run
+
+Samples = dict[str, float]
+
+DASHBOARD = (
+    *(
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:gpu_cache_usage_perc",
+    ),
+    *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:num_preemptions_total"),
+    *("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
+    *("vllm:time_to_first_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket"),
+    *("vllm:time_per_output_token_seconds_bucket", "vllm:request_time_per_output_token_seconds_bucket"),
+    *("vllm:e2e_request_latency_seconds_bucket", "vllm:request_queue_time_seconds_sum"),
+    *("vllm:request_prefill_time_seconds_sum", "vllm:request_decode_time_seconds_sum"),
+    *("vllm:request_inference_time_seconds_sum", "vllm:request_prompt_tokens_bucket"),
+    *("vllm:request_generation_tokens_bucket", "vllm:request_max_num_generation_tokens_sum"),
+    *("vllm:request_params_n_bucket", "vllm:request_params_max_tokens_bucket"),
+)
+"""What vLLM's own dashboards ask for, all of a model by its name."""
+
+
+def samples_of(text: str) -> Samples:
+    """All samples by name and labels (without the model's name, which every one of ours must have)."""
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name", None) == "tiny" or sample.name.startswith("process_")
+            inner = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+            samples[f"{sample.name}{{{inner}}}" if inner else sample.name] = sample.value
+    return samples
+
+
+async def scrape(metrics: Metrics) -> Samples:
+    return samples_of((await metrics.scrape()).decode())
+
+
+def stats_of(num: int = 0, num_crashes: int = 0, num_running: int = 0) -> EngineStats:
+    """Stats of an engine that has counted `num` of everything."""
+    return EngineStats(num, num, num, num, num, num, num_running, 2, 25, 25, 50, num_crashes)
+
+
+def scripted(*answers: EngineStats | Exception) -> Callable[[], "asyncio.Future[EngineStats]"]:
+    """An engine that answers so, one after the other."""
+    script = iter(answers)
+
+    async def read() -> EngineStats:
+        answer = next(script)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return read  # type: ignore[return-value]
+
+
+def output_of(*lengths: int) -> RequestOutput:
+    outputs = [CompletionOutput(i, "", [7] * length, finish_reason="length") for i, length in enumerate(lengths)]
+    times = RequestMetrics(10.0, 10.5, 11.0, 13.0, 13.0)
+    return RequestOutput("a", None, [5] * 30, outputs, times, True)
+
+
+def served(llm: AsyncLLM) -> tuple[Metrics, FastAPI]:
+    """A server of one endpoint, which tells the metrics of its requests."""
+    metrics = Metrics("tiny", llm.stats)
+    app = FastAPI()
+    app.add_route("/metrics", metrics.endpoint)
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        fields = await request.json()
+        params = SamplingParams(**fields)
+
+        async def stream():  # type: ignore[no-untyped-def]
+            metrics.started("a", params.n, params)
+            output, reason = None, "error"
+            try:
+                async with aclosing(llm.stream("Once upon a time, there was a fox.", params)) as deltas:
+                    async for delta in deltas:
+                        metrics.produced("a", len(delta.token_ids), time.monotonic())
+                        yield delta.text
+                        output = delta.output
+                reason = output.outputs[0].finish_reason
+            except (asyncio.CancelledError, GeneratorExit):
+                reason = "abort"
+                raise
+            finally:
+                metrics.finished("a", output, reason)
+
+        return StreamingResponse(stream())
+
+    @app.get("/v1/models/{name}")
+    async def model(name: str) -> Response:
+        return PlainTextResponse(name)
+
+    return metrics, app
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(in_process=True, num_blocks=200)
+    yield llm
+    asyncio.run(llm.stop())
+
+
+def test_a_real_engine_under_vllms_names(llm: AsyncLLM) -> None:
+    async def check() -> None:
+        metrics, app = served(llm)
+        async with client_of(metrics.middleware(app)) as client:
+
+            async def complete(**fields: object) -> None:
+                async with client.post(
+                    "/v1/completions", json={"temperature": 0, "ignore_eos": True} | fields
+                ) as answer:
+                    await answer.read()
+
+            await complete(max_tokens=20)
+            await complete(max_tokens=20)  # whose prompt is found again
+            await complete(max_tokens=5, n=3, temperature=1.0)
+            async with client.post("/v1/completions", json={"max_tokens": 250, "ignore_eos": True}) as answer:
+                await answer.content.readexactly(1)
+                answer.close()
+            stats = await llm.stats()
+            while (await llm.stats()).num_running:
+                pass
+            async with client.get("/metrics") as answer:
+                assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+                samples = samples_of(await answer.text())
+        names = {re.sub("{.*", "", name) for name in samples}
+        assert set(DASHBOARD) <= names
+        assert samples["inflight:engine_up"] == 1
+        assert samples["vllm:num_requests_running"] == samples["vllm:kv_cache_usage_perc"] == 0
+        assert samples["vllm:prompt_tokens_total"] == samples["vllm:prefix_cache_queries_total"] > 0
+        assert 0 < samples["vllm:prefix_cache_hits_total"] < samples["vllm:prompt_tokens_total"]
+        assert samples["vllm:generation_tokens_total"] >= stats.num_generated_tokens >= 55
+        assert samples["vllm:request_success_total{finished_reason=length}"] == 3
+        assert samples["vllm:request_success_total{finished_reason=abort}"] == 1
+        assert samples["inflight:request_aborts_total{reason=abort}"] == 1
+        assert samples["vllm:time_to_first_token_seconds_count"] == 4
+        assert samples["vllm:e2e_request_latency_seconds_count"] == 4
+        for name in ("queue_time_seconds", "prefill_time_seconds", "decode_time_seconds", "inference_time_seconds"):
+            assert samples[f"vllm:request_{name}_count"] == 3
+        assert samples["vllm:request_generation_tokens_sum"] == 55
+        assert samples["vllm:request_max_num_generation_tokens_sum"] == 45
+        assert samples["vllm:request_params_n_sum"] == 6
+        assert samples["vllm:request_params_max_tokens_sum"] == 20 + 20 + 5 + 250
+        # Of 20 tokens one by one, 19 come after another; of three sequences of 5, each has 4 (and one tells of all).
+        num_gaps = samples["vllm:inter_token_latency_seconds_count"]
+        assert num_gaps >= 19 + 19 + 4
+        assert samples["vllm:time_per_output_token_seconds_count"] == num_gaps
+        inter_token = {name for name in samples if name.startswith("vllm:inter_token_latency_seconds_bucket")}
+        for name in inter_token:
+            assert samples[name.replace("inter_token_latency", "time_per_output_token")] == samples[name]
+        spent = samples["vllm:inter_token_latency_seconds_sum"] + samples["vllm:time_to_first_token_seconds_sum"]
+        assert spent <= samples["vllm:e2e_request_latency_seconds_sum"]
+        assert not metrics._running
+
+    run(check())
+
+
+def test_answers_are_counted_by_names_that_are_ours() -> None:
+    async def check() -> None:
+        metrics, app = served(AsyncLLM(in_process=True))
+        async with client_of(metrics.middleware(app)) as client:
+            for method, path in (
+                *(("GET", f"/v1/models/{number}") for number in range(5)),
+                ("GET", "/nowhere"),
+                ("GET", "/elsewhere"),
+                ("PROPFIND", "/nowhere"),
+                ("POST", "/v1/completions"),
+            ):
+                headers = {"Connection": "close"}
+                async with client.request(method, path, headers=headers) as answer:
+                    await answer.read()
+        counted = {name: value for name, value in (await scrape(metrics)).items() if "http_requests_total" in name}
+        assert counted == {
+            "inflight:http_requests_total{method=GET,path=/v1/models/{name},status=200}": 5,
+            "inflight:http_requests_total{method=GET,path=other,status=404}": 2,
+            "inflight:http_requests_total{method=other,path=other,status=404}": 1,
+            "inflight:http_requests_total{method=POST,path=/v1/completions,status=500}": 1,
+        }
+
+    run(check())
+
+
+def test_counters_never_go_down_whatever_becomes_of_the_engine() -> None:
+    async def check() -> None:
+        answers = (
+            *(stats_of(10), stats_of(15), stats_of(15)),
+            *(EngineDeadError("gone"), stats_of(20, num_crashes=2)),  # two died, and this one counted further
+            *(stats_of(4, num_crashes=2), stats_of(6, num_crashes=2)),  # stopped and started again
+        )
+        metrics = Metrics("tiny", scripted(*answers))
+        names = ("vllm:prompt_tokens_total", "vllm:num_preemptions_total", "inflight:engine_steps_total")
+        seen = []
+        for _ in answers:
+            samples = await scrape(metrics)
+            assert len({samples[name] for name in names}) == 1
+            seen.append((samples[names[0]], samples["inflight:engine_crashes_total"], samples["inflight:engine_up"]))
+        assert seen == [(10, 0, 1), (15, 0, 1), (15, 0, 1), (15, 0, 0), (35, 2, 1), (39, 2, 1), (41, 2, 1)]
+
+    run(check())
+
+
+def test_a_scrape_is_answered_while_the_engine_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "SECONDS_FOR_ENGINE", 0.05)
+
+    async def check() -> None:
+        answers: list[object] = [stats_of(10, num_running=3), None, EngineDeadError("gone"), ModelError("bad")]
+
+        async def read() -> EngineStats:
+            answer = answers.pop(0)
+            if answer is None:
+                await asyncio.Event().wait()  # loads, or is in the middle of a very long step
+            if isinstance(answer, Exception):
+                raise answer
+            assert isinstance(answer, EngineStats)
+            return answer
+
+        metrics = Metrics("tiny", read)
+        seen = [await scrape(metrics) for _ in range(4)]
+        state = [
+            (each["inflight:engine_up"], each["vllm:num_requests_running"], each["vllm:kv_cache_usage_perc"])
+            for each in seen
+        ]
+        assert state == [(1, 3, 0.25), (0, 3, 0.25), (0, 0, 0), (0, 0, 0)]
+        assert {each["vllm:prompt_tokens_total"] for each in seen} == {10}
+
+    run(check())
+
+
+def test_scrapes_at_once_count_nothing_twice() -> None:
+    async def check() -> None:
+        num = 0
+
+        async def read() -> EngineStats:
+            nonlocal num
+            num += 1
+            mine = num
+            for _ in range(10 - num):  # who asked first hears last
+                await asyncio.sleep(0)
+            return stats_of(mine)
+
+        metrics = Metrics("tiny", read)
+        await asyncio.gather(*(metrics.scrape() for _ in range(8)))
+        assert (await scrape(metrics))["vllm:prompt_tokens_total"] == 9
+
+    run(check())
+
+
+def test_a_killed_engine_is_seen_and_comes_back() -> None:
+    async def check() -> None:
+        async with AsyncLLM(restart_delays=(0.0, 0.0), num_blocks=200) as llm:
+            metrics, app = served(llm)
+            async with client_of(app) as client:
+
+                async def complete() -> None:
+                    async with client.post("/v1/completions", json={"max_tokens": 5, "ignore_eos": True}) as answer:
+                        await answer.read()
+
+                await complete()
+                before = await scrape(metrics)
+                session = llm._supervisor._session
+                assert session is not None
+                assert isinstance(session._connection, ProcessConnection)
+                os.kill(session._connection.pid, signal.SIGKILL)
+                while (samples := await scrape(metrics))["inflight:engine_up"]:
+                    pass
+                assert samples["vllm:generation_tokens_total"] == before["vllm:generation_tokens_total"] == 5
+                await complete()
+                after = await scrape(metrics)
+                assert after["inflight:engine_up"] == after["inflight:engine_crashes_total"] == 1
+                assert after["vllm:generation_tokens_total"] == 10
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("reason", "finished_reason"),
+    [
+        ("stop", "stop"),
+        ("length", "length"),
+        ("abort", "abort"),
+        ("timeout", "abort"),
+        ("error", "error"),
+        ("refused", None),
+    ],
+)
+def test_each_way_to_end_is_counted_once(reason: str, finished_reason: str | None) -> None:
+    async def check() -> None:
+        metrics = Metrics("tiny", scripted(stats_of()))
+        metrics.started("a", 1, SamplingParams())
+        metrics.finished("a", None, reason)
+        metrics.finished("unknown", None, "stop")
+        metrics.produced("unknown", 3, 1.0)
+        samples = await scrape(metrics)
+        ends = {name: value for name, value in samples.items() if name.startswith("vllm:request_success_total")}
+        expected = dict.fromkeys(ends, 0.0)
+        if finished_reason is not None:
+            expected[f"vllm:request_success_total{{finished_reason={finished_reason}}}"] = 1.0
+        assert len(ends) == 4
+        assert ends == expected
+        aborts = {name: value for name, value in samples.items() if name.startswith("inflight:request_aborts_total")}
+        is_whole = reason in ("stop", "length")
+        assert aborts == ({} if is_whole else {f"inflight:request_aborts_total{{reason={reason}}}": 1.0})
+        assert samples["vllm:e2e_request_latency_seconds_count"] == (reason != "refused")
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "produced", "gaps"),
+    [
+        (1, [(1, 1.0), (1, 1.5), (1, 1.75)], [0.5, 0.25]),
+        (1, [(1, 1.0), (4, 3.0)], [0.5, 0.5, 0.5, 0.5]),  # four at once: the reader was slow
+        (1, [(5, 1.0), (0, 2.0), (1, 3.0)], [2.0]),
+        (2, [(1, 1.0), (1, 1.0), (1, 2.0), (1, 2.0), (1, 4.0), (1, 4.0)], [1.0, 2.0]),
+        (2, [(2, 1.0), (2, 2.0), (4, 4.0)], [1.0, 1.0, 1.0]),
+    ],
+)
+def test_gaps_between_tokens_are_those_of_one_sequence(
+    num_sequences: int, produced: list[tuple[int, float]], gaps: list[float]
+) -> None:
+    async def check() -> None:
+        metrics = Metrics("tiny", scripted(stats_of()))
+        start = time.monotonic()
+        metrics.started("a", num_sequences, SamplingParams(n=num_sequences))
+        for num_new_tokens, seconds in produced:
+            metrics.produced("a", num_new_tokens, start + seconds)
+        samples = await scrape(metrics)
+        assert samples["vllm:time_to_first_token_seconds_count"] == 1
+        assert samples["vllm:time_to_first_token_seconds_sum"] == pytest.approx(1.0, abs=0.1)
+        assert samples["vllm:inter_token_latency_seconds_count"] == len(gaps)
+        assert samples["vllm:inter_token_latency_seconds_sum"] == pytest.approx(sum(gaps))
+
+    run(check())
+
+
+def test_times_and_sizes_are_the_outputs() -> None:
+    async def check() -> None:
+        metrics = Metrics("tiny", scripted(stats_of()))
+        metrics.started("a", 2, SamplingParams(n=2, max_tokens=None))
+        metrics.finished("a", output_of(5, 3), "length")
+        metrics.started("b", 1, SamplingParams(max_tokens=7))
+        never = output_of(0)
+        never.metrics = replace(never.metrics, first_scheduled_time=None, first_token_time=None, last_token_time=None)
+        metrics.finished("b", never, "abort")
+        samples = await scrape(metrics)
+        sums = {name.removesuffix("_sum"): value for name, value in samples.items() if name.endswith("_sum")}
+        sums.pop("vllm:e2e_request_latency_seconds")
+        assert {name: value for name, value in sums.items() if value} == {
+            "vllm:request_queue_time_seconds": 0.5,
+            "vllm:request_prefill_time_seconds": 0.5,
+            "vllm:request_decode_time_seconds": 2.0,
+            "vllm:request_inference_time_seconds": 2.5,
+            "vllm:request_time_per_output_token_seconds": 0.5,
+            "vllm:request_prompt_tokens": 60,
+            "vllm:request_generation_tokens": 8,
+            "vllm:request_max_num_generation_tokens": 5,
+            "vllm:request_params_n": 3,
+            "vllm:request_params_max_tokens": 7,
+        }
+
+    run(check())
+
+
+def test_a_client_of_the_metrics_may_be_anything() -> None:
+    async def check() -> None:
+        metrics, app = served(AsyncLLM(in_process=True, max_model_len=10**6))  # a model that can not be loaded
+        async with client_of(metrics.middleware(app)) as client:
+            for accept in (
+                "*/*",
+                "application/openmetrics-text;version=1.0.0;escaping=dots",
+                "image/png",
+                "\u00e9,;=,",
+            ):
+                async with client.get("/metrics", headers={"Accept": accept}) as answer:
+                    assert answer.status == 200
+                    assert samples_of(await answer.text())["inflight:engine_up"] == 0
+
+    run(check())

@@ -103,8 +103,7 @@ class AccessLog:
 
 
 def _write(scope: Scope, status: int, seconds: float, generated: _Generated) -> None:
-    is_probe = path_of(scope) in OPERATOR_PATHS and status < 400
-    level = logging.DEBUG if is_probe else logging.INFO
+    level = logging.DEBUG if path_of(scope) in OPERATOR_PATHS else logging.INFO
     if not logger.isEnabledFor(level):
         return
     # As it came, without the query; what could break a line stays in percent signs.

@@ -60,7 +60,7 @@ class Drain:
         """Return when nobody is inside any more: at the latest a little after the time of grace."""
         if await self._empty_within(self._grace_seconds):
             return
-        logger.warning("%d requests run after %g s and are aborted", len(self._inside), self._grace_seconds)
+        logger.warning("still running after %g s, now aborted: %d", self._grace_seconds, len(self._inside))
         if self._abort_all is not None:
             try:
                 async with asyncio.timeout(SECONDS_TO_LEAVE):
@@ -161,12 +161,11 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Asked ten times a second; true when the server may end."""
-        may_end = await super().on_tick(counter)
-        if not self._drain.is_draining:
-            return may_end
-        if self._finishing is None:
-            logger.info("no more requests are taken in; those that run may finish")
-            self._finishing = asyncio.create_task(self._drain.finish())
-        if self.force_exit:
-            self._drain.cut()
-        return may_end or self.force_exit or self._finishing.done()
+        if self._drain.is_draining:
+            if self._finishing is None:
+                logger.info("no more requests are taken in; those that run may finish")
+                self._finishing = asyncio.create_task(self._drain.finish())
+            if self.force_exit:
+                self._drain.cut()
+            self.should_exit |= self.force_exit or self._finishing.done()
+        return await super().on_tick(counter)

@@ -31,7 +31,9 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logging(*, as_json: bool, level: str = "INFO") -> None:
-    """Send all that this process logs to standard error: uvicorn's lines, too, if its `log_config` is None."""
+    """Send all that this process logs to standard error: uvicorn's lines, too, if its `log_config` is None, but for its
+    access log, which `AccessLog` replaces."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.getLogger("uvicorn.access").propagate = False

@@ -137,7 +137,8 @@ def _of_validation(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, f"{where} is missing", param=where, code="missing_required_parameter")
     said = list(dict.fromkeys(each["msg"] for each in errors if each["loc"][1] == first["loc"][1]))
     wanted = [message.removeprefix("Input should be ") for message in said if message.startswith("Input should be ")]
-    sentence = f"it should be {' or '.join(wanted)}" if wanted else said[0]
+    others = [message[:1].lower() + message[1:] for message in said if not message.startswith("Input should be ")]
+    sentence = ", or ".join([*([f"it should be {' or '.join(wanted)}"] if wanted else []), *others])
     return ApiError(400, f"{where} is {reprlib.repr(first.get('input'))}; {sentence}", param=where)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from inflight.outputs import CompletionOutput, RequestOutput, TextDelta, TokenLogprobs
+from inflight.outputs import CompletionOutput, RequestOutput, TextDelta
 from inflight.server import logprobs
 from inflight.server.chunks import ChunkWriter, to_json
 from inflight.server.client import Client, attended
@@ -47,11 +47,18 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request that can be run; `head` is what its answer and each chunk of it begin with."""
+    """A request that can be run.
+
+    Attributes:
+        echoes: what each prompt's texts begin with.
+        is_text_echoed: whether that is the text that was given; else it was made from token ids, special ones too.
+        head: what the answer and each chunk of it begin with.
+    """
 
     body: CompletionRequest
     job: Job
     echoes: Sequence[str]
+    is_text_echoed: bool
     tokenizer: Tokenizer | None
     head: dict[str, Any]
 
@@ -78,22 +85,30 @@ async def _read(body: CompletionRequest, service: Service) -> _Asked:
         token_ids = await service.tokenize(prompt, size, "prompt", add_special_tokens=special)
         prompts.append(service.fitted(token_ids, info, "prompt", body.truncate_prompt_tokens))
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    created, model = int(time.time()), service.settings.model_name
+    is_text_echoed = isinstance(body.prompts[0], str) and body.truncate_prompt_tokens is None
     return _Asked(
         body,
         Job(request_id, prompts, params, body.priority or 0, body.cache_salt),
-        _echoes(body, prompts, service) if body.echo else [""] * len(prompts),
+        _echoes(body, prompts, is_text_echoed, service.llm.tokenizer),
+        is_text_echoed,
         service.llm.tokenizer,
-        {"id": request_id, "object": "text_completion", "created": created, "model": model},
+        {
+            "id": request_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.settings.model_name,
+        },
     )
 
 
-def _echoes(body: CompletionRequest, prompts: Sequence[list[int]], service: Service) -> list[str]:
-    """The text of each prompt: as it was given, if it ran as it was given."""
-    if isinstance(body.prompts[0], str) and body.truncate_prompt_tokens is None:
+def _echoes(
+    body: CompletionRequest, prompts: Sequence[list[int]], is_text_echoed: bool, tokenizer: Tokenizer | None
+) -> list[str]:
+    if not body.echo or tokenizer is None:
+        return [""] * len(prompts)
+    if is_text_echoed:
         return [str(prompt) for prompt in body.prompts]
-    tokenizer = service.llm.tokenizer
-    return ["" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts]
+    return [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts]
 
 
 # ------------------------------------------------------------------------------------- whole
@@ -129,8 +144,9 @@ def _choice(
         "stop_reason": None if nothing else completion.stop_reason,
     }
     if body.logprobs is not None:
+        echoed = (output.prompt_token_ids, output.prompt_logprobs or []) if body.echo else None
         positions = [] if nothing else completion.logprobs or []
-        choice["logprobs"] = _told(asked, output.prompt_token_ids, output.prompt_logprobs, token_ids, positions)
+        choice["logprobs"] = _told(asked, token_ids, positions, len(echo), echoed)
     if body.prompt_logprobs is not None:
         choice["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs or [])
     if body.return_token_ids:
@@ -140,17 +156,19 @@ def _choice(
 
 def _told(
     asked: _Asked,
-    prompt: Sequence[int],
-    of_prompt: logprobs.Positions | None,
     token_ids: Sequence[int],
-    positions: Sequence[TokenLogprobs],
-    offset: int = 0,
+    positions: logprobs.Positions,
+    offset: int,
+    echoed: tuple[Sequence[int], logprobs.Positions] | None,
 ) -> dict[str, Any]:
-    """`logprobs` of these tokens, behind those of the prompt if it is echoed."""
-    assert asked.body.logprobs is not None
-    if asked.body.echo:
-        token_ids, positions = [*prompt, *token_ids], [*(of_prompt or []), *positions]  # type: ignore[list-item]
-    return logprobs.of_completion(token_ids, positions, asked.body.logprobs, offset, asked.tokenizer)
+    """`logprobs` of an output's tokens, from `offset` in the text on; behind those of the prompt, if it is echoed."""
+    num_top, tokenizer = asked.body.logprobs or 0, asked.tokenizer
+    skip = asked.job.params.skip_special_tokens
+    told = logprobs.of_completion(token_ids, positions, num_top, tokenizer, offset=offset, skip_special_tokens=skip)
+    if echoed is None:
+        return told
+    skip = asked.is_text_echoed
+    return logprobs.joined(logprobs.of_completion(*echoed, num_top, tokenizer, skip_special_tokens=skip), told)
 
 
 # ------------------------------------------------------------------------------------- in a stream
@@ -167,7 +185,7 @@ class _Chunks:
         self._is_plain = not (body.echo or body.return_token_ids or body.generates_nothing or body.logprobs is not None)
         num_choices = len(prompts) * body.num_answered
         self._has_begun = [False] * num_choices
-        self._offsets = [0] * num_choices  # where the next token begins in the choice's text
+        self._num_shown = [0] * num_choices  # characters of each choice
         self._of_prompts: dict[int, logprobs.Positions] = {}  # told with the first sequence's first delta
 
     def of(self, deltas: list[TextDelta]) -> bytes:
@@ -193,19 +211,17 @@ class _Chunks:
         asked, body, nothing = self._asked, self._asked.body, self._asked.body.generates_nothing
         is_first, self._has_begun[index] = not self._has_begun[index], True
         prompt = asked.job.prompts[delta.prompt_index] if is_first else []
+        echo = asked.echoes[delta.prompt_index] if is_first else ""
         text = "" if nothing else delta.text
         token_ids = [] if nothing else delta.token_ids
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
-        if is_first:
-            choice["text"] = asked.echoes[delta.prompt_index] + text
+        choice: dict[str, Any] = {"index": index, "text": echo + text, "logprobs": None}
+        if delta.prompt_logprobs is not None:
+            self._of_prompts[delta.prompt_index] = delta.prompt_logprobs
         if body.logprobs is not None:
-            if (told_now := getattr(delta, "prompt_logprobs", None)) is not None:
-                self._of_prompts[delta.prompt_index] = told_now
-            of_prompt = self._of_prompts.get(delta.prompt_index) if is_first else None
+            echoed = (prompt, self._of_prompts[delta.prompt_index]) if is_first and body.echo else None
             positions = [] if nothing else delta.logprobs or []
-            told = _told(asked, prompt, of_prompt, token_ids, positions, self._offsets[index])
-            self._offsets[index] += sum(map(len, told["tokens"]))
-            choice["logprobs"] = told
+            choice["logprobs"] = _told(asked, token_ids, positions, self._num_shown[index] + len(echo), echoed)
+        self._num_shown[index] += len(choice["text"])
         if body.return_token_ids:
             choice |= {"token_ids": token_ids, "prompt_token_ids": prompt if is_first else None}
         return choice | ({"finish_reason": "length", "stop_reason": None} if nothing else _ending(delta))

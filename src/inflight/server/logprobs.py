@@ -17,13 +17,20 @@ Positions = Sequence[TokenLogprobs | None]
 
 
 def of_completion(
-    token_ids: Sequence[int], positions: Positions, num_top: int, offset: int, tokenizer: Tokenizer | None
+    token_ids: Sequence[int],
+    positions: Positions,
+    num_top: int,
+    tokenizer: Tokenizer | None,
+    *,
+    offset: int = 0,
+    skip_special_tokens: bool = True,
 ) -> dict[str, Any]:
     """`logprobs` of a choice of `/v1/completions`.
 
     Args:
         num_top: how many of the likeliest tokens are told at each position; the token itself is told besides.
         offset: where in the choice's text the first token begins, in characters.
+        skip_special_tokens: whether special tokens have no place in the text.
     """
     tokens, of_tokens, tops, offsets = [], [], [], []
     for token_id, position in zip(token_ids, positions, strict=True):
@@ -33,8 +40,13 @@ def of_completion(
         of_tokens.append(None if own is None else _finite(own))
         tops.append(None if position is None else _alternatives(position, token_id, num_top, tokenizer))
         offsets.append(offset)
-        offset += len(text)
+        offset += len(text) if tokenizer is None or tokenizer.has_text(token_id, skip_special_tokens) else 0
     return {"tokens": tokens, "token_logprobs": of_tokens, "top_logprobs": tops, "text_offset": offsets}
+
+
+def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Of two pieces of a text, one behind the other, what `of_completion` gave."""
+    return {name: first[name] + second[name] for name in first}
 
 
 def of_chat(

@@ -1,0 +1,135 @@
+"""A server on a free port of this machine, in a thread of its own, and what tests ask it with."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import httpx2
+import openai
+import uvicorn
+
+from inflight import AsyncLLM
+from inflight.outputs import RequestOutput
+from inflight.params import SamplingParams
+from inflight.server.app import create_app
+from inflight.server.observer import EndReason, RequestObserver
+from inflight.server.settings import ServerSettings
+
+HELLO = [{"role": "user", "content": "Tell me a story about a fox."}]
+
+
+class RecordedRequests(RequestObserver):
+    """Keeps what it is told of."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, tuple[int, SamplingParams]] = {}
+        self.num_tokens: dict[str, int] = {}
+        self.ends: list[tuple[EndReason, RequestOutput | None]] = []
+        self.has_ended = threading.Event()
+
+    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
+        assert request_id not in self.running
+        self.running[request_id] = (num_sequences, params)
+
+    def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
+        assert request_id in self.running
+        self.num_tokens[request_id] = self.num_tokens.get(request_id, 0) + num_new_tokens
+
+    def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
+        del self.running[request_id]
+        self.ends.append((reason, output))
+        self.has_ended.set()
+
+    def take_reasons(self) -> list[EndReason]:
+        """How requests have ended since this was last asked."""
+        reasons = [reason for reason, _ in self.ends]
+        self.ends.clear()
+        self.has_ended.clear()
+        return reasons
+
+
+class RunningServer:
+    """`llm` served over HTTP while the block runs; the engine is stopped with it.
+
+    Attributes:
+        url: where.
+        http: asks it by path.
+    """
+
+    def __init__(self, llm: AsyncLLM, send_buffer: int | None = None, **settings: Any) -> None:
+        self.llm = llm
+        self.observer = RecordedRequests()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        if send_buffer is not None:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.app = create_app(llm, ServerSettings(**settings), self.observer)
+        config = uvicorn.Config(self.app, http="httptools", log_config=None, timeout_graceful_shutdown=5)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve([self._listener])))
+        self.http = httpx2.Client(base_url=self.url, timeout=100)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    @property
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """The answer to a completion, which must be one."""
+        response = self.http.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    @contextmanager
+    def connection(self, receive_buffer: int | None = None) -> Iterator[socket.socket]:
+        """A bare connection."""
+        with socket.socket() as connection:
+            if receive_buffer is not None:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+            connection.settimeout(60)
+            connection.connect(("127.0.0.1", self.port))
+            yield connection
+
+    def check_idle(self) -> None:
+        """Return once nothing runs any more, and see that nothing was kept."""
+
+        async def check() -> None:
+            async with asyncio.timeout(60):
+                while True:
+                    stats = await self.llm.stats()
+                    if not stats.num_running and not stats.num_waiting and not self.observer.running:
+                        break
+            assert stats.num_blocks_used == 0
+            assert not self.llm._calls
+            assert not self.app.state.service.running
+
+        asyncio.run(check())
+
+
+def raw_request(path: str, body: bytes, *, method: str = "POST") -> bytes:
+    """A request as it goes over the wire."""
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    )
+    return head.encode() + b"\r\n" + body

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 MAX_REASON = 200
 """Characters of a server's own words that are passed on."""
 
-KEEPALIVE_SECONDS = 2.0
-"""An idle connection is used again within this time: well before servers close it (uvicorn after 5 s), because a
-request on one that is just being closed fails."""
-
 
 class ServerError(Exception):
     """A server could not be reached, refused, or broke its answer off; the message says which, in one line.
@@ -170,7 +166,8 @@ class OpenAIClient:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._api_key is not None:
             headers["Authorization"] = f"Bearer {self._api_key}"
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+        # Each request has a connection of its own: one that is used again may be closed by the server at that moment.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         unlimited = aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None)
         self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=unlimited)
         return self
@@ -246,6 +243,8 @@ def _failures_in_one_line() -> Iterator[None]:
         raise ServerError("the connection broke off in the middle of the answer") from None
     except (aiohttp.ServerDisconnectedError, ConnectionError):
         raise ServerError("the server closed the connection without an answer") from None
+    except aiohttp.ClientOSError as error:
+        raise ServerError(f"the connection broke: {error.strerror or error}") from None
     except aiohttp.ClientError as error:
         raise ServerError(f"{type(error).__name__}: {error}") from None
 

@@ -37,6 +37,13 @@ class Exchange:
         self._request = request
         self.response = web.StreamResponse(headers=HEADERS)
 
+    @property
+    def peer(self) -> tuple[str, int]:
+        """The client's end of the connection."""
+        assert self._request.transport is not None
+        address: tuple[str, int] = self._request.transport.get_extra_info("peername")
+        return address
+
     async def send(self, *events: dict[str, Any] | str | bytes) -> None:
         """Stream events, all in one write; text is an event's data as it stands, bytes are sent as they are."""
         if not self.response.prepared:

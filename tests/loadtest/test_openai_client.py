@@ -92,6 +92,23 @@ def test_a_list_of_models_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPat
     asyncio.run(check())
 
 
+def test_no_request_is_sent_on_a_connection_that_the_server_may_be_closing() -> None:
+    peers = []
+
+    async def behave(exchange: Exchange) -> None:
+        peers.append(exchange.peer)
+        await exchange.answer()
+
+    async def check() -> None:
+        async with FakeServer(behave).running() as server, OpenAIClient(server.url) as client:
+            for _ in range(5):
+                body = b'{"stream": true, "max_tokens": 2}'
+                assert [chunk async for chunks in client.stream("/v1/completions", body) for chunk in chunks]
+
+    asyncio.run(check())
+    assert len(set(peers)) == 5
+
+
 def test_a_reader_that_leaves_closes_the_connection() -> None:
     async def check() -> None:
         gone = asyncio.Event()

@@ -1,0 +1,68 @@
+"""A real server with the embedded model, under load and in a chat."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from inflight import LLM, SamplingParams
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+
+
+def inflight(*arguments: object, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "inflight", *map(str, arguments)]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, int]]:
+    """Its address and its process."""
+    command = [sys.executable, "-m", "inflight", "serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://\S+", process.stdout.readline())
+            assert found is not None
+            yield found[0], process.pid
+        finally:
+            process.terminate()
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_load_is_answered_in_full_and_the_engines_time_is_seen(server: tuple[str, int], endpoint: str) -> None:
+    url, pid = server
+    done = inflight(
+        "bench", "serve", "--base-url", url, "--endpoint", endpoint, "--num-requests", 40, "--random-input-len", 20,
+        "--random-output-len", "uniform:1:16", "--request-rate", 100, "--server-pid", pid, "--json",
+    )  # fmt: skip
+    content: dict[str, Any] = json.loads(done.stdout)
+    report, requests = content["report"], content["requests"]
+    assert (done.returncode, report["num_completed"], report["failures"]) == (0, 40, {})
+    assert report["num_counted"] == 40
+    assert report["num_output_tokens"] == report["num_output_tokens_asked"]
+    if endpoint == "completions":
+        assert {request["num_prompt_tokens"] for request in requests} == {20}
+    assert report["server_cpu_seconds"] > 0
+    for request in requests:
+        assert request["scheduled"] <= request["sent"] <= request["finished"]
+        assert request["token_times"] == sorted(request["token_times"])
+        assert len(request["token_times"]) <= request["num_output_tokens"]
+
+
+def test_a_chat_over_http_is_that_of_the_library(server: tuple[str, int]) -> None:
+    url, _ = server
+    said = ["Tell me a story about a fox.", "Tell me another one."]
+    done = inflight("chat", "--url", url, "--temperature", 0, "--max-tokens", 40, stdin="\n".join(said))
+    llm, messages, expected = LLM(), list[dict[str, str]](), ""
+    for line in said:
+        messages.append({"role": "user", "content": line})
+        (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+        messages.append({"role": "assistant", "content": output.outputs[0].text})
+        expected += f"{output.outputs[0].text}\n"
+    assert (done.returncode, done.stdout) == (0, expected)

@@ -21,6 +21,7 @@ def test_only_set_bits_keep_their_logits(vocab_size: int, dtype: torch.dtype) ->
         dtype=np.uint32,
     ).view(np.int32)
     logits = torch.randn(5, vocab_size).to(dtype)
+    logits[3, ::3] = torch.tensor([-torch.inf]).to(dtype)
     expected = logits.masked_fill(~torch.from_numpy(is_allowed), -torch.inf)
     wide = torch.randn(5, vocab_size + 3).to(dtype)
     wide[:, :vocab_size] = logits
@@ -30,3 +31,11 @@ def test_only_set_bits_keep_their_logits(vocab_size: int, dtype: torch.dtype) ->
     apply_mask(wide[:, :vocab_size], torch.from_numpy(words))
     assert torch.equal(wide[:, :vocab_size], expected), "a view is written, too"
     assert torch.equal(wide[:, vocab_size:], beside)
+
+
+def test_what_is_not_a_number_does_not_vanish() -> None:
+    """A row with a NaN has to be seen, wherever it is."""
+    logits = torch.tensor([[torch.nan, 1.0, torch.nan, 2.0]])
+    apply_mask(logits, torch.tensor([[0b0011]], dtype=torch.int32))
+    assert logits.isnan().tolist() == [[True, False, True, False]]
+    assert logits[0, [1, 3]].tolist() == [1.0, -torch.inf]

@@ -34,13 +34,18 @@ _REFUSED = {
 }
 _SPELLINGS = {re.sub(r"[$_-]", "", name).lower(): name for name in sorted(_KNOWN | _REFUSED)}
 
-# The library's formats are a date's syntax, with 29 February in every year. Years and seconds as Python's and others'
-# `datetime` have them: from 1 on, and no leap seconds. These hold for the beginning of a text, beside the format.
+# The library's formats are syntax alone, with 29 February in every year. Years and seconds as Python's and others'
+# `datetime` have them: from 1 on, and no leap seconds. The patterns are for a text's beginning, beside the format.
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 _DATE = f"({_LEAP_YEAR}-02-29|{_YEAR}-(02-[01]|02-2[0-8]|0[13-9]-|1))"
 _TIME = "[^:]*:[0-9]{2}:[0-5]"
-_STRICTER = {"date": f"^{_DATE}", "date-time": f"^{_DATE}{_TIME}", "time": f"^{_TIME}"}
+_STRICTER: dict[str, dict[str, Any]] = {
+    "date": {"pattern": f"^{_DATE}"},
+    "date-time": {"pattern": f"^{_DATE}{_TIME}"},
+    "time": {"pattern": f"^{_TIME}"},
+    "hostname": {"maxLength": 253},
+}
 
 
 def checked_schema(text: str) -> dict[str, Any]:
@@ -55,9 +60,9 @@ def checked_schema(text: str) -> dict[str, Any]:
         raise InvalidRequestError(f"json_schema is {text[:80]}; it must be a JSON object")
     for place, each in _schemas(schema):
         _check(place, each)
-        if each.get("format") in tuple(_STRICTER):
+        if isinstance(each.get("format"), str) and each["format"] in _STRICTER:
             more = each.get("allOf", [])
-            each["allOf"] = [*(more if isinstance(more, list) else [more]), {"pattern": _STRICTER[each["format"]]}]
+            each["allOf"] = [*(more if isinstance(more, list) else [more]), _STRICTER[each["format"]]]
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
@@ -73,6 +78,8 @@ def _check(place: str, schema: Mapping[str, Any]) -> None:
     for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
         if isinstance(schema.get(keyword), bool):  # drafts 3 and 4
             raise InvalidRequestError(f"json_schema has {keyword} {schema[keyword]} at {place}; it must be a number")
+    if "$ref" in schema and place != "#" and not schema.keys().isdisjoint(("$id", "id")):
+        raise InvalidRequestError(f"json_schema has an id beside $ref at {place}; drafts differ on what that refers to")
     # Keys that `properties` does not name may be repeated, which counts as one property when the text is read.
     required, least = schema.get("required"), schema.get("minProperties")
     num_sure = 1 + (len(set(map(str, required))) if isinstance(required, list) else 0)

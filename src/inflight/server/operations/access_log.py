@@ -14,7 +14,7 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.outputs import RequestOutput
-from inflight.params import SamplingParams
+from inflight.server.observer import EndReason, RequestObserver
 from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
 
 CLIENT_LEFT = 499
@@ -37,8 +37,8 @@ class _Generated:
 _generated: ContextVar[_Generated | None] = ContextVar("_generated", default=None)
 
 
-class AccessLog:
-    """Writes the lines: a middleware that must hear of requests as their observer, too.
+class AccessLog(RequestObserver):
+    """Writes the lines: a middleware, which must hear of requests as their observer, too.
 
     Args:
         with_text: whether prompts and answers are written into them.
@@ -55,17 +55,14 @@ class AccessLog:
 
         return serve
 
-    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
-        """Nothing to remember yet."""
-
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
         """New tokens have come, which count even if their request never ends well."""
         generated = _generated.get()
         if generated is not None:
             generated.completion_tokens += num_new_tokens
 
-    def finished(self, request_id: str, output: RequestOutput | None, reason: str) -> None:
-        """A request has come to its end, or was refused; `output` is what there is of it."""
+    def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
+        """A request has come to its end, or was refused."""
         generated = _generated.get()
         if generated is None:
             return

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inflight.outputs import RequestOutput
 from inflight.params import SamplingParams
 from inflight.record import EngineStats
+from inflight.server.observer import EndReason, RequestObserver
 from inflight.server.operations.access_log import CLIENT_LEFT
 
 SECONDS_FOR_ENGINE = 1.0
@@ -67,7 +68,7 @@ class _Running:
     num_pending: int = 0
 
 
-class Metrics:
+class Metrics(RequestObserver):
     """All metrics of one server, in a registry of their own; an observer of its requests.
 
     Args:
@@ -156,7 +157,7 @@ class Metrics:
         self._running[request_id] = _Running(time.monotonic(), num_sequences, params)
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
-        """So many new tokens of all its sequences have come (at `now`, seconds of `time.monotonic()`).
+        """So many tokens of its sequences have come, of all in one call or of each in its own.
 
         Of tokens that came at once, each is taken to have had the same share of the time since those before."""
         running = self._running.get(request_id)
@@ -175,8 +176,8 @@ class Metrics:
             running.last = now
             running.num_pending -= num_each * running.num_sequences
 
-    def finished(self, request_id: str, output: RequestOutput | None, reason: str) -> None:
-        """A request has come to its end, or was refused; `output` is what there is of it."""
+    def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
+        """A request has come to its end, or was refused."""
         running = self._running.pop(request_id, None)
         if running is None and reason != "refused":
             return

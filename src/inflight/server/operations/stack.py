@@ -1,67 +1,113 @@
-"""All middlewares of this package around an application, in the one order in which they make sense.
+"""`Operations`: all of this package around an application, in the one order in which it makes sense.
 
 From the outside: the id comes first, because all that follows logs; then who only watches (traces, log, metrics), so
-that refusals are seen, too; then the door of the drain; then the key, so that a stranger gets no further; then limits.
-CORS lies outside the key: a browser asks beforehand without one, and may only read a refusal that says so.
+that refusals are seen, too; then CORS, since a browser asks beforehand without a key, and shows a page only refusals
+that say so; then the door of the drain; then the key, so that a stranger gets no further; then limits.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from inflight.outputs import RequestOutput
+from inflight.params import SamplingParams
+from inflight.record import EngineStats
+from inflight.server.observer import EndReason, RequestObserver
 from inflight.server.operations.access_log import AccessLog
-from inflight.server.operations.api_keys import ApiKeys
+from inflight.server.operations.api_keys import ApiKeys, read_api_keys
 from inflight.server.operations.lifecycle import Drain
 from inflight.server.operations.limits import BodyLimit, ConcurrencyLimit
 from inflight.server.operations.metrics import Metrics
 from inflight.server.operations.request_ids import RequestIds
-from inflight.server.operations.tracing import Tracing
+from inflight.server.operations.settings import OperatorSettings
+from inflight.server.operations.tracing import Tracing, exporting_provider
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operations:
-    """What surrounds a server. Of the optional ones, None (or nothing) leaves it out.
+class Operations(RequestObserver):
+    """What surrounds one server. It must be told of the server's requests: it is their observer.
+
+    Args:
+        model_name: the label of metrics and traces.
+        read_stats: asks the engine, as `AsyncLLM.stats` does.
+        abort_all: ends all requests that run; see `Drain`.
+        environment_keys: more API keys, from a variable: with commas between them.
 
     Attributes:
-        max_body_bytes: of a request's body.
-        max_requests: served at once; None: any number.
-        allowed_origins: web pages' origins that browsers may call from; "*" is all.
+        drain: for `DrainingServer`.
+        metrics: whose `endpoint` is to answer `/metrics`.
+
+    Raises:
+        ValueError: there is something wrong with the API keys, or traces were asked for without their library.
     """
 
-    drain: Drain
-    access_log: AccessLog
-    metrics: Metrics
-    max_body_bytes: int
-    max_requests: int | None = None
-    api_keys: ApiKeys | None = None
-    tracing: Tracing | None = None
-    allowed_origins: Sequence[str] = ()
+    def __init__(
+        self,
+        settings: OperatorSettings,
+        model_name: str,
+        read_stats: Callable[[], Awaitable[EngineStats]],
+        abort_all: Callable[[], Awaitable[None]] | None = None,
+        environment_keys: str | None = None,
+    ) -> None:
+        self.drain = Drain(settings.grace_period, abort_all)
+        self.metrics = Metrics(model_name, read_stats)
+        self._settings = settings
+        self._access_log = AccessLog(with_text=settings.log_text)
+        file = None if settings.api_key_file is None else Path(settings.api_key_file)
+        keys = read_api_keys(settings.api_keys, file, environment_keys)
+        self._api_keys = ApiKeys(keys) if keys else None
+        self._observers: list[RequestObserver] = [self._access_log, self.metrics]
+        self._provider: TracerProvider | None = None
+        self._tracing: Tracing | None = None
+        if settings.traces_endpoint is not None:
+            self._provider = exporting_provider(settings.traces_endpoint)
+            self._tracing = Tracing(model_name, self._provider)
+            self._observers.append(self._tracing)
 
     def surround(self, app: ASGIApp) -> ASGIApp:
-        """The application as it is served. It should answer `/health`, `/version` and, with `metrics.endpoint`,
-        `/metrics`."""
-        app = BodyLimit(app, self.max_body_bytes)
-        if self.max_requests is not None:
-            app = ConcurrencyLimit(app, self.max_requests)
-        if self.api_keys is not None:
-            app = self.api_keys.middleware(app)
+        """The application as it is to be served."""
+        settings = self._settings
+        app = BodyLimit(app, settings.max_body_size)
+        if settings.max_requests is not None:
+            app = ConcurrencyLimit(app, settings.max_requests)
+        if self._api_keys is not None:
+            app = self._api_keys.middleware(app)
         app = self.drain.middleware(app)
-        if self.allowed_origins:
+        if settings.cors_origins:
             app = CORSMiddleware(
                 app,
-                allow_origins=self.allowed_origins,
-                allow_methods=["GET", "POST", "DELETE"],
+                allow_origins=settings.cors_origins,
+                allow_methods=["*"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "request-id", "retry-after"],
             )
-        app = self.access_log.middleware(self.metrics.middleware(app))
-        if self.tracing is not None:
-            app = self.tracing.middleware(app)
+        app = self._access_log.middleware(self.metrics.middleware(app))
+        if self._tracing is not None:
+            app = self._tracing.middleware(app)
         return RequestIds(app)
 
-    @property
-    def observers(self) -> list[AccessLog | Metrics | Tracing]:
-        """Who must be told of requests' `started`, `produced` and `finished`."""
-        return [self.access_log, self.metrics, *([self.tracing] if self.tracing else [])]
+    async def close(self) -> None:
+        """Send what is left of the traces. To be awaited when the server has ended."""
+        if self._provider is not None:
+            await asyncio.to_thread(self._provider.shutdown)
+
+    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
+        """Tell all observers."""
+        for observer in self._observers:
+            observer.started(request_id, num_sequences, params)
+
+    def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
+        """Tell all observers."""
+        for observer in self._observers:
+            observer.produced(request_id, num_new_tokens, now)
+
+    def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
+        """Tell all observers."""
+        for observer in self._observers:
+            observer.finished(request_id, output, reason)

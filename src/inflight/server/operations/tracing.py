@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inflight import __version__
 from inflight.outputs import RequestOutput
 from inflight.params import SamplingParams
+from inflight.server.observer import EndReason, RequestObserver
 from inflight.server.operations.refusals import header_of, path_of
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def exporting_provider(endpoint: str | None = None) -> "TracerProvider":
     return provider
 
 
-class Tracing:
+class Tracing(RequestObserver):
     """Makes the spans: an observer of requests, and a middleware that tells whose children they are.
 
     Args:
@@ -97,14 +98,14 @@ class Tracing:
         self._spans[request_id] = self._waiting[request_id] = (span, time.monotonic())
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
-        """New tokens have come (at `now`, seconds of `time.monotonic()`); the first ones are noted."""
+        """Tokens have come; of the first ones it is noted when."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             span, start = waiting
             span.set_attribute("gen_ai.response.time_to_first_chunk", now - start)
 
-    def finished(self, request_id: str, output: RequestOutput | None, reason: str) -> None:
-        """A request has come to its end, or was refused; `output` is what there is of it."""
+    def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
+        """A request has come to its end, or was refused."""
         self._waiting.pop(request_id, None)
         span, _ = self._spans.pop(request_id, (None, 0.0))
         if span is None:

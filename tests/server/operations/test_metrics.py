@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fastapi import FastAPI, Request
@@ -401,5 +402,20 @@ def test_a_client_of_the_metrics_may_be_anything() -> None:
                 async with client.get("/metrics", headers={"Accept": accept}) as answer:
                     assert answer.status == 200
                     assert samples_of(await answer.text())["inflight:engine_up"] == 0
+
+    run(check())
+
+
+def test_the_manual_has_every_metric_and_no_other() -> None:
+    manual = (Path(__file__).parents[3] / "docs" / "operating.md").read_text(encoding="utf-8")
+    table = [line for line in manual.splitlines() if re.match(r"\| `(vllm|inflight):", line)]
+    told = {name for line in table for name in re.findall(r"`((?:vllm|inflight):\w+)`", line.split("|")[1])}
+
+    async def check() -> None:
+        text = (await Metrics("tiny", scripted(stats_of())).scrape()).decode()
+        families = list(text_string_to_metric_families(text))
+        names = {each.name + ("_total" if each.type == "counter" else "") for each in families}
+        ours = {name for name in names if not name.endswith("_created") and not name.startswith("process_")}
+        assert told == ours
 
     run(check())

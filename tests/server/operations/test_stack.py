@@ -82,7 +82,10 @@ def test_whoever_is_turned_away_is_named_logged_and_counted(log: StringIO) -> No
             assert [line["status"] for line in lines] == [200, 401, 413, 429, 401, 503, 200]
             assert [line["request_id"] for line in lines][:-1] == names
             text = (await around.metrics.scrape()).decode()
-            for status, path, num in ((401, "other", 2), (503, "other", 1), (413, "other", 1), (200, COMPLETIONS, 2)):
+            for status, path, num in (
+                *((401, "other", 2), (503, "other", 1), (413, "other", 1)),
+                *((503, "/health", 1), (200, COMPLETIONS, 2)),
+            ):
                 assert f'path="{path}",status="{status}"}} {num}.0' in text
         assert server.num_calls == 2
 

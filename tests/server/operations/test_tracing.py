@@ -4,6 +4,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import aiohttp
@@ -17,6 +18,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from inflight.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inflight.params import SamplingParams
+from inflight.server.operations import tracing as tracing_module
 from inflight.server.operations.tracing import Tracing, exporting_provider
 from tests.server.operations.serving import client_of, run, serving
 
@@ -163,6 +165,36 @@ def test_without_the_library_traces_are_refused_in_a_sentence(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ValueError, match=r"traces need OpenTelemetry .* pip install 'inflight-llm\[tracing\]'"):
         exporting_provider()
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({}, "inflight"),
+        ({"OTEL_SERVICE_NAME": "stories"}, "stories"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=tales,zone=3"}, "tales"),
+    ],
+)
+def test_the_service_is_called_as_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], name: str
+) -> None:
+    endpoints = []
+
+    class Exporter(InMemorySpanExporter):
+        def __init__(self, endpoint: str | None) -> None:
+            super().__init__()
+            endpoints.append(endpoint)
+
+    module = ModuleType("trace_exporter")
+    module.OTLPSpanExporter = Exporter  # type: ignore[attr-defined]
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(tracing_module, "import_module", lambda _: module)
+    provider = exporting_provider("http://127.0.0.1:4318/v1/traces")
+    provider.shutdown()
+    assert endpoints == ["http://127.0.0.1:4318/v1/traces"]
+    assert provider.resource.attributes["service.name"] == name
+    assert provider.resource.attributes["telemetry.sdk.language"] == "python"
 
 
 def test_a_collector_gets_them() -> None:

@@ -23,6 +23,7 @@ from inflight.params import SamplingParams
 from inflight.record import EngineStats
 from inflight.server.observer import EndReason, RequestObserver
 from inflight.server.operations.access_log import CLIENT_LEFT
+from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
 
 SECONDS_FOR_ENGINE = 1.0
 """How long a scrape waits for the engine, which answers between two steps."""
@@ -239,7 +240,8 @@ class Metrics(RequestObserver):
         finally:
             # Only names that are ours: clients could make up any number of others.
             method = scope["method"] if scope["method"] in METHODS else "other"
-            path = getattr(scope.get("route"), "path", "other")
+            path = path_of(scope)
+            path = getattr(scope.get("route"), "path", path if path in OPERATOR_PATHS else "other")
             self._http_requests.labels(self._model_name, method, path, str(status)).inc()
 
     # ------------------------------------------------------------------------------------- scrapes

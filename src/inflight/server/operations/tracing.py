@@ -36,7 +36,7 @@ def exporting_provider(endpoint: str | None = None) -> "TracerProvider":
         ValueError: OpenTelemetry, or its exporter, is not installed.
     """
     try:
-        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -45,9 +45,8 @@ def exporting_provider(endpoint: str | None = None) -> "TracerProvider":
         raise ValueError(
             f"traces need OpenTelemetry with its OTLP exporter: pip install 'inflight-llm[tracing]' ({error})"
         ) from error
-    # `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` come before what is said here.
-    resource = Resource({SERVICE_NAME: "inflight", SERVICE_VERSION: __version__}).merge(Resource.create())
-    provider = TracerProvider(resource=resource)
+    own = Resource.create({SERVICE_NAME: "inflight", SERVICE_VERSION: __version__})
+    provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()))  # its variables have the last word
     provider.add_span_processor(BatchSpanProcessor(exporters.OTLPSpanExporter(endpoint)))
     return provider
 

@@ -5,6 +5,9 @@ import random
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
 from inflight.errors import InvalidRequestError
 from inflight.grammar import GrammarCompiler, GrammarError
@@ -185,6 +188,27 @@ def test_dates_are_those_of_the_calendar(format_: str, good: list[str], bad: lis
 def test_tokenizers_whose_bytes_are_unknown(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequestError, match=r"this model's tokenizer allows no structured output: .+"):
         matcher(tokenizer, json_object=True)
+
+
+def byte_level_with(vocabulary: dict[str, int], added: list[str]) -> Tokenizer:
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(text, normalized=False) for text in added])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+def test_a_tokenizer_with_gaps() -> None:
+    tokenizer = byte_level_with({"a": 0, "b": 5}, [])
+    with pytest.raises(InvalidRequestError, match="no structured output: there are gaps between its token ids"):
+        GrammarCompiler(tokenizer, 8, []).compile(StructuredOutput(regex="a"))
+
+
+def test_added_tokens_are_their_text() -> None:
+    """The library reads an added "é" as GPT-2's stand-in for a byte; it is left out rather than let write another."""
+    tokenizer = byte_level_with({"a": 0, "Ã": 1, "©": 2}, ["aa", "é"])
+    here = compiler(tokenizer, []).compile(StructuredOutput(regex="(aa|é)*x?"))
+    assert tokenizer.decode([1, 2]) == "é"
+    assert allowed(here, tokenizer) == [0, 1, 3]
 
 
 def test_a_sequence_whose_grammar_becomes_too_complex() -> None:

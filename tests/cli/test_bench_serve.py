@@ -130,7 +130,10 @@ def test_the_key_may_be_in_the_environment(server: FakeServer) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--workload", "W1", "--trace", "x"], "give one of --workload, --prompt-file and --trace"),
+        (["--workload", "W1", "--trace", "x"], "--trace can't be given with --workload"),
+        (["--request-rate", "3", "--trace", "x"], "--request-rate can't be given with --trace"),
+        (["--prompt-file", "x", "--prefix-len", "0"], "--prefix-len can't be given with --prompt-file"),
+        (["--burst-size", "3"], "--burst-size needs a --request-rate"),
         (["--trace", "missing.jsonl"], "the file 'missing.jsonl' can not be read"),
         (["--goodput", "ttft=3"], "such as ttft:500"),
         (["--random-input-len", "many"], "the lengths are 'many'"),

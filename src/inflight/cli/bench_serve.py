@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from inflight.loadtest.load_test import LoadPlan, LoadResult
@@ -17,6 +18,14 @@ FILE = click.Path(path_type=Path)
 POSITIVE = click.IntRange(min=1)
 RATE = click.FloatRange(min=0, min_open=True)
 LENGTHS = "100, uniform:16:256, exponential:100 or lognormal:100:1."
+
+
+NOT_WITH = {
+    "workload": ("random_input_len", "random_output_len", "prompt_file", "trace"),
+    "prompt_file": ("random_input_len", "prefix_len", "prompt_kind", "vocab_size", "trace"),
+    "trace": ("random_input_len", "request_rate", "burstiness", "burst_size"),
+}
+"""Where requests come from, and what is then said already."""
 
 
 @click.command()
@@ -95,9 +104,7 @@ def _plan(options: dict[str, Any]) -> "LoadPlan":
     from inflight.loadtest.workloads import WORKLOADS
     from inflight.simulate import Lengths
 
-    sources = [name for name in ("workload", "prompt_file", "trace") if options[name] is not None]
-    if len(sources) > 1:
-        raise click.UsageError("give one of --workload, --prompt-file and --trace")
+    _refuse_what_would_be_ignored(options)
     seed, count, prefix = options["seed"], options["num_requests"], options["prefix_len"]
     outputs = Lengths.parse(options["random_output_len"])
     if options["workload"]:
@@ -119,6 +126,23 @@ def _plan(options: dict[str, Any]) -> "LoadPlan":
         server_pid=options["server_pid"],
         **{name: options[name] for name in names},
     )
+
+
+def _refuse_what_would_be_ignored(options: dict[str, Any]) -> None:
+    context = click.get_current_context()
+    given = {name for name in options if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+    for source, names in NOT_WITH.items():
+        for name in names:
+            if {source, name} <= given:
+                raise click.UsageError(f"{_flag(name)} can't be given with {_flag(source)}")
+    if options["request_rate"] == inf:
+        for name in ("burstiness", "burst_size"):
+            if name in given:
+                raise click.UsageError(f"{_flag(name)} needs a --request-rate")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _json_object(text: str | None) -> dict[str, Any]:

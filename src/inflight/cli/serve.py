@@ -1,22 +1,17 @@
-"""`inflight serve`: the HTTP server in the foreground, until it is interrupted."""
+"""`inflight serve`: the HTTP server in the foreground, until it is told to end."""
 
-import asyncio
-import socket
+import os
+from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from inflight.cli.options import engine_options, engine_values, quiet_libraries
 from inflight.errors import EngineDeadError
 
-if TYPE_CHECKING:
-    import uvicorn
-
-    from inflight.async_llm import AsyncLLM
-
-BACKLOG = 2048
-"""Connections that may wait to be accepted: a thousand clients come at once."""
+KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 
 
 @click.command()
@@ -38,42 +33,50 @@ BACKLOG = 2048
 @click.option(
     "--trust-request-chat-template", is_flag=True, default=None, help="Let requests bring their own chat template."
 )
+@click.option("--api-key-file", type=click.Path(), help=f"API keys, one a line (and those in {KEYS_VARIABLE}).")
+@click.option("--max-body-size", type=int, help="Most bytes of a request's body.")
+@click.option("--max-requests", type=int, help="Most HTTP requests that are served at once; more are turned away.")
+@click.option("--grace-period", type=float, help="Seconds that running requests have to finish after SIGTERM.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="For people, or one JSON object a line.")
+@click.option("--log-text", is_flag=True, default=None, help="Log prompts and answers, too.")
+@click.option(
+    "--cors-origin", "cors_origins", multiple=True, help="Web pages of this origin may call; repeat for more."
+)
+@click.option("--traces-endpoint", help="An OpenTelemetry collector's URL for traces (OTLP over HTTP).")
 @engine_options
 def serve(model: str | None, host: str, port: int, served_model_names: tuple[str, ...], **options: Any) -> None:
     """Serve MODEL (a hub id or a folder; without it, the small embedded one) over HTTP, as OpenAI does."""
     quiet_libraries()
-    import uvicorn
-
     from inflight.async_llm import AsyncLLM
-    from inflight.server.app import create_app
+    from inflight.server.operations.logs import set_up_logging
+    from inflight.server.operations.settings import OperatorSettings
+    from inflight.server.run import listen, serve_until_told
     from inflight.server.settings import ServerSettings
 
     name, *aliases = _names(model, served_model_names)
-    engine = engine_values(options)
-    given = {key: value for key, value in options.items() if key not in engine and value is not None}
-    settings = ServerSettings(model_name=name, model_aliases=tuple(aliases), **given)
-    llm = AsyncLLM(model, **engine)
-    listener = _listener(host, port, settings.max_stall)
-    config = uvicorn.Config(
-        create_app(llm, settings), http="httptools", access_log=False, log_config=None, server_header=False
-    )
-    address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(_run(uvicorn.Server(config), llm, listener, f"inflight: {name} is served at {address}"))
-
-
-async def _run(server: "uvicorn.Server", llm: "AsyncLLM", listener: socket.socket, greeting: str) -> None:
-    """Serve until the server is told to end; say so when the engine is loaded, end if it can not be."""
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    settings = ServerSettings(model_name=name, model_aliases=tuple(aliases), **_given(options, ServerSettings))
+    operator_settings = OperatorSettings(**_given(options, OperatorSettings))
+    set_up_logging(as_json=operator_settings.log_format == "json")
+    llm = AsyncLLM(model, **engine_values(options))
     try:
-        await llm.start()
-        click.echo(greeting)
-    except (ValueError, EngineDeadError) as error:
-        if not server.should_exit:  # it was not interrupted while loading
-            server.should_exit = True
-            await serving
-            raise click.ClickException(str(error)) from error
-    await serving
+        listener = listen(host, port, settings.max_stall)
+    except OSError as error:
+        raise click.ClickException(f"can not listen on {host}, port {port}: {error.strerror or error}") from error
+    address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+    def tell_ready() -> None:
+        click.echo(f"inflight: {name} is served at {address}")
+
+    try:
+        serve_until_told(llm, settings, operator_settings, listener, tell_ready, os.environ.get(KEYS_VARIABLE))
+    except EngineDeadError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _given(options: dict[str, Any], owner: type[Any]) -> dict[str, Any]:
+    """Of all options of the command, those of `owner`, a dataclass, that were given."""
+    names: Iterable[str] = [field.name for field in fields(owner)]
+    return {name: options[name] for name in names if options.get(name) not in (None, ())}
 
 
 def _names(model: str | None, served: tuple[str, ...]) -> list[str]:
@@ -84,16 +87,3 @@ def _names(model: str | None, served: tuple[str, ...]) -> list[str]:
     if model is not None and Path(model).expanduser().is_dir():
         own.insert(0, Path(model).expanduser().resolve().name)
     return list(dict.fromkeys([*served, *own]))
-
-
-def _listener(host: str, port: int, max_stall: float) -> socket.socket:
-    """A socket that listens. A connection whose client takes nothing for `max_stall` seconds is cut by the system,
-    with whatever was still to be sent."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise click.ClickException(f"can not listen on {host}, port {port}: {error.strerror or error}") from error
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * max_stall))
-    return listener

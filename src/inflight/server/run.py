@@ -1,0 +1,96 @@
+"""`serve_until_told`: the whole server in this process's foreground: application, what surrounds it, socket, engine.
+
+Decides in which order they begin and end. Knows no endpoint and no option of the command line.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from inflight.async_llm import AsyncLLM
+from inflight.errors import EngineDeadError, ModelError
+from inflight.server.app import create_app
+from inflight.server.operations.lifecycle import Drain, DrainingServer
+from inflight.server.operations.settings import OperatorSettings
+from inflight.server.operations.stack import Operations
+from inflight.server.settings import ServerSettings
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted: a thousand clients come at once."""
+
+
+def serve_until_told(
+    llm: AsyncLLM,
+    settings: ServerSettings,
+    operator_settings: OperatorSettings,
+    listener: socket.socket,
+    tell_ready: Callable[[], None],
+    environment_keys: str | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        listener: listens already; see `listen`.
+        tell_ready: called when the engine is loaded. Requests are taken in before, and wait.
+        environment_keys: more API keys, with commas between them.
+
+    Raises:
+        ModelError: the model can not be loaded.
+        EngineDeadError: the engine died while it was being loaded.
+        ValueError: see `Operations`.
+    """
+
+    async def abort_all() -> None:
+        await app.state.service.abort_all()
+
+    operations = Operations(operator_settings, settings.model_name, llm.stats, abort_all, environment_keys)
+    app = create_app(llm, settings, operations)
+    app.add_api_route("/metrics", operations.metrics.endpoint, summary="Metrics for Prometheus.")
+    config = uvicorn.Config(
+        operations.surround(app),
+        http="httptools",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+    )
+    server = DrainingServer(config, operations.drain)
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        try:
+            runner.run(_serve(server, operations.drain, llm, listener, tell_ready))
+        finally:
+            runner.run(operations.close())
+
+
+async def _serve(
+    server: DrainingServer, drain: Drain, llm: AsyncLLM, listener: socket.socket, tell_ready: Callable[[], None]
+) -> None:
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await llm.start()
+        tell_ready()
+    except (ModelError, EngineDeadError):
+        if not drain.is_draining:  # else it was told to end while loading
+            server.should_exit = True
+            await serving
+            raise
+    await serving
+
+
+def listen(host: str, port: int, max_stall: float) -> socket.socket:
+    """A socket that listens.
+
+    Args:
+        max_stall: a connection whose client takes nothing for so many seconds is cut by the system (where it can),
+            with whatever was still to be sent.
+
+    Raises:
+        OSError: the address can not be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * max_stall))
+    return listener

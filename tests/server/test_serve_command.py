@@ -1,0 +1,91 @@
+"""`inflight serve` as an operator runs it: from its first line to its exit code."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+
+@contextmanager
+def served(*options: str, **environment: str) -> Iterator[tuple["subprocess.Popen[str]", httpx2.Client]]:
+    """The command once it is ready, and a client of it."""
+    command = [sys.executable, "-m", "inflight", "serve", "--port", "0", *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=os.environ | environment, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            line = process.stdout.readline()
+            match = re.fullmatch(r"inflight: (\S+) is served at (http://127\.0\.0\.1:\d+)\n", line)
+            assert match, line + process.stderr.read()
+            with httpx2.Client(base_url=match[2], timeout=60) as client:
+                assert client.get("/v1/models").status_code in (200, 401)
+                yield process, client
+        finally:
+            process.kill()
+
+
+def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-one  # mine\n")
+    options = ("--served-model-name", "stories", "--api-key-file", str(keys), "--max-n", "2", "--log-format", "json")
+    options += ("--grace-period", "100")
+    with served(*options, INFLIGHT_API_KEYS="sk-two") as (process, client):
+        assert client.get("/health").status_code == 200
+        assert client.get("/version").json()["version"]
+        assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 401
+        client.headers["Authorization"] = "Bearer sk-two"
+        (card,) = client.get("/v1/models").json()["data"]
+        assert (card["id"], card["max_model_len"]) == ("stories", 1024)
+        for model in ("stories", "inflight-demo"):
+            response = client.post("/v1/completions", json={"prompt": "Once", "model": model, "max_tokens": 3})
+            assert response.json()["usage"]["completion_tokens"] == 3
+            assert response.headers["x-request-id"]
+        assert client.post("/v1/completions", json={"prompt": "a", "n": 3}).status_code == 400
+        metrics = client.get("/metrics").text
+        assert 'vllm:request_success_total{finished_reason="length",model_name="stories"} 2.0' in metrics
+        body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)  # what runs is finished
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert '"POST /v1/completions 200' in errors
+        assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--max-model-len", "100000"], "max_model_len is 100000; this model accepts at most 1024"),
+        (["--host", "192.0.2.1"], "can not listen on 192.0.2.1, port 0"),
+    ],
+)
+def test_what_can_not_be_served_is_said_in_a_sentence(arguments: list[str], sentence: str) -> None:
+    command = [sys.executable, "-m", "inflight", "serve", "--port", "0", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2)
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+def test_it_may_be_ended_while_the_model_loads() -> None:
+    command = [sys.executable, "-m", "inflight", "serve", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "Started server process" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+    assert "is served" not in output

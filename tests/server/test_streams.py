@@ -1,0 +1,277 @@
+"""Clients that leave, wait, or do not read; streams that end badly. After each, nothing runs and no block is held."""
+
+import asyncio
+import json
+import random
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from inflight import AsyncLLM
+from inflight.engine import Engine
+from inflight.plan import StepPlan
+from inflight.server.settings import ServerSettings
+from tests import zoo
+from tests.server.serving import RunningServer, raw_request
+from tests.text.tokenizers_for_tests import byte_level
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
+
+
+class Steps:
+    """Of an in-process engine on a tiny model: each waits for the test's leave, and may fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.error: Exception | None = None
+        self._permits = threading.Semaphore(0)
+        self._is_free = False
+        monkeypatch.setattr("inflight.async_llm.Engine", self._make)
+        self.llm = AsyncLLM(zoo.build("gpt2"), byte_level().inner, in_process=True, restart_delays=(0.0,), **options)
+
+    def allow(self, num_steps: int | None = None) -> None:
+        """Let so many steps be run, or all from now on."""
+        self._is_free = num_steps is None
+        self._permits.release(num_steps or 1)
+
+    def _make(self, *args: Any) -> Engine:
+        engine = Engine(*args)
+        self._run, engine.runner.run = engine.runner.run, self._wait  # type: ignore[method-assign]
+        return engine
+
+    def _wait(self, plan: StepPlan) -> Any:
+        if not self._is_free:
+            self._permits.acquire(timeout=60)
+        if self.error is not None:
+            raise self.error
+        return self._run(plan)
+
+
+def read_until(connection: socket.socket, mark: bytes) -> bytes:
+    """All that comes, up to `mark` at least; or to the end, if the server ends the connection."""
+    read = b""
+    while mark not in read and (piece := connection.recv(65536)):
+        read += piece
+    return read
+
+
+def send(connection: socket.socket, path: str, **body: Any) -> None:
+    connection.sendall(raw_request(path, json.dumps(body).encode()))
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_leaves_aborts_its_request(server: RunningServer, path: str, is_stream: bool) -> None:
+    body = {**LONG, "stream": is_stream, "n": 2}
+    if path == CHAT:
+        body = {**body, "messages": [{"role": "user", "content": "a"}]}
+        del body["prompt"]
+    with server.connection() as connection:
+        send(connection, path, **body)
+        if is_stream:
+            read_until(connection, b"data: ")
+        else:
+            while not server.observer.num_tokens:
+                pass
+    server.check_idle()
+    assert server.observer.take_reasons() == ["abort"]
+
+
+def test_clients_that_leave_at_random_points(server: RunningServer) -> None:
+    """In the middle of their request, before the first token, later; politely, or with a reset."""
+    chance = random.Random(0)
+
+    async def visit(number: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        is_stream = number % 3 > 0
+        request = raw_request(COMPLETIONS, json.dumps({**LONG, "stream": is_stream, "max_tokens": 60}).encode())
+        if number % 10 == 0:
+            request = request[: chance.randrange(1, len(request))]
+        writer.write(request)
+        await writer.drain()
+        if is_stream and number % 10:
+            for _ in range(chance.randrange(20)):
+                await reader.readuntil(b"data: ")
+        if number % 2:
+            reset = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        writer.close()
+
+    async def check() -> None:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(visit(number) for number in range(200)))
+
+    asyncio.run(check())
+    server.check_idle()
+    assert {"abort"} <= set(server.observer.take_reasons()) <= {"abort", "length"}
+    assert server.complete(prompt="a", max_tokens=1)
+
+
+def test_a_request_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    with RunningServer(steps.llm, request_timeout=0.5) as server:
+        asyncio.run(steps.llm.start())
+        response = server.http.post(COMPLETIONS, json={**LONG, "max_tokens": 20})
+        assert response.status_code == 504
+        assert response.json()["error"]["message"] == "the request took longer than 0.5 seconds"
+        assert server.observer.take_reasons() == ["timeout"]
+        with server.connection() as connection:
+            steps.allow(2)
+            send(connection, COMPLETIONS, **{**LONG, "max_tokens": 20}, stream=True, return_token_ids=True)
+            answer = read_until(connection, b"\r\n0\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200")
+        *_, last, _ = answer.split(b"data: ")[-1].split(b"\n\n")[0], b""
+        assert json.loads(last)["error"]["code"] == "timeout"
+        assert b"[DONE]" not in answer
+        assert server.observer.take_reasons() == ["timeout"]
+        steps.allow()
+        server.check_idle()
+
+
+def test_a_stream_that_waits_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    with RunningServer(steps.llm, keep_alive_interval=0.05) as server, server.connection() as connection:
+        send(connection, COMPLETIONS, **{**LONG, "max_tokens": 2}, stream=True)
+        answer = b""
+        while answer.count(b": keep-alive\n\n") < 3:
+            answer += connection.recv(65536)
+        assert b"data: " not in answer
+        steps.allow()
+        answer = read_until(connection, b"data: [DONE]")
+        assert b'"finish_reason":"length"' in answer
+        server.check_idle()
+
+
+def test_what_goes_wrong_before_the_first_token_has_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    with RunningServer(steps.llm) as server:
+        asyncio.run(steps.llm.start())
+        steps.error = RuntimeError("the device is on fire")
+        steps.allow()
+        for is_stream in (False, True):
+            response = server.http.post(COMPLETIONS, json={**LONG, "max_tokens": 2, "stream": is_stream})
+            assert response.status_code == 500
+            error = response.json()["error"]
+            assert "the device is on fire" in error["message"]
+            assert (error["type"], error["code"]) == ("server_error", "generation_failed")
+        assert server.observer.take_reasons() == ["error", "error"]
+        steps.error = None
+        server.check_idle()
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    with RunningServer(AsyncLLM(in_process=True, max_num_seqs=1, max_num_waiting=1)) as server:
+        with server.connection() as first, server.connection() as second:
+            send(first, COMPLETIONS, **LONG, stream=True)
+            read_until(first, b"data: ")
+            send(second, COMPLETIONS, **LONG, stream=True)
+            while len(server.observer.running) < 2:
+                pass
+            for is_stream in (False, True):
+                response = server.http.post(COMPLETIONS, json={**LONG, "prompt": [[5], [6]], "stream": is_stream})
+                assert response.status_code == 429
+                assert response.headers["retry-after"] == "1"
+                assert response.json()["error"]["code"] == "queue_full"
+            assert set(server.observer.take_reasons()) <= {"refused", "abort"}
+        server.check_idle()
+
+
+def test_what_goes_wrong_later_is_a_last_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    with RunningServer(steps.llm) as server, server.connection() as connection:
+        asyncio.run(steps.llm.start())
+        steps.allow(2)
+        send(connection, COMPLETIONS, **{**LONG, "prompt": [[5, 6], [7, 8]]}, stream=True, return_token_ids=True)
+        read_until(connection, b'"index":1')
+        steps.error = RuntimeError("the device is on fire")
+        steps.allow()
+        answer = read_until(connection, b"\r\n0\r\n\r\n")
+        assert b"the device is on fire" in answer.split(b"data: ")[-1]
+        assert b"[DONE]" not in answer
+        steps.error = None
+        server.check_idle()
+
+
+def test_aborting_all_ends_every_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    with RunningServer(steps.llm) as server, server.connection() as connection, server.connection() as other:
+        asyncio.run(steps.llm.start())
+        steps.allow(1)
+        send(connection, COMPLETIONS, **LONG, stream=True, return_token_ids=True)
+        read_until(connection, b"data: ")
+        send(other, COMPLETIONS, **LONG)
+        while len(server.observer.running) < 2:
+            pass
+        asyncio.run(server.app.state.service.abort_all())
+        steps.allow()
+        assert b'"code": "aborted"' in read_until(connection, b"\r\n0\r\n\r\n")
+        assert read_until(other, b"}}").startswith(b"HTTP/1.1 503")
+        server.check_idle()
+
+
+@pytest.fixture(scope="module")
+def narrow_server() -> Iterator[RunningServer]:
+    """What it holds for a client that does not read is soon full."""
+    with RunningServer(AsyncLLM(), send_buffer=4096, max_stall=2.0, keep_alive_interval=0.1) as server:
+        yield server
+
+
+def test_a_slow_reader_gets_everything_and_holds_up_nobody(narrow_server: RunningServer) -> None:
+    server = narrow_server
+    body = {**LONG, "n": 4, "max_tokens": 400, "stream": True}
+    with server.connection(receive_buffer=4096) as connection:
+        send(connection, COMPLETIONS, **body)
+        begin = read_until(connection, b"data: ")
+        assert server.complete(prompt=[8, 9], max_tokens=20, ignore_eos=True)  # while the other does not read
+        while server.observer.num_tokens and server.observer.running:
+            begin += connection.recv(1000)
+        answer = begin + read_until(connection, b"data: [DONE]")
+    assert answer.count(b'"finish_reason":"length"') == 4
+    server.check_idle()
+    assert server.observer.take_reasons() == ["length", "length"]
+
+
+def test_a_client_that_does_not_read_is_given_up(
+    narrow_server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = narrow_server
+    with server.connection(receive_buffer=4096) as connection:
+        send(connection, COMPLETIONS, **{**LONG, "n": 32}, stream=True)
+        assert server.observer.has_ended.wait(60)
+        server.check_idle()
+        assert server.observer.take_reasons() == ["abort"]
+        assert "a client did not read for 2 seconds: aborted" in caplog.text
+        read = 0
+        while piece := connection.recv(65536):  # what was on its way
+            read += len(piece)
+        assert read < 1_000_000  # of some 7 MB
+    assert server.complete(prompt="a", max_tokens=1)
+
+
+def test_many_streams_at_once(server: RunningServer) -> None:
+    async def follow(number: int) -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        body = {"prompt": [number % 1000 + 6, 5], "max_tokens": 8, "ignore_eos": True, "stream": True}
+        writer.write(raw_request(COMPLETIONS, json.dumps(body).encode()))
+        answer = await reader.readuntil(b"data: [DONE]\n\n")
+        writer.close()
+        return answer.count(b'"finish_reason":"length"')
+
+    async def check() -> None:
+        async with asyncio.timeout(120):
+            assert await asyncio.gather(*map(follow, range(500))) == [1] * 500
+
+    asyncio.run(check())
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="max_stall is 0; it must be a number of seconds above 0"):
+        ServerSettings(max_stall=0)
+    with pytest.raises(ValueError, match="a name of the model is ''"):
+        ServerSettings(model_name="")
+    with pytest.raises(ValueError, match="has no option 'max_m'; did you mean 'max_n'"):
+        ServerSettings(max_m=3)  # type: ignore[call-arg]

@@ -1,5 +1,6 @@
 """Who is let in: with which headers, from where keys come, and how those without one are told."""
 
+import hmac
 import re
 from pathlib import Path
 
@@ -49,6 +50,23 @@ def test_only_who_has_one_of_the_keys_is_let_in(headers: dict[str, str], is_let_
             assert server.num_calls == is_let_in
 
     run(check())
+
+
+def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(known: bytes, given: bytes) -> bool:
+        compared.append((known, given))
+        return known == given
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    keys = ApiKeys(["first", "a very much longer second", "third"])
+    for key, fits in ((b"first", True), (b"third", True), (b"", False), (b"another", False)):
+        compared.clear()
+        assert keys.accepts(key) is fits
+        assert len(compared) == 3
+        assert {len(digest) for pair in compared for digest in pair} == {32}
+        assert not {b"first", key} & {digest for pair in compared for digest in pair}, "no key itself is compared"
 
 
 def test_operators_paths_are_open_and_what_looks_like_one_is_not() -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -57,6 +58,7 @@ async def served(grace_seconds: float, *how: str) -> AsyncIterator[Served]:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[3],
     )
     try:
         assert process.stdout is not None
@@ -78,7 +80,7 @@ def test_what_runs_is_finished_what_comes_is_refused_and_the_exit_code_is_0(numb
             assert await stream.content.readuntil(b"\n\n") == b"data: first\n\n"
             await server.end(number)
             async with server.client.get("/v1/models") as refused:
-                assert (refused.status, refused.headers["retry-after"]) == (503, "60")
+                assert (refused.status, refused.headers["retry-after"]) == (503, "1")
                 assert refused.headers["connection"] == "close"
                 error = (await refused.json())["error"]
                 assert error["code"] == "shutting_down"

@@ -20,6 +20,9 @@ from inflight.server.operations.refusals import HEALTH_PATH, OPERATOR_PATHS, pat
 SECONDS_TO_LEAVE = 2
 """How long requests that were aborted, and then connections that were closed, have until they are cut."""
 
+RETRY_AFTER = b"1"
+"""Seconds after which a client is told to try again: there may be another server behind the address, or the next."""
+
 logger = logging.getLogger("inflight.server")
 
 
@@ -123,7 +126,7 @@ class Drain:
 
     async def _refuse(self, scope: Scope, send: Send) -> None:
         message = "the server is shutting down; try again later"
-        headers = [(b"connection", b"close"), (b"retry-after", str(max(1, round(self._grace_seconds))).encode())]
+        headers = [(b"connection", b"close"), (b"retry-after", RETRY_AFTER)]
         await refuse(scope, send, 503, message, "overloaded_error", "shutting_down", headers)
 
 
@@ -140,6 +143,7 @@ class DrainingServer(uvicorn.Server):
             config.timeout_graceful_shutdown = SECONDS_TO_LEAVE  # else one who reads nothing could hold it for ever
         self._drain = drain
         self._finishing: asyncio.Task[None] | None = None
+        self._is_in_a_hurry = False
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -156,7 +160,7 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """What the signals do."""
-        self.force_exit |= self._drain.is_draining and sig == signal.SIGINT
+        self._is_in_a_hurry |= self._drain.is_draining and sig == signal.SIGINT
         self._drain.begin()
 
     async def on_tick(self, counter: int) -> bool:
@@ -165,7 +169,7 @@ class DrainingServer(uvicorn.Server):
             if self._finishing is None:
                 logger.info("no more requests are taken in; those that run may finish")
                 self._finishing = asyncio.create_task(self._drain.finish())
-            if self.force_exit:
+            if self._is_in_a_hurry:
                 self._drain.cut()
-            self.should_exit |= self.force_exit or self._finishing.done()
+            self.should_exit |= self._is_in_a_hurry or self._finishing.done()
         return await super().on_tick(counter)

@@ -15,6 +15,9 @@ NUM_PADDING = 45
 TOKENIZERS = {name: ALL[name] for name in ("byte_level", "straddling", "byte_fallback")}
 _CLOSING = ('"', "}", "]", ")", "n", "u", "l", ":", ",", "0")  # what leads to an end, the surest first
 
+WIDE = 'start: "(" ' + " ".join(f'"a{number}"?' for number in range(2500))
+"""A grammar that can be compiled and begun, and is too ambiguous to follow behind its first character."""
+
 
 def compiler(tokenizer: Tokenizer, eos_token_ids: Iterable[int] | None = None) -> GrammarCompiler:
     """One for a model whose vocabulary is wider than its tokenizer's."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_remarks_are_let_through() -> None:
         ({"grammar": "start: foo"}, r'^grammar can not be enforced: .*unknown name: "foo"'),
         ({"grammar": 'start: "a'}, r"^grammar can not be enforced: "),
         ({"grammar": "root ::= ["}, r"^the grammar can not be read: "),
-        ({"grammar": "root ::= " + "(" * 9000 + '"a"' + ")" * 9000}, r"^the grammar can not be read: .*recursion"),
+        ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, r"^the grammar can not be read: .*recursion"),
         ({"grammar": "start: start"}, r"^grammar can not be enforced: "),
         ({"grammar": 'start: %json {"not": {}}'}, r"Unimplemented keys"),
         ({"grammar": 'start: %json {"not": {}, "x-guidance": {"lenient": true}}'}, r"Unimplemented keys"),
@@ -125,18 +126,79 @@ def nested(depth: int) -> str:
     return '{"properties": {"a": ' * depth + "true" + "}}" * depth
 
 
+def properties(count: int, **more: object) -> dict[str, object]:
+    return {"properties": {f"p{number}": {} for number in range(count)}, **more}
+
+
+SEVERAL_OBJECTS = {"properties": {f"p{number}": properties(99) for number in range(60)}}
+ALTERNATIVES = {"allOf": [{"anyOf": [{"const": f"{i}{j}"} for j in range(9)]} for i in range(9)]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"json_schema": nested(300)}, "recursion limit"),
+        ({"json_schema": json.dumps({"type": "integer", "multipleOf": 999_999_937})}, "fuel exhausted"),
+        ({"json_schema": json.dumps(ALTERNATIVES)}, "schema too large"),
+        ({"json_schema": json.dumps({"items": properties(401)})}, "401 properties at #/items that are not required"),
+        ({"json_schema": json.dumps(SEVERAL_OBJECTS)}, "json_schema is too large: at most 5000 schemas"),
+        (
+            {"json_schema": json.dumps({"patternProperties": {f"^{number}x": {} for number in range(101)}})},
+            "100 patternProperties",
+        ),
+        ({"grammar": "start: " + '"a" ' * 20_000}, "has 80007 characters; at most 65536"),
+        ({"grammar": "root ::= " + '"a" ' * 3_000}, "has 12009 characters; at most 8192"),
+    ],
+)
+def test_what_would_cost_too_much(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        matcher(BYTE_LEVEL, **asked)
+
+
+def test_what_is_long_and_allowed() -> None:
+    required = [f"p{number}" for number in range(1000)]
+    matcher(BYTE_LEVEL, json_schema=json.dumps(properties(1000, required=required)))
+    matcher(BYTE_LEVEL, json_schema=json.dumps(properties(400)))
+    matcher(BYTE_LEVEL, choice=[f"choice number {number}" for number in range(5000)])
+
+
 @pytest.mark.parametrize(
     "asked",
     [
-        {"json_schema": nested(300)},
-        {"json_schema": json.dumps({"type": "integer", "multipleOf": 999_999_937})},
-        {"json_schema": json.dumps({"allOf": [{"anyOf": [{"const": f"{i}{j}"} for j in range(9)]} for i in range(9)]})},
+        {"grammar": "start: a0\n" + "".join(f"a{n}: a{n + 1}\n" for n in range(4000)) + 'a4000: "c"'},
+        {
+            "json_schema": json.dumps(
+                {
+                    "$ref": "#/$defs/0",
+                    "$defs": {f"{n}": {"properties": {"x": {"$ref": f"#/$defs/{n + 1}"}}} for n in range(2000)}
+                    | {"2000": {"type": "integer"}},
+                }
+            )
+        },
     ],
-    ids=["nesting", "a large automaton", "a product of alternatives"],
+    ids=["rules", "references"],
 )
-def test_what_would_cost_too_much(asked: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError, match="can not be enforced"):
-        matcher(BYTE_LEVEL, **asked)
+def test_references_behind_references(asked: dict[str, Any]) -> None:
+    """Thousands of them, which overflow an ordinary stack and end the process."""
+    assert allowed(matcher(BYTE_LEVEL, **asked), BYTE_LEVEL)
+
+
+def test_what_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    original = compiler_module.checked_schema
+    monkeypatch.setattr(compiler_module, "checked_schema", lambda text: go_on.wait() and original(text))
+    monkeypatch.setattr(compiler_module, "MAX_SECONDS", 0.01)
+    monkeypatch.setattr(compiler_module, "MAX_LATE", 1)
+    made = compiler(BYTE_LEVEL)
+    with pytest.raises(InvalidRequestError, match=r"takes more than 0.01 s to compile"):
+        made.compile(StructuredOutput(json_object=True))
+    with pytest.raises(InvalidRequestError, match=r"that take long to compile are under way; try again later"):
+        made.compile(StructuredOutput(regex="a"))
+    go_on.set()
+    monkeypatch.setattr(compiler_module, "MAX_SECONDS", 60)
+    for thread in [each for each in threading.enumerate() if each.name == "inflight-grammar"]:
+        thread.join()
+    assert allowed(made.compile(StructuredOutput(json_object=True)), BYTE_LEVEL) == spelled(BYTE_LEVEL, "{")
 
 
 def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """The masks of a step, computed beside it."""
 
-import json
 import sys
 import threading
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from llguidance import LLExecutor
 
 from inflight.grammar import GrammarMatcher, MaskWorker
 from inflight.grammar.matcher import fill_masks
-from tests.grammar.helpers import NUM_PADDING, TOKENIZERS, ids, matcher, spelled, write
+from tests.grammar.helpers import NUM_PADDING, TOKENIZERS, WIDE, ids, matcher, spelled, write
 
 BYTE_LEVEL = TOKENIZERS["byte_level"]
 VOCAB_SIZE = BYTE_LEVEL.vocab_size + NUM_PADDING
@@ -62,9 +61,8 @@ def test_step_after_step(worker: MaskWorker) -> None:
 
 
 def test_an_error_is_its_sequences_own(worker: MaskWorker) -> None:
-    schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(5000)}}
-    too_complex = matcher(BYTE_LEVEL, json_schema=json.dumps(schema))
-    assert write(too_complex, BYTE_LEVEL, "{") == 0
+    too_complex = matcher(BYTE_LEVEL, grammar=WIDE)
+    assert write(too_complex, BYTE_LEVEL, "(") == 0
     good = [matcher(BYTE_LEVEL, regex="a+") for _ in range(2)]
     masks = worker.start([good[0], too_complex, good[1]]).result()
     assert list(masks.errors) == [1]

@@ -10,9 +10,10 @@ every token that the grammar does, and a special token is never written for text
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from functools import cached_property
-from threading import Lock
+from threading import Lock, Thread, stack_size
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,10 @@ from inflight.text.tokenizer import Tokenizer
 
 MAX_KEPT = 128
 MAX_KEPT_CHARACTERS = 2**20
+MAX_GRAMMAR_CHARACTERS = 2**16
+MAX_GBNF_CHARACTERS = 2**13  # it is rewritten in Python, in quadratic time
+MAX_SECONDS = 3.0
+MAX_LATE = 2
 _OUTER = '%llguidance {"no_forcing": true}\nstart: @asked'
 
 # In units of the library's: some 50,000 of fuel or 20,000 items a millisecond, about half a kilobyte a state.
@@ -36,10 +41,14 @@ _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
-    max_items_in_row=10_000,
+    max_items_in_row=2_000,
     max_lexer_states=100_000,
     verbose_errors=False,
 )
+
+# The library follows references by recursion, up to 30 kB for each; an overflow would end the process. Only what is
+# used of it is ever taken from memory.
+_STACK_BYTES = 2**29
 
 
 class GrammarCompiler:
@@ -57,34 +66,40 @@ class GrammarCompiler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._kept: OrderedDict[StructuredOutput, GrammarMatcher] = OrderedDict()
         self._lock = Lock()
+        self._late: list[Thread] = []
 
     def compile(self, asked: StructuredOutput) -> GrammarMatcher:
         """A matcher for a new sequence. The first one takes as long as the tokenizer's table does to build (half a
-        second for 50,000 tokens); compiling most grammars takes milliseconds, the largest that is allowed a second.
+        second for 50,000 tokens); compiling takes milliseconds for most, and never more than `MAX_SECONDS`.
 
         Raises InvalidRequestError, in one sentence, if it can not be enforced as asked.
         """
         with self._lock:
             kept = self._kept.get(asked)
             if kept is None:
-                kept = self._kept[asked] = self._build(asked)
+                vocabulary = self._vocabulary
+                kept = self._kept[asked] = self._in_time(lambda: _build(asked, vocabulary))
                 self._let_go()
             self._kept.move_to_end(asked)
             return kept.clone()
 
-    def _build(self, asked: StructuredOutput) -> GrammarMatcher:
-        grammars = [{"lark_grammar": _OUTER}, {"name": "asked", **_written(asked)}]
-        inner = LLMatcher(self._vocabulary.table, json.dumps({"grammars": grammars}), log_level=0, limits=_LIMITS)
-        if inner.is_error():
-            raise _refusal(asked, reason(inner))
-        if warnings := inner.get_grammar_warnings():
-            raise _refusal(asked, warnings[0])
-        matcher = GrammarMatcher(self._vocabulary, inner)
-        try:  # what can not even begin is told now; what this mask found out is kept with the matcher
-            matcher.fill_mask(np.empty(self._vocabulary.num_words, dtype=np.int32))
-        except GrammarError as error:
-            raise _refusal(asked, str(error)) from error
-        return matcher
+    def _in_time(self, work: Callable[[], GrammarMatcher]) -> GrammarMatcher:
+        """The work's result, from a thread with a deep stack, which is left to itself if it takes too long."""
+        self._late = [each for each in self._late if each.is_alive()]
+        if len(self._late) >= MAX_LATE:
+            raise InvalidRequestError("structured outputs that take long to compile are under way; try again later")
+        future: Future[GrammarMatcher] = Future()
+        thread = Thread(target=_settle, args=(future, work), name="inflight-grammar", daemon=True)
+        default_bytes = stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            stack_size(default_bytes)
+        try:
+            return future.result(MAX_SECONDS)
+        except TimeoutError:
+            self._late.append(thread)
+            raise InvalidRequestError(f"structured output takes more than {MAX_SECONDS:g} s to compile") from None
 
     def _let_go(self) -> None:
         while len(self._kept) > MAX_KEPT or sum(each.num_characters for each in self._kept) > MAX_KEPT_CHARACTERS:
@@ -93,6 +108,28 @@ class GrammarCompiler:
     @cached_property
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+
+
+def _build(asked: StructuredOutput, vocabulary: Vocabulary) -> GrammarMatcher:
+    grammars = [{"lark_grammar": _OUTER}, {"name": "asked", **_written(asked)}]
+    inner = LLMatcher(vocabulary.table, json.dumps({"grammars": grammars}), log_level=0, limits=_LIMITS)
+    if inner.is_error():
+        raise _refusal(asked, reason(inner))
+    if warnings := inner.get_grammar_warnings():
+        raise _refusal(asked, warnings[0])
+    matcher = GrammarMatcher(vocabulary, inner)
+    try:  # what can not even begin is told now; what this mask found out is kept with the matcher
+        matcher.fill_mask(np.empty(vocabulary.num_words, dtype=np.int32))
+    except GrammarError as error:
+        raise _refusal(asked, str(error)) from error
+    return matcher
+
+
+def _settle(future: "Future[GrammarMatcher]", work: Callable[[], GrammarMatcher]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # whoever waits has to know
+        future.set_exception(error)
 
 
 def _written(asked: StructuredOutput) -> dict[str, Any]:
@@ -106,6 +143,9 @@ def _written(asked: StructuredOutput) -> dict[str, Any]:
     if asked.choice is not None:
         return _regex("|".join("".join(map(_literal, text)) for text in asked.choice))
     assert asked.grammar is not None
+    most = MAX_GBNF_CHARACTERS if "::=" in asked.grammar else MAX_GRAMMAR_CHARACTERS
+    if len(asked.grammar) > most:
+        raise InvalidRequestError(f"the grammar has {len(asked.grammar)} characters; at most {most} are accepted")
     try:
         return {"lark_grammar": any_to_lark(asked.grammar)}
     except Exception as error:  # RecursionError among them

@@ -16,6 +16,11 @@ from inflight.errors import InvalidRequestError
 # write spaces until its tokens are used up.
 WHITESPACE = r"\x20|\r?\n[\x20\t]{0,80}"
 
+# What takes quadratic time to compile, or to find the next tokens for.
+MAX_SCHEMAS = 5000
+MAX_OPTIONAL_PROPERTIES = 400
+MAX_PATTERN_PROPERTIES = 100
+
 _IN_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
 _IN_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
 _DIRECT = {"items", "additionalItems", "additionalProperties"}
@@ -58,7 +63,15 @@ def checked_schema(text: str) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"json_schema is {text[:80]}; it must be a JSON object")
-    for place, each in _schemas(schema):
+    num_patterns = 0
+    for num_schemas, (place, each) in enumerate(_schemas(schema), 1):
+        patterns = each.get("patternProperties")
+        num_patterns += len(patterns) if isinstance(patterns, dict) else 0
+        if num_schemas > MAX_SCHEMAS or num_patterns > MAX_PATTERN_PROPERTIES:
+            raise InvalidRequestError(
+                f"json_schema is too large: at most {MAX_SCHEMAS} schemas and {MAX_PATTERN_PROPERTIES} "
+                "patternProperties are accepted, counted with all that are inside it"
+            )
         _check(place, each)
         if isinstance(each.get("format"), str) and each["format"] in _STRICTER:
             more = each.get("allOf", [])
@@ -80,9 +93,20 @@ def _check(place: str, schema: Mapping[str, Any]) -> None:
             raise InvalidRequestError(f"json_schema has {keyword} {schema[keyword]} at {place}; it must be a number")
     if "$ref" in schema and place != "#" and not schema.keys().isdisjoint(("$id", "id")):
         raise InvalidRequestError(f"json_schema has an id beside $ref at {place}; drafts differ on what that refers to")
+    _check_properties(place, schema)
+
+
+def _check_properties(place: str, schema: Mapping[str, Any]) -> None:
+    required, named, least = schema.get("required"), schema.get("properties"), schema.get("minProperties")
+    needed = set(map(str, required)) if isinstance(required, list) else set()
+    num_optional = len(named.keys() - needed) if isinstance(named, dict) else 0
+    if num_optional > MAX_OPTIONAL_PROPERTIES:
+        raise InvalidRequestError(
+            f"json_schema has {num_optional} properties at {place} that are not required; at most "
+            f"{MAX_OPTIONAL_PROPERTIES} are accepted in one object"
+        )
     # Keys that `properties` does not name may be repeated, which counts as one property when the text is read.
-    required, least = schema.get("required"), schema.get("minProperties")
-    num_sure = 1 + (len(set(map(str, required))) if isinstance(required, list) else 0)
+    num_sure = 1 + len(needed)
     if isinstance(least, int | float) and least > num_sure:
         raise InvalidRequestError(
             f"json_schema has minProperties {least} at {place}, which can not be enforced beyond one more than what is "

@@ -152,14 +152,26 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
-    def until(self, text: str) -> str:
-        """Read until this is seen; returns all up to it."""
+    def until(self, text: str) -> None:
+        """Read until this is seen."""
+        assert self._comes(text, 60), f"{text!r} does not come; seen: {self._seen!r}"
+
+    def interrupt_prompt(self) -> None:
+        """Ctrl-C until there is a new prompt: Python's `input` misses one that comes just before it waits."""
+        for _ in range(20):
+            self.type("\x03")
+            if self._comes("> ", 3):
+                return
+        raise AssertionError(f"no new prompt comes; seen: {self._seen!r}")
+
+    def _comes(self, text: str, seconds: float) -> bool:
         while text not in self._seen:
-            ready, _, _ = select.select([self._ours], [], [], 60)
-            assert ready, f"{text!r} does not come; seen: {self._seen!r}"
+            ready, _, _ = select.select([self._ours], [], [], seconds)
+            if not ready:
+                return False
             self._seen += os.read(self._ours, 4096).decode()
-        before, _, self._seen = self._seen.partition(text)
-        return before
+        self._seen = self._seen.partition(text)[2]
+        return True
 
     def end(self) -> int:
         code = self._process.wait(60)
@@ -197,8 +209,9 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat_and_ctrl_d_ends_it(server: Fake
     terminal.type("fail\n")
     terminal.until("inflight: HTTP 500: no luck")
     terminal.until("> ")
-    terminal.type("half a li\x03")  # what was typed is taken back
-    terminal.until("> ")
+    terminal.type("half a li")
+    terminal.until("half a li")  # the echo
+    terminal.interrupt_prompt()  # what was typed is taken back
     terminal.type("well\n")
     terminal.until("well\r\n")  # the echo
     terminal.until("well\r\n")  # the answer
@@ -248,3 +261,19 @@ def test_an_engine_of_its_own_answers_as_the_library_does() -> None:
     assert done.stdout == "".join(f"{text}\n" for text in expected)
     assert done.stderr.count("(cut: max_tokens") >= 1
     assert "SamplingParams has no option 'top_pp'; did you mean 'top_p'?" in done.stderr
+
+
+def test_ctrl_c_stops_an_engine_of_its_own_too() -> None:
+    terminal = Terminal("--temperature", "0", "--ignore-eos", "--max-tokens", "900")
+    terminal.until("> ")
+    terminal.type("Tell me a story about a fox.\n")
+    terminal.until("fox.\r\n")  # the echo
+    terminal.until(" ")  # the first word
+    terminal.type("\x03")
+    terminal.until("(stopped)")
+    terminal.type("/params max_tokens=4\n")
+    terminal.type("Tell me another one.\n")
+    terminal.until("(cut: max_tokens")
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.end() == 0

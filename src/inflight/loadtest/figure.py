@@ -39,14 +39,13 @@ def load_figure(records: Sequence[Record], title: str) -> "Figure":
 
 def _draw_requests(panel: "Axes", records: Sequence[Record]) -> None:
     """How many were due, were sent, and have ended; what lies between the curves is under way, or held back."""
-    for name, colour, moments in (
-        ("due", "#999999", [record.scheduled for record in records]),
-        ("sent", COLOURS["TTFT"], [record.sent for record in records]),
-        ("ended", COLOURS["E2E"], [record.finished for record in records]),
+    for name, colour, width, moments in (
+        ("due", "#cccccc", 3, [record.scheduled for record in records]),
+        ("sent", COLOURS["TTFT"], 1, [record.sent for record in records]),
+        ("ended", COLOURS["E2E"], 1, [record.finished for record in records]),
     ):
-        panel.step(
-            [0.0, *sorted(moments)], range(len(moments) + 1), where="post", color=colour, label=name, linewidth=1
-        )
+        counts = range(len(moments) + 1)
+        panel.step([0.0, *sorted(moments)], counts, where="post", color=colour, label=name, linewidth=width)
     _label(panel, "requests", "seconds", "requests so far")
 
 

@@ -144,8 +144,12 @@ def test_going_back(num_tokens: int) -> None:
     then, mask = before[-num_tokens]
     assert allowed(here, BYTE_LEVEL) == mask
     assert (here.is_finished, here.may_stop) == (then.is_finished, then.may_stop)
-    with pytest.raises(ValueError, match=r"20 tokens can not be taken back: .+"):
-        here.rollback(20)
+    for too_many in (20, -1):
+        with pytest.raises(
+            ValueError, match=rf"{too_many} tokens can not be taken back; {8 - num_tokens} were accepted"
+        ):
+            here.rollback(too_many)
+    assert allowed(here, BYTE_LEVEL) == mask, "nothing has happened"
 
 
 def test_twins_go_their_own_ways() -> None:

@@ -23,12 +23,13 @@ class GrammarMatcher:
     def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
+        self._num_tokens = 0  # accepted since it was made, EOS too
         self._is_ended = False  # by EOS, which the library is not told: it forgets it when it takes tokens back
 
     def clone(self) -> Self:
         """Another one at the same place, for another sequence."""
         twin = type(self)(self._vocabulary, self._matcher.deep_copy())
-        twin._is_ended = self._is_ended
+        twin._num_tokens, twin._is_ended = self._num_tokens, self._is_ended
         return twin
 
     def accept(self, token_id: int) -> bool:
@@ -38,18 +39,20 @@ class GrammarMatcher:
         if self._is_ended:
             return False
         if token_id in self._vocabulary.eos_token_ids:
-            self._is_ended = self.may_stop
-            return self._is_ended
-        if not self._vocabulary.has(token_id):
-            return False
-        return self._matcher.try_consume_tokens([token_id]) == 1
+            is_accepted = self._is_ended = self.may_stop
+        else:
+            is_accepted = self._vocabulary.has(token_id) and self._matcher.try_consume_tokens([token_id]) == 1
+        self._num_tokens += is_accepted
+        return is_accepted
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last `num_tokens` accepted tokens. Raises `ValueError` if there were not so many."""
-        before = self._is_ended
-        self._is_ended = before and num_tokens == 0
-        if not self._matcher.rollback(num_tokens - (before and num_tokens > 0)):
-            raise ValueError(f"{num_tokens} tokens can not be taken back: {reason(self._matcher)}")
+        if not 0 <= num_tokens <= self._num_tokens:
+            raise ValueError(f"{num_tokens} tokens can not be taken back; {self._num_tokens} were accepted")
+        if num_tokens:
+            self._matcher.rollback(num_tokens - self._is_ended)
+            self._num_tokens -= num_tokens
+            self._is_ended = False
 
     @property
     def may_stop(self) -> bool:

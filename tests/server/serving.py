@@ -133,3 +133,11 @@ def raw_request(path: str, body: bytes, *, method: str = "POST") -> bytes:
         f"{method} {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     )
     return head.encode() + b"\r\n" + body
+
+
+def read_until(connection: socket.socket, mark: bytes) -> bytes:
+    """All that comes, up to `mark` at least; or to the end, if the server ends the connection."""
+    read = b""
+    while mark not in read and (piece := connection.recv(65536)):
+        read += piece
+    return read

@@ -16,7 +16,7 @@ from inflight.engine import Engine
 from inflight.plan import StepPlan
 from inflight.server.settings import ServerSettings
 from tests import zoo
-from tests.server.serving import RunningServer, raw_request
+from tests.server.serving import RunningServer, raw_request, read_until
 from tests.text.tokenizers_for_tests import byte_level
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -49,14 +49,6 @@ class Steps:
         if self.error is not None:
             raise self.error
         return self._run(plan)
-
-
-def read_until(connection: socket.socket, mark: bytes) -> bytes:
-    """All that comes, up to `mark` at least; or to the end, if the server ends the connection."""
-    read = b""
-    while mark not in read and (piece := connection.recv(65536)):
-        read += piece
-    return read
 
 
 def send(connection: socket.socket, path: str, **body: Any) -> None:

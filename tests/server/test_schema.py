@@ -1,0 +1,49 @@
+"""The served OpenAPI document, and what schemathesis makes of it: no request whatever is answered with a 5xx."""
+
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+
+from tests.server.serving import RunningServer
+
+NUM_EXAMPLES = 15
+"""For each endpoint, of those that the document allows and of those that it does not."""
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_no_input_is_the_servers_fault(server: RunningServer, mode: GenerationMode) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    num_answers = 0
+
+    def check(operation: Any) -> None:
+        @settings(max_examples=NUM_EXAMPLES, suppress_health_check=list(HealthCheck), derandomize=True, deadline=None)
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def ask(case: Any) -> None:
+            nonlocal num_answers
+            response = case.call(session=session)
+            num_answers += 1
+            assert response.status_code < 500, (case.path, case.body, response.text)
+            if response.status_code >= 400:
+                assert list(response.json()) == ["error"], (case.path, case.body, response.text)
+
+        ask()
+
+    with requests.Session() as session:
+        for result in schema.get_all_operations():
+            operation = result.ok()
+            if operation.body or mode is GenerationMode.POSITIVE:  # there is nothing wrong to ask a plain GET
+                check(operation)
+    assert num_answers > NUM_EXAMPLES
+
+
+def test_the_document_says_what_is_taken(server: RunningServer) -> None:
+    document = server.http.get("/openapi.json").json()
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/health"} <= set(document["paths"])
+    completion = document["components"]["schemas"]["CompletionRequest"]
+    assert completion["required"] == ["prompt"]
+    assert completion["additionalProperties"] is False
+    assert "suffix" not in completion["properties"]

@@ -20,7 +20,7 @@ from inflight import LLM, AsyncLLM, EngineDeadError, InvalidRequestError, ModelE
 from inflight.engine import Engine
 from inflight.engine_process.connection import ProcessConnection
 from inflight.outputs import RequestOutput
-from inflight.plan import StepPlan
+from inflight.plan import StepPlan, StepTokens
 from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level
 
@@ -97,10 +97,10 @@ class Stepper:
         self.engines.append(engine)
         return engine
 
-    def _wait(self, plan: StepPlan) -> list[int]:
+    def _wait(self, plan: StepPlan, masks: Any) -> StepTokens:
         if not self._is_free:
             self._permits.acquire(timeout=100)
-        return self.run(plan)
+        return self.run(plan, masks)
 
 
 # ------------------------------------------------------------------------------------------------------ what comes
@@ -481,10 +481,10 @@ def test_an_error_in_the_forward_pass_ends_its_requests_and_no_others(monkeypatc
             stepper.allow()
             run, steps = stepper.run, iter(range(10_000))
 
-            def broken(plan: StepPlan) -> list[int]:
+            def broken(plan: StepPlan, masks: Any) -> StepTokens:
                 if next(steps) == 5:
                     raise RuntimeError("the device is on fire")
-                return run(plan)
+                return run(plan, masks)
 
             stepper.run = broken
             outputs = await asyncio.gather(*(last(llm, [number + 1] * 5, GREEDY) for number in range(5)))

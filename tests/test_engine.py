@@ -11,7 +11,7 @@ from inflight.config import EngineConfig
 from inflight.engine import Engine
 from inflight.outputs import SequenceOutput
 from inflight.params import SamplingParams
-from inflight.plan import StepPlan
+from inflight.plan import StepPlan, StepTokens
 from inflight.record import StepRecord
 from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level
@@ -43,10 +43,10 @@ def break_run(engine: Engine, monkeypatch: pytest.MonkeyPatch, at_step: int, err
     """Let the runner raise at its `at_step`-th step, once."""
     run, steps = engine.runner.run, iter(range(1_000_000))
 
-    def broken(plan: StepPlan) -> list[int]:
+    def broken(plan: StepPlan, masks: Any) -> StepTokens:
         if next(steps) == at_step:
             raise error
-        return run(plan)
+        return run(plan, masks)
 
     monkeypatch.setattr(engine.runner, "run", broken)
 

@@ -102,9 +102,9 @@ def test_a_long_prompt_has_few_rows_of_logits_at_once(monkeypatch: pytest.Monkey
     num_rows: list[int] = []
     run = llm.engine.runner.run
 
-    def watched(plan: StepPlan) -> StepTokens:
+    def watched(plan: StepPlan, masks: Any = None) -> StepTokens:
         num_rows.append(sum(span.num_logit_rows for span in plan.spans))
-        return run(plan)
+        return run(plan, masks)
 
     monkeypatch.setattr(llm.engine.runner, "run", watched)
     prompts = [[number, *([1, 2, 3] * 66)] for number in range(3)]

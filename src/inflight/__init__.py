@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from inflight.config import EngineConfig
     from inflight.errors import EngineDeadError, InvalidRequestError, ModelError, QueueFullError
     from inflight.llm import LLM
-    from inflight.outputs import CompletionOutput, RequestOutput, TextDelta
+    from inflight.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
     from inflight.params import SamplingParams
     from inflight.record import EngineStats
+    from inflight.structured_output import StructuredOutput
 
 __version__ = "0.1.0.dev0"
 
@@ -32,12 +33,14 @@ _HOMES = {
     "EngineConfig": "config",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
+    "Logprob": "outputs",
     "TextDelta": "outputs",
     "InvalidRequestError": "errors",
     "ModelError": "errors",
     "QueueFullError": "errors",
     "EngineDeadError": "errors",
     "EngineStats": "record",
+    "StructuredOutput": "structured_output",
 }
 
 __all__ = [
@@ -49,10 +52,12 @@ __all__ = [
     "EngineDeadError",
     "EngineStats",
     "InvalidRequestError",
+    "Logprob",
     "ModelError",
     "QueueFullError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutput",
     "TextDelta",
     "__version__",
 ]

@@ -19,6 +19,7 @@ from inflight.errors import InvalidRequestError, QueueFullError
 from inflight.execution.model import ModelSource
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.sampler import INVALID_TOKEN
+from inflight.grammar.constraints import Constraints
 from inflight.model_info import ModelInfo
 from inflight.observe.step_watch import StepWatch
 from inflight.outputs import SequenceOutput, TokenScore
@@ -89,6 +90,7 @@ class Engine:
         self.scheduler = Scheduler.of(config, self.model_info.num_blocks, self.model_info.recompute_beyond)
         self.prefill_limit: PrefillLimit | None = None
         """If set, learns from every step how much prefill the next may have."""
+        self.constraints = Constraints(tokenizer, self.model_info)
         self._deadlines = Deadlines()
         self._watch = StepWatch(self.scheduler)
         self.observer: Callable[[StepRecord], None] | None = None
@@ -151,6 +153,7 @@ class Engine:
             raise InvalidRequestError(f"stop is {params.stop!r}, but this model has no tokenizer to find text with")
         if params.bad_words and self.tokenizer is None:
             raise InvalidRequestError(f"bad_words is {params.bad_words!r}, but this model has no tokenizer")
+        self.constraints.check(params)
         request = make_request(
             request_id, prompt_token_ids, params, self.model_info, priority=priority, cache_salt=cache_salt
         )
@@ -184,6 +187,8 @@ class Engine:
         live = self._requests.pop(request_id, None)
         self._news = deque(news for news in self._news if news.sequence.request.request_id != request_id)
         self._outbox = [output for output in self._outbox if output.request_id != request_id]
+        for sequence in aborted:
+            self.constraints.remove(sequence.sequence_id)
         return [self._output(sequence, [], live) for sequence in aborted if live is not None]
 
     # ------------------------------------------------------------------------------------- the loop
@@ -223,8 +228,9 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> None:
         """Run a plan and take in what came of it."""
+        masks = self.constraints.begin(plan)
         try:
-            given = self.runner.run(plan)
+            given = self.runner.run(plan, None if masks is None else masks.result)
         except Exception as error:
             logger.exception("a step of %d tokens failed", plan.num_tokens)
             self._news += [News(sequence, [], error=repr(error)) for sequence in self.scheduler.fail(plan)]
@@ -236,10 +242,12 @@ class Engine:
         scores = self._take_scores(plan, given) if given.scores else {}
         for step in self.scheduler.commit(plan, sampled):
             own = scores.get(step.sequence.sequence_id)
+            self.constraints.accept(step.sequence.sequence_id, step.new_token_ids)
             self._news.append(News(step.sequence, step.new_token_ids, own and own[: len(step.new_token_ids)]))
         for span, row in zip(plan.spans, of_spans, strict=True):
             if INVALID_TOKEN in row and (sequence := self.scheduler.finish(span.sequence_id, "error")) is not None:
-                reason = "the model's logits are not finite, or no token is allowed"
+                reason = self.constraints.failure(span.sequence_id)
+                reason = reason or "the model's logits are not finite, or no token is allowed"
                 self._news.append(News(sequence, [], error=reason))
 
     def _take_scores(self, plan: StepPlan, given: StepTokens) -> dict[int, list[TokenScore]]:
@@ -292,6 +300,8 @@ class Engine:
                 stop_token_ids=sequence.request.stop_token_ids,
                 bad_words=live.accepted.bad_words,
             )
+            if live.accepted.params.structured_output is not None:
+                self.constraints.add(sequence.sequence_id, live.accepted.params.structured_output)
             if live.first_scheduled_times[sequence.index] is None:
                 live.first_scheduled_times[sequence.index] = now
             self._slot_owners[span.slot] = span.sequence_id
@@ -322,8 +332,10 @@ class Engine:
                 sequence.finish_reason = "stop"
                 new_token_ids = new_token_ids[: num_kept - num_before]
                 scores = scores and scores[: len(new_token_ids)]
-        if sequence.finish_reason is not None and not self._has_more(sequence):
-            del self._requests[sequence.request.request_id]
+        if sequence.finish_reason is not None:
+            self.constraints.remove(sequence.sequence_id)
+            if not self._has_more(sequence):
+                del self._requests[sequence.request.request_id]
         output = self._output(sequence, new_token_ids, live, stop_reason, error)
         if scores is None and not live.prompt_scores:
             return output

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from inflight.options import MAX_FLOAT, check_integer, check_number, check_switch, strict_options
+from inflight.structured_output import StructuredOutput
 
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
@@ -35,6 +36,8 @@ class SamplingParams:
             its own alone; None: none.
         prompt_logprobs: the same for each prompt token but the first. The prompt is computed as a whole then, whatever
             the prefix cache has.
+        structured_output: what the whole output has to look like: JSON of a schema, a regular expression, … Tokens are
+            chosen from those that can lead there, whatever else shapes their distribution.
         seed: makes the request's random numbers its own: the same tokens whatever else runs. None: the engine's
             seed and the order of arrival decide.
         max_tokens: the most tokens to generate; None: until a stop or the context is full.
@@ -59,6 +62,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -82,6 +86,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.structured_output is not None and not isinstance(self.structured_output, StructuredOutput):
+            raise ValueError(f"structured_output is {self.structured_output!r}; it must be a StructuredOutput")
         self._check_logit_bias()
         self._check_bad_words()
         if self.seed is not None:

@@ -82,7 +82,7 @@ class Teacher:
     def assign(self, slot: int, params: SamplingParams, *, seed: int, index: int, prompt_len: int, **_: object) -> None:
         self._pupils[slot] = (seed, index, prompt_len)
 
-    def sample(self, logits: Tensor, batch: RaggedBatch) -> list[int]:
+    def sample(self, logits: Tensor, batch: RaggedBatch, masks: object = None) -> list[int]:
         tokens = []
         positions = zip(batch.logit_slots_host.tolist(), batch.logit_positions_host.tolist(), strict=True)
         for row, (slot, position) in enumerate(positions):

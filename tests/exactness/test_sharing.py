@@ -15,7 +15,7 @@ import pytest
 from inflight.config import EngineConfig
 from inflight.engine import Engine
 from inflight.params import SamplingParams
-from inflight.plan import StepPlan
+from inflight.plan import StepPlan, StepTokens
 from tests import zoo
 from tests.exactness.harness import Reference, Run, Teacher, assert_exact, make_reference, measure
 
@@ -57,9 +57,9 @@ def run_everything(name: str, seed: int, **options: Any) -> Sharing:
     teacher, run_plan = Teacher(lessons), engine.runner.run
     engine.runner.sampler = teacher  # type: ignore[assignment]
 
-    def count_copies(plan: StepPlan) -> list[int]:
+    def count_copies(plan: StepPlan, masks: Any) -> StepTokens:
         run.num_copies += len(plan.copies)
-        return run_plan(plan)
+        return run_plan(plan, masks)
 
     engine.runner.run = count_copies  # type: ignore[method-assign]
     counts = [rng.choice((1, 1, 2, 4)) for _ in lessons]

@@ -101,10 +101,10 @@ def test_an_interrupted_step_is_nobodys_preemption(monkeypatch: pytest.MonkeyPat
         engine.submit(engine.accept(str(number), [1, 2, 3], params(2)))
     run, steps = engine.runner.run, iter(range(100))
 
-    def interrupted(plan: object) -> list[int]:
+    def interrupted(plan: object, masks: object) -> object:
         if next(steps) == 2:
             raise KeyboardInterrupt
-        return run(plan)  # type: ignore[arg-type]
+        return run(plan, masks)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.runner, "run", interrupted)
     while engine.has_unfinished_requests:

@@ -4,6 +4,7 @@ Decides how much cache a model gets and how long its sequences can be; knows slo
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from math import isnan
 from typing import Any
@@ -19,6 +20,7 @@ from inflight.execution.executors.hook import use_attention
 from inflight.execution.executors.longrope import longrope_length
 from inflight.execution.linears import can_pack
 from inflight.execution.logits.logprobs import Scorer
+from inflight.execution.logits.token_mask import TokenMasks
 from inflight.execution.mapped_memory import let_go_of_file_pages
 from inflight.execution.model import ModelSource, available_cache_memory, load_model, release_checkpoint
 from inflight.execution.probe import ProbeReport, probe_packed
@@ -90,11 +92,11 @@ class ModelRunner:
         self.sampler.assign(slot, params, **sequence)
         self.scorer.assign(slot, params)
 
-    def run(self, plan: StepPlan) -> StepTokens:
-        """Run one step."""
+    def run(self, plan: StepPlan, masks: Callable[[], TokenMasks] | None = None) -> StepTokens:
+        """Run one step. `masks`, if some rows may not choose freely, is called when the model has run."""
         batch = RaggedBatch.pack(plan, self.config.block_size, self.device)
         logits = self.executor.forward(batch, plan.copies)
-        token_ids = self.sampler.sample(logits, batch)
+        token_ids = self.sampler.sample(logits, batch, None if masks is None else masks())
         scores = self.scorer.score(logits, batch, token_ids)
         for row, score in scores.items():
             if isnan(score.logprob):

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from inflight.execution.logits.adjustments import Adjuster, Edits, adjust
+from inflight.execution.logits.adjustments import NO_EDITS, Adjuster, Edits, adjust
+from inflight.execution.logits.token_mask import TokenMasks, apply_mask
 from inflight.execution.native import kernels_available
 from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
 from inflight.params import SamplingParams
@@ -73,27 +74,28 @@ class Sampler:
             self._adjusters[slot] = Adjuster(params, token_ids, prompt_len, stop_token_ids, bad_words)
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, batch: RaggedBatch) -> list[int]:
+    def sample(self, logits: torch.Tensor, batch: RaggedBatch, masks: TokenMasks | None = None) -> list[int]:
         """One token for each row of `logits` `[R, V]`; `INVALID_TOKEN` where they are not finite. Of rows that are only
-        to be scored, that is the token that is there.
+        to be scored, that is the token that is there. `masks`, if there are any, say what some rows may choose from.
 
         This is the step's only transfer from the device."""
         scored = batch.logit_targets_host >= 0
         if not scored.any():
-            return self._sample(logits, batch, np.arange(batch.num_logit_rows))
+            return self._sample(logits, batch, np.arange(batch.num_logit_rows), masks)
         tokens, rows = batch.logit_targets_host.copy(), np.flatnonzero(~scored)
-        tokens[rows] = self._sample(logits[self._rows(rows)], batch, rows)
+        tokens[rows] = self._sample(logits[self._rows(rows)], batch, rows, masks)
         result: list[int] = tokens.tolist()
         return result
 
-    def _sample(self, logits: torch.Tensor, batch: RaggedBatch, rows: IntArray) -> list[int]:
+    def _sample(self, logits: torch.Tensor, batch: RaggedBatch, rows: IntArray, masks: TokenMasks | None) -> list[int]:
         """Tokens of some `rows` `[N]` of a batch, whose logits are `[N, V]`."""
         if len(rows) == 0:
             return []
         slots = batch.logit_slots_host[rows]
         output_positions = batch.logit_positions_host[rows] + 1 - self._prompt_len[slots]
         edits = self._edits(batch, rows)
-        adjusted = np.array(list(edits), dtype=np.int64)
+        masked = np.searchsorted(rows, () if masks is None else masks.rows)
+        adjusted = np.array(sorted({*edits, *masked.tolist()}), dtype=np.int64)
         if len(adjusted) < len(rows):
             tokens = self._choose(logits, slots, output_positions)
         else:
@@ -101,7 +103,12 @@ class Sampler:
         if len(adjusted):
             selected = self._rows(adjusted)
             changed = logits[selected].float()
-            adjust(changed, list(edits.values()))
+            adjust(changed, [edits.get(place, NO_EDITS) for place in adjusted.tolist()])
+            if masks is not None:
+                at = self._rows(np.searchsorted(adjusted, masked))
+                constrained = changed[at]
+                apply_mask(constrained, to_device(masks.words, self.device))
+                changed[at] = constrained
             tokens[selected] = self._choose(changed, slots[adjusted], output_positions[adjusted])
         result: list[int] = tokens.tolist()
         return result

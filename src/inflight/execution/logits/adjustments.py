@@ -90,6 +90,9 @@ class Edits(NamedTuple):
     taken: FloatArray = np.empty(0, dtype=np.float32)
 
 
+NO_EDITS = Edits(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
+
+
 class SeenTokens:
     """Which tokens a sequence has, each once, and how often its output has them."""
 

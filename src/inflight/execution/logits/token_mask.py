@@ -3,9 +3,20 @@
 Knows bits and logits; where the bits come from (`inflight.grammar`) is not its business.
 """
 
+from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+
+class TokenMasks(NamedTuple):
+    """Masks of some rows of a step's logits: the rows, ascending, and int32 words `[len(rows), ceil(V / 32)]`."""
+
+    rows: Sequence[int]
+    words: npt.NDArray[np.int32]
 
 
 def apply_mask(logits: torch.Tensor, mask: torch.Tensor) -> None:

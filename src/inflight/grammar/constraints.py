@@ -1,0 +1,120 @@
+"""`Constraints`: the sequences of an engine whose tokens a grammar decides.
+
+Decides when a sequence's matcher goes on: by tokens that were taken in, never by those of a step that was given up. Its
+masks are computed in the background, from the plan of a step until somebody asks for them.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from inflight.errors import InvalidRequestError
+from inflight.execution.logits.token_mask import TokenMasks
+from inflight.grammar.compiler import GrammarCompiler
+from inflight.grammar.mask_worker import MaskHandle, MaskWorker
+from inflight.grammar.matcher import GrammarMatcher
+from inflight.model_info import ModelInfo
+from inflight.params import SamplingParams
+from inflight.plan import StepPlan
+from inflight.structured_output import StructuredOutput
+from inflight.text.tokenizer import Tokenizer
+
+MAX_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """Masks of some `rows` of a step's logits, while they are being computed."""
+
+    rows: list[int]
+    handle: MaskHandle
+
+    def result(self) -> TokenMasks:
+        """Wait for them. A row for which something went wrong may choose nothing."""
+        return TokenMasks(self.rows, self.handle.result().words)
+
+
+class Constraints:
+    """Matchers, by sequence id.
+
+    Args:
+        tokenizer: None: nothing can be constrained.
+        model_info: of the model whose logits are masked.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, model_info: ModelInfo) -> None:
+        self._tokenizer = tokenizer
+        self._model_info = model_info
+        self._matchers: dict[int, GrammarMatcher] = {}
+        self._pending: MaskHandle | None = None
+        self._sequence_ids: list[int] = []  # of those masks
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise `InvalidRequestError` if a request's output can not be constrained as it asks; compile it if it can."""
+        asked = params.structured_output
+        if asked is None:
+            return
+        if self._tokenizer is None:
+            raise InvalidRequestError("structured output needs a tokenizer, and this model has none")
+        if not self._model_info.eos_token_ids:
+            raise InvalidRequestError("structured output ends with an EOS token, and this model has none")
+        if params.ignore_eos or params.min_tokens:
+            raise InvalidRequestError(
+                "structured output ends where its grammar does; ignore_eos and min_tokens are not accepted with it"
+            )
+        self._compiler.compile(asked)
+
+    def add(self, sequence_id: int, asked: StructuredOutput) -> None:
+        """A sequence is constrained from its first token on; nothing happens if it is already."""
+        if sequence_id not in self._matchers:
+            self._matchers[sequence_id] = self._compiler.compile(asked)
+
+    def remove(self, sequence_id: int) -> None:
+        """A sequence has ended."""
+        if self._matchers:
+            self._matchers.pop(sequence_id, None)
+
+    def begin(self, plan: StepPlan) -> RowMasks | None:
+        """Begin to compute which tokens the constrained sequences of a step may choose from; None if it has none."""
+        if not self._matchers:
+            return None
+        if self._pending is not None:
+            self._pending.result()  # of a step that was given up
+            self._pending = None
+        rows, matchers, end = [], [], 0
+        self._sequence_ids = []
+        for span in plan.spans:
+            end += span.num_logit_rows
+            matcher = self._matchers.get(span.sequence_id)
+            if matcher is not None and span.num_logit_rows > len(span.scored_ids):
+                rows.append(end - 1)
+                matchers.append(matcher)
+                self._sequence_ids.append(span.sequence_id)
+        if not matchers:
+            return None
+        self._pending = self._worker.start(matchers)
+        return RowMasks(rows, self._pending)
+
+    def failure(self, sequence_id: int) -> str | None:
+        """Why a sequence of the last step that was begun was allowed nothing, if that was its grammar's fault."""
+        if self._pending is None or sequence_id not in self._sequence_ids:
+            return None
+        error = self._pending.result().errors.get(self._sequence_ids.index(sequence_id))
+        return None if error is None else str(error)
+
+    def accept(self, sequence_id: int, token_ids: Sequence[int]) -> None:
+        """A sequence has these tokens now. They were allowed."""
+        matcher = self._matchers.get(sequence_id)
+        if matcher is not None:
+            for token_id in token_ids:
+                matcher.accept(token_id)
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        assert self._tokenizer is not None
+        return GrammarCompiler(self._tokenizer, self._model_info.vocab_size, self._model_info.eos_token_ids)
+
+    @cached_property
+    def _worker(self) -> MaskWorker:
+        return MaskWorker(self._model_info.vocab_size, min(MAX_THREADS, os.cpu_count() or 1))

@@ -1,0 +1,186 @@
+"""Structured output through the whole engine: valid or cut off by length, beside free requests that don't notice."""
+
+import asyncio
+import copy
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+
+from inflight import LLM, AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutput
+from inflight.grammar import matcher
+from inflight.plan import StepPlan
+from tests import zoo
+from tests.text.tokenizers_for_tests import byte_level
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "friends": {"type": "array", "items": {"enum": ["Ann", "Ben"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "friends"],
+    "additionalProperties": False,
+}
+PROMPT = "Once upon a time"
+REGEX = r"[a-f]{3,9}-[0-9]{2}"
+WISHES = {
+    "schema": StructuredOutput(json_schema=json.dumps(SCHEMA)),
+    "regex": StructuredOutput(regex=REGEX),
+    "choice": StructuredOutput(choice=("yes", "no", "yes, perhaps")),
+    "object": StructuredOutput(json_object=True),
+    "grammar": StructuredOutput(grammar='start: "(" start ")" | "x"'),
+}
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "preemption": {"num_blocks": 40, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 24},
+}
+
+
+def is_valid(kind: str, text: str) -> bool:
+    match kind:
+        case "schema":
+            jsonschema.validate(json.loads(text), SCHEMA)
+            return True
+        case "object":
+            return isinstance(json.loads(text), dict)
+        case "regex":
+            return re.fullmatch(REGEX, text) is not None
+        case "choice":
+            return text in ("yes", "no", "yes, perhaps")
+    depth = text.count("(")
+    return text == "(" * depth + "x" + ")" * depth
+
+
+def params_of(kind: str, seed: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=seed, max_tokens=100, structured_output=WISHES[kind], **more)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_output_is_valid_or_ends_with_length(name: str) -> None:
+    llm = LLM(**CONFIGURATIONS[name])
+    kinds = [kind for kind in WISHES for _ in range(8)]
+    params = [params_of(kind, seed) for seed, kind in enumerate(kinds)]
+    free = SamplingParams(temperature=0, max_tokens=30)
+    outputs = llm.generate([PROMPT] * (len(params) + 2), [free, *params, free], use_tqdm=False)
+    finished = dict.fromkeys(WISHES, 0)
+    for kind, output in zip(kinds, outputs[1:-1], strict=True):
+        (completion,) = output.outputs
+        assert completion.finish_reason in ("stop", "length"), output.error
+        if completion.finish_reason == "stop":
+            assert is_valid(kind, completion.text), completion.text
+            finished[kind] += 1
+    assert all(number >= 6 for kind, number in finished.items() if kind != "object"), finished
+    (alone,) = LLM().generate([PROMPT], free, use_tqdm=False)
+    assert {output.outputs[0].text for output in (outputs[0], outputs[-1])} == {alone.outputs[0].text}
+    if name == "preemption":
+        assert llm.engine.scheduler.num_preemptions > 0
+    llm.engine.scheduler.block_pool.check([])
+    assert not llm.engine.constraints._matchers
+
+
+def test_the_distribution_stays_the_models_own_among_what_is_allowed() -> None:
+    """Greedy: the likeliest of the allowed tokens at each place, in company of other wishes."""
+    llm = LLM()
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=1000, structured_output=WISHES["choice"])
+    (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+    first = (output.outputs[0].logprobs or [])[0]
+    allowed = [each for each in first if first[each].decoded_token in {"y", "ye", "yes", "n", "no"}]
+    assert output.outputs[0].token_ids[0] == max(allowed, key=lambda each: first[each].logprob)
+
+
+def test_sequences_of_a_request_have_each_their_own_way() -> None:
+    (output,) = LLM().generate([PROMPT], params_of("regex", 1, n=6), use_tqdm=False)
+    texts = {completion.text for completion in output.outputs}
+    assert len(texts) > 1
+    assert all(is_valid("regex", text) for text in texts)
+
+
+def test_a_step_that_was_given_up_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM()
+    (expected,) = llm.generate([PROMPT], params_of("schema", 3), use_tqdm=False)
+    engine, run, steps = llm.engine, llm.engine.runner.run, iter(range(1000))
+
+    def interrupted(plan: StepPlan, masks: Any = None) -> Any:
+        given = run(plan, masks)
+        if next(steps) % 3 == 1:
+            raise KeyboardInterrupt
+        return given
+
+    monkeypatch.setattr(engine.runner, "run", interrupted)
+    engine.submit(engine.accept("0", expected.prompt_token_ids, params_of("schema", 3)))
+    token_ids: list[int] = []
+    num_interrupts = 0
+    while engine.has_unfinished_requests:
+        try:
+            token_ids += [token for output in engine.step() for token in output.new_token_ids]
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    assert num_interrupts > 3
+    assert token_ids == expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("wish", "more", "reason"),
+    [
+        (StructuredOutput(json_schema='{"type": "nonsense"}'), {}, "nonsense"),
+        (StructuredOutput(regex="(unclosed"), {}, "regex"),
+        (WISHES["regex"], {"ignore_eos": True}, "ignore_eos and min_tokens"),
+        (WISHES["regex"], {"min_tokens": 3}, "ignore_eos and min_tokens"),
+    ],
+    ids=["schema", "regex", "ignore_eos", "min_tokens"],
+)
+def test_what_can_not_be_done_is_refused_at_the_door(wish: StructuredOutput, more: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
+        LLM().generate([PROMPT], SamplingParams(structured_output=wish, **more), use_tqdm=False)
+
+
+def test_a_model_without_tokenizer_or_without_eos_is_no_use() -> None:
+    params = SamplingParams(structured_output=WISHES["choice"])
+    with pytest.raises(InvalidRequestError, match="tokenizer"):
+        LLM(zoo.build("gpt2")).generate([[1]], params, use_tqdm=False)
+    inner = copy.deepcopy(byte_level().inner)
+    inner.eos_token = None
+    with pytest.raises(InvalidRequestError, match="EOS"):
+        LLM(zoo.build("gpt2"), inner).generate([[1]], params, use_tqdm=False)
+
+
+def test_a_grammar_that_goes_wrong_ends_its_own_request_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM()
+    constraints, add, narrow = llm.engine.constraints, llm.engine.constraints.add, matcher.GrammarMatcher._narrow
+    bad, broken = StructuredOutput(regex="a+"), set()
+
+    def breaking(sequence_id: int, asked: StructuredOutput) -> None:
+        add(sequence_id, asked)
+        if asked == bad:
+            broken.add(constraints._matchers[sequence_id])
+
+    def narrowing(self: Any, mask: Any, into: Any) -> Any:
+        if self in broken:
+            into[:] = 0
+            return matcher.GrammarError("it became too complex")
+        return narrow(self, mask, into)
+
+    monkeypatch.setattr(constraints, "add", breaking)
+    monkeypatch.setattr(matcher.GrammarMatcher, "_narrow", narrowing)
+    params = [SamplingParams(structured_output=bad), params_of("schema", 1)]
+    outputs = llm.generate([PROMPT] * 2, params, use_tqdm=False)
+    assert (outputs[0].outputs[0].finish_reason, outputs[0].error) == ("error", "it became too complex")
+    assert outputs[1].outputs[0].finish_reason in ("stop", "length")
+
+
+def test_it_goes_through_the_pipe_to_an_engine_process() -> None:
+    async def run() -> None:
+        async with AsyncLLM() as llm:
+            outputs = [output async for output in llm.generate(PROMPT, params_of("schema", 5))]
+            completion = outputs[-1].outputs[0]
+            assert completion.finish_reason == "length" or is_valid("schema", completion.text)
+            wrong = SamplingParams(structured_output=StructuredOutput(regex="("))
+            with pytest.raises(InvalidRequestError, match="regex"):
+                _ = [output async for output in llm.generate(PROMPT, wrong)]
+
+    asyncio.run(run())

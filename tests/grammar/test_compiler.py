@@ -61,6 +61,11 @@ def test_it_goes_through_a_pipe() -> None:
         ({"type": "string", "min_length": 3}, r"has 'min_length' at #; did you mean 'minLength'\?"),
         ({"exclusiveMinimum": True, "minimum": 3}, r"exclusiveMinimum True at #; it must be a number"),
         ({"patternProperties": {"^a$": {}}, "minProperties": 2}, r"minProperties 2 at #, which can not be enforced"),
+        (
+            {"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]},
+            r"exclusiveMinimum 0 and maximum 0.5, which can not be enforced together",
+        ),
+        ({"exclusiveMaximum": -1.0, "minimum": -1.25}, r"exclusiveMaximum -1 and minimum -1.25, which can not be"),
         ({"type": "string", "format": "zork"}, r"Unknown format: zork"),
         ({"type": "strin"}, r"Invalid type: strin"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, r"minimum \(5\) is greater than maximum \(3\)"),

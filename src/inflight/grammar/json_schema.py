@@ -21,6 +21,7 @@ MAX_SCHEMAS = 5000
 MAX_OPTIONAL_PROPERTIES = 400
 MAX_PATTERN_PROPERTIES = 100
 
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _IN_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
 _IN_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
 _DIRECT = {"items", "additionalItems", "additionalProperties"}
@@ -64,6 +65,7 @@ def checked_schema(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"json_schema is {text[:80]}; it must be a JSON object")
     num_patterns = 0
+    bounds: dict[str, list[float]] = {name: [] for name in _BOUNDS}
     for num_schemas, (place, each) in enumerate(_schemas(schema), 1):
         patterns = each.get("patternProperties")
         num_patterns += len(patterns) if isinstance(patterns, dict) else 0
@@ -73,9 +75,13 @@ def checked_schema(text: str) -> dict[str, Any]:
                 "patternProperties are accepted, counted with all that are inside it"
             )
         _check(place, each)
+        for name, numbers in bounds.items():
+            if isinstance(each.get(name), int | float):
+                numbers.append(each[name])
         if isinstance(each.get("format"), str) and each["format"] in _STRICTER:
             more = each.get("allOf", [])
             each["allOf"] = [*(more if isinstance(more, list) else [more]), _STRICTER[each["format"]]]
+    _check_bounds(bounds)
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
@@ -112,6 +118,22 @@ def _check_properties(place: str, schema: Mapping[str, Any]) -> None:
             f"json_schema has minProperties {least} at {place}, which can not be enforced beyond one more than what is "
             f"required ({num_sure} there); name more properties in 'required'"
         )
+
+
+def _check_bounds(bounds: Mapping[str, list[float]]) -> None:
+    """The library lets an excluded whole number through if the other bound is less than 1 away. Bounds of different
+    schemas may meet, by `allOf` or `$ref`, so all are held against each other."""
+    for excluded, others, sign in (
+        ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        whole = {number for number in bounds[excluded] if number == number // 1}
+        for other, number in [(name, number) for name in others for number in bounds[name]]:
+            near = number // 1 if sign > 0 else -(-number // 1)  # the whole number on the way to the excluded one
+            if number != near and near in whole:
+                raise InvalidRequestError(
+                    f"json_schema has {excluded} {near:g} and {other} {number:g}, which can not be enforced together"
+                )
 
 
 def _schemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

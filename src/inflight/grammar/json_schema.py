@@ -132,7 +132,7 @@ def _check_bounds(bounds: Mapping[str, list[float]]) -> None:
             near = number // 1 if sign > 0 else -(-number // 1)  # the whole number on the way to the excluded one
             if number != near and near in whole:
                 raise InvalidRequestError(
-                    f"json_schema has {excluded} {near:g} and {other} {number:g}, which can not be enforced together"
+                    f"json_schema has {excluded} {near + 0:g} and {other} {number:g}, which can not be enforced together"
                 )
 
 

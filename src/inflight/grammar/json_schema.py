@@ -129,10 +129,10 @@ def _check_bounds(bounds: Mapping[str, list[float]]) -> None:
     ):
         whole = {number for number in bounds[excluded] if number == number // 1}
         for other, number in [(name, number) for name in others for number in bounds[name]]:
-            near = number // 1 if sign > 0 else -(-number // 1)  # the whole number on the way to the excluded one
+            near = (number // 1 if sign > 0 else -(-number // 1)) + 0  # the whole number beyond it; no -0
             if number != near and near in whole:
                 raise InvalidRequestError(
-                    f"json_schema has {excluded} {near + 0:g} and {other} {number:g}, which can not be enforced together"
+                    f"json_schema has {excluded} {near:g} and {other} {number:g}, which can not be enforced together"
                 )
 
 

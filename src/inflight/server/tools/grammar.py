@@ -1,0 +1,105 @@
+"""The grammar that makes a model write tool calls as its family does, so that they are always valid.
+
+Decides how calls are spelled, to the character: `call_parser` knows them by that. Markers that are special tokens are
+named by their ids, for a grammar would have their text spelled in ordinary ones.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from inflight.grammar.json_schema import checked_schema
+from inflight.server.tools.call_format import CallFormat
+from inflight.server.tools.call_parser import head_of
+from inflight.structured_output import StructuredOutput
+
+Schema: TypeAlias = Mapping[str, Any]
+"""One that was checked, and can be enforced as far as that shows."""
+
+
+def any_object() -> Schema:
+    return checked_schema('{"type": "object"}')
+
+
+def schema_of(parameters: Mapping[str, Any] | None) -> Schema:
+    """The schema of a tool's arguments: an object's, if it does not say.
+
+    Raises ValueError if it says otherwise, or asks for what can't be had."""
+    if parameters is None:
+        return checked_schema('{"type": "object", "additionalProperties": false}')
+    schema = {"type": "object", **parameters}
+    if schema["type"] != "object":
+        raise ValueError(f"the type of its parameters is {schema['type']!r}; arguments are always an 'object'")
+    return checked_schema(json.dumps(schema))
+
+
+def calls_grammar(
+    call_format: CallFormat,
+    schemas: Mapping[str, Schema],
+    special: Mapping[str, int],
+    *,
+    is_required: bool,
+    is_parallel: bool,
+    content_schema: Schema | None = None,
+) -> StructuredOutput:
+    """Text that is calls; or content, if no call is required: JSON of a schema, or free up to the marker of a call.
+
+    Args:
+        schemas: of the arguments of each tool, by its name.
+        special: ids of those markers that are special tokens.
+        is_parallel: whether there may be several calls.
+
+    Raises ValueError if all is too large.
+    """
+    # A model that may leave the marker out is never made to write it.
+    begin = "" if call_format.is_begin_optional else _marker(call_format.begin, special)
+    group = f"{begin} calls"
+    is_repeated = is_parallel and call_format.between_objects is None
+    groups = f'{group} ("\\n" {group})*' if is_repeated else group
+    if is_required:
+        first = [f"start: {groups}"]
+    elif content_schema is not None:
+        first = [f"start: content | {groups}", f"content: {_json(content_schema)}"]
+    elif not begin:
+        first = ["start: TEXT | calls", r"TEXT: /[ \n\r\t]*([^{ \n\r\t](.|\n)*)?/"]
+    else:
+        many = "+" if is_repeated else ""
+        lazy = "" if call_format.begin in special else "[lazy]"
+        first = [f"start: TEXT | (opener calls){many}", f"opener{lazy}: TEXT {begin}", r"TEXT: /(.|\n)*/"]
+    return StructuredOutput(grammar="\n".join([*first, *_calls(call_format, schemas, special, is_parallel), ""]))
+
+
+def _calls(
+    call_format: CallFormat, schemas: Mapping[str, Schema], special: Mapping[str, int], is_parallel: bool
+) -> list[str]:
+    """What stands behind a marker."""
+    calls = "call"
+    if is_parallel and call_format.between_objects is not None:
+        calls = f"call ({_quoted(call_format.between_objects)} call)*"
+    end = _marker(call_format.end, special)
+    rules = [
+        f"calls: {_quoted(call_format.opening)} {calls} {_quoted(call_format.closing)} {end}",
+        f"call: {' | '.join(f'call_{number}' for number in range(len(schemas)))}",
+    ]
+    for number, (name, schema) in enumerate(schemas.items()):
+        rules.append(f'call_{number}: {_quoted(head_of(call_format, name))} arguments_{number} "}}"')
+        rules.append(f"arguments_{number}: {_json(schema)}")
+    return rules
+
+
+def _marker(marker: str, special: Mapping[str, int]) -> str:
+    return f"<[{special[marker]}]>" if marker in special else _quoted(marker)
+
+
+def _json(schema: Schema) -> str:
+    return f"%json {_written(schema)}"
+
+
+def _quoted(text: str) -> str:
+    """A string in the grammar's notation, which is JSON's; nothing, if it is empty."""
+    return _written(text) if text else ""
+
+
+def _written(value: Any) -> str:
+    # "::=" would be taken for a sign that the grammar is in another notation.
+    return json.dumps(value, ensure_ascii=False).replace("::=", ":\\u003a=")

@@ -1,0 +1,291 @@
+"""What is taken for a call, and what is content, however the text was cut into pieces."""
+
+import json
+import string
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inflight.server.tools.call_format import HERMES, LLAMA3, MISTRAL, PLAIN, CallFormat, format_of_template
+from inflight.server.tools.call_parser import CallDelta, CallParser, Piece, head_of
+
+NAMES = ("weather", "send_mail")
+
+Calls = list[tuple[str, str]]
+
+
+def put_together(pieces: Iterable[Piece]) -> tuple[str, Calls]:
+    """Content and calls as a client has them in the end."""
+    content, calls, ids = "", [], []
+    for piece in pieces:
+        if isinstance(piece, str):
+            assert piece
+            content += piece
+            continue
+        if piece.index == len(calls):  # a new one
+            assert piece.name is not None
+            assert piece.call_id is not None
+            assert piece.arguments == ""
+            calls.append((piece.name, ""))
+            ids.append(piece.call_id)
+            continue
+        assert piece.index == len(calls) - 1
+        assert (piece.name, piece.call_id) == (None, None)
+        name, arguments = calls[-1]
+        calls[-1] = (name, arguments + piece.arguments)
+    assert len(set(ids)) == len(ids)
+    return content, calls
+
+
+def read(call_format: CallFormat, deltas: Sequence[str], **options: Any) -> tuple[str, Calls]:
+    parser = CallParser(call_format, NAMES, **options)
+    pieces = [piece for delta in deltas for piece in parser.feed(delta)]
+    content, calls = put_together([*pieces, *parser.finish()])
+    if options.get("is_parallel", True):
+        assert parser.num_calls == len(calls)
+    return content, calls
+
+
+def cut(text: str, places: Iterable[int]) -> list[str]:
+    return [text[start:end] for start, end in pairwise([0, *sorted(places), len(text)])]
+
+
+HERMES_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+ROME = ("weather", '{"city": "Rome"}')
+TRICKY = r'{"a": "}</tool_call>{\"<tool_call>\\", "b": [{"c": {}}, "[TOOL_CALLS]"], "d": "]; "}'
+
+CASES: dict[str, tuple[CallFormat, str, str, Calls]] = {
+    "text": (HERMES, " It is warm in Rome. \n", " It is warm in Rome. \n", []),
+    "nothing": (HERMES, "", "", []),
+    "blank": (LLAMA3, " \n", " \n", []),
+    "one": (HERMES, HERMES_CALL, "", [ROME]),
+    "on one line": (HERMES, HERMES_CALL.replace("\n", ""), "", [ROME]),
+    "white space around": (HERMES, f"\n\n{HERMES_CALL}\n", "", [ROME]),
+    "text before": (HERMES, f"Let me see.\n\n{HERMES_CALL}", "Let me see.", [ROME]),
+    "text between": (HERMES, f"a {HERMES_CALL} b {HERMES_CALL}", "a b", [ROME, ROME]),
+    "text behind": (HERMES, f"{HERMES_CALL}\nDone.", "\nDone.", [ROME]),
+    "several": (HERMES, f"{HERMES_CALL}\n{HERMES_CALL}", "", [ROME, ROME]),
+    "two in a pair of markers": (
+        HERMES,
+        '<tool_call>{"name":"weather","arguments":{}}\n{"name":"send_mail","arguments":{"to":1}}</tool_call>',
+        "",
+        [("weather", "{}"), ("send_mail", '{"to":1}')],
+    ),
+    "the other order, and more keys": (
+        HERMES,
+        '<tool_call>{"arguments": {"city": "Rome"}, "id": [1, {"x": "}"}], "name": "weather"}</tool_call>',
+        "",
+        [ROME],
+    ),
+    "braces and markers in strings": (
+        HERMES,
+        f'<tool_call>{{"name": "send_mail", "arguments": {TRICKY}}}</tool_call>',
+        "",
+        [("send_mail", TRICKY)],
+    ),
+    "no closing marker": (HERMES, HERMES_CALL.removesuffix("\n</tool_call>"), "", [ROME]),
+    "half a closing marker": (HERMES, HERMES_CALL.removesuffix("call>"), "", [ROME]),
+    "numbers as they were written": (
+        HERMES,
+        '<tool_call>{"name": "weather", "arguments": {"x": 1.50e1, "y":  "\\u00e9"}}</tool_call>',
+        "",
+        [("weather", '{"x": 1.50e1, "y":  "\\u00e9"}')],
+    ),
+    "half a marker": (HERMES, "a <tool_cal", "a <tool_cal", []),
+    "a marker alone": (HERMES, "a <tool_call>", "a <tool_call>", []),
+    "a marker before no object": (HERMES, f"a <tool_call> b {HERMES_CALL}", "a <tool_call> b", [ROME]),
+    "markers behind each other": (HERMES, f"<tool_call><tool_call><{HERMES_CALL}", "<tool_call><tool_call><", [ROME]),
+    "bad JSON": (HERMES, '<tool_call>{"name": weather}</tool_call>', '<tool_call>{"name": weather}</tool_call>', []),
+    "an unknown name": (
+        HERMES,
+        HERMES_CALL.replace("weather", "climate"),
+        HERMES_CALL.replace("weather", "climate"),
+        [],
+    ),
+    "arguments that are no object": (
+        HERMES,
+        '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>',
+        [],
+    ),
+    "no arguments": (HERMES, '<tool_call>{"name": "weather"}</tool_call>', "", [("weather", "{}")]),
+    "Llama, no arguments": (LLAMA3, '{"name": "weather"}', '{"name": "weather"}', []),
+    "cut off": (HERMES, f"a\n{HERMES_CALL[:50]}", f"a\n{HERMES_CALL[:50]}", []),
+    "a bad one between good ones": (
+        HERMES,
+        f'{HERMES_CALL}<tool_call>{{"name": 1}}</tool_call>{HERMES_CALL}',
+        '<tool_call>{"name": 1}</tool_call>',
+        [ROME, ROME],
+    ),
+    "Llama": (LLAMA3, '{"name": "weather", "parameters": {"city": "Rome"}}', "", [ROME]),
+    "Llama, behind white space": (LLAMA3, ' \n{"name": "weather", "parameters": {"city": "Rome"}} ', "", [ROME]),
+    "Llama, marked": (LLAMA3, '<|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}', "", [ROME]),
+    "Llama, marked behind text": (
+        LLAMA3,
+        'a <|python_tag|>\n{"type": "function", "name": "weather", "parameters": {"city": "Rome"}}',
+        "a",
+        [ROME],
+    ),
+    "Llama, several": (
+        LLAMA3,
+        '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "send_mail", "arguments": {}}\n'
+        f'{{"name": "send_mail", "parameters": {TRICKY}}}',
+        "",
+        [ROME, ("send_mail", "{}"), ("send_mail", TRICKY)],
+    ),
+    "Llama, an object that is no call": (LLAMA3, '{"name": "Rome"} is a city', '{"name": "Rome"} is a city', []),
+    "Llama, an object within text": (
+        LLAMA3,
+        'a {"name": "weather", "parameters": {}}',
+        'a {"name": "weather", "parameters": {}}',
+        [],
+    ),
+    "Llama, Python": (LLAMA3, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    "Mistral": (
+        MISTRAL,
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "send_mail", "arguments": {}}]',
+        "",
+        [ROME, ("send_mail", "{}")],
+    ),
+    "Mistral, no list": (MISTRAL, "a[TOOL_CALLS] [1, 2]", "a[TOOL_CALLS] [1, 2]", []),
+    "plain": (PLAIN, '{"name": "weather", "arguments": {"city": "Rome"}}', "", [ROME]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_and_content(name: str) -> None:
+    call_format, text, content, calls = CASES[name]
+    assert read(call_format, [text]) == (content, calls)
+    assert read(call_format, list(text)) == (content, calls)
+    for place in range(len(text)):
+        assert read(call_format, cut(text, [place])) == (content, calls), place
+
+
+FRAGMENTS = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "<tool",
+        "<",
+        "[",
+        "]",
+        "{",
+        "}",
+        ";",
+        ",",
+        "\n",
+        " ",
+    ),
+    *('"', "\\", '{"name": "weather", "arguments": {', '{"name": "weather", "parameters": {}}', HERMES_CALL, "a", "é"),
+]
+
+
+@given(
+    st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),
+    st.lists(st.integers(0, 300), max_size=20),
+    st.sampled_from([HERMES, LLAMA3, MISTRAL, PLAIN]),
+    st.booleans(),
+)
+def test_pieces_do_not_depend_on_how_a_text_was_cut(
+    text: str, places: list[int], call_format: CallFormat, is_guaranteed: bool
+) -> None:
+    whole = read(call_format, [text], is_guaranteed=is_guaranteed)
+    assert read(call_format, list(text), is_guaranteed=is_guaranteed) == whole
+    assert (
+        read(call_format, cut(text, [min(place, len(text)) for place in places]), is_guaranteed=is_guaranteed) == whole
+    )
+    if not whole[1]:
+        assert whole[0] == text  # nothing is lost
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(FRAGMENTS),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(string.printable, max_size=5), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(max_size=5), JSON, max_size=3)),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from([HERMES, LLAMA3, MISTRAL]),
+    st.booleans(),
+    st.lists(st.integers(0, 500), max_size=30),
+)
+def test_whatever_the_arguments_are_they_come_through(
+    calls: list[tuple[str, dict[str, Any]]], call_format: CallFormat, is_guaranteed: bool, places: list[int]
+) -> None:
+    written = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+    objects = [head_of(call_format, name) + arguments + "}" for name, arguments in written]
+    if call_format is HERMES:
+        text = "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
+    elif call_format is MISTRAL:
+        text = f"[TOOL_CALLS][{', '.join(objects)}]"
+    else:
+        text = "; ".join(objects)
+    places = [min(place, len(text)) for place in places]
+    assert read(call_format, cut(text, places), is_guaranteed=is_guaranteed) == ("", written)
+
+
+def test_calls_that_are_guaranteed_are_given_out_as_they_come() -> None:
+    parser = CallParser(HERMES, NAMES, is_guaranteed=True)
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
+    *before, (name, arguments) = [(parser.feed(character), character) for character in text[:-1]][-1:], ([], "")
+    assert before
+    assert (name, arguments) == ([], "")
+    assert parser.feed("o") == [CallDelta(0, "o")]
+    assert parser.feed('me"}}\n</tool') == [CallDelta(0, 'me"}')]
+    assert parser.feed("_call>") == []
+    assert parser.finish() == []
+
+
+def test_calls_in_free_text_are_given_out_when_they_are_complete() -> None:
+    parser = CallParser(HERMES, NAMES)
+    assert parser.feed("Let me see. ") == ["Let me see."]
+    assert parser.feed(HERMES_CALL[:-15]) == []
+    first, second = parser.feed(HERMES_CALL[-15:])
+    assert isinstance(first, CallDelta)
+    assert (first.name, second) == ("weather", CallDelta(0, '{"city": "Rome"}'))
+
+
+def test_what_is_cut_off_in_its_arguments_is_a_call_if_it_was_guaranteed() -> None:
+    assert read(HERMES, [HERMES_CALL[:50]], is_guaranteed=True) == ("", [("weather", '{"cit')])
+
+
+def test_only_the_first_call_is_wanted() -> None:
+    text = f"{HERMES_CALL} and {HERMES_CALL}"
+    assert read(HERMES, [text], is_parallel=False) == (" and", [ROME])
+
+
+def test_ids_are_those_that_the_familys_template_takes() -> None:
+    assert HERMES.new_call_id().startswith("call_")
+    assert len(MISTRAL.new_call_id()) == 9
+    assert MISTRAL.new_call_id().isalnum()
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ messages }}", None),
+        ('<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>', HERMES),
+        ("<tool_call>\n<function=name>", None),
+        ("<tool_call>{name}\n<arg_key>", None),
+        ('{"name": function name, "parameters": dictionary} {{ "<|eot_id|>" }}', LLAMA3),
+        ('{{ "<|python_tag|>" }}', LLAMA3),
+        ('{{ "[TOOL_CALLS] [" }}', MISTRAL),
+        ('{{ "[TOOL_CALLS]" + name + "[ARGS]" }}', None),
+    ],
+)
+def test_the_family_is_seen_in_the_template(template: str, expected: CallFormat | None) -> None:
+    assert format_of_template(template) is expected

@@ -28,7 +28,7 @@ def test_no_input_is_the_servers_fault(server: RunningServer, mode: GenerationMo
             num_answers += 1
             assert response.status_code < 500, (case.path, case.body, response.text)
             if response.status_code >= 400:
-                assert list(response.json()) == ["error"], (case.path, case.body, response.text)
+                assert "error" in response.json(), (case.path, case.body, response.text)
 
         ask()
 

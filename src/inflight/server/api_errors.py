@@ -5,7 +5,7 @@ Decides which status, type and code each of our errors gets. Knows no endpoint.
 
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -82,11 +82,19 @@ class ClientGoneError(Exception):
     """Nobody waits for the answer any more."""
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Every error, of whatever origin, in one envelope."""
+def add_error_handlers(app: FastAPI, others: Mapping[str, Callable[[ApiError, Request], Response]]) -> None:
+    """Every error, of whatever origin, in one envelope.
+
+    Args:
+        others: how errors are answered on paths that begin so, if not in OpenAI's.
+    """
 
     async def answer(request: Request, error: Exception) -> Response:
-        return _told(request, error).response()
+        told = _told(request, error)
+        for path, answer_otherwise in others.items():
+            if request.url.path.startswith(path):
+                return answer_otherwise(told, request)
+        return told.response()
 
     async def nobody(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)

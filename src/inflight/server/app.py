@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from inflight import __version__
 from inflight.async_llm import AsyncLLM
-from inflight.server import chat, completions, status, tokenization
+from inflight.server import chat, completions, messages, messages_errors, status, tokenization
 from inflight.server.api_errors import add_error_handlers
 from inflight.server.observer import RequestObserver
 from inflight.server.readiness import keep_running
@@ -39,7 +39,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings, observer: RequestObserve
 
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = Service(llm, settings, observer, start_time=int(time.time()))
-    for module in (completions, chat, tokenization, status):
+    for module in (completions, chat, messages, tokenization, status):
         app.include_router(module.router)
-    add_error_handlers(app)
+    add_error_handlers(app, {messages_errors.PATH: messages_errors.answer})
     return app

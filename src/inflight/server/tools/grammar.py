@@ -1,7 +1,7 @@
 """The grammar that makes a model write tool calls as its family does, so that they are always valid.
 
-Decides how calls are spelled, to the character: `call_parser` knows them by that. Markers that are special tokens are
-named by their ids, for a grammar would have their text spelled in ordinary ones.
+Decides how calls are spelled, to the character: `call_parser` knows them by that. Markers that are tokens of
+their own are named by their ids: in a grammar their text means other tokens.
 """
 
 import json
@@ -36,7 +36,7 @@ def schema_of(parameters: Mapping[str, Any] | None) -> Schema:
 def calls_grammar(
     call_format: CallFormat,
     schemas: Mapping[str, Schema],
-    special: Mapping[str, int],
+    tokens: Mapping[str, int],
     *,
     is_required: bool,
     is_parallel: bool,
@@ -46,13 +46,13 @@ def calls_grammar(
 
     Args:
         schemas: of the arguments of each tool, by its name.
-        special: ids of those markers that are special tokens.
+        tokens: ids of those markers that are tokens of their own to grammars.
         is_parallel: whether there may be several calls.
 
     Raises ValueError if all is too large.
     """
     # A model that may leave the marker out is never made to write it.
-    begin = "" if call_format.is_begin_optional else _marker(call_format.begin, special)
+    begin = "" if call_format.is_begin_optional else _marker(call_format.begin, tokens)
     group = f"{begin} calls"
     is_repeated = is_parallel and call_format.between_objects is None
     groups = f'{group} ("\\n" {group})*' if is_repeated else group
@@ -63,20 +63,31 @@ def calls_grammar(
     elif not begin:
         first = ["start: TEXT | calls", r"TEXT: /[ \n\r\t]*([^{ \n\r\t](.|\n)*)?/"]
     else:
-        many = "+" if is_repeated else ""
-        lazy = "" if call_format.begin in special else "[lazy]"
-        first = [f"start: TEXT | (opener calls){many}", f"opener{lazy}: TEXT {begin}", r"TEXT: /(.|\n)*/"]
-    return StructuredOutput(grammar="\n".join([*first, *_calls(call_format, schemas, special, is_parallel), ""]))
+        first = _free_text(begin, tokens.get(call_format.begin), "+" if is_repeated else "")
+    return StructuredOutput(grammar="\n".join([*first, *_calls(call_format, schemas, tokens, is_parallel), ""]))
+
+
+def _free_text(begin: str, token_id: int | None, repeated: str) -> list[str]:
+    """Any text up to a marker; if that is a token, text may have any other token, such as those around thoughts."""
+    if token_id is None:
+        rules = ["start: TEXT | (opener calls)" + repeated, f"opener[lazy]: TEXT {begin}"]
+    else:
+        rules = [
+            "start: text | (opener calls)" + repeated,
+            f"opener: text {begin}",
+            f"text: (TEXT | <[^{token_id}]>)*",
+        ]
+    return [*rules, r"TEXT: /(.|\n)*/"]
 
 
 def _calls(
-    call_format: CallFormat, schemas: Mapping[str, Schema], special: Mapping[str, int], is_parallel: bool
+    call_format: CallFormat, schemas: Mapping[str, Schema], tokens: Mapping[str, int], is_parallel: bool
 ) -> list[str]:
     """What stands behind a marker."""
     calls = "call"
     if is_parallel and call_format.between_objects is not None:
         calls = f"call ({_quoted(call_format.between_objects)} call)*"
-    end = _marker(call_format.end, special)
+    end = _marker(call_format.end, tokens)
     rules = [
         f"calls: {_quoted(call_format.opening)} {calls} {_quoted(call_format.closing)} {end}",
         f"call: {' | '.join(f'call_{number}' for number in range(len(schemas)))}",
@@ -87,8 +98,8 @@ def _calls(
     return rules
 
 
-def _marker(marker: str, special: Mapping[str, int]) -> str:
-    return f"<[{special[marker]}]>" if marker in special else _quoted(marker)
+def _marker(marker: str, tokens: Mapping[str, int]) -> str:
+    return f"<[{tokens[marker]}]>" if marker in tokens else _quoted(marker)
 
 
 def _json(schema: Schema) -> str:

@@ -71,13 +71,14 @@ def tool_use(
         call_format = PLAIN
     if not asked.is_call_required:
         _refuse_what_is_not_told(template, call_format)
-    special = _special_markers(tokenizer, call_format)
+    tokens = _tokens(tokenizer, call_format)
+    opaque = {marker: token_id for marker, token_id in tokens.items() if _is_opaque(marker, token_id, tokenizer)}
     return ToolUse(
         call_format,
         tuple(tool.function.name for tool in asked.callable_tools),
         asked.may_call_several,
-        _structured(asked, content, call_format, special),
-        bool(special),
+        _structured(asked, content, call_format, opaque),
+        not all(map(tokenizer.has_text, tokens.values())),
     )
 
 
@@ -102,18 +103,23 @@ def _refuse_what_is_not_told(template: str, call_format: CallFormat) -> None:
     raise ApiError(400, message, param="tools", code="unsupported_field")
 
 
-def _special_markers(tokenizer: Tokenizer, call_format: CallFormat) -> Mapping[str, int]:
-    """The ids of markers that are left out of texts with other special tokens."""
-    ids = {marker: tokenizer.inner.convert_tokens_to_ids(marker) for marker in (call_format.begin, call_format.end)}
+def _tokens(tokenizer: Tokenizer, call_format: CallFormat) -> Mapping[str, int]:
+    """The ids of markers that were added to the vocabulary."""
+    markers = (call_format.begin, call_format.end)
     return {
-        marker: token_id
-        for marker, token_id in ids.items()
-        if marker and token_id is not None and tokenizer.has_text(token_id, False) and not tokenizer.has_text(token_id)
+        token.content: token_id
+        for token_id, token in tokenizer.inner.added_tokens_decoder.items()
+        if token.content in markers
     }
 
 
+def _is_opaque(marker: str, token_id: int, tokenizer: Tokenizer) -> bool:
+    """Whether grammars take the token for one that has no text: special ones, and all that look like `<this>`."""
+    return not tokenizer.has_text(token_id) or (marker.startswith("<") and marker.endswith(">"))
+
+
 def _structured(
-    asked: ToolFields, content: StructuredOutput | None, call_format: CallFormat, special: Mapping[str, int]
+    asked: ToolFields, content: StructuredOutput | None, call_format: CallFormat, tokens: Mapping[str, int]
 ) -> StructuredOutput | None:
     """What the text has to be. Free text in which calls are recognised is not constrained, unless a tool is strict."""
     tools = asked.callable_tools
@@ -127,7 +133,7 @@ def _structured(
         return calls_grammar(
             call_format,
             schemas,
-            special,
+            tokens,
             is_required=asked.is_call_required,
             is_parallel=asked.may_call_several,
             content_schema=content_schema,

@@ -1,0 +1,213 @@
+"""Grammars of tool calls: what a model may write under them is read as the calls that its tools take, every time."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from inflight.demo_model import DEMO_MODEL
+from inflight.grammar import GrammarCompiler
+from inflight.server.api_errors import ApiError
+from inflight.server.tools.call_format import HERMES, LLAMA3, MISTRAL, PLAIN, CallFormat
+from inflight.server.tools.fields import ToolFields
+from inflight.server.tools.grammar import calls_grammar, schema_of
+from inflight.server.tools.tool_use import ToolUse, tool_use
+from inflight.structured_output import StructuredOutput
+from inflight.text.tokenizer import Tokenizer
+from tests.grammar.helpers import compiler, spelled, walk, write
+from tests.server.tools.test_call_parser import put_together
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "a::=b", "</tool_call>"]}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+SCHEMAS = {"weather": WEATHER, 'odd "name" ::= é': NOTHING}
+FORMATS = [HERMES, LLAMA3, MISTRAL, PLAIN]
+
+
+def tool(name: str, parameters: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    loaded = Tokenizer.load(str(DEMO_MODEL))
+    assert loaded is not None
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> GrammarCompiler:
+    return compiler(tokenizer)
+
+
+def with_markers(special: bool) -> Tokenizer:
+    """A tokenizer to which the markers of calls are tokens of their own."""
+    loaded = Tokenizer.load(str(DEMO_MODEL))
+    assert loaded is not None
+    markers = [marker for each in FORMATS for marker in (each.begin, each.end) if marker]
+    loaded.inner.add_tokens(markers, special_tokens=special)
+    return Tokenizer(loaded.inner)
+
+
+def grammar(call_format: CallFormat, **options: Any) -> StructuredOutput:
+    schemas = {name: schema_of(schema) for name, schema in SCHEMAS.items()}
+    return calls_grammar(call_format, schemas, {}, **{"is_required": True, "is_parallel": True, **options})
+
+
+def read(call_format: CallFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
+    use = ToolUse(call_format, tuple(SCHEMAS), True, grammar(call_format), False)
+    parser = use.parser()
+    return put_together([*parser.feed(text), *parser.finish()])
+
+
+@pytest.mark.parametrize("call_format", FORMATS, ids=lambda each: each.name)
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_whatever_is_written_is_valid_calls(
+    call_format: CallFormat, is_parallel: bool, tokenizer: Tokenizer, grammars: GrammarCompiler
+) -> None:
+    called: set[str] = set()
+    most = 0
+    for seed in range(30):
+        matcher = grammars.compile(grammar(call_format, is_parallel=is_parallel))
+        text = walk(matcher, tokenizer, random.Random(seed), num_wandering=10 * (seed % 10))
+        content, calls = read(call_format, text)
+        assert content == ""
+        assert calls
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+            called.add(name)
+        most = max(most, len(calls))
+    assert called == set(SCHEMAS)
+    assert (most > 1) == is_parallel
+
+
+@pytest.mark.parametrize("call_format", FORMATS, ids=lambda each: each.name)
+def test_content_of_a_schema_or_calls(call_format: CallFormat, tokenizer: Tokenizer, grammars: GrammarCompiler) -> None:
+    content_schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    content_schema["additionalProperties"] = False
+    asked = grammar(call_format, is_required=False, content_schema=schema_of(content_schema))
+    kinds = set()
+    for seed in range(20):
+        text = walk(grammars.compile(asked), tokenizer, random.Random(seed), num_wandering=30)
+        content, calls = read(call_format, text)
+        assert bool(content) != bool(calls), text
+        kinds.add(bool(calls))
+        if content:
+            jsonschema.validate(json.loads(content), content_schema)
+    assert kinds == {True, False}
+
+
+CALL = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
+    "llama3": '{"name": "weather", "parameters": {"city": "Rome"}}',
+}
+
+
+@pytest.mark.parametrize("call_format", [HERMES, MISTRAL, LLAMA3], ids=lambda each: each.name)
+def test_text_is_free_up_to_a_call(call_format: CallFormat, tokenizer: Tokenizer, grammars: GrammarCompiler) -> None:
+    asked = grammar(call_format, is_required=False)
+    call = CALL[call_format.name]
+
+    def num_written(text: str) -> tuple[bool, bool]:
+        matcher = grammars.compile(asked)
+        return write(matcher, tokenizer, text) == len(spelled(tokenizer, text)), matcher.may_stop
+
+    for text in ("", "Let me see: it is < 3 {degrees}.", "\n é [TOOL", call):
+        assert num_written(text) == (True, True), text
+    for text in (call[:-3], call[:20]):
+        assert num_written(text) == (True, False), text
+    for text in (call.replace("weather", "climate"), call.replace("Rome", "Paris")):
+        assert not num_written(text)[0], text
+    if call_format is not LLAMA3:
+        assert num_written(f"Let me see.\n{call}") == (True, True)
+        assert not num_written(f"Let me see.\n{call.replace('weather', 'climate')}")[0]
+    if call_format is HERMES:
+        assert num_written(f"{call}\n{call}") == (True, True)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("template", ["<tool_call> {{ tools }}", "[TOOL_CALLS] {{ tools }}"])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_markers_that_are_tokens_of_their_own_can_be_written_as_such(special: bool, template: str, choice: str) -> None:
+    tokenizer = with_markers(special)
+    asked = ToolFields(tools=[tool("weather", WEATHER, strict=True)], tool_choice=choice)  # type: ignore[list-item,arg-type]
+    use = tool_use(asked, None, tokenizer, template)
+    assert use is not None
+    assert use.structured_output is not None
+    assert use.shows_special_tokens == special
+    text = CALL[use.call_format.name]
+    token_ids = tokenizer.inner.encode(text, add_special_tokens=False)
+    assert tokenizer.inner.convert_tokens_to_ids(use.call_format.begin) == token_ids[0]
+    matcher = compiler(tokenizer).compile(use.structured_output)
+    assert all(matcher.accept(token_id) for token_id in token_ids)
+    assert matcher.may_stop
+    shown = tokenizer.decode(token_ids, skip_special_tokens=not use.shows_special_tokens)
+    parser = use.parser()
+    assert put_together([*parser.feed(shown), *parser.finish()]) == ("", [("weather", '{"city": "Rome"}')])
+
+
+def use_of(tokenizer: Tokenizer, content: StructuredOutput | None = None, **fields: Any) -> ToolUse | None:
+    template = fields.pop("template", "<tool_call> {{ tools }}")
+    return tool_use(ToolFields(**fields), content, tokenizer, template)
+
+
+def test_what_is_constrained(tokenizer: Tokenizer) -> None:
+    free, strict = tool("f", WEATHER), tool("g", WEATHER, strict=True)
+    unenforceable = tool("f", {"not": {}})
+
+    def is_guaranteed(**fields: Any) -> bool:
+        use = use_of(tokenizer, **fields)
+        assert use is not None
+        return use.is_guaranteed
+
+    assert not is_guaranteed(tools=[free])
+    assert not is_guaranteed(tools=[unenforceable])
+    assert is_guaranteed(tools=[free, strict])
+    assert is_guaranteed(tools=[free], tool_choice="required")
+    assert is_guaranteed(tools=[tool("f", {"not": {}}, strict=False)], tool_choice="required")
+    assert use_of(tokenizer, tools=[free], tool_choice="none") is None
+    assert use_of(tokenizer, tools=[]) is None
+    named = use_of(tokenizer, tools=[free, strict], tool_choice={"type": "function", "function": {"name": "g"}})
+    assert named is not None
+    assert (named.names, named.is_parallel) == (("g",), False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tools": [tool("f"), tool("f")]}, "tools has 'f' more than once"),
+        ({"tool_choice": "required"}, "a tool is to be called, but tools has no tools"),
+        (
+            {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "'g' is to be called, but tools has only 'f'",
+        ),
+        ({"tools": [tool("f")], "template": "{{ messages }}"}, "this model's chat template does not tell the model of"),
+        ({"tools": [tool("f")], "template": "{{ tools }}"}, "it is not known how this model writes calls"),
+        ({"tools": [tool("f", {"not": {}}, strict=True)]}, "the tool 'f': json_schema has 'not' at #"),
+        (
+            {"tools": [tool("f", {"not": {}})], "tool_choice": "required"},
+            "can not be enforced; leave it out; with 'strict': false any object is taken",
+        ),
+        (
+            {"tools": [tool("f", {"type": "string"}, strict=True)]},
+            "the tool 'f': the type of its parameters is 'string'; arguments are always an 'object'",
+        ),
+        (
+            {"tools": [tool("f")], "content": StructuredOutput(regex="a+")},
+            "regex is asked for, and tools may be called; beside calls there can be text or JSON only",
+        ),
+    ],
+)
+def test_what_is_refused(tokenizer: Tokenizer, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        use_of(tokenizer, **fields)
+    assert message in str(refused.value)
+    assert refused.value.status == 400
+    assert refused.value.param in ("tools", "tool_choice")

@@ -117,7 +117,14 @@ def test_how_a_chat_is_written_out(server: RunningServer) -> None:
     assert text(messages=chat, continue_final_message=True) == "<s><|user|>one\ntwo<|end|><|assistant|>three"
     assert text(messages=chat, add_generation_prompt=False) == "<s><|user|>one\ntwo<|end|><|assistant|>three<|end|>"
     unchanged = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "user": "me"}
-    harmless = {"role": "assistant", "content": "three", "refusal": None, "annotations": [], "tool_calls": None}
+    harmless = {
+        "role": "assistant",
+        "content": "three",
+        "refusal": None,
+        "annotations": [],
+        "tool_calls": None,
+        "type": "text",
+    }
     assert text(messages=[chat[0], harmless], metadata={"a": "b"}, service_tier="auto", **unchanged) == text(
         messages=chat
     )

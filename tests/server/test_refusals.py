@@ -148,6 +148,7 @@ def test_a_field_is_refused_by_name(server: RunningServer, field: str, value: An
         ({"tool_choice": "required"}, "tool_choice is 'required'; this server does not support it"),
         ({"response_format": {"type": "json_schema"}}, "response_format is"),
         ({"modalities": ["text", "audio"]}, "modalities is"),
+        ({"add_special_tokens": True}, "add_special_tokens is True; this server does not support it"),
         ({"reasoning_effort": "high"}, "reasoning_effort is 'high'"),
         ({"chat_template": "{{ 1 }}"}, "this server takes only the model's own (--trust-request-chat-template)"),
         ({"chat_template_kwargs": {"tokenize": False}}, "has 'tokenize', which is not a variable of the template"),

@@ -10,7 +10,7 @@ import pytest
 
 from inflight import AsyncLLM
 from inflight.engine_process.connection import ProcessConnection
-from tests.server.serving import RunningServer, raw_request, read_until
+from tests.server.serving import HELLO, RunningServer, raw_request, read_until
 
 
 def test_the_model_by_any_of_its_names(server: RunningServer) -> None:
@@ -48,6 +48,8 @@ def test_tokens_of_texts_and_back(server: RunningServer) -> None:
     for path, body, message in (
         ("/tokenize", {}, "either prompt or messages must be given"),
         ("/tokenize", {"prompt": 3}, "prompt is 3; it should be a valid string"),
+        ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message is given with a prompt"),
+        ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens is True; a chat has those"),
         ("/detokenize", {"tokens": [1536]}, "tokens contains 1536; the model's vocabulary has the ids from 0 to 1535"),
         ("/detokenize", {"tokens": [-1]}, "tokens contains -1"),
     ):
@@ -86,9 +88,8 @@ def test_when_the_engine_dies_everybody_hears_and_it_comes_back_by_itself() -> N
         response = server.http.get("/health")
         assert response.status_code == 503
         assert response.json()["error"]["message"] == "the engine is loading"
-        while server.http.get("/health").status_code != 200:
-            pass
         assert server.complete(prompt="a", max_tokens=1)
+        assert server.http.get("/health").status_code == 200
         server.check_idle()
         assert server.observer.take_reasons() == ["length", "error", "error", "length"]
         assert asyncio.run(server.llm.stats()).num_crashes == 1

@@ -19,6 +19,8 @@ from inflight.server.strict_model import Many, StrictModel, refusal
 class TextPart(StrictModel):
     """A part of a message's content."""
 
+    NOT_SUPPORTED: ClassVar = {"annotations": ([],), "cache_control": (), "prompt_cache_breakpoint": ()}
+
     type: Literal["text"]
     text: str
 
@@ -51,7 +53,15 @@ class ToolCall(StrictModel):
 class Message(StrictModel):
     """A message of a chat."""
 
-    NOT_SUPPORTED: ClassVar = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ("",)}
+    NOT_SUPPORTED: ClassVar = {
+        "annotations": ([],),
+        "audio": (),
+        "function_call": (),
+        "reasoning": ("",),
+        "reasoning_content": ("",),
+        "refusal": ("",),
+        "type": ("text", "message"),  # an evaluation harness says so of all messages
+    }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Many[TextPart] | None = None
@@ -169,15 +179,20 @@ class ChatRequest(SamplingFields, TemplateFields):
 
     NOT_SUPPORTED: ClassVar = {
         **NOT_SUPPORTED_YET,
+        "add_special_tokens": (False,),
         "audio": (),
         "best_of": (1,),
         "documents": ([],),
         "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
+        "include_reasoning": (True, False),
+        "mm_processor_kwargs": (),
         "modalities": (["text"],),
+        "moderation": (),
         "parallel_tool_calls": (True, False),
         "prediction": (),
+        "prompt_cache_options": (),
         "prompt_cache_retention": ("in_memory", "in-memory"),
         "reasoning_effort": ("none",),
         "tool_choice": ("none", "auto"),

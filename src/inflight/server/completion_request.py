@@ -21,6 +21,7 @@ class CompletionRequest(SamplingFields):
         best_of: how many sequences to generate; the `n` whose tokens are the most likely together are answered.
         echo: begin the text with the prompt's.
         logprobs: how many of the likeliest tokens to tell at each token.
+        add_special_tokens: whether a text gets the special tokens that the tokenizer puts around it; null: yes.
         max_tokens: null: 16. With 0 nothing is generated, which with `echo` and `logprobs` scores the prompt.
     """
 
@@ -30,6 +31,7 @@ class CompletionRequest(SamplingFields):
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

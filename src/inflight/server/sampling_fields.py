@@ -58,6 +58,7 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "structured_outputs": (),
     "use_beam_search": (False,),
+    "vllm_xargs": (),
 }
 """Fields that other servers of this interface have and this one has not, with the values that change nothing."""
 
@@ -105,7 +106,6 @@ class SamplingFields(StrictModel):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
-    add_special_tokens: bool | None = None
     # For the caller's own use: nothing here depends on them.
     user: str | None = None
     metadata: dict[str, str] | None = None

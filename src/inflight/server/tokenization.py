@@ -15,6 +15,9 @@ from inflight.server.strict_model import Many, StrictModel
 
 router = APIRouter(route_class=JsonRoute)
 
+OF_CHATS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
+"""Fields that say how a chat is written out."""
+
 
 class TokenizeRequest(TemplateFields):
     """A text or a chat.
@@ -57,7 +60,13 @@ async def _token_ids(body: TokenizeRequest, service: Service) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "either prompt or messages must be given, and not both", param="prompt")
     if body.prompt is None:
+        if body.add_special_tokens:
+            message = "add_special_tokens is True; a chat has those that its template writes, and no others"
+            raise ApiError(400, message, param="add_special_tokens")
         return await service.tokenize(body.for_template(service.settings), body.num_characters, "messages")
+    for name in OF_CHATS:
+        if getattr(body, name):
+            raise ApiError(400, f"{name} is given with a prompt; it goes with messages only", param=name)
     if not body.prompt:
         return []
     special = body.add_special_tokens is not False

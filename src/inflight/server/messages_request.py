@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
 
 from inflight.params import SamplingParams
 from inflight.server.api_errors import ApiError
@@ -54,11 +55,12 @@ class Metadata(StrictModel):
     user_id: str | None = None
 
 
-class JsonFormat(StrictModel):
+@with_config(ConfigDict(extra="forbid", strict=True))
+class JsonFormat(TypedDict):  # and not a model: those have a method `schema`
     """JSON of a schema."""
 
     type: Literal["json_schema"]
-    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    schema: dict[str, Any]
 
 
 class OutputConfig(StrictModel):
@@ -139,7 +141,7 @@ class MessagesRequest(CountRequest):
             sent["stop"] = self.stop_sequences
         try:
             if self.output_config is not None and self.output_config.format is not None:
-                schema = to_json(self.output_config.format.json_schema).decode()
+                schema = to_json(self.output_config.format["schema"]).decode()
                 sent["structured_output"] = StructuredOutput(json_schema=schema)
             return replace(defaults, **sent, n=1, max_tokens=self.max_tokens, min_tokens=0)
         except ValueError as error:

@@ -6,7 +6,7 @@ change nothing and are let through; any other value would change the answer, and
 
 import difflib
 import reprlib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -30,14 +30,13 @@ class StrictModel(BaseModel):
     def _let_through_what_changes_nothing(cls, given: Any) -> Any:
         if not isinstance(given, dict) or given.keys() <= cls.model_fields.keys():
             return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: value for name, value in given.items() if name in known or _checked(cls, known, name, value)}
+        return {name: value for name, value in given.items() if name in cls.model_fields or _checked(cls, name, value)}
 
 
-def _checked(cls: type[StrictModel], known: Set[str], name: str, value: Any) -> bool:
+def _checked(cls: type[StrictModel], name: str, value: Any) -> bool:
     """False: the field can be left out. Raises if it can not."""
     if name not in cls.NOT_SUPPORTED:
-        close = difflib.get_close_matches(name, [*known, *cls.NOT_SUPPORTED], n=1) if len(name) < 100 else []
+        close = difflib.get_close_matches(name, [*cls.model_fields, *cls.NOT_SUPPORTED], n=1) if len(name) < 100 else []
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise refusal("unknown_field", name, f"there is no field {reprlib.repr(name)}{hint}")
     harmless = cls.NOT_SUPPORTED[name]

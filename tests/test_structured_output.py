@@ -129,10 +129,13 @@ def test_a_step_that_was_given_up_changes_nothing(monkeypatch: pytest.MonkeyPatc
     [
         (StructuredOutput(json_schema='{"type": "nonsense"}'), {}, "nonsense"),
         (StructuredOutput(regex="(unclosed"), {}, "regex"),
-        (WISHES["regex"], {"ignore_eos": True}, "ignore_eos and min_tokens"),
-        (WISHES["regex"], {"min_tokens": 3}, "ignore_eos and min_tokens"),
+        (WISHES["regex"], {"ignore_eos": True}, "ignore_eos is True"),
+        (WISHES["regex"], {"min_tokens": 3}, "min_tokens is 3"),
+        (WISHES["regex"], {"stop": "-"}, "stop is '-'"),
+        (WISHES["regex"], {"stop_token_ids": [5]}, "stop_token_ids is"),
+        (WISHES["regex"], {"bad_words": ["a"]}, "bad_words is"),
     ],
-    ids=["schema", "regex", "ignore_eos", "min_tokens"],
+    ids=["schema", "regex", "ignore_eos", "min_tokens", "stop", "stop_token_ids", "bad_words"],
 )
 def test_what_can_not_be_done_is_refused_at_the_door(wish: StructuredOutput, more: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason):

@@ -120,6 +120,15 @@ class AsyncLLM:
             stats: EngineStats = (await mailbox.read())[0]
         return replace(stats, num_crashes=self._supervisor.num_crashes)
 
+    def is_ready(self) -> bool:
+        """Whether the engine is loaded and runs; one that does not is started. Does not wait.
+
+        Raises `EngineDeadError` if it has died too often, `ModelError` if its model can not be loaded."""
+        started = self._supervisor.start()
+        if started.done():
+            started.result()
+        return started.done()
+
     async def check_health(self) -> None:
         """Return once the engine has answered. Raises `EngineDeadError` if it can not be had."""
         await self.stats()

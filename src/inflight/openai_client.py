@@ -2,18 +2,15 @@
 
 Decides how an event stream is cut into chunks and how failures are told in one line. Knows neither what is asked nor
 what answers are for. Only what is needed of a chunk is decoded, so a thousand streams at once cost one core little.
-Needs `aiohttp`.
 """
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+import aiohttp
 import msgspec
-
-if TYPE_CHECKING:
-    import aiohttp
 
 MAX_REASON = 200
 """Characters of a server's own words that are passed on."""
@@ -145,23 +142,17 @@ class OpenAIClient:
         api_key: sent as a bearer token.
 
     Raises:
-        ValueError: the address is none, or `aiohttp` is not installed.
+        ValueError: the address is none.
     """
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"the address is {base_url!r}; it must be a URL such as http://127.0.0.1:8000")
-        try:
-            import aiohttp
-        except ImportError:
-            raise ValueError("asking a server needs aiohttp: pip install 'inflight-llm[server]'") from None
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        import aiohttp
-
         # A stream that is compressed arrives in lumps, and late.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._api_key is not None:

@@ -133,7 +133,7 @@ class TextDelta:
         token_ids: the step's new tokens (their text may follow in a later delta).
         logprobs: of these tokens, if `logprobs` was asked for.
         prompt_logprobs: of the prompt, as in `RequestOutput`: once, on a first delta.
-        finish_reason: set on the sequence's last delta.
+        finish_reason, stop_reason: set on the sequence's last delta, as in `CompletionOutput`.
         output: the whole request, on the delta that finishes its last sequence.
     """
 
@@ -144,6 +144,7 @@ class TextDelta:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
     output: RequestOutput | None = None
 
     def __str__(self) -> str:

@@ -96,7 +96,7 @@ class SamplingParams:
             check_integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
         check_integer("min_tokens", self.min_tokens, 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
         if self.truncate_prompt_tokens is not None:
-            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_COUNT)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_switch(name, getattr(self, name))
         if self.stop is not None and not isinstance(self.stop, Sequence):

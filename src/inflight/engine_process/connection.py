@@ -18,6 +18,10 @@ from inflight.engine import Engine
 from inflight.engine_process.loop import serve
 from inflight.engine_process.messages import Command, Event, Load, read_event, to_frame
 
+IDLE_THREADS_SLEEP = {"OMP_WAIT_POLICY": "passive"}
+"""Of the engine's process, where its caller has not said otherwise: threads that wait for each other leave the cores to
+those that the engine shares them with, its own callers first of all. If they spin, a busy neighbour slows it five times
+and more."""
 SECONDS_TO_END = 5.0
 """An engine that was told to end has so long before it is killed."""
 
@@ -53,7 +57,7 @@ class ProcessConnection:
             [sys.executable, "-P", "-m", "inflight.engine_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            env=IDLE_THREADS_SLEEP | os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             start_new_session=True,
         )
         self._frames: SimpleQueue[bytes | None] = SimpleQueue()

@@ -59,10 +59,12 @@ class Constraints:
             raise InvalidRequestError("structured output needs a tokenizer, and this model has none")
         if not self._model_info.eos_token_ids:
             raise InvalidRequestError("structured output ends with an EOS token, and this model has none")
-        if params.ignore_eos or params.min_tokens:
-            raise InvalidRequestError(
-                "structured output ends where its grammar does; ignore_eos and min_tokens are not accepted with it"
-            )
+        for name in ("ignore_eos", "min_tokens", "stop", "stop_token_ids", "bad_words"):
+            if getattr(params, name):
+                raise InvalidRequestError(
+                    f"{name} is {getattr(params, name)!r}, but structured output ends where its grammar does, and with "
+                    "nothing else; it is not accepted with it"
+                )
         self._compiler.compile(asked)
 
     def add(self, sequence_id: int, asked: StructuredOutput) -> None:

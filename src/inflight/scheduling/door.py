@@ -13,6 +13,9 @@ from inflight.params import SamplingParams
 from inflight.scheduling.sequence import Request
 
 
+MAX_PRIORITY = 2**31 - 1
+
+
 def make_request(
     request_id: str,
     prompt_token_ids: SequenceOf[int],
@@ -33,10 +36,12 @@ def make_request(
             f"the prompt has {len(prompt)} tokens; with at least one to be generated, at most "
             f"{info.max_model_len - 1} are accepted (max_model_len is {info.max_model_len})"
         )
-    if not _is_integer(priority):
-        raise InvalidRequestError(f"priority is {priority!r}; it must be an integer, lower runs first")
-    if cache_salt is not None and not isinstance(cache_salt, str):
-        raise InvalidRequestError(f"cache_salt is {cache_salt!r}; it must be text")
+    if not _is_integer(priority) or abs(operator.index(priority)) > MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"priority is {priority!r}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}, lower runs first"
+        )
+    if cache_salt is not None and not _is_text(cache_salt):
+        raise InvalidRequestError(f"cache_salt is {cache_salt!r}; it must be text that UTF-8 can write")
     _token_ids("logit_bias", list(params.logit_bias or ()), info.vocab_size)
     stop_token_ids = set(_token_ids("stop_token_ids", params.stop_token_ids or (), info.vocab_size))
     if not params.ignore_eos:
@@ -84,6 +89,16 @@ def _token_ids(name: str, token_ids: SequenceOf[int], vocab_size: int) -> list[i
             f"{name} contains token id {wrong_id}; the model's vocabulary has the ids from 0 to {vocab_size - 1}"
         )
     return ids
+
+
+def _is_text(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_integer(value: object) -> bool:

@@ -155,7 +155,7 @@ class _Chunks:
             text = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
             events += self._writer.chunk(text % (delta.index, to_json(delta.text)))
         if delta.finish_reason is not None:
-            stop_reason = getattr(delta, "stop_reason", None)
+            stop_reason = delta.stop_reason
             events += self._event(delta.index, {}, finish_reason=delta.finish_reason, stop_reason=stop_reason)
         return events
 

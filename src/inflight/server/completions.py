@@ -228,4 +228,4 @@ class _Chunks:
 
 
 def _ending(delta: TextDelta) -> dict[str, Any]:
-    return {"finish_reason": delta.finish_reason, "stop_reason": getattr(delta, "stop_reason", None)}
+    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}

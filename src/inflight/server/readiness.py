@@ -1,4 +1,4 @@
-"""Whether the engine can be used now: known at once, whatever it is doing; and one that has died is started anew.
+"""`keep_running`: an engine that has died is started anew, with nobody asking for it.
 
 Knows nothing of requests: those wait for the engine, or hear of its death, by themselves.
 """
@@ -12,20 +12,9 @@ from inflight.errors import EngineDeadError, ModelError
 SECONDS_BETWEEN_LOOKS = 0.5
 
 
-def is_ready(llm: AsyncLLM) -> bool:
-    """Whether the engine is loaded and runs; one that does not is started. Does not wait.
-
-    Raises `EngineDeadError` if it has died too often, `ModelError` if its model can not be loaded."""
-    started = llm._supervisor.start()
-    if not started.done():
-        return False
-    started.result()
-    return True
-
-
 async def keep_running(llm: AsyncLLM) -> None:
-    """Start the engine, and again whenever it has died, with nobody asking for it. Until cancelled, or in vain."""
+    """Start the engine, and again whenever it has died. Until cancelled, or in vain."""
     while True:
         with suppress(EngineDeadError, ModelError):  # it is told to those who ask
-            is_ready(llm)
+            llm.is_ready()
         await asyncio.sleep(SECONDS_BETWEEN_LOOKS)

@@ -8,7 +8,6 @@ from starlette.responses import JSONResponse, Response
 from inflight import __version__
 from inflight.errors import EngineDeadError, ModelError
 from inflight.server.api_errors import ApiError
-from inflight.server.readiness import is_ready
 from inflight.server.service import Service, service_of
 
 router = APIRouter()
@@ -18,7 +17,7 @@ router = APIRouter()
 async def health(request: Request) -> Response:
     """200 when requests are served at once; 503 while the engine is loading or being restarted, or can not be."""
     try:
-        if is_ready(service_of(request).llm):
+        if service_of(request).llm.is_ready():
             return Response(status_code=200)
     except (EngineDeadError, ModelError) as error:
         raise ApiError.of(error) from error

@@ -76,6 +76,7 @@ class Collector:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             finish_reason=news.finish_reason,
+            stop_reason=news.stop_reason,
             output=self.output if self.output.finished else None,
         )
 

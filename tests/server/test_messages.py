@@ -112,6 +112,14 @@ def test_streams_as_clients_put_them_together(server: RunningServer, expected: s
     asyncio.run(check())
 
 
+def test_json_of_a_schema(server: RunningServer) -> None:
+    schema = {"type": "object", "properties": {"fox": {"enum": ["red", "blue"]}}, "required": ["fox"]}
+    wanted: Any = {"format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}}
+    answer = client_of(server).messages.create(**{**ASKED, "max_tokens": 100}, output_config=wanted)
+    assert answer.stop_reason == "end_turn"
+    assert json.loads(answer.content[0].text)["fox"] in ("red", "blue")  # type: ignore[union-attr]
+
+
 @pytest.fixture(scope="module")
 def tiny_server() -> Iterator[RunningServer]:
     """Its model knows no end and every role."""

@@ -9,10 +9,11 @@ from fastapi import FastAPI
 
 from inflight import __version__
 from inflight.async_llm import AsyncLLM
-from inflight.server import chat, completions, messages, messages_errors, status, tokenization
+from inflight.server import chat, completions, messages, messages_errors, responses, status, tokenization
 from inflight.server.api_errors import add_error_handlers
 from inflight.server.observer import RequestObserver
 from inflight.server.readiness import keep_running
+from inflight.server.responses_store import ResponseStore
 from inflight.server.service import Service
 from inflight.server.settings import ServerSettings
 
@@ -39,7 +40,8 @@ def create_app(llm: AsyncLLM, settings: ServerSettings, observer: RequestObserve
 
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = Service(llm, settings, observer, start_time=int(time.time()))
-    for module in (completions, chat, messages, tokenization, status):
+    app.state.responses = ResponseStore()
+    for module in (completions, chat, responses, messages, tokenization, status):
         app.include_router(module.router)
     add_error_handlers(app, {messages_errors.PATH: messages_errors.answer})
     return app

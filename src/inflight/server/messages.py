@@ -125,7 +125,7 @@ class _Events:
 
     def _begin(self, num_tokens: int) -> bytes:
         num_prompt = len(self._asked.job.prompts[0])
-        nothing_yet = {"content": [], "stop_reason": None, "stop_sequence": None}
+        nothing_yet: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         message = {**self._asked.head, **nothing_yet, "usage": _usage(num_prompt, num_tokens)}
         return (
             _event("message_start", message=message)

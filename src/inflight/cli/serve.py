@@ -10,6 +10,7 @@ import click
 
 from inflight.cli.options import engine_options, engine_values, quiet_libraries
 from inflight.errors import EngineDeadError
+from inflight.server.tools.call_format import CALL_FORMATS
 
 KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 
@@ -32,6 +33,11 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 @click.option("--max-stall", type=float, help="Seconds that a stream waits for a client that does not read.")
 @click.option(
     "--trust-request-chat-template", is_flag=True, default=None, help="Let requests bring their own chat template."
+)
+@click.option(
+    "--tool-call-parser",
+    type=click.Choice(list(CALL_FORMATS)),
+    help="How the model writes tool calls, if its chat template does not show it.",
 )
 @click.option("--api-key-file", type=click.Path(), help=f"API keys, one a line (and those in {KEYS_VARIABLE}).")
 @click.option("--max-body-size", type=int, help="Most bytes of a request's body.")

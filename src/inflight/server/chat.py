@@ -18,6 +18,8 @@ from inflight.server.event_stream import EventStream, Write
 from inflight.server.generation import Job, generate
 from inflight.server.json_route import JsonRoute
 from inflight.server.service import Service, service_of
+from inflight.server.tools.answer import delta_of, finish_reason_of, message_of
+from inflight.server.tools.tool_use import ToolUse, tool_use
 from inflight.server.usage import usage_of
 from inflight.text.tokenizer import Tokenizer
 
@@ -47,11 +49,17 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request that can be run; `head` is what its answer and each chunk of it begin with, but for `object`."""
+    """A request that can be run.
+
+    Attributes:
+        tools: how calls are read, if tools may be called.
+        head: what its answer and each chunk of it begin with, but for `object`.
+    """
 
     body: ChatRequest
     job: Job
     tokenizer: Tokenizer | None
+    tools: ToolUse | None
     head: dict[str, Any]
 
 
@@ -59,15 +67,17 @@ async def _read(body: ChatRequest, service: Service) -> _Asked:
     service.check_model(body.model)
     body.check(service.settings)
     info = await service.model_info()
+    chat = body.for_template(service.settings)
+    tools = _tools(body, service)
     params = body.sampling_params(
         service.llm.get_default_sampling_params(),
         service.settings,
         info.vocab_size,
         max_tokens=body.most_tokens,
         logprobs=body.num_logprobs,
+        **({} if tools is None else tools.sampling_options),
     )
     service.check_num_sequences(1, params.n, "n")
-    chat = body.for_template(service.settings)
     token_ids = await service.tokenize(chat, body.num_characters, "messages")
     prompt = service.fitted(token_ids, info, "messages", body.truncate_prompt_tokens)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -75,8 +85,14 @@ async def _read(body: ChatRequest, service: Service) -> _Asked:
         body,
         Job(request_id, [prompt], params, body.priority or 0, body.cache_salt),
         service.llm.tokenizer,
+        tools,
         {"id": request_id, "created": int(time.time()), "model": service.settings.model_name},
     )
+
+
+def _tools(body: ChatRequest, service: Service) -> ToolUse | None:
+    content, settings = body.structured_output, service.settings
+    return tool_use(body, content, service.tokenizer, body.chat_template, settings.tool_call_parser)
 
 
 # ------------------------------------------------------------------------------------- whole
@@ -98,11 +114,17 @@ def _answer(asked: _Asked, output: RequestOutput) -> Response:
 
 
 def _choice(asked: _Asked, completion: CompletionOutput) -> dict[str, Any]:
+    message: dict[str, Any] = {"content": completion.text}
+    finish_reason: str | None = completion.finish_reason
+    if asked.tools is not None:
+        parser = asked.tools.parser()
+        message = message_of([*parser.feed(completion.text), *parser.finish()])
+        finish_reason = finish_reason_of(parser, completion.finish_reason)
     choice: dict[str, Any] = {
         "index": completion.index,
-        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "message": {"role": "assistant", "refusal": None, **message},
         "logprobs": _told(asked, completion),
-        "finish_reason": completion.finish_reason,
+        "finish_reason": finish_reason,
         "stop_reason": completion.stop_reason,
     }
     if asked.body.return_token_ids:
@@ -134,6 +156,7 @@ class _Chunks:
         self._writer = ChunkWriter(head, body.stream_options, len(prompt))
         self._is_plain = body.num_logprobs is None and not body.return_token_ids
         self._has_begun = [False] * asked.job.params.n
+        self._parsers = [] if asked.tools is None else [asked.tools.parser() for _ in self._has_begun]
 
     def of(self, deltas: list[TextDelta]) -> bytes:
         """The events for these; none, if they add nothing that can be shown yet."""
@@ -148,16 +171,36 @@ class _Chunks:
         events = b""
         if not self._has_begun[delta.index]:
             self._has_begun[delta.index] = True
-            events = self._event(delta.index, {"role": "assistant", "content": ""})
-        if not self._is_plain:
+            events = self._event(delta.index, {"role": "assistant", "content": None if self._parsers else ""})
+        if self._parsers:
+            events += self._events_of_pieces(delta)
+        elif not self._is_plain:
             events += self._event(delta.index, {"content": delta.text}, **self._extras(delta))
         elif delta.text:
             text = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
             events += self._writer.chunk(text % (delta.index, to_json(delta.text)))
         if delta.finish_reason is not None:
             stop_reason = delta.stop_reason
-            events += self._event(delta.index, {}, finish_reason=delta.finish_reason, stop_reason=stop_reason)
+            events += self._event(delta.index, {}, finish_reason=self._reason(delta), stop_reason=stop_reason)
         return events
+
+    def _events_of_pieces(self, delta: TextDelta) -> bytes:
+        """What the text turned out to be so far: content, and calls. What is told of tokens goes with the first."""
+        parser = self._parsers[delta.index]
+        pieces = parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            pieces += parser.finish()
+        deltas = list(map(delta_of, pieces))
+        if self._is_plain:
+            return b"".join(self._event(delta.index, each) for each in deltas)
+        first, *others = deltas or [{}]
+        events = self._event(delta.index, first, **self._extras(delta))
+        return events + b"".join(self._event(delta.index, each) for each in others)
+
+    def _reason(self, delta: TextDelta) -> str | None:
+        if not self._parsers:
+            return delta.finish_reason
+        return finish_reason_of(self._parsers[delta.index], delta.finish_reason)
 
     def _extras(self, delta: TextDelta) -> dict[str, Any]:
         extras: dict[str, Any] = {"logprobs": _told(self._asked, delta)}

@@ -14,6 +14,7 @@ from inflight.server.api_errors import ApiError
 from inflight.server.sampling_fields import NOT_SUPPORTED_YET, SamplingFields
 from inflight.server.settings import ServerSettings
 from inflight.server.strict_model import Many, StrictModel, refusal
+from inflight.server.tools.fields import ToolFields
 
 
 class TextPart(StrictModel):
@@ -168,7 +169,7 @@ def _check_variables(variables: Mapping[str, Any]) -> None:
             raise ApiError(400, message, param="chat_template_kwargs")
 
 
-class ChatRequest(SamplingFields, TemplateFields):
+class ChatRequest(SamplingFields, ToolFields, TemplateFields):
     """The body of a request.
 
     Attributes:
@@ -190,13 +191,10 @@ class ChatRequest(SamplingFields, TemplateFields):
         "mm_processor_kwargs": (),
         "modalities": (["text"],),
         "moderation": (),
-        "parallel_tool_calls": (True, False),
         "prediction": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": ("in_memory", "in-memory"),
         "reasoning_effort": ("none",),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
@@ -213,6 +211,11 @@ class ChatRequest(SamplingFields, TemplateFields):
     def num_logprobs(self) -> int | None:
         """As `SamplingParams` says it."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def for_template(self, settings: ServerSettings) -> dict[str, Any]:
+        """With the tools."""
+        tools = {"tools": [tool.for_template() for tool in self.usable_tools]} if self.usable_tools else {}
+        return super().for_template(settings) | tools
 
     def check(self, settings: ServerSettings) -> None:
         """Raise `ApiError` for what does not go together, or beyond the operator's limits."""

@@ -13,6 +13,7 @@ from pydantic import Field
 from inflight.errors import InvalidRequestError
 from inflight.params import MAX_SEED, SamplingParams
 from inflight.server.api_errors import ApiError
+from inflight.server.output_format import OutputFormatFields
 from inflight.server.settings import ServerSettings
 from inflight.server.strict_model import Many, StrictModel
 
@@ -42,21 +43,15 @@ _PASSED_ON = (
 NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "early_stopping": (False,),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "guided_whitespace_pattern": (),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logits_processors": (),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "use_beam_search": (False,),
     "vllm_xargs": (),
 }
@@ -77,7 +72,7 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(StrictModel):
+class SamplingFields(OutputFormatFields):
     """What all requests that generate can say; null and absent are the model's own defaults."""
 
     model: str | None = None
@@ -124,6 +119,8 @@ class SamplingFields(StrictModel):
             sent["seed"] = self.seed & MAX_SEED  # ours have no sign
         if self.logit_bias:
             sent["logit_bias"] = _token_biases(self.logit_bias, vocab_size)
+        if "structured_output" not in options:
+            sent["structured_output"] = self.structured_output
         try:
             return replace(defaults, **{**sent, **options})
         except ValueError as error:

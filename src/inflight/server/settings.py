@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from inflight.options import MAX_FLOAT, check_integer, check_number, check_switch, strict_options
+from inflight.options import MAX_FLOAT, check_choice, check_integer, check_number, check_switch, strict_options
 from inflight.params import MAX_LOGPROBS
+from inflight.server.tools.call_format import CALL_FORMATS
 
 DEMO_MODEL_NAME = "inflight-demo"
 """What the embedded model is called."""
@@ -25,6 +26,7 @@ class ServerSettings:
             takes the connection for dead.
         max_stall: seconds that a stream waits for a client that does not read, before its request is aborted.
         trust_request_chat_template: whether a request may bring a chat template, a program that runs in this process.
+        tool_call_parser: how the model writes tool calls, one of `CALL_FORMATS`; None: seen in its chat template.
     """
 
     model_name: str = DEMO_MODEL_NAME
@@ -36,6 +38,7 @@ class ServerSettings:
     keep_alive_interval: float = 10.0
     max_stall: float = 60.0
     trust_request_chat_template: bool = False
+    tool_call_parser: str | None = None
 
     def __post_init__(self) -> None:
         for name in (self.model_name, *self.model_aliases):
@@ -49,3 +52,5 @@ class ServerSettings:
                 value = getattr(self, seconds)
                 check_number(seconds, value, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
         check_switch("trust_request_chat_template", self.trust_request_chat_template)
+        if self.tool_call_parser is not None:
+            check_choice("tool_call_parser", self.tool_call_parser, CALL_FORMATS)

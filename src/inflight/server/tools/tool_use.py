@@ -6,6 +6,7 @@ Knows neither messages nor answers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from inflight.errors import InvalidRequestError
 from inflight.grammar.json_schema import checked_schema
@@ -39,6 +40,12 @@ class ToolUse:
     @property
     def is_guaranteed(self) -> bool:
         return self.structured_output is not None
+
+    @property
+    def sampling_options(self) -> dict[str, Any]:
+        """What `SamplingParams` must say."""
+        shown = {"skip_special_tokens": False} if self.shows_special_tokens else {}
+        return {"structured_output": self.structured_output, **shown}
 
     def parser(self) -> CallParser:
         """For one text."""

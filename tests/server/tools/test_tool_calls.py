@@ -1,0 +1,355 @@
+"""Tools in chats, used with the `openai` client: the embedded model under grammars, and texts that are made up.
+
+The model's own template knows no tools, so requests bring one.
+"""
+
+import json
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
+
+from inflight import AsyncLLM
+from inflight.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextDelta
+from tests.server.serving import HELLO, RunningServer
+
+HERMES_TEMPLATE = """{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Answer <tool_call>{"name": <name>, "arguments": <arguments>}</tool_call>{% endif %}\
+{% for message in messages %}<|user|>{{ message.role }}: {{ message.content }}\
+{% for call in message.tool_calls or [] %}\
+{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}<|end|>{% endfor %}<|assistant|>"""
+LLAMA_TEMPLATE = """{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Answer {"name": function name, "parameters": its arguments}, or <|python_tag|>{% endif %}\
+{% for message in messages %}<|user|>{{ message.content }}<|end|>{% endfor %}<|assistant|>"""
+UNKNOWN_TEMPLATE = HERMES_TEMPLATE.replace("tool_call>", "do>")
+TEMPLATES = {"hermes": HERMES_TEMPLATE, "llama3": LLAMA_TEMPLATE, "unknown": UNKNOWN_TEMPLATE}
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Rome", "Paris"]
+    unit: Literal["C", "F"]
+
+
+class Clock(BaseModel):
+    """The time of a zone."""
+
+    zone: Literal["UTC", "CET"]
+
+
+def tool(model: type[BaseModel], strict: bool | None = None) -> dict[str, Any]:
+    schema = {**model.model_json_schema(), "additionalProperties": False}
+    function = {"name": model.__name__, "description": model.__doc__, "parameters": schema}
+    return {"type": "function", "function": function if strict is None else {**function, "strict": strict}}
+
+
+MODELS: dict[str, type[BaseModel]] = {"Weather": Weather, "Clock": Clock}
+TOOLS = [tool(Weather), tool(Clock)]
+
+
+class ScriptedLLM(AsyncLLM):
+    """Says what it is told to, if it is told."""
+
+    script: Sequence[str] | None = None
+
+    async def stream(self, prompt: Any, params: Any = None, request_id: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        if self.script is None:
+            async for delta in super().stream(prompt, params, request_id, **options):
+                yield delta
+            return
+        async for delta in self._say(list(prompt), self.script, params.n):
+            yield delta
+
+    async def _say(self, prompt: list[int], script: Sequence[str], n: int) -> AsyncGenerator[TextDelta, None]:
+        texts = [CompletionOutput(index, "".join(script), [5], finish_reason="stop") for index in range(n)]
+        output = RequestOutput("", None, prompt, texts, RequestMetrics(time.monotonic()), finished=True)
+        for number, text in enumerate(script, 1):
+            for index in range(n):
+                is_last = number == len(script)
+                whole = output if is_last and index == n - 1 else None
+                yield TextDelta(0, index, text, [5], finish_reason="stop" if is_last else None, output=whole)
+
+
+@pytest.fixture(scope="module")
+def tool_server() -> Iterator[RunningServer]:
+    llm = ScriptedLLM(num_blocks=2000, in_process=True)
+    with RunningServer(llm, model_name="stories", trust_request_chat_template=True) as server:
+        yield server
+
+
+@pytest.fixture
+def server(tool_server: RunningServer) -> Iterator[RunningServer]:
+    assert isinstance(tool_server.llm, ScriptedLLM)
+    tool_server.llm.script = None
+    yield tool_server
+    tool_server.check_idle()
+
+
+def options(template: str = "hermes", **fields: Any) -> dict[str, Any]:
+    asked = {"model": "stories", "messages": HELLO, "tools": TOOLS, "temperature": 1.0, "max_tokens": 300, **fields}
+    extra = {"chat_template": TEMPLATES[template]}
+    return {**asked, "extra_body": extra}
+
+
+def check(answer: ChatCompletion, num_choices: int = 1) -> list[str]:
+    """Every choice ended with valid calls; the names of the tools that were called."""
+    names = []
+    assert len(answer.choices) == num_choices
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        assert choice.message.tool_calls
+        for call in choice.message.tool_calls:
+            assert call.type == "function"
+            assert call.id.startswith("call_")
+            MODELS[call.function.name].model_validate_json(call.function.arguments)
+            names.append(call.function.name)
+        assert len({call.id for call in choice.message.tool_calls}) == len(choice.message.tool_calls)
+    return names
+
+
+def streamed(server: RunningServer, **asked: Any) -> ChatCompletion:
+    """The same as the client puts it together from a stream; and how it came."""
+    with server.client.chat.completions.stream(**asked) as events:
+        kinds = [event.type for event in events]
+        answer = events.get_final_completion()
+    assert kinds.count("chunk") > 3
+    return answer
+
+
+def bias(server: RunningServer, text: str) -> dict[str, int]:
+    """Makes the token that `text` begins with likelier than anything else."""
+    assert server.llm.tokenizer is not None
+    return {str(server.llm.tokenizer.inner.encode(text, add_special_tokens=False)[0]): 100}
+
+
+# ------------------------------------------------------------------------------------- calls that grammars guarantee
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_call_is_required(server: RunningServer, template: str, is_streamed: bool) -> None:
+    ask = (lambda **asked: streamed(server, **asked)) if is_streamed else server.client.chat.completions.create
+    for name in MODELS:
+        likely = {"logit_bias": bias(server, name[0]), "parallel_tool_calls": False, "n": 2}
+        asked = options(template, tool_choice="required", **likely)
+        assert check(ask(**asked), num_choices=2) == [name, name]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_tool_that_is_named_is_called(server: RunningServer, template: str) -> None:
+    for name in MODELS:
+        choice = {"type": "function", "function": {"name": name}}
+        asked = options(template, tool_choice=choice)
+        assert check(server.client.chat.completions.create(**asked)) == [name]
+        assert check(streamed(server, **asked)) == [name]
+
+
+def test_a_stream_and_a_whole_answer_say_the_same(server: RunningServer) -> None:
+    for template in ("hermes", "llama3"):
+        asked = options(template, tool_choice="required", seed=7, max_tokens=120)
+        whole = server.client.chat.completions.create(**asked).choices[0]
+        parts = streamed(server, **asked).choices[0]
+        assert whole.finish_reason == parts.finish_reason
+        assert whole.message.content == parts.message.content
+        calls = [[call.function for call in each.message.tool_calls or []] for each in (whole, parts)]
+        assert [(call.name, call.arguments) for call in calls[0]] == [(call.name, call.arguments) for call in calls[1]]  # type: ignore[union-attr]
+        assert calls[0]
+
+
+def test_the_pieces_of_a_call(server: RunningServer) -> None:
+    choice = {"type": "function", "function": {"name": "Weather"}}
+    chunks = list(server.client.chat.completions.create(**options(tool_choice=choice, seed=3), stream=True))
+    first, *others = [chunk.choices[0] for chunk in chunks]
+    assert (first.delta.role, first.delta.content, first.delta.tool_calls) == ("assistant", None, None)
+    *pieces, last = others
+    assert (last.delta.tool_calls, last.finish_reason) == (None, "tool_calls")
+    calls = [piece.delta.tool_calls[0] for piece in pieces if piece.delta.tool_calls]
+    assert len(calls) == len(pieces)
+    begun, *arguments = calls
+    assert begun.function is not None
+    assert (begun.index, begun.type, begun.function.name, begun.function.arguments) == (0, "function", "Weather", "")
+    assert str(begun.id).startswith("call_")
+    assert len(arguments) > 3
+    for piece in arguments:
+        assert piece.function is not None
+        assert (piece.index, piece.id, piece.type, piece.function.name) == (0, None, None, None)
+    text = "".join(piece.function.arguments or "" for piece in arguments if piece.function)
+    Weather.model_validate_json(text)
+
+
+def test_pydantic_models_as_tools(server: RunningServer) -> None:
+    tools = [openai.pydantic_function_tool(each) for each in MODELS.values()]
+    asked = options(tools=tools, tool_choice="required", parallel_tool_calls=False)
+    for seed in range(3):
+        answer = server.client.chat.completions.parse(**asked, seed=seed)
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert isinstance(call.function.parsed_arguments, MODELS[call.function.name])
+
+
+@pytest.mark.parametrize("template", ["hermes", "llama3"])
+def test_strict_tools_are_called_validly_or_not_at_all(server: RunningServer, template: str) -> None:
+    strict = [tool(each, strict=True) for each in MODELS.values()]
+    free = options(template, tools=strict, temperature=0, max_tokens=10)
+    answer = server.client.chat.completions.create(**free).choices[0]
+    assert (answer.message.tool_calls, answer.finish_reason) == (None, "length")
+    assert answer.message.content
+    asked = options("llama3", tools=strict, parallel_tool_calls=False, logit_bias=bias(server, "{"))
+    check(server.client.chat.completions.create(**asked))
+
+
+def test_a_model_of_content_beside_tools(server: RunningServer) -> None:
+    tools = [openai.pydantic_function_tool(Clock)]
+    for template in ("hermes", "llama3"):
+        kinds = set()
+        for seed in range(8):
+            asked = options(template, tools=tools, seed=seed, response_format=Weather, parallel_tool_calls=False)
+            message = server.client.chat.completions.parse(**asked).choices[0].message
+            assert bool(message.tool_calls) != bool(message.parsed)
+            kinds.add(bool(message.tool_calls))
+        assert False in kinds
+
+
+@pytest.mark.parametrize("max_tokens", [5, 25, 45])
+def test_what_is_cut_off(server: RunningServer, max_tokens: int) -> None:
+    choice = {"type": "function", "function": {"name": "Weather"}}
+    asked = options(tool_choice=choice, max_tokens=max_tokens, seed=1)
+    (whole,) = server.client.chat.completions.create(**asked).choices
+    parts = [chunk.choices[0] for chunk in server.client.chat.completions.create(**asked, stream=True)]
+    assert whole.finish_reason == parts[-1].finish_reason == "length"
+    assert (whole.message.content or "") == "".join(part.delta.content or "" for part in parts)
+    arguments = "".join(call.function.arguments for call in whole.message.tool_calls or [] if call.type == "function")
+    pieces = [call.function for part in parts for call in part.delta.tool_calls or []]
+    assert arguments == "".join(piece.arguments or "" for piece in pieces if piece)
+    assert bool(arguments) == (max_tokens == 45)
+
+
+# ------------------------------------------------------------------------------------- calls in free text
+
+CALL = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Rome", "unit": "C"}}\n</tool_call>'
+BARE = '{"name": "Weather", "parameters": {"city": "Rome", "unit": "C"}}'
+ROME = Weather(city="Rome", unit="C")
+
+
+def say(server: RunningServer, *script: str) -> None:
+    assert isinstance(server.llm, ScriptedLLM)
+    server.llm.script = script
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "content"),
+    [("hermes", CALL, None), ("hermes", f"Let me see.\n{CALL}", "Let me see."), ("llama3", BARE, None)],
+)
+def test_calls_in_free_text_are_recognised(
+    server: RunningServer, template: str, text: str, content: str | None
+) -> None:
+    asked = options(template, n=2)
+    say(server, *text)
+    for answer in (server.client.chat.completions.create(**asked), streamed(server, **asked)):
+        assert len(answer.choices) == 2
+        for choice in answer.choices:
+            assert choice.finish_reason == "tool_calls"
+            assert choice.message.content == content
+            (call,) = choice.message.tool_calls or []
+            assert call.type == "function"
+            assert call.function.name == "Weather"
+            assert Weather.model_validate_json(call.function.arguments) == ROME
+
+
+def test_what_is_no_call_is_content(server: RunningServer) -> None:
+    text = f" \n{CALL.replace('Weather', 'Climate')} "
+    say(server, *text)
+    for answer in (server.client.chat.completions.create(**options()), streamed(server, **options())):
+        (choice,) = answer.choices
+        assert (choice.message.content, choice.finish_reason) == (text, "stop")
+        assert choice.message.tool_calls is None
+
+
+def test_content_comes_as_it_is_said(server: RunningServer) -> None:
+    say(server, "It ", "is ", "warm.")
+    chunks = list(server.client.chat.completions.create(**options(), stream=True))
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content]
+    assert texts == ["It", " is", " warm."]
+
+
+def test_no_tool_is_called_where_none_may_be(server: RunningServer) -> None:
+    say(server, CALL)
+    answer = server.client.chat.completions.create(**options(tool_choice="none"))
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALL, "stop")
+
+
+# ------------------------------------------------------------------------------------- what the model is told
+
+
+def written(server: RunningServer, **fields: Any) -> str:
+    """The prompt of a request."""
+    body = {"chat_template": HERMES_TEMPLATE, "max_tokens": 1, "return_token_ids": True, **fields}
+    response = server.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    tokens = response.json()["prompt_token_ids"]
+    return str(server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"])
+
+
+def test_the_template_is_given_tools_and_calls(server: RunningServer) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "Weather", "arguments": '{"city": "Rome"}'}}
+    chat = [
+        {"role": "user", "content": "Is it warm?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "20 C", "tool_call_id": "call_1"},
+    ]
+    text = written(
+        server, messages=chat, tools=[tool(Clock, strict=True), {"type": "function", "function": {"name": "f"}}]
+    )
+    first, second, rest = text.removeprefix("<s>").split("\n", 2)
+    assert json.loads(first) == tool(Clock)
+    assert json.loads(second)["function"] == {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    assert "assistant: Weather(Rome)" in rest
+    assert "tool: 20 C" in rest
+    for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+        assert written(server, messages=chat[:1], **fields) == "<s><|user|>user: Is it warm?<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tools": TOOLS}, "tools", "it is not known how this model writes calls"),
+        ({"tools": TOOLS, "chat_template": None}, "tools", "chat template does not tell the model of tools"),
+        ({"tools": [TOOLS[0]] * 2, "tool_choice": "required"}, "tools", "tools has 'Weather' more than once"),
+        ({"tool_choice": "required"}, "tool_choice", "tools has no tools"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom", "there is no field 'custom'"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "is missing"),
+        ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice", "it should be 'none', 'auto' or 'required'"),
+        ({"tools": [tool(Weather, True)], "guided_regex": "a", "chat_template": HERMES_TEMPLATE}, "tools", "regex is"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}],
+                "chat_template": HERMES_TEMPLATE,
+            },
+            "tools",
+            "the tool 'f': json_schema has 'not'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_refused(server: RunningServer, fields: dict[str, Any], param: str, message: str, stream: bool) -> None:
+    body = {"messages": HELLO, "chat_template": UNKNOWN_TEMPLATE, "stream": stream, **fields}
+    response = server.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert message in error["message"]
+    assert error["param"] == param
+
+
+def test_the_operator_says_how_calls_are_written(server: RunningServer) -> None:
+    llm = ScriptedLLM(num_blocks=500, in_process=True)
+    with RunningServer(llm, trust_request_chat_template=True, tool_call_parser="llama3") as other:
+        say(other, BARE)
+        answer = other.client.chat.completions.create(**{**options("unknown"), "model": "inflight-demo"})
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "Weather"

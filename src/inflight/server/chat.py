@@ -91,6 +91,8 @@ async def _read(body: ChatRequest, service: Service) -> _Asked:
 
 
 def _tools(body: ChatRequest, service: Service) -> ToolUse | None:
+    if not body.tools and not body.is_call_required:
+        return None
     content, settings = body.structured_output, service.settings
     return tool_use(body, content, service.tokenizer, body.chat_template, settings.tool_call_parser)
 

@@ -35,10 +35,15 @@ class TextPart(StrictModel):
 
 
 class Function(StrictModel):
-    """What a tool call calls."""
+    """What a tool call calls.
+
+    Attributes:
+        parsed_arguments: the same once more, as `openai`'s client sends them back; they are not looked at.
+    """
 
     name: str
     arguments: str
+    parsed_arguments: Any = None
 
 
 class ToolCall(StrictModel):
@@ -52,7 +57,11 @@ class ToolCall(StrictModel):
 
 
 class Message(StrictModel):
-    """A message of a chat."""
+    """A message of a chat.
+
+    Attributes:
+        parsed: the content once more, as `openai`'s client sends it back; it is not looked at.
+    """
 
     NOT_SUPPORTED: ClassVar = {
         "annotations": ([],),
@@ -69,6 +78,7 @@ class Message(StrictModel):
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
+    parsed: Any = None
 
     @property
     def text(self) -> str:

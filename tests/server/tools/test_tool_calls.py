@@ -314,6 +314,19 @@ def test_the_template_is_given_tools_and_calls(server: RunningServer) -> None:
         assert written(server, messages=chat[:1], **fields) == "<s><|user|>user: Is it warm?<|end|><|assistant|>"
 
 
+def test_a_conversation_with_the_clients_own_messages(server: RunningServer) -> None:
+    tools = [openai.pydantic_function_tool(each) for each in MODELS.values()]
+    asked = options(tools=tools, tool_choice="required", parallel_tool_calls=False)
+    called = server.client.chat.completions.parse(**asked).choices[0].message
+    (call,) = called.tool_calls or []
+    told = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "20 C"}]}
+    asked = options(messages=[*HELLO, called, told], tools=tools, tool_choice="none", response_format=Weather)
+    answered = server.client.chat.completions.parse(**asked).choices[0].message
+    assert isinstance(answered.parsed, Weather)
+    asked["messages"] += [answered, *HELLO]
+    assert isinstance(server.client.chat.completions.parse(**asked).choices[0].message.parsed, Weather)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [

@@ -97,8 +97,15 @@ def _of(kind: str, value: Any) -> dict[str, Any] | None:
     if value is None or value is False:
         return None
     if kind == "json":
-        return {"json_schema": value if isinstance(value, str) else json.dumps(value)}
+        return {"json_schema": value if isinstance(value, str) else _text(value)}
     return {kind: value}
+
+
+def _text(schema: dict[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError as error:  # what could just be read can not always be written
+        raise ApiError(400, "the JSON schema is nested too deeply") from error
 
 
 def _of_response_format(given: ResponseFormat | None) -> dict[str, Any] | None:

@@ -157,7 +157,7 @@ def test_what_is_refused(
 
 
 def test_schemas_of_any_depth_are_answered(server: RunningServer) -> None:
-    for depth in (10, 500, *range(900, 1001, 5)):
+    for depth in (10, 500, *range(900, 1001, 2)):
         schema = '{"items":' * depth + "{}" + "}" * depth
         body = f'{{"prompt": "a", "max_tokens": 2, "guided_json": {schema}}}'
         response = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})

@@ -358,6 +358,18 @@ def test_what_is_refused(server: RunningServer, fields: dict[str, Any], param: s
     assert error["param"] == param
 
 
+def test_schemas_of_any_depth_are_answered(server: RunningServer) -> None:
+    for depth in (10, 500, *range(900, 1001, 4)):
+        schema = '{"properties": {"a": ' + '{"items":' * depth + "{}" + "}" * depth + "}}"
+        tools = f'[{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}]'
+        for template in ("{{ messages[0].content }}", "{{ tools | tojson }}"):
+            body = f'{{"messages": [{{"role": "user", "content": "a"}}], "tools": {tools}, "tool_choice": "required"'
+            body += f', "max_tokens": 2, "chat_template": "{template}"}}'
+            headers = {"content-type": "application/json"}
+            response = server.http.post("/v1/chat/completions", content=body, headers=headers)
+            assert response.status_code == (200 if depth == 10 else 400), response.text
+
+
 def test_the_operator_says_how_calls_are_written(server: RunningServer) -> None:
     llm = ScriptedLLM(num_blocks=500, in_process=True)
     with RunningServer(llm, trust_request_chat_template=True, tool_call_parser="llama3") as other:

@@ -145,7 +145,7 @@ def _structured(
             is_parallel=asked.may_call_several,
             content_schema=content_schema,
         )
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(400, f"tools: {error}", param="tools") from error
 
 

@@ -87,13 +87,16 @@ class Message(StrictModel):
             return self.content or ""
         return "\n".join(part.text for part in self.content)
 
-    def for_template(self, where: str) -> dict[str, Any]:
-        """As templates take it: developers are their "system", text is text, arguments are no longer JSON."""
+    def for_template(self, where: str, called: Mapping[str, str]) -> dict[str, Any]:
+        """As templates take it: developers are their "system", text is text, arguments are no longer JSON.
+
+        `called` is which function each call called: of a tool's answer some templates want to know that."""
         if self.content is None and self.role != "assistant":
             raise ApiError(400, f"{where} has no content", param=where)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        if self.name is not None:
-            message["name"] = self.name
+        name = called.get(self.tool_call_id or "") if self.role == "tool" and self.name is None else self.name
+        if name is not None:
+            message["name"] = name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
@@ -138,8 +141,10 @@ class TemplateFields(StrictModel):
             message = "add_generation_prompt and continue_final_message are both true; they exclude each other"
             raise ApiError(400, message, param="continue_final_message")
         _check_variables(self.chat_template_kwargs or {})
+        calls = (call for message in self.messages for call in message.tool_calls or [])
+        called = {call.id: call.function.name for call in calls if call.id is not None}
         prompt = {
-            "messages": [each.for_template(f"messages[{i}]") for i, each in enumerate(self.messages)],
+            "messages": [each.for_template(f"messages[{i}]", called) for i, each in enumerate(self.messages)],
             "add_generation_prompt": not self.continue_final_message
             if self.add_generation_prompt is None
             else self.add_generation_prompt,

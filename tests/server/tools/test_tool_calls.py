@@ -19,7 +19,7 @@ from tests.server.serving import HELLO, RunningServer
 
 HERMES_TEMPLATE = """{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}
 {% endfor %}Answer <tool_call>{"name": <name>, "arguments": <arguments>}</tool_call>{% endif %}\
-{% for message in messages %}<|user|>{{ message.role }}: {{ message.content }}\
+{% for message in messages %}<|user|>{{ message.role }} {{ message.name }}: {{ message.content }}\
 {% for call in message.tool_calls or [] %}\
 {{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}<|end|>{% endfor %}<|assistant|>"""
 LLAMA_TEMPLATE = """{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}
@@ -307,11 +307,15 @@ def test_the_template_is_given_tools_and_calls(server: RunningServer) -> None:
     )
     first, second, rest = text.removeprefix("<s>").split("\n", 2)
     assert json.loads(first) == tool(Clock)
-    assert json.loads(second)["function"] == {"name": "f", "parameters": {"type": "object", "properties": {}}}
-    assert "assistant: Weather(Rome)" in rest
-    assert "tool: 20 C" in rest
+    assert json.loads(second)["function"] == {
+        "name": "f",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    }
+    assert "assistant : Weather(Rome)" in rest
+    assert "tool Weather: 20 C" in rest
     for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
-        assert written(server, messages=chat[:1], **fields) == "<s><|user|>user: Is it warm?<|end|><|assistant|>"
+        assert written(server, messages=chat[:1], **fields) == "<s><|user|>user : Is it warm?<|end|><|assistant|>"
 
 
 def test_a_conversation_with_the_clients_own_messages(server: RunningServer) -> None:

@@ -20,7 +20,8 @@ class CallFormat:
         end: the marker behind it; "" if there is none.
         opening, closing: what is written within the markers, around the objects.
         arguments_key: the key of a call's arguments, beside its "name".
-        between_objects: what is written between the objects of a group; None: each has a group of its own.
+        between_objects: what is written between the objects of a group; None: each has a group of its own, or, if
+            `begin` is optional, there is no more than one.
         is_begin_optional: whether an object that the text begins with is a call, too. Models that may leave `begin`
             out are never made to write it.
         call_id_length: letters and digits of a call's id; None: as OpenAI has them.
@@ -49,10 +50,9 @@ LLAMA3 = CallFormat(
     name="llama3",
     begin="<|python_tag|>",
     arguments_key="parameters",
-    between_objects="; ",
     is_begin_optional=True,
 )
-"""Llama 3.1 to 3.3: one object as a rule, and nothing else in the text."""
+"""Llama 3.1 to 3.3. Their templates refuse messages with more than one call, so no more than that is ever asked for."""
 
 MISTRAL = CallFormat(
     name="mistral", begin="[TOOL_CALLS]", opening="[", closing="]", between_objects=", ", call_id_length=9

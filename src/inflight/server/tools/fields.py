@@ -36,10 +36,11 @@ class Tool(StrictModel):
 
     def for_template(self) -> dict[str, Any]:
         """As templates take it. `strict` is nothing that the model has to know."""
-        function: dict[str, Any] = {"name": self.function.name}
-        if self.function.description is not None:
-            function["description"] = self.function.description
-        function["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
+        function = {
+            "name": self.function.name,
+            "description": self.function.description or "",  # some templates fail without one
+            "parameters": self.function.parameters or {"type": "object", "properties": {}},
+        }
         return {"type": "function", "function": function}
 
 

@@ -54,7 +54,7 @@ def calls_grammar(
     # A model that may leave the marker out is never made to write it.
     begin = "" if call_format.is_begin_optional else _marker(call_format.begin, tokens)
     group = f"{begin} calls"
-    is_repeated = is_parallel and call_format.between_objects is None
+    is_repeated = is_parallel and call_format.between_objects is None and not call_format.is_begin_optional
     groups = f'{group} ("\\n" {group})*' if is_repeated else group
     if is_required:
         first = [f"start: {groups}"]

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from inflight import AsyncLLM
 from inflight.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextDelta
+from inflight.server.settings import ServerSettings
 from tests.server.serving import HELLO, RunningServer
 
 HERMES_TEMPLATE = """{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}
@@ -181,6 +182,17 @@ def test_the_pieces_of_a_call(server: RunningServer) -> None:
         assert (piece.index, piece.id, piece.type, piece.function.name) == (0, None, None, None)
     text = "".join(piece.function.arguments or "" for piece in arguments if piece.function)
     Weather.model_validate_json(text)
+
+
+def test_log_probabilities_of_every_token_are_told(server: RunningServer) -> None:
+    choice = {"type": "function", "function": {"name": "Weather"}}
+    asked = options(tool_choice=choice, seed=3, logprobs=True)
+    (whole,) = server.client.chat.completions.create(**asked).choices
+    parts = [chunk.choices[0] for chunk in server.client.chat.completions.create(**asked, stream=True)]
+    assert whole.logprobs is not None
+    told = [entry.token for entry in whole.logprobs.content or []]
+    assert [entry.token for part in parts if part.logprobs for entry in part.logprobs.content or []] == told
+    assert "".join(told).startswith('<tool_call>\n{"name": "Weather"')
 
 
 def test_pydantic_models_as_tools(server: RunningServer) -> None:
@@ -382,3 +394,8 @@ def test_the_operator_says_how_calls_are_written(server: RunningServer) -> None:
     (call,) = answer.choices[0].message.tool_calls or []
     assert call.type == "function"
     assert call.function.name == "Weather"
+
+
+def test_a_form_that_is_unknown_is_refused() -> None:
+    with pytest.raises(ValueError, match="tool_call_parser is 'xml'; it must be one of 'hermes', 'llama3', 'mistral'"):
+        ServerSettings(tool_call_parser="xml")

@@ -30,6 +30,7 @@ class RecordedRequests(RequestObserver):
         self.num_tokens: dict[str, int] = {}
         self.ends: list[tuple[EndReason, RequestOutput | None]] = []
         self.has_ended = threading.Event()
+        self._news = threading.Condition()
 
     def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
         assert request_id not in self.running
@@ -37,7 +38,14 @@ class RecordedRequests(RequestObserver):
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
         assert request_id in self.running
-        self.num_tokens[request_id] = self.num_tokens.get(request_id, 0) + num_new_tokens
+        with self._news:
+            self.num_tokens[request_id] = self.num_tokens.get(request_id, 0) + num_new_tokens
+            self._news.notify_all()
+
+    def wait_for_tokens(self) -> None:
+        """Return once a request that is running has got some."""
+        with self._news:
+            assert self._news.wait_for(lambda: any(each in self.num_tokens for each in list(self.running)), timeout=60)
 
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
         del self.running[request_id]

@@ -267,8 +267,7 @@ def test_a_client_that_leaves_aborts_its_request(monkeypatch: pytest.MonkeyPatch
             if is_stream:
                 read_until(connection, b"event: message_start")
             else:
-                while not server.observer.num_tokens:
-                    assert not server.observer.ends
+                server.observer.wait_for_tokens()
         assert server.observer.has_ended.wait(60)
         assert server.observer.take_reasons() == ["abort"]
         steps.allow()

@@ -67,8 +67,7 @@ def test_a_client_that_leaves_aborts_its_request(server: RunningServer, path: st
         if is_stream:
             read_until(connection, b"data: ")
         else:
-            while not server.observer.num_tokens:
-                pass
+            server.observer.wait_for_tokens()
     server.check_idle()
     assert server.observer.take_reasons() == ["abort"]
 

@@ -4,8 +4,10 @@ The model's own template knows no tools, so requests bring one.
 """
 
 import json
+import shutil
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -14,6 +16,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 
 from inflight import AsyncLLM
+from inflight.demo_model import DEMO_MODEL
 from inflight.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextDelta
 from inflight.server.settings import ServerSettings
 from tests.server.serving import HELLO, RunningServer
@@ -394,6 +397,25 @@ def test_the_operator_says_how_calls_are_written(server: RunningServer) -> None:
     (call,) = answer.choices[0].message.tool_calls or []
     assert call.type == "function"
     assert call.function.name == "Weather"
+
+
+def test_a_marker_that_is_a_special_token(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((DEMO_MODEL / name).read_text().replace("<pad>", "<tool_call>"))
+    with RunningServer(AsyncLLM(folder, num_blocks=500, in_process=True), trust_request_chat_template=True) as server:
+        assert server.llm.tokenizer is not None
+        marker = server.llm.tokenizer.inner.convert_tokens_to_ids("<tool_call>")
+        assert not server.llm.tokenizer.has_text(marker)
+        choice = {"type": "function", "function": {"name": "Weather"}}
+        asked = {**options(tool_choice=choice), "model": "inflight-demo"}
+        asked["extra_body"] = {**asked["extra_body"], "return_token_ids": True}
+        answer = server.client.chat.completions.create(**asked)
+        assert check(answer) == ["Weather"]
+        assert answer.choices[0].model_extra is not None
+        assert answer.choices[0].model_extra["token_ids"].count(marker) == 1
+        assert check(streamed(server, **asked)) == ["Weather"]
 
 
 def test_a_form_that_is_unknown_is_refused() -> None:

@@ -12,7 +12,6 @@ from inflight.model_info import ModelInfo
 from inflight.params import SamplingParams
 from inflight.scheduling.sequence import Request
 
-
 MAX_PRIORITY = 2**31 - 1
 
 

@@ -65,6 +65,8 @@ class ApiError(Exception):
                 return cls(400, str(error))
             case RequestValidationError():
                 return _of_validation(error.errors())
+            case RecursionError():
+                return cls(400, "the request is nested too deeply")
             case HTTPException():
                 return cls(error.status_code, str(error.detail), headers=error.headers)
         return cls(500, "the server made a mistake while answering this request", code="internal_error")
@@ -106,6 +108,7 @@ def add_error_handlers(app: FastAPI, others: Mapping[str, Callable[[ApiError, Re
         EngineDeadError,
         ModelError,
         RequestValidationError,
+        RecursionError,
         HTTPException,
         Exception,
     ):

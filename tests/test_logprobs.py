@@ -1,6 +1,7 @@
 """Log-probabilities, penalties and bad words through the whole engine: the plain model's, whatever else is run."""
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -211,3 +212,37 @@ def test_logits_that_are_not_finite_where_a_prompt_is_scored_fail_that_request_a
     outputs = llm.generate([PROMPTS[0], PROMPTS[1]], [SCORED, SamplingParams(max_tokens=3)], use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
     engine.scheduler.block_pool.check([])
+
+
+def test_a_prompt_that_is_scored_in_part_when_its_request_ends_has_no_scores() -> None:
+    llm = make_llm(max_num_batched_tokens=16)
+    engine, run, steps = llm.engine, llm.engine.runner.run, iter(range(100))
+
+    def broken(plan: StepPlan, masks: Any) -> StepTokens:
+        if next(steps) == 2:
+            raise RuntimeError("the device is on fire")
+        return run(plan, masks)
+
+    engine.runner.run = broken  # type: ignore[method-assign]
+    (output,) = llm.generate([PROMPTS[4]], SCORED, use_tqdm=False)
+    assert (output.outputs[0].finish_reason, output.prompt_logprobs) == ("error", None)
+
+
+def test_a_step_that_is_run_again_scores_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted when all was computed and nothing taken in."""
+    llm = make_llm(max_num_batched_tokens=16)
+    engine, commit, calls = llm.engine, llm.engine.scheduler.commit, iter(range(1000))
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) in (2, 4, 12):
+            raise KeyboardInterrupt
+        return commit(*args)
+
+    monkeypatch.setattr(engine.scheduler, "commit", interrupted)
+    engine.submit(engine.accept("0", PROMPTS[4], SCORED))
+    outputs = []
+    while engine.has_unfinished_requests:
+        with contextlib.suppress(KeyboardInterrupt):
+            outputs += engine.step()
+    scores = [output.prompt_scores for output in outputs if output.prompt_scores is not None]
+    assert [len(each) for each in scores] == [len(PROMPTS[4]) - 1]

@@ -157,10 +157,10 @@ def test_a_grammar_that_goes_wrong_ends_its_own_request_and_says_why(monkeypatch
     constraints, add, narrow = llm.engine.constraints, llm.engine.constraints.add, matcher.GrammarMatcher._narrow
     bad, broken = StructuredOutput(regex="a+"), set()
 
-    def breaking(sequence_id: int, asked: StructuredOutput) -> None:
-        add(sequence_id, asked)
-        if asked == bad:
-            broken.add(constraints._matchers[sequence_id])
+    def breaking(sequence_id: int, grammar: matcher.GrammarMatcher) -> None:
+        add(sequence_id, grammar)
+        if not broken:  # the first request comes first
+            broken.add(constraints._matchers[sequence_id].matcher)
 
     def narrowing(self: Any, mask: Any, into: Any) -> Any:
         if self in broken:
@@ -185,5 +185,46 @@ def test_it_goes_through_the_pipe_to_an_engine_process() -> None:
             wrong = SamplingParams(structured_output=StructuredOutput(regex="("))
             with pytest.raises(InvalidRequestError, match="regex"):
                 _ = [output async for output in llm.generate(PROMPT, wrong)]
+
+    asyncio.run(run())
+
+
+def test_a_grammar_that_was_forgotten_meanwhile_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM()
+    accepted = llm.engine.accept("0", [5, 6], params_of("regex", 1))
+    monkeypatch.setattr(llm.engine.constraints._compiler, "compile", None)
+    llm.engine.submit(accepted)
+    outputs = []
+    while llm.engine.has_unfinished_requests:
+        outputs += llm.engine.step()
+    assert outputs[-1].finish_reason == "stop"
+
+
+def test_masks_that_can_not_be_computed_end_those_who_need_them_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = LLM()
+
+    def failing(*_: object) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("inflight.grammar.mask_worker.fill_masks", failing)
+        params = [params_of("regex", 1), SamplingParams(max_tokens=5)]
+        outputs = llm.generate([PROMPT] * 2, params, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
+    assert "no room" in (outputs[0].error or "")
+    (output,) = llm.generate([PROMPT], params_of("regex", 1), use_tqdm=False)
+    assert is_valid("regex", output.outputs[0].text)
+
+
+def test_a_request_that_can_not_even_be_looked_at_ends_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with AsyncLLM(in_process=True) as llm:
+            with monkeypatch.context() as patch:
+                patch.setattr("inflight.engine.Engine.accept", lambda *_, **__: 1 // 0)
+                with pytest.raises(InvalidRequestError, match="ZeroDivisionError"):
+                    _ = [output async for output in llm.generate(PROMPT)]
+            assert [output async for output in llm.generate(PROMPT, SamplingParams(max_tokens=2))]
 
     asyncio.run(run())

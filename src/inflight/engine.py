@@ -20,6 +20,7 @@ from inflight.execution.model import ModelSource
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.sampler import INVALID_TOKEN
 from inflight.grammar.constraints import Constraints
+from inflight.grammar.matcher import GrammarMatcher
 from inflight.model_info import ModelInfo
 from inflight.observe.step_watch import StepWatch
 from inflight.outputs import SequenceOutput, TokenScore
@@ -45,6 +46,7 @@ class AcceptedRequest:
     params: SamplingParams
     seed: int
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: GrammarMatcher | None = None
     deadline: float | None = None
 
 
@@ -66,7 +68,7 @@ class News:
 
     sequence: Sequence
     new_token_ids: list[int]
-    scores: list[TokenScore] | None = None
+    scores: SequenceOf[TokenScore] = ()
     error: str | None = None
 
 
@@ -153,7 +155,6 @@ class Engine:
             raise InvalidRequestError(f"stop is {params.stop!r}, but this model has no tokenizer to find text with")
         if params.bad_words and self.tokenizer is None:
             raise InvalidRequestError(f"bad_words is {params.bad_words!r}, but this model has no tokenizer")
-        self.constraints.check(params)
         request = make_request(
             request_id, prompt_token_ids, params, self.model_info, priority=priority, cache_salt=cache_salt
         )
@@ -161,8 +162,16 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = random.Random(f"{self.config.seed} {self._num_accepted}").getrandbits(63)
-        bad_words = [self.tokenizer.spellings(word) for word in params.bad_words or ()] if self.tokenizer else []
-        return AcceptedRequest(request, params, seed, tuple(chain.from_iterable(bad_words)), deadline)
+        return AcceptedRequest(
+            request, params, seed, self._spelled(params.bad_words or ()), self.constraints.compile(params), deadline
+        )
+
+    def _spelled(self, words: SequenceOf[str]) -> tuple[tuple[int, ...], ...]:
+        """All ways to write some words in tokens that the model has."""
+        if self.tokenizer is None:
+            return ()
+        spelled = chain.from_iterable(map(self.tokenizer.spellings, words))
+        return tuple(token_ids for token_ids in spelled if max(token_ids) < self.model_info.vocab_size)
 
     def submit(self, accepted: AcceptedRequest) -> None:
         """Queue a request that has passed the door. Raises `QueueFullError` if too many wait already."""
@@ -228,7 +237,7 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> None:
         """Run a plan and take in what came of it."""
-        masks = self.constraints.begin(plan)
+        masks = self.constraints.begin(plan, self._output_of)
         try:
             given = self.runner.run(plan, None if masks is None else masks.result)
         except Exception as error:
@@ -240,10 +249,13 @@ class Engine:
         valid = [[] if INVALID_TOKEN in row else row for row in of_spans]
         sampled = [row[len(span.scored_ids) :] for span, row in zip(plan.spans, valid, strict=True)]
         scores = self._take_scores(plan, given) if given.scores else {}
-        for step in self.scheduler.commit(plan, sampled):
-            own = scores.get(step.sequence.sequence_id)
-            self.constraints.accept(step.sequence.sequence_id, step.new_token_ids)
-            self._news.append(News(step.sequence, step.new_token_ids, own and own[: len(step.new_token_ids)]))
+        progress = self.scheduler.commit(plan, sampled)
+        self._news += [
+            News(
+                step.sequence, step.new_token_ids, scores.get(step.sequence.sequence_id, [])[: len(step.new_token_ids)]
+            )
+            for step in progress
+        ]
         for span, row in zip(plan.spans, of_spans, strict=True):
             if INVALID_TOKEN in row and (sequence := self.scheduler.finish(span.sequence_id, "error")) is not None:
                 reason = self.constraints.failure(span.sequence_id)
@@ -264,9 +276,14 @@ class Engine:
             if len(scores) > num_of_prompt:
                 of_sequence[span.sequence_id] = scores[num_of_prompt:]
             if num_of_prompt:
-                request = self.scheduler.running(span.sequence_id).request
-                self._requests[request.request_id].prompt_scores += scores[:num_of_prompt]
+                sequence = self.scheduler.running(span.sequence_id)
+                so_far = self._requests[sequence.request.request_id].prompt_scores
+                so_far[sequence.num_scored_tokens - 1 :] = scores[:num_of_prompt]  # again, if the step is run again
         return of_sequence
+
+    def _output_of(self, sequence_id: int) -> list[int]:
+        sequence = self.scheduler.running(sequence_id)
+        return sequence.token_ids[sequence.num_prompt_tokens :]
 
     def _expire(self, request_id: str, now: float) -> None:
         """Abort a request whose deadline has passed (its id may be somebody else's by now)."""
@@ -300,8 +317,8 @@ class Engine:
                 stop_token_ids=sequence.request.stop_token_ids,
                 bad_words=live.accepted.bad_words,
             )
-            if live.accepted.params.structured_output is not None:
-                self.constraints.add(sequence.sequence_id, live.accepted.params.structured_output)
+            if live.accepted.grammar is not None:
+                self.constraints.add(sequence.sequence_id, live.accepted.grammar)
             if live.first_scheduled_times[sequence.index] is None:
                 live.first_scheduled_times[sequence.index] = now
             self._slot_owners[span.slot] = span.sequence_id
@@ -331,18 +348,18 @@ class Engine:
                 self.scheduler.finish(sequence.sequence_id, "stop", num_kept)
                 sequence.finish_reason = "stop"
                 new_token_ids = new_token_ids[: num_kept - num_before]
-                scores = scores and scores[: len(new_token_ids)]
+                scores = scores[: len(new_token_ids)]
         if sequence.finish_reason is not None:
             self.constraints.remove(sequence.sequence_id)
             if not self._has_more(sequence):
                 del self._requests[sequence.request.request_id]
         output = self._output(sequence, new_token_ids, live, stop_reason, error)
-        if scores is None and not live.prompt_scores:
+        if not scores and not live.prompt_scores:
             return output
         prompt_scores: list[TokenScore] | None = None
-        if live.prompt_scores and sequence.index == 0:
+        if sequence.index == 0 and len(live.prompt_scores) == sequence.num_prompt_tokens - 1:  # else it ended before
             prompt_scores, live.prompt_scores = live.prompt_scores, []
-        return replace(output, scores=scores, prompt_scores=prompt_scores)
+        return replace(output, scores=list(scores) or None, prompt_scores=prompt_scores or None)
 
     def _has_more(self, sequence: Sequence) -> bool:
         """Whether more is to be said of a request than the end of this one of its sequences."""

@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from inflight.options import MAX_FLOAT, check_integer, check_number, check_switch, strict_options
+from inflight.options import check_integer, check_number, check_switch, strict_options
 from inflight.structured_output import StructuredOutput
 
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
 MAX_LOGPROBS = 1000
+MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256
 
 
 @strict_options
@@ -29,7 +30,7 @@ class SamplingParams:
         presence_penalty: taken from the logits of tokens that the output has already, in [-2, 2].
         frequency_penalty: the same for each time that the output has them, in [-2, 2].
         repetition_penalty: logits of tokens that prompt or output have are divided by it if they are positive, else
-            multiplied with it; above 0, and 1 is none (Keskar et al., 2019).
+            multiplied with it; in [0.01, 100], and 1 is none (Keskar et al., 2019).
         logit_bias: what is added to the logits of token ids.
         bad_words: texts that are not generated: their last token is never chosen behind the others.
         logprobs: how many of the likeliest tokens' log-probabilities to tell at each output token, beside its own; 0:
@@ -82,7 +83,7 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             check_number(name, getattr(self, name), "a number from -2 to 2", -2.0, 2.0)
         repetition = self.repetition_penalty
-        check_number("repetition_penalty", repetition, "a finite number above 0", 0.0, MAX_FLOAT, above=True)
+        check_number("repetition_penalty", repetition, "a number from 0.01 to 100", 0.01, 100.0)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -124,8 +125,14 @@ class SamplingParams:
         if isinstance(self.bad_words, str) or not isinstance(self.bad_words, Sequence):
             raise ValueError(f"bad_words is {self.bad_words!r}; it must be a list of non-empty strings")
         for word in self.bad_words:
-            if not isinstance(word, str) or not word:
-                raise ValueError(f"bad_words contains {word!r}; it must be a list of non-empty strings")
+            if not isinstance(word, str) or not 0 < len(word) <= MAX_BAD_WORD:
+                raise ValueError(
+                    f"bad_words contains {word!r}; it must be a list of strings of 1 to {MAX_BAD_WORD} characters"
+                )
+            if any("\ud800" <= character <= "\udfff" for character in word):
+                raise ValueError(f"bad_words contains {word!r}; it must be text that UTF-8 can write")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise ValueError(f"bad_words has {len(self.bad_words)} strings; it must be at most {MAX_BAD_WORDS}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -90,6 +90,10 @@ class _Loop:
             self.engine.submit(accepted)
         except (InvalidRequestError, QueueFullError) as error:
             self.send(Refused(asked.request_id, type(error).__name__, str(error)))
+        except Exception as error:  # what one request made go wrong ends nobody else's
+            logger.exception("a request could not be looked at")
+            reason = f"the request can not be run: {error!r}"
+            self.send(Refused(asked.request_id, InvalidRequestError.__name__, reason))
 
     def _tell(self, outputs: list[SequenceOutput]) -> None:
         if outputs:

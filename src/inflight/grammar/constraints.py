@@ -1,11 +1,11 @@
 """`Constraints`: the sequences of an engine whose tokens a grammar decides.
 
-Decides when a sequence's matcher goes on: by tokens that were taken in, never by those of a step that was given up. Its
-masks are computed in the background, from the plan of a step until somebody asks for them.
+Decides when a sequence's matcher goes on: when its next step begins, by the tokens that it has by then, never by those
+of a step that was given up. Masks are computed in the background, from the plan of a step until somebody asks for them.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +17,6 @@ from inflight.grammar.matcher import GrammarMatcher
 from inflight.model_info import ModelInfo
 from inflight.params import SamplingParams
 from inflight.plan import StepPlan
-from inflight.structured_output import StructuredOutput
 from inflight.text.tokenizer import Tokenizer
 
 MAX_THREADS = 4
@@ -35,6 +34,19 @@ class RowMasks:
         return TokenMasks(self.rows, self.handle.result().words)
 
 
+@dataclass(slots=True)
+class _Followed:
+    """A sequence's matcher, and how many output tokens it has been told of."""
+
+    matcher: GrammarMatcher
+    num_tokens: int = 0
+
+    def catch_up(self, output: Sequence[int]) -> None:
+        for token_id in output[self.num_tokens :]:
+            self.matcher.accept(token_id)
+        self.num_tokens = len(output)
+
+
 class Constraints:
     """Matchers, by sequence id.
 
@@ -46,15 +58,17 @@ class Constraints:
     def __init__(self, tokenizer: Tokenizer | None, model_info: ModelInfo) -> None:
         self._tokenizer = tokenizer
         self._model_info = model_info
-        self._matchers: dict[int, GrammarMatcher] = {}
+        self._matchers: dict[int, _Followed] = {}
         self._pending: MaskHandle | None = None
         self._sequence_ids: list[int] = []  # of those masks
 
-    def check(self, params: SamplingParams) -> None:
-        """Raise `InvalidRequestError` if a request's output can not be constrained as it asks; compile it if it can."""
+    def compile(self, params: SamplingParams) -> GrammarMatcher | None:
+        """What a request's sequences are to follow; None if it asks for nothing.
+
+        Raises `InvalidRequestError` if its output can not be constrained as it asks."""
         asked = params.structured_output
         if asked is None:
-            return
+            return None
         if self._tokenizer is None:
             raise InvalidRequestError("structured output needs a tokenizer, and this model has none")
         if not self._model_info.eos_token_ids:
@@ -65,33 +79,42 @@ class Constraints:
                     f"{name} is {getattr(params, name)!r}, but structured output ends where its grammar does, and with "
                     "nothing else; it is not accepted with it"
                 )
-        self._compiler.compile(asked)
+        try:
+            return self._compiler.compile(asked)
+        except (InvalidRequestError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library's panics are no `Exception`
+            raise InvalidRequestError(f"the structured output asked for can not be compiled: {error!r}") from error
 
-    def add(self, sequence_id: int, asked: StructuredOutput) -> None:
+    def add(self, sequence_id: int, matcher: GrammarMatcher) -> None:
         """A sequence is constrained from its first token on; nothing happens if it is already."""
         if sequence_id not in self._matchers:
-            self._matchers[sequence_id] = self._compiler.compile(asked)
+            self._matchers[sequence_id] = _Followed(matcher.clone())
 
     def remove(self, sequence_id: int) -> None:
         """A sequence has ended."""
         if self._matchers:
             self._matchers.pop(sequence_id, None)
 
-    def begin(self, plan: StepPlan) -> RowMasks | None:
-        """Begin to compute which tokens the constrained sequences of a step may choose from; None if it has none."""
+    def begin(self, plan: StepPlan, output_of: Callable[[int], Sequence[int]]) -> RowMasks | None:
+        """Begin to compute which tokens the constrained sequences of a step may choose from; None if it has none.
+
+        Args:
+            output_of: the tokens that a sequence of this id has generated.
+        """
         if not self._matchers:
             return None
         if self._pending is not None:
             self._pending.result()  # of a step that was given up
-            self._pending = None
         rows, matchers, end = [], [], 0
         self._sequence_ids = []
         for span in plan.spans:
             end += span.num_logit_rows
-            matcher = self._matchers.get(span.sequence_id)
-            if matcher is not None and span.num_logit_rows > len(span.scored_ids):
+            followed = self._matchers.get(span.sequence_id)
+            if followed is not None and span.num_logit_rows > len(span.scored_ids):
+                followed.catch_up(output_of(span.sequence_id))
                 rows.append(end - 1)
-                matchers.append(matcher)
+                matchers.append(followed.matcher)
                 self._sequence_ids.append(span.sequence_id)
         if not matchers:
             return None
@@ -104,13 +127,6 @@ class Constraints:
             return None
         error = self._pending.result().errors.get(self._sequence_ids.index(sequence_id))
         return None if error is None else str(error)
-
-    def accept(self, sequence_id: int, token_ids: Sequence[int]) -> None:
-        """A sequence has these tokens now. They were allowed."""
-        matcher = self._matchers.get(sequence_id)
-        if matcher is not None:
-            for token_id in token_ids:
-                matcher.accept(token_id)
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:

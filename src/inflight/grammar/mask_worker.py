@@ -62,5 +62,9 @@ class MaskWorker:
 
     def _compute(self, matchers: list[GrammarMatcher]) -> StepMasks:
         words = np.empty((len(matchers), self._num_words), dtype=np.int32)
-        errors = fill_masks(matchers, words, self._executor)
+        try:
+            errors = fill_masks(matchers, words, self._executor)
+        except BaseException as failure:  # the library's panics are no `Exception`; others' sequences are to go on
+            words[:] = 0
+            errors = [GrammarError(f"the masks could not be computed: {failure!r}")] * len(matchers)
         return StepMasks(words, {row: error for row, error in enumerate(errors) if error is not None})

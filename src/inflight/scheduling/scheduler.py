@@ -301,7 +301,7 @@ class Scheduler:
     def _longest_span(self, sequence: Sequence, budget: int) -> int:
         """What a sequence owes, as far as the budget goes; while its prompt is scored, as far as rows of logits go."""
         length = min(sequence.num_uncomputed_tokens, budget)
-        return min(length, self._num_scorable_tokens) if sequence.wants_scores else length
+        return max(0, min(length, self._num_scorable_tokens)) if sequence.wants_scores else length
 
     def _schedule(self, sequence: Sequence, length: int, lengths: dict[Sequence, int], victims: list[Sequence]) -> int:
         """Let a running sequence compute `length` tokens, preempting the last of `victims` while blocks lack, which may

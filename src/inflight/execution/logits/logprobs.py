@@ -26,15 +26,19 @@ class Scorer:
     def __init__(self, max_num_seqs: int) -> None:
         self._num_top = np.full(max_num_seqs, -1, dtype=np.int64)
         self._num_prompt_top = np.full(max_num_seqs, -1, dtype=np.int64)
+        self._are_wanted = False  # by anybody who has a slot, or had it last
 
     def assign(self, slot: int, params: SamplingParams) -> None:
         """A sequence with these parameters has moved into a slot."""
         self._num_top[slot] = -1 if params.logprobs is None else params.logprobs
         self._num_prompt_top[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self._are_wanted = bool((self._num_top >= 0).any() or (self._num_prompt_top >= 0).any())
 
     @torch.inference_mode()
     def score(self, logits: torch.Tensor, batch: RaggedBatch, token_ids: Sequence[int]) -> dict[int, TokenScore]:
         """By row of `logits` `[R, V]`, the score of its token, for the rows that want one."""
+        if not self._are_wanted:
+            return {}
         slots = batch.logit_slots_host
         num_top = np.where(batch.logit_targets_host >= 0, self._num_prompt_top[slots], self._num_top[slots])
         rows = np.flatnonzero(num_top >= 0)

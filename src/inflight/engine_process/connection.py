@@ -19,9 +19,9 @@ from inflight.engine_process.loop import serve
 from inflight.engine_process.messages import Command, Event, Load, read_event, to_frame
 
 IDLE_THREADS_SLEEP = {"GOMP_SPINCOUNT": "10000"}
-"""Of the engine's process, where its caller has not said otherwise: threads that wait for each other soon leave the cores
-to those that the engine shares them with, its own callers first of all. (Sleeping at once costs a quarter of the speed of
-an engine that is alone, spinning for ever several times that of one that is not.)"""
+"""Of the engine's process, where its caller has not said otherwise: threads that wait for each other soon leave the
+cores to those that the engine shares them with, its own callers first of all. (Sleeping at once costs a quarter of the
+speed of an engine that is alone, spinning for ever several times that of one that is not.)"""
 SECONDS_TO_END = 5.0
 """An engine that was told to end has so long before it is killed."""
 

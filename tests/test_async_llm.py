@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from inflight import LLM, AsyncLLM, EngineDeadError, InvalidRequestError, ModelError, QueueFullError, SamplingParams
-from inflight.engine import Engine
 from inflight.engine_process.connection import ProcessConnection
 from inflight.outputs import RequestOutput
 from inflight.plan import StepPlan, StepTokens
 from tests import zoo
+from tests.stepper import Stepper
 from tests.text.tokenizers_for_tests import byte_level
 
 PROMPTS = ["Once upon a time", "In a quiet village", "The fox", [5, 6, 7]]
@@ -74,33 +74,6 @@ def llm(request: pytest.FixtureRequest, process_llm: AsyncLLM) -> Iterator[Async
     llm = AsyncLLM(in_process=True, num_blocks=2000)
     yield llm
     asyncio.run(llm.stop())
-
-
-class Stepper:
-    """An in-process engine on a tiny model whose steps wait for the test's leave."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-        self.engines: list[Engine] = []
-        self._permits = threading.Semaphore(0)
-        self._is_free = False
-        monkeypatch.setattr("inflight.async_llm.Engine", self._make)
-        self.llm = AsyncLLM(zoo.build("gpt2"), byte_level().inner, in_process=True, restart_delays=(0.0,), **options)
-
-    def allow(self, num_steps: int | None = None) -> None:
-        """Let so many steps be run, or all from now on."""
-        self._is_free = num_steps is None
-        self._permits.release(num_steps or 1)
-
-    def _make(self, *args: Any) -> Engine:
-        engine = Engine(*args)
-        self.run, engine.runner.run = engine.runner.run, self._wait  # type: ignore[method-assign]
-        self.engines.append(engine)
-        return engine
-
-    def _wait(self, plan: StepPlan, masks: Any) -> StepTokens:
-        if not self._is_free:
-            self._permits.acquire(timeout=100)
-        return self.run(plan, masks)
 
 
 # ------------------------------------------------------------------------------------------------------ what comes

@@ -4,13 +4,16 @@ import asyncio
 import copy
 import json
 import re
+import threading
 from typing import Any
 
 import jsonschema
 import pytest
 
 from inflight import LLM, AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutput
+from inflight.engine import AcceptedRequest, Engine
 from inflight.grammar import matcher
+from inflight.outputs import RequestOutput
 from inflight.plan import StepPlan
 from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level
@@ -189,9 +192,35 @@ def test_it_goes_through_the_pipe_to_an_engine_process() -> None:
     asyncio.run(run())
 
 
+def test_while_a_grammar_is_compiled_others_run_and_its_own_request_may_be_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_compiled, compile_ = threading.Event(), Engine.compile
+
+    def slow(engine: Engine, accepted: AcceptedRequest) -> AcceptedRequest:
+        assert accepted.params.structured_output is None or is_compiled.wait(60)
+        return compile_(engine, accepted)
+
+    async def last(llm: AsyncLLM, params: SamplingParams) -> RequestOutput:
+        return [output async for output in llm.generate(PROMPT, params)][-1]
+
+    async def run() -> None:
+        async with AsyncLLM(in_process=True) as llm:
+            waiting, left = (asyncio.create_task(last(llm, params_of("regex", seed))) for seed in (1, 2))
+            assert (await last(llm, SamplingParams(max_tokens=5))).finished
+            left.cancel()
+            assert (await llm.stats()).num_requests == 1
+            is_compiled.set()
+            assert is_valid("regex", (await waiting).outputs[0].text)
+            assert (await llm.stats()).num_requests == 2
+
+    monkeypatch.setattr(Engine, "compile", slow)
+    asyncio.run(run())
+
+
 def test_a_grammar_that_was_forgotten_meanwhile_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM()
-    accepted = llm.engine.accept("0", [5, 6], params_of("regex", 1))
+    accepted = llm.engine.compile(llm.engine.accept("0", [5, 6], params_of("regex", 1)))
     monkeypatch.setattr(llm.engine.constraints._compiler, "compile", None)
     llm.engine.submit(accepted)
     outputs = []

@@ -142,7 +142,9 @@ class Engine:
         cache_salt: str | None = None,
         deadline: float | None = None,
     ) -> AcceptedRequest:
-        """Check a request and resolve it against the model; nothing is queued. Raises `InvalidRequestError`.
+        """Check a request and resolve it against the model, but for its grammar (`compile`); nothing is queued.
+
+        Raises `InvalidRequestError`.
 
         Args:
             priority: lower runs first, where the engine's policy is "priority".
@@ -162,9 +164,15 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = random.Random(f"{self.config.seed} {self._num_accepted}").getrandbits(63)
-        return AcceptedRequest(
-            request, params, seed, self._spelled(params.bad_words or ()), self.constraints.compile(params), deadline
-        )
+        return AcceptedRequest(request, params, seed, self._spelled(params.bad_words or ()), deadline=deadline)
+
+    def compile(self, accepted: AcceptedRequest) -> AcceptedRequest:
+        """The request with the grammar that its output must follow, if it asks for one. Raises `InvalidRequestError`.
+
+        It may take seconds, and may be called by other threads."""
+        if accepted.params.structured_output is None or accepted.grammar is not None:
+            return accepted
+        return replace(accepted, grammar=self.constraints.compile(accepted.params))
 
     def _spelled(self, words: SequenceOf[str]) -> tuple[tuple[int, ...], ...]:
         """All ways to write some words in tokens that the model has."""
@@ -175,9 +183,8 @@ class Engine:
 
     def submit(self, accepted: AcceptedRequest) -> None:
         """Queue a request that has passed the door. Raises `QueueFullError` if too many wait already."""
-        limit, num_waiting = self.config.max_num_waiting, self.scheduler.num_waiting
-        if limit is not None and num_waiting + accepted.params.n > limit:
-            raise QueueFullError(f"{num_waiting} sequences wait already, and at most {limit} may; try again later")
+        self.check_room(accepted)
+        accepted = self.compile(accepted)
         stop_texts = [self._stop_text(accepted) for _ in range(accepted.params.n)]
         live = LiveRequest(accepted, [None] * accepted.params.n, stop_texts)
         self._requests[accepted.request.request_id] = live
@@ -187,6 +194,12 @@ class Engine:
             self._watch.see_arrival(self._arrival_record(accepted.request))
         if accepted.deadline is not None:
             self._deadlines.add(accepted.request.request_id, accepted.deadline)
+
+    def check_room(self, accepted: AcceptedRequest) -> None:
+        """Raise `QueueFullError` if too many wait already."""
+        limit, num_waiting = self.config.max_num_waiting, self.scheduler.num_waiting
+        if limit is not None and num_waiting + accepted.params.n > limit:
+            raise QueueFullError(f"{num_waiting} sequences wait already, and at most {limit} may; try again later")
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """End a request's unfinished sequences, and forget it; nothing happens if it is unknown.

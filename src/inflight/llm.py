@@ -166,6 +166,7 @@ class LLM:
         text, token_ids, cache_salt = read_prompt(prompt, self.tokenizer)
         request_id = str(next(self._request_ids))
         accepted = self.engine.accept(request_id, token_ids, params, priority=priority, cache_salt=cache_salt)
+        accepted = self.engine.compile(accepted)
         prompt_token_ids = list(accepted.request.prompt_token_ids)
         stream.accepted.append(accepted)
         stream.collectors[request_id] = Collector(request_id, text, prompt_token_ids, params, self.tokenizer, index)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from inflight.execution.logits.adjustments import Adjuster, adjust
+from inflight.execution.logits.adjustments import NO_EDITS, Adjuster, adjust
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampler import INVALID_TOKEN, Sampler
 from inflight.params import SamplingParams
@@ -27,7 +27,7 @@ def random_logits(num_rows: int = 1, seed: int = 0) -> Tensor:
 
 def adjusted(logits: Tensor, *adjusters: Adjuster) -> Tensor:
     logits = logits.clone()
-    adjust(logits, [adjuster.edits() for adjuster in adjusters])
+    adjust(logits, [adjuster.edits() or NO_EDITS for adjuster in adjusters])
     return logits
 
 

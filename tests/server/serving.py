@@ -1,6 +1,7 @@
 """A server on a free port of this machine, in a thread of its own, and what tests ask it with."""
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,11 @@ from inflight.server.observer import EndReason, RequestObserver
 from inflight.server.settings import ServerSettings
 
 HELLO = [{"role": "user", "content": "Tell me a story about a fox."}]
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% if not loop.last or add_generation_prompt %};{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+"""Shows what it was given, in characters that tiny models know."""
 
 
 class RecordedRequests(RequestObserver):
@@ -141,6 +147,11 @@ def raw_request(path: str, body: bytes, *, method: str = "POST") -> bytes:
         f"{method} {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     )
     return head.encode() + b"\r\n" + body
+
+
+def send(connection: socket.socket, path: str, **body: Any) -> None:
+    """Ask for something with this body; the answer is left to be read."""
+    connection.sendall(raw_request(path, json.dumps(body).encode()))
 
 
 def read_until(connection: socket.socket, mark: bytes) -> bytes:

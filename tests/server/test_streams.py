@@ -5,71 +5,49 @@ import json
 import random
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from inflight import AsyncLLM
-from inflight.engine import Engine
-from inflight.plan import StepPlan, StepTokens
 from inflight.server.settings import ServerSettings
-from tests import zoo
-from tests.server.serving import RunningServer, raw_request, read_until
-from tests.text.tokenizers_for_tests import byte_level
+from tests.server.serving import TEMPLATE, RunningServer, raw_request, read_until, send
+from tests.stepper import Stepper
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+CHAT_OF_ONE = [{"role": "user", "content": "a"}]
 LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
 
 
-class Steps:
-    """Of an in-process engine on a tiny model: each waits for the test's leave, and may fail."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-        self.error: Exception | None = None
-        self._permits = threading.Semaphore(0)
-        self._is_free = False
-        monkeypatch.setattr("inflight.async_llm.Engine", self._make)
-        self.llm = AsyncLLM(zoo.build("gpt2"), byte_level().inner, in_process=True, restart_delays=(0.0,), **options)
-
-    def allow(self, num_steps: int | None = None) -> None:
-        """Let so many steps be run, or all from now on."""
-        self._is_free = num_steps is None
-        self._permits.release(num_steps or 1)
-
-    def _make(self, *args: Any) -> Engine:
-        engine = Engine(*args)
-        self._run, engine.runner.run = engine.runner.run, self._wait  # type: ignore[method-assign]
-        return engine
-
-    def _wait(self, plan: StepPlan, masks: Any) -> StepTokens:
-        if not self._is_free:
-            self._permits.acquire(timeout=60)
-        if self.error is not None:
-            raise self.error
-        return self._run(plan, masks)
-
-
-def send(connection: socket.socket, path: str, **body: Any) -> None:
-    connection.sendall(raw_request(path, json.dumps(body).encode()))
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("path", "body", "first"),
+    [
+        (COMPLETIONS, {"prompt": "a", "n": 2}, b"data: "),
+        (CHAT, {"messages": CHAT_OF_ONE, "n": 2}, b"data: "),
+        ("/v1/messages", {"messages": CHAT_OF_ONE, "max_tokens": 100}, b"event: message_start"),
+        ("/v1/responses", {"input": "a"}, b"event: response.created"),
+    ],
+)
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_client_that_leaves_aborts_its_request(server: RunningServer, path: str, is_stream: bool) -> None:
-    body = {**LONG, "stream": is_stream, "n": 2}
-    if path == CHAT:
-        body = {**body, "messages": [{"role": "user", "content": "a"}]}
-        del body["prompt"]
-    with server.connection() as connection:
-        send(connection, path, **body)
-        if is_stream:
-            read_until(connection, b"data: ")
-        else:
-            server.observer.wait_for_tokens()
-    server.check_idle()
-    assert server.observer.take_reasons() == ["abort"]
+def test_a_client_that_leaves_aborts_its_request(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], first: bytes, is_stream: bool
+) -> None:
+    steps = Stepper(monkeypatch)
+    steps.llm.tokenizer.inner.chat_template = TEMPLATE  # type: ignore[union-attr]
+    with RunningServer(steps.llm) as server:
+        asyncio.run(steps.llm.start())
+        with server.connection() as connection:
+            send(connection, path, **body, stream=is_stream)
+            steps.allow(2)
+            if is_stream:
+                read_until(connection, first)
+            else:
+                server.observer.wait_for_tokens()
+        assert server.observer.has_ended.wait(60)
+        assert server.observer.take_reasons() == ["abort"]
+        steps.allow()
+        server.check_idle()
 
 
 def test_clients_that_leave_at_random_points(server: RunningServer) -> None:
@@ -103,7 +81,7 @@ def test_clients_that_leave_at_random_points(server: RunningServer) -> None:
 
 
 def test_a_request_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch)
+    steps = Stepper(monkeypatch)
     with RunningServer(steps.llm, request_timeout=0.5) as server:
         asyncio.run(steps.llm.start())
         response = server.http.post(COMPLETIONS, json={**LONG, "max_tokens": 20})
@@ -124,7 +102,7 @@ def test_a_request_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stream_that_waits_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch)
+    steps = Stepper(monkeypatch)
     with RunningServer(steps.llm, keep_alive_interval=0.05) as server, server.connection() as connection:
         send(connection, COMPLETIONS, **{**LONG, "max_tokens": 2}, stream=True)
         answer = b""
@@ -140,7 +118,7 @@ def test_a_stream_that_waits_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_goes_wrong_before_the_first_token_has_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch)
+    steps = Stepper(monkeypatch)
     with RunningServer(steps.llm) as server:
         asyncio.run(steps.llm.start())
         steps.error = RuntimeError("the device is on fire")
@@ -174,7 +152,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 
 def test_what_goes_wrong_later_is_a_last_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch)
+    steps = Stepper(monkeypatch)
     with RunningServer(steps.llm) as server, server.connection() as connection:
         asyncio.run(steps.llm.start())
         steps.allow(2)
@@ -190,7 +168,7 @@ def test_what_goes_wrong_later_is_a_last_event(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_aborting_all_ends_every_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch)
+    steps = Stepper(monkeypatch)
     with RunningServer(steps.llm) as server, server.connection() as connection, server.connection() as other:
         asyncio.run(steps.llm.start())
         steps.allow(1)

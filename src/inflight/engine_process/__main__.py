@@ -10,7 +10,7 @@ import threading
 from queue import SimpleQueue
 from typing import BinaryIO
 
-from inflight.engine_process.messages import Command, Event, read_command, read_load, to_frame
+from inflight.engine_process.messages import Commands, Event, read_command, read_load, to_frame
 
 
 def main() -> int:
@@ -18,7 +18,7 @@ def main() -> int:
     asked = read_load(incoming)
     if asked is None:
         return 0
-    commands: SimpleQueue[Command | None] = SimpleQueue()
+    commands: Commands = SimpleQueue()
     threading.Thread(target=_listen, args=(incoming, commands), daemon=True).start()
 
     from inflight.engine import Engine  # after the thread, which hears the caller die while this loads
@@ -48,7 +48,7 @@ def _take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:
     return incoming, outgoing
 
 
-def _listen(incoming: BinaryIO, commands: "SimpleQueue[Command | None]") -> None:
+def _listen(incoming: BinaryIO, commands: Commands) -> None:
     try:
         while (command := read_command(incoming)) is not None:
             commands.put(command)

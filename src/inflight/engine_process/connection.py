@@ -16,7 +16,7 @@ from typing import Protocol
 
 from inflight.engine import Engine
 from inflight.engine_process.loop import serve
-from inflight.engine_process.messages import Command, Event, Load, read_event, to_frame
+from inflight.engine_process.messages import Command, Commands, Event, Load, read_event, to_frame
 
 IDLE_THREADS_SLEEP = {"GOMP_SPINCOUNT": "10000"}
 """Of the engine's process, where its caller has not said otherwise: threads that wait for each other soon leave the
@@ -112,7 +112,7 @@ class ThreadConnection:
     """To a thread of this process: for what can not be named to another one, such as a model that is loaded already."""
 
     def __init__(self, load: Callable[[], Engine]) -> None:
-        self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._commands: Commands = SimpleQueue()
         self._events: SimpleQueue[Event | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(load,), name="inflight: engine", daemon=True)
         self._thread.start()

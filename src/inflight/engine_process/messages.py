@@ -6,6 +6,8 @@ Times are of `time.monotonic()`, which all processes of a machine share. `reques
 is never taken for another's.
 """
 
+from collections.abc import Callable
+from queue import SimpleQueue
 from typing import IO, Any, TypeAlias
 
 import msgspec
@@ -87,6 +89,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 Command: TypeAlias = Generate | Abort | AskStats
 Event: TypeAlias = Ready | Outputs | Stats | Refused | Failed
+Commands: TypeAlias = "SimpleQueue[Command | Callable[[], None] | None]"
+"""What an engine's loop is to do next: what it was told, what it has put off itself; None: to end."""
 
 
 def _plain(value: Any) -> Any:

@@ -44,6 +44,7 @@ class Sampler:
         self._index = np.zeros(max_num_seqs, dtype=np.uint64)
         self._prompt_len = np.zeros(max_num_seqs, dtype=np.int64)
         self._adjusters: dict[int, Adjuster] = {}  # of those slots that need one
+        self._is_adjusted = np.zeros(max_num_seqs, dtype=np.bool_)  # whether that is so
 
     def assign(
         self,
@@ -70,7 +71,8 @@ class Sampler:
         self._index[slot] = index
         self._prompt_len[slot] = prompt_len
         self._adjusters.pop(slot, None)
-        if Adjuster.is_needed(params):
+        self._is_adjusted[slot] = Adjuster.is_needed(params)
+        if self._is_adjusted[slot]:
             self._adjusters[slot] = Adjuster(params, token_ids, prompt_len, stop_token_ids, bad_words)
 
     @torch.inference_mode()
@@ -93,9 +95,9 @@ class Sampler:
             return []
         slots = batch.logit_slots_host[rows]
         output_positions = batch.logit_positions_host[rows] + 1 - self._prompt_len[slots]
-        edits = self._edits(batch, rows)
+        edits = self._edits(batch, rows, slots)
         masked = np.searchsorted(rows, () if masks is None else masks.rows)
-        adjusted = np.array(sorted({*edits, *masked.tolist()}), dtype=np.int64)
+        adjusted = np.array(sorted({*edits, *masked.tolist()}) if edits or masks else (), dtype=np.int64)
         if len(adjusted) < len(rows):
             tokens = self._choose(logits, slots, output_positions)
         else:
@@ -113,15 +115,14 @@ class Sampler:
         result: list[int] = tokens.tolist()
         return result
 
-    def _edits(self, batch: RaggedBatch, rows: IntArray) -> dict[int, Edits]:
-        """What is to be changed, by the places in `rows` of those where anything is."""
+    def _edits(self, batch: RaggedBatch, rows: IntArray, slots: IntArray) -> dict[int, Edits]:
+        """What is to be changed, by the places in `rows` (of these `slots`) of those where anything is."""
         edits: dict[int, Edits] = {}
-        if self._adjusters:
-            for place, row in enumerate(rows):
-                adjuster = self._adjusters.get(int(batch.logit_slots_host[row]))
-                if adjuster is not None:
-                    adjuster.see(int(batch.logit_positions_host[row]), int(batch.logit_token_ids_host[row]))
-                    edits[place] = adjuster.edits()
+        for place in np.flatnonzero(self._is_adjusted[slots]).tolist():
+            row, adjuster = rows[place], self._adjusters[int(slots[place])]
+            adjuster.see(int(batch.logit_positions_host[row]), int(batch.logit_token_ids_host[row]))
+            if (wanted := adjuster.edits()) is not None:
+                edits[place] = wanted
         return edits
 
     def _choose(self, logits: torch.Tensor, slots: IntArray, output_positions: IntArray) -> torch.Tensor:

@@ -64,7 +64,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
-        self._kept: OrderedDict[StructuredOutput, GrammarMatcher] = OrderedDict()
+        self._kept: OrderedDict[StructuredOutput, GrammarMatcher | str] = OrderedDict()  # or why it is refused
         self._lock = Lock()
         self._late: list[Thread] = []
 
@@ -75,30 +75,44 @@ class GrammarCompiler:
         Raises InvalidRequestError, in one sentence, if it can not be enforced as asked.
         """
         with self._lock:
-            kept = self._kept.get(asked)
-            if kept is None:
-                vocabulary = self._vocabulary
-                kept = self._kept[asked] = self._in_time(lambda: _build(asked, vocabulary))
+            if asked in self._kept:
+                return self._given(asked)
+            vocabulary = self._vocabulary
+            self._late = [each for each in self._late if each.is_alive()]
+            if len(self._late) >= MAX_LATE:
+                raise InvalidRequestError("structured outputs that take long to compile are under way; try again later")
+        made = self._in_time(lambda: _build(asked, vocabulary))
+        with self._lock:
+            self._kept[asked] = made
+            try:
+                return self._given(asked)
+            finally:
                 self._let_go()
-            self._kept.move_to_end(asked)
-            return kept.clone()
 
-    def _in_time(self, work: Callable[[], GrammarMatcher]) -> GrammarMatcher:
-        """The work's result, from a thread with a deep stack, which is left to itself if it takes too long."""
-        self._late = [each for each in self._late if each.is_alive()]
-        if len(self._late) >= MAX_LATE:
-            raise InvalidRequestError("structured outputs that take long to compile are under way; try again later")
+    def _given(self, asked: StructuredOutput) -> GrammarMatcher:
+        self._kept.move_to_end(asked)
+        kept = self._kept[asked]
+        if isinstance(kept, str):
+            raise InvalidRequestError(kept)
+        return kept.clone()
+
+    def _in_time(self, work: Callable[[], GrammarMatcher]) -> GrammarMatcher | str:
+        """What comes of the work, or why it refuses; in a thread with a deep stack, left alone if it takes too long."""
         future: Future[GrammarMatcher] = Future()
         thread = Thread(target=_settle, args=(future, work), name="inflight-grammar", daemon=True)
-        default_bytes = stack_size(_STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            stack_size(default_bytes)
+        with self._lock:  # the size is that of all threads that anybody starts
+            default_bytes = stack_size(_STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                stack_size(default_bytes)
         try:
             return future.result(MAX_SECONDS)
+        except InvalidRequestError as error:
+            return str(error)
         except TimeoutError:
-            self._late.append(thread)
+            with self._lock:
+                self._late.append(thread)
             raise InvalidRequestError(f"structured output takes more than {MAX_SECONDS:g} s to compile") from None
 
     def _let_go(self) -> None:

@@ -56,20 +56,22 @@ class Constraints:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, model_info: ModelInfo) -> None:
-        self._tokenizer = tokenizer
+        self._compiler: GrammarCompiler | None = None
+        if tokenizer is not None:
+            self._compiler = GrammarCompiler(tokenizer, model_info.vocab_size, model_info.eos_token_ids)
         self._model_info = model_info
         self._matchers: dict[int, _Followed] = {}
         self._pending: MaskHandle | None = None
         self._sequence_ids: list[int] = []  # of those masks
 
     def compile(self, params: SamplingParams) -> GrammarMatcher | None:
-        """What a request's sequences are to follow; None if it asks for nothing.
+        """What a request's sequences are to follow; None if it asks for nothing. Other threads may call it, too.
 
         Raises `InvalidRequestError` if its output can not be constrained as it asks."""
         asked = params.structured_output
         if asked is None:
             return None
-        if self._tokenizer is None:
+        if self._compiler is None:
             raise InvalidRequestError("structured output needs a tokenizer, and this model has none")
         if not self._model_info.eos_token_ids:
             raise InvalidRequestError("structured output ends with an EOS token, and this model has none")
@@ -127,11 +129,6 @@ class Constraints:
             return None
         error = self._pending.result().errors.get(self._sequence_ids.index(sequence_id))
         return None if error is None else str(error)
-
-    @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        assert self._tokenizer is not None
-        return GrammarCompiler(self._tokenizer, self._model_info.vocab_size, self._model_info.eos_token_ids)
 
     @cached_property
     def _worker(self) -> MaskWorker:

@@ -133,6 +133,7 @@ def _told(request: Request, error: Exception) -> ApiError:
 
 def _of_validation(errors: Sequence[Any]) -> ApiError:
     """The field that was wrong first; of the members of a union, what any of them would have taken."""
+    errors = [each for each in errors if not _is_about_objects(each)] or errors
     first = errors[0]
     for error in errors:
         if (field := error.get("ctx", {}).get("field")) is not None:  # it says all by itself
@@ -151,6 +152,12 @@ def _of_validation(errors: Sequence[Any]) -> ApiError:
     others = [message[:1].lower() + message[1:] for message in said if not message.startswith("Input should be ")]
     sentence = ", or ".join([*([f"it should be {' or '.join(wanted)}"] if wanted else []), *others])
     return ApiError(400, f"{where} is {reprlib.repr(first.get('input'))}; {sentence}", param=where)
+
+
+def _is_about_objects(error: Any) -> bool:
+    """Whether objects are said to be no string: what is wrong with them says more."""
+    given = error["input"]
+    return error["type"] == "string_type" and isinstance(given, list) and bool(given) and isinstance(given[0], dict)
 
 
 def _is_visible(part: str | int) -> bool:

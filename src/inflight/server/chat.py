@@ -13,13 +13,13 @@ from inflight.outputs import CompletionOutput, RequestOutput, TextDelta
 from inflight.server import logprobs
 from inflight.server.chat_request import ChatRequest
 from inflight.server.chunks import ChunkWriter, to_json
-from inflight.server.client import Client, attended
-from inflight.server.event_stream import EventStream, Write
+from inflight.server.client import attended
 from inflight.server.generation import Job, generate
 from inflight.server.json_route import JsonRoute
 from inflight.server.service import Service, service_of
+from inflight.server.streaming import stream
 from inflight.server.tools.answer import delta_of, finish_reason_of, message_of
-from inflight.server.tools.tool_use import ToolUse, tool_use
+from inflight.server.tools.tool_use import ToolUse
 from inflight.server.usage import usage_of
 from inflight.text.tokenizer import Tokenizer
 
@@ -34,17 +34,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         asked = await _read(body, service)
         if not body.stream:
             return _answer(asked, (await generate(service, asked.job, client))[0])
-
-    async def write_all(client: Client, write: Write) -> None:
-        chunks = _Chunks(asked)
-
-        async def deliver(deltas: list[TextDelta]) -> None:
-            if events := chunks.of(deltas):
-                await write(events)
-
-        await write(chunks.end(await generate(service, asked.job, client, deliver)))
-
-    return EventStream(write_all, service.settings)
+    return stream(service, asked.job, _Chunks(asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +58,7 @@ async def _read(body: ChatRequest, service: Service) -> _Asked:
     body.check(service.settings)
     info = await service.model_info()
     chat = body.for_template(service.settings)
-    tools = _tools(body, service)
+    tools = service.tool_use(body, body.structured_output, body.chat_template)
     params = body.sampling_params(
         service.llm.get_default_sampling_params(),
         service.settings,
@@ -88,13 +78,6 @@ async def _read(body: ChatRequest, service: Service) -> _Asked:
         tools,
         {"id": request_id, "created": int(time.time()), "model": service.settings.model_name},
     )
-
-
-def _tools(body: ChatRequest, service: Service) -> ToolUse | None:
-    if not body.tools and not body.is_call_required:
-        return None
-    content, settings = body.structured_output, service.settings
-    return tool_use(body, content, service.tokenizer, body.chat_template, settings.tool_call_parser)
 
 
 # ------------------------------------------------------------------------------------- whole
@@ -161,7 +144,6 @@ class _Chunks:
         self._parsers = [] if asked.tools is None else [asked.tools.parser() for _ in self._has_begun]
 
     def of(self, deltas: list[TextDelta]) -> bytes:
-        """The events for these; none, if they add nothing that can be shown yet."""
         self._writer.count(deltas)
         return b"".join(map(self._events, deltas))
 

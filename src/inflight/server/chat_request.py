@@ -3,18 +3,17 @@
 Decides how messages in OpenAI's form become those that templates know. Knows no template.
 """
 
-import json
-import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from inflight.server.api_errors import ApiError
 from inflight.server.sampling_fields import NOT_SUPPORTED_YET, SamplingFields
 from inflight.server.settings import ServerSettings
-from inflight.server.strict_model import Many, StrictModel, refusal
+from inflight.server.strict_model import Many, StrictModel, of_type
 from inflight.server.tools.fields import ToolFields
+from inflight.server.tools.in_templates import call_for_template, with_names
 
 
 class TextPart(StrictModel):
@@ -24,14 +23,6 @@ class TextPart(StrictModel):
 
     type: Literal["text"]
     text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_other_types(cls, given: Any) -> Any:
-        if isinstance(given, dict) and isinstance(kind := given.get("type"), str) and kind != "text":
-            message = f"the type is {reprlib.repr(kind)}; this server takes parts of type 'text' only"
-            raise refusal("unsupported_content", "type", message)
-        return given
 
 
 class Function(StrictModel):
@@ -74,7 +65,7 @@ class Message(StrictModel):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[TextPart] | None = None
+    content: str | Many[Annotated[TextPart, of_type("parts", "text")]] | None = None
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -87,29 +78,21 @@ class Message(StrictModel):
             return self.content or ""
         return "\n".join(part.text for part in self.content)
 
-    def for_template(self, where: str, called: Mapping[str, str]) -> dict[str, Any]:
-        """As templates take it: developers are their "system", text is text, arguments are no longer JSON.
-
-        `called` is which function each call called: of a tool's answer some templates want to know that."""
+    def for_template(self, where: str) -> dict[str, Any]:
+        """As templates take it: developers are their "system", text is text, arguments are no longer JSON."""
         if self.content is None and self.role != "assistant":
             raise ApiError(400, f"{where} has no content", param=where)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        name = called.get(self.tool_call_id or "") if self.role == "tool" and self.name is None else self.name
-        if name is not None:
-            message["name"] = name
+        if self.name is not None:
+            message["name"] = self.name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
-            message["tool_calls"] = [_call_for_template(call, where) for call in self.tool_calls]
+            message["tool_calls"] = [
+                call_for_template(call.id, call.function.name, call.function.arguments, where)
+                for call in self.tool_calls
+            ]
         return message
-
-
-def _call_for_template(call: ToolCall, where: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"{where} has a tool call whose arguments are not JSON: {error}", param=where) from error
-    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 
 class TemplateFields(StrictModel):
@@ -141,10 +124,8 @@ class TemplateFields(StrictModel):
             message = "add_generation_prompt and continue_final_message are both true; they exclude each other"
             raise ApiError(400, message, param="continue_final_message")
         _check_variables(self.chat_template_kwargs or {})
-        calls = (call for message in self.messages for call in message.tool_calls or [])
-        called = {call.id: call.function.name for call in calls if call.id is not None}
         prompt = {
-            "messages": [each.for_template(f"messages[{i}]", called) for i, each in enumerate(self.messages)],
+            "messages": with_names([each.for_template(f"messages[{i}]") for i, each in enumerate(self.messages)]),
             "add_generation_prompt": not self.continue_final_message
             if self.add_generation_prompt is None
             else self.add_generation_prompt,

@@ -12,12 +12,12 @@ from starlette.responses import Response
 from inflight.outputs import CompletionOutput, RequestOutput, TextDelta
 from inflight.server import logprobs
 from inflight.server.chunks import ChunkWriter, to_json
-from inflight.server.client import Client, attended
+from inflight.server.client import attended
 from inflight.server.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
-from inflight.server.event_stream import EventStream, Write
 from inflight.server.generation import Job, generate
 from inflight.server.json_route import JsonRoute
 from inflight.server.service import Service, service_of
+from inflight.server.streaming import stream
 from inflight.server.usage import usage_of
 from inflight.text.tokenizer import Tokenizer
 
@@ -32,17 +32,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         asked = await _read(body, service)
         if not body.stream:
             return _answer(asked, await generate(service, asked.job, client))
-
-    async def write_all(client: Client, write: Write) -> None:
-        chunks = _Chunks(asked)
-
-        async def deliver(deltas: list[TextDelta]) -> None:
-            if events := chunks.of(deltas):
-                await write(events)
-
-        await write(chunks.end(await generate(service, asked.job, client, deliver)))
-
-    return EventStream(write_all, service.settings)
+    return stream(service, asked.job, _Chunks(asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +179,6 @@ class _Chunks:
         self._of_prompts: dict[int, logprobs.Positions] = {}  # told with the first sequence's first delta
 
     def of(self, deltas: list[TextDelta]) -> bytes:
-        """The events for these; none, if they add nothing that can be shown yet."""
         self._writer.count(deltas)
         return b"".join(map(self._event, deltas))
 

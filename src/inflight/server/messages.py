@@ -1,6 +1,8 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`, Anthropic's: decides how they are answered, also in a stream."""
 
+import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,12 +13,14 @@ from starlette.responses import Response
 from inflight.outputs import RequestOutput, TextDelta
 from inflight.server import messages_errors
 from inflight.server.chunks import to_json
-from inflight.server.client import Client, attended
-from inflight.server.event_stream import EventStream, Write
+from inflight.server.client import attended
 from inflight.server.generation import Job, generate
 from inflight.server.json_route import JsonRoute
 from inflight.server.messages_request import CountRequest, MessagesRequest
 from inflight.server.service import Service, service_of
+from inflight.server.streaming import stream
+from inflight.server.tools.blocks import Block, Blocks, Growth, TextBlock
+from inflight.server.tools.tool_use import ToolUse
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -29,17 +33,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
         asked = await _read(body, service)
         if not body.stream:
             return _answer(asked, (await generate(service, asked.job, client))[0])
-
-    async def write_all(client: Client, write: Write) -> None:
-        events = _Events(asked)
-
-        async def deliver(deltas: list[TextDelta]) -> None:
-            if news := events.of(deltas):
-                await write(news)
-
-        await write(events.end((await generate(service, asked.job, client, deliver))[0]))
-
-    return EventStream(write_all, service.settings, partial(messages_errors.event, request=request))
+    return stream(service, asked.job, _Events(asked), partial(messages_errors.event, request=request))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -53,31 +47,52 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request that can be run; `head` is what its answer begins with."""
+    """A request that can be run.
+
+    Attributes:
+        tools: how calls are read, if tools may be called.
+        head: what its answer begins with.
+    """
 
     job: Job
     max_tokens: int
+    tools: ToolUse | None
     head: dict[str, Any]
 
 
 async def _read(body: MessagesRequest, service: Service) -> _Asked:
     service.check_model(body.model)
     info = await service.model_info()
-    params = body.sampling_params(service.llm.get_default_sampling_params())
+    tools = service.tool_use(body.tool_fields, body.structured_output)
+    options = {} if tools is None else tools.sampling_options
+    params = body.sampling_params(service.llm.get_default_sampling_params(), **options)
     token_ids = await service.tokenize(body.for_template(), body.num_characters, "messages")
     prompt = service.fitted(token_ids, info, "messages")
     message_id = f"msg_{uuid.uuid4().hex}"
     head = {"id": message_id, "type": "message", "role": "assistant", "model": service.settings.model_name}
-    return _Asked(Job(message_id, [prompt], params), body.max_tokens, head)
+    return _Asked(Job(message_id, [prompt], params), body.max_tokens, tools, head)
 
 
 def _answer(asked: _Asked, output: RequestOutput) -> Response:
-    content = [{"type": "text", "text": output.outputs[0].text}]
-    answer = {**asked.head, "content": content, **_ending(asked, output), "usage": _usage_of(output)}
+    blocks = Blocks(asked.tools)
+    blocks.feed(output.outputs[0].text, is_last=True)
+    content = list(map(_content, blocks.blocks))
+    answer = {**asked.head, "content": content, **_ending(asked, output, blocks), "usage": _usage_of(output)}
     return Response(to_json(answer), media_type="application/json")
 
 
-def _ending(asked: _Asked, output: RequestOutput) -> dict[str, str | None]:
+def _content(block: Block) -> dict[str, Any]:
+    """A whole block. Of a call that was cut off, the arguments are not told: they are no JSON yet."""
+    if isinstance(block, TextBlock):
+        return {"type": "text", "text": block.text}
+    try:
+        arguments = json.loads(block.arguments)
+    except (ValueError, RecursionError):
+        arguments = {}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+
+
+def _ending(asked: _Asked, output: RequestOutput, blocks: Blocks) -> dict[str, str | None]:
     """Why it ended; tokens that stop it have no name here."""
     (completion,) = output.outputs
     if completion.finish_reason == "length":
@@ -85,7 +100,7 @@ def _ending(asked: _Asked, output: RequestOutput) -> dict[str, str | None]:
         return {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens", "stop_sequence": None}
     if isinstance(completion.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+    return {"stop_reason": "tool_use" if blocks.has_calls else "end_turn", "stop_sequence": None}
 
 
 def _usage_of(output: RequestOutput) -> dict[str, int]:
@@ -108,18 +123,22 @@ class _Events:
 
     def __init__(self, asked: _Asked) -> None:
         self._asked = asked
+        self._blocks = Blocks(asked.tools)
         self._has_begun = False
 
     def of(self, deltas: list[TextDelta]) -> bytes:
-        """The events for these; none, if they add nothing that can be shown yet."""
-        begin = b"" if self._has_begun else self._begin(len(deltas[0].token_ids))
+        events = b"" if self._has_begun else self._begin(len(deltas[0].token_ids))
         self._has_begun = True
-        return begin + b"".join(_TEXT % to_json(delta.text) for delta in deltas if delta.text)
+        for delta in deltas:
+            grown = self._blocks.feed(delta.text, is_last=delta.finish_reason is not None)
+            events += b"".join(map(_grown, grown))
+        return events
 
-    def end(self, output: RequestOutput) -> bytes:
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        (output,) = outputs
         return (
-            _event("content_block_stop", index=0)
-            + _event("message_delta", delta=_ending(self._asked, output), usage=_usage_of(output))
+            _event("content_block_stop", index=len(self._blocks.blocks) - 1)
+            + _event("message_delta", delta=_ending(self._asked, output, self._blocks), usage=_usage_of(output))
             + _event("message_stop")
         )
 
@@ -127,16 +146,31 @@ class _Events:
         num_prompt = len(self._asked.job.prompts[0])
         nothing_yet: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         message = {**self._asked.head, **nothing_yet, "usage": _usage(num_prompt, num_tokens)}
-        return (
-            _event("message_start", message=message)
-            + _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
-            + _event("ping")
-        )
+        return _event("message_start", message=message) + _event("ping")
+
+
+def _grown(growth: Growth) -> bytes:
+    """The end of the block before and the beginning of this one, if it is new; and what has been added."""
+    number, block, added, is_new = growth
+    if not added and not is_new:
+        return b""
+    events = b""
+    if is_new and number:
+        events += _event("content_block_stop", index=number - 1)
+    if isinstance(block, TextBlock):
+        if is_new:
+            events += _event("content_block_start", index=number, content_block={"type": "text", "text": ""})
+        return events + _TEXT % (number, to_json(added)) if added else events
+    if is_new:
+        begun = {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+        events += _event("content_block_start", index=number, content_block=begun)
+    delta = {"type": "input_json_delta", "partial_json": added}
+    return events + _event("content_block_delta", index=number, delta=delta)
 
 
 _TEXT = (
     b"event: content_block_delta\n"
-    b'data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":%b}}\n\n'
+    b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"text_delta","text":%b}}\n\n'
 )
 
 

@@ -1,13 +1,13 @@
 """What `/v1/messages` takes: Anthropic's form of a chat, and what of it the chat template is given.
 
-Decides how blocks and turns become messages that templates know. Knows no template.
+Decides how blocks and turns become messages that templates know, and tools become OpenAI's. Knows no template.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, with_config
+from pydantic import ConfigDict, Field, Tag, with_config
 from typing_extensions import TypedDict
 
 from inflight.params import SamplingParams
@@ -15,7 +15,9 @@ from inflight.server.api_errors import ApiError
 from inflight.server.chat_request import TextPart
 from inflight.server.chunks import to_json
 from inflight.server.sampling_fields import MAX_STOP_STRINGS
-from inflight.server.strict_model import Many, StrictModel
+from inflight.server.strict_model import Many, StrictModel, by_type, of_type
+from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
+from inflight.server.tools.in_templates import with_names
 from inflight.structured_output import StructuredOutput
 
 
@@ -34,19 +36,143 @@ class TextBlock(TextPart):
     cache_control: CacheControl | None = None
 
 
-Content = str | Many[TextBlock]
+Text = str | Many[Annotated[TextBlock, of_type("parts", "text")]]
 
 
-def text_of(content: Content) -> str:
-    """The text of a content, its blocks in lines of their own."""
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def text_of(text: Text) -> str:
+    """The text itself, its blocks in lines of their own."""
+    return text if isinstance(text, str) else "\n".join(block.text for block in text)
+
+
+class ToolUseBlock(StrictModel):
+    """A call that the assistant made in an earlier turn."""
+
+    NOT_SUPPORTED: ClassVar = {"caller": ({"type": "direct"},)}
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class ToolResultBlock(StrictModel):
+    """What a call came to. (Templates know no errors: its text has to say that it is one.)"""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Text | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("#text")]
+    | Annotated[ToolUseBlock, Tag("#tool_use")]
+    | Annotated[ToolResultBlock, Tag("#tool_result")],
+    by_type("text"),
+]
+BLOCKS_OF = {"user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ToolUseBlock), "system": (TextBlock,)}
+"""What the messages of each role may have."""
 
 
 class Turn(StrictModel):
     """A message of a chat."""
 
     role: Literal["user", "assistant", "system"]
-    content: Content
+    content: str | Many[Annotated[Block, of_type("parts", "text", "tool_use", "tool_result")]]
+
+    @property
+    def num_characters(self) -> int:
+        blocks = [] if isinstance(self.content, str) else self.content
+        texts = [block.text if isinstance(block, TextBlock) else str(block) for block in blocks]
+        return sum(map(len, texts)) if blocks else len(self.content)
+
+    def for_template(self, where: str) -> Iterator[dict[str, Any]]:
+        """Its blocks, each as a message of its own. Raises `ApiError` for blocks that it can not have."""
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        for block in self.content:
+            if not isinstance(block, BLOCKS_OF[self.role]):
+                raise ApiError(400, f"{where} is of the role {self.role!r}, which has no blocks of type {block.type!r}")
+            match block:
+                case TextBlock():
+                    yield {"role": self.role, "content": block.text}
+                case ToolUseBlock():
+                    function = {"name": block.name, "arguments": block.input}
+                    call = {"id": block.id, "type": "function", "function": function}
+                    yield {"role": self.role, "content": "", "tool_calls": [call]}
+                case ToolResultBlock():
+                    content = text_of(block.content or "")
+                    yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
+
+
+def _merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of one role that follow each other as one, but for answers of tools."""
+    merged: list[dict[str, Any]] = []
+    for message in messages:
+        last = merged[-1] if merged and merged[-1]["role"] == message["role"] != "tool" else None
+        if last is None:
+            merged.append(message)
+            continue
+        last["content"] = "\n".join(filter(None, (last["content"], message["content"])))
+        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
+            last["tool_calls"] = calls
+    return merged
+
+
+class MessagesTool(StrictModel):
+    """A function of the client's.
+
+    Attributes:
+        input_schema: the JSON schema of its arguments, an object.
+        strict: whether arguments must follow it wherever the function is called; null: if it was asked for that some
+            function be called.
+    """
+
+    NOT_SUPPORTED: ClassVar = {
+        "allowed_callers": (["direct"],),
+        "defer_loading": (False,),
+        "eager_input_streaming": (True, False),
+        "input_examples": ([],),
+    }
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def tool(self) -> Tool:
+        """In OpenAI's form."""
+        function = FunctionDefinition(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return Tool(type="function", function=function)
+
+
+AnyTool = Annotated[MessagesTool, of_type("tools", "custom", absent="custom")]
+
+
+class ToolChoice(StrictModel):
+    """Whether and what is called: "any": one of the tools at least; "tool": that of this name."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @property
+    def choice(self) -> Literal["none", "auto", "required"] | NamedTool:
+        """In OpenAI's form. Raises `ApiError`."""
+        if (self.type == "tool") != (self.name is not None):
+            message = "tool_choice must have a name if it is of type 'tool', and only then"
+            raise ApiError(400, message, param="tool_choice")
+        if self.name is not None:
+            return NamedTool(type="function", function=FunctionName(name=self.name))
+        return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
 
 
 class Metadata(StrictModel):
@@ -86,33 +212,54 @@ class CountRequest(StrictModel):
         "mcp_servers": ([],),
         "speed": ("standard",),
         "thinking": ({"type": "disabled"},),
-        "tool_choice": ({"type": "auto"}, {"type": "none"}),
-        "tools": ([],),
         "user_profile_id": (),
         "workspace_id": (),
     }
 
     model: str | None = None
     messages: Annotated[Many[Turn], Field(min_length=1)]
-    system: Content | None = None
+    system: Text | None = None
+    tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
 
     @property
     def num_characters(self) -> int:
-        return sum(len(text_of(turn.content)) for turn in self.messages) + len(text_of(self.system or ""))
+        return sum(turn.num_characters for turn in self.messages) + len(text_of(self.system or ""))
+
+    @property
+    def tool_fields(self) -> ToolFields:
+        """What is said of tools, in OpenAI's form. Raises `ApiError`."""
+        choice = self.tool_choice
+        return ToolFields(
+            tools=[each.tool for each in self.tools or []],
+            tool_choice=None if choice is None else choice.choice,
+            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+        )
+
+    @property
+    def structured_output(self) -> StructuredOutput | None:
+        """What the text has to be. Raises `ApiError`."""
+        if self.output_config is None or self.output_config.format is None:
+            return None
+        try:
+            return StructuredOutput(json_schema=to_json(self.output_config.format["schema"]).decode())
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
 
     def for_template(self) -> dict[str, Any]:
         """The chat as a prompt of `AsyncLLM`. Turns of one role that follow each other are one; a last turn that is
-        the assistant's is left open for the model to go on with."""
-        told = [] if self.system is None else [("system", text_of(self.system))]
-        turns = [*told, *((turn.role, text_of(turn.content)) for turn in self.messages)]
-        messages = [
-            {"role": role, "content": "\n".join(text for _, text in group)}
-            for role, group in groupby(turns, key=lambda turn: turn[0])
-        ]
-        is_open = messages[-1]["role"] == "assistant"
-        return {"messages": messages, "add_generation_prompt": not is_open, "continue_final_message": is_open}
+        the assistant's is left open for the model to go on with. Raises `ApiError`."""
+        told = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
+        turns = (message for i, turn in enumerate(self.messages) for message in turn.for_template(f"messages[{i}]"))
+        messages = with_names(_merged([*told, *turns]))
+        is_open = bool(messages) and messages[-1]["role"] == "assistant"
+        if is_open and messages[-1].get("tool_calls"):
+            raise ApiError(400, "messages end with calls; their results must follow", param="messages")
+        tools = [tool.for_template() for tool in self.tool_fields.usable_tools]
+        prompt = {"messages": messages, "add_generation_prompt": not is_open, "continue_final_message": is_open}
+        return {**prompt, "tools": tools} if tools else prompt
 
 
 class MessagesRequest(CountRequest):
@@ -134,15 +281,13 @@ class MessagesRequest(CountRequest):
     stream: bool | None = None
     metadata: Metadata | None = None
 
-    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """The model's `defaults`, changed by what was sent. Raises `ApiError` for what is out of range."""
+    def sampling_params(self, defaults: SamplingParams, **options: Any) -> SamplingParams:
+        """The model's `defaults`, changed by what was sent, and by `options`. Raises `ApiError` for what is refused."""
         sent = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(self, name)) is not None}
         if self.stop_sequences:
             sent["stop"] = self.stop_sequences
+        sent["structured_output"] = self.structured_output
         try:
-            if self.output_config is not None and self.output_config.format is not None:
-                schema = to_json(self.output_config.format["schema"]).decode()
-                sent["structured_output"] = StructuredOutput(json_schema=schema)
-            return replace(defaults, **sent, n=1, max_tokens=self.max_tokens, min_tokens=0)
+            return replace(defaults, **{**sent, **options}, n=1, max_tokens=self.max_tokens, min_tokens=0)
         except ValueError as error:
             raise ApiError(400, str(error)) from error

@@ -5,22 +5,27 @@ How one is told in a stream is up to `responses_events`.
 
 import time
 import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from inflight.outputs import TextDelta
+from inflight.outputs import RequestOutput
 from inflight.server.api_errors import ApiError
 from inflight.server.chunks import to_json
-from inflight.server.client import Client, attended
-from inflight.server.event_stream import EventStream, Write
+from inflight.server.client import attended
 from inflight.server.generation import Job, generate
 from inflight.server.json_route import JsonRoute
-from inflight.server.responses_answer import Asked, finished
+from inflight.server.responses_answer import Asked, finished, message_of
 from inflight.server.responses_events import ResponseEvents
 from inflight.server.responses_request import Chat, ResponsesRequest
 from inflight.server.responses_store import ResponseStore, StoredResponse
 from inflight.server.service import Service, service_of
+from inflight.server.streaming import stream
+from inflight.server.tools.blocks import Block, Blocks
+from inflight.server.tools.in_templates import with_calls_joined, with_names
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -36,22 +41,12 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         asked = await _read(body, service, store)
         if not body.stream:
             (output,) = await generate(service, asked.job, client)
-            answer = to_json(finished(asked, output))
-            _keep(asked, answer, output.outputs[0].text, store)
-            return Response(answer, media_type="application/json")
-    events = ResponseEvents(asked)
-
-    async def write_all(client: Client, write: Write) -> None:
-        async def deliver(deltas: list[TextDelta]) -> None:
-            if news := events.of(deltas):
-                await write(news)
-
-        (output,) = await generate(service, asked.job, client, deliver)
-        answer = finished(asked, output)
-        _keep(asked, to_json(answer), output.outputs[0].text, store)
-        await write(events.end(answer))
-
-    return EventStream(write_all, service.settings, events.failed)
+            blocks = Blocks(asked.tools)
+            blocks.feed(output.outputs[0].text, is_last=True)
+            answer = _kept(asked, output, blocks.blocks, store)
+            return Response(to_json(answer), media_type="application/json")
+    events = ResponseEvents(asked, partial(_kept, asked, store=store))
+    return stream(service, asked.job, events, events.failed)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -93,7 +88,9 @@ async def _read(body: ResponsesRequest, service: Service, store: ResponseStore) 
     service.check_model(body.model)
     body.check(service.settings)
     info = await service.model_info()
-    params = body.sampling_params(service.llm.get_default_sampling_params())
+    tools = service.tool_use(body.tool_fields, body.structured_output)
+    options = {} if tools is None else tools.sampling_options
+    params = body.sampling_params(service.llm.get_default_sampling_params(), **options)
     earlier: Chat = ()
     if body.previous_response_id is not None:
         previous = store.get(body.previous_response_id)
@@ -110,15 +107,16 @@ async def _read(body: ResponsesRequest, service: Service, store: ResponseStore) 
         chat=chat,
         tokenizer=service.llm.tokenizer,
         model_name=service.settings.model_name,
+        tools=tools,
         created_at=int(time.time()),
-        item_id=f"msg_{uuid.uuid4().hex}",
     )
 
 
 async def _prompt(body: ResponsesRequest, chat: Chat, service: Service, max_model_len: int) -> list[int]:
     """The token ids of the conversation; of its later turns, if it is too long and that is wanted."""
     told: Chat = () if body.instructions is None else ({"role": "system", "content": body.instructions},)
-    tokens = await _tokens((*told, *chat), service)
+    tools = [tool.for_template() for tool in body.tool_fields.usable_tools]
+    tokens = await _tokens((*told, *chat), tools, service)
     if body.truncation != "auto" or len(tokens) < max_model_len:
         return tokens
     most = max_model_len - max_model_len // SHARE_FOR_OUTPUT
@@ -127,19 +125,23 @@ async def _prompt(body: ResponsesRequest, chat: Chat, service: Service, max_mode
     while first <= last:
         middle = (first + last) // 2
         kept = tuple(message for message in chat[: begins[middle]] if message["role"] == "system")
-        tokens = await _tokens((*told, *kept, *chat[begins[middle] :]), service)
+        tokens = await _tokens((*told, *kept, *chat[begins[middle] :]), tools, service)
         if first == last:
             break
         first, last = (first, middle) if len(tokens) <= most else (middle + 1, last)
     return tokens
 
 
-async def _tokens(chat: Chat, service: Service) -> list[int]:
+async def _tokens(chat: Chat, tools: list[dict[str, Any]], service: Service) -> list[int]:
+    prompt = {"messages": with_names(with_calls_joined(chat)), "add_generation_prompt": True}
     num_characters = sum(len(message["content"]) for message in chat)
-    return await service.tokenize({"messages": chat, "add_generation_prompt": True}, num_characters, "input")
+    return await service.tokenize({**prompt, "tools": tools} if tools else prompt, num_characters, "input")
 
 
-def _keep(asked: Asked, answer: bytes, text: str, store: ResponseStore) -> None:
+def _kept(asked: Asked, output: RequestOutput, blocks: Sequence[Block], store: ResponseStore) -> dict[str, Any]:
+    """The finished response, which is kept if that is wanted."""
+    answer = finished(asked, output, blocks)
     if asked.body.store is not False:
-        chat = (*asked.chat, {"role": "assistant", "content": text})
-        store.put(asked.job.request_id, StoredResponse(answer, chat))
+        chat = (*asked.chat, *map(message_of, blocks))
+        store.put(asked.job.request_id, StoredResponse(to_json(answer), chat))
+    return answer

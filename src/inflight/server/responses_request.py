@@ -3,12 +3,11 @@
 Decides how items become messages. Knows no template, and nothing of earlier responses.
 """
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, model_validator, with_config
+from pydantic import ConfigDict, Field, Tag, with_config
 from typing_extensions import TypedDict
 
 from inflight.options import check_integer
@@ -16,10 +15,12 @@ from inflight.params import MAX_COUNT, SamplingParams
 from inflight.server.api_errors import ApiError
 from inflight.server.chunks import to_json
 from inflight.server.settings import ServerSettings
-from inflight.server.strict_model import Many, StrictModel, refusal
+from inflight.server.strict_model import Many, StrictModel, by_type, of_type
+from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
+from inflight.server.tools.in_templates import call_for_template
 from inflight.structured_output import StructuredOutput
 
-Chat: TypeAlias = tuple[Mapping[str, str], ...]
+Chat: TypeAlias = tuple[Mapping[str, Any], ...]
 """Messages with a role and a content, as templates take them."""
 
 LOGPROBS = "message.output_text.logprobs"
@@ -34,48 +35,118 @@ class TextPart(StrictModel):
     text: str
     logprobs: list[Any] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_other_types(cls, given: Any) -> Any:
-        if isinstance(given, dict) and isinstance(kind := given.get("type"), str):
-            _refuse_type(kind, ("input_text", "output_text"), "parts")
-        return given
+
+Text = str | Many[Annotated[TextPart, of_type("parts", "input_text", "output_text")]]
 
 
-class InputItem(StrictModel):
-    """A message. (`id` and `status` are what an earlier answer had.)"""
+def text_of(text: Text) -> str:
+    """The text itself, its parts in lines of their own."""
+    return text if isinstance(text, str) else "\n".join(part.text for part in text)
+
+
+class MessageItem(StrictModel):
+    """A message. (`id` and `status` of any item are what an earlier answer had.)"""
 
     NOT_SUPPORTED: ClassVar = {"phase": ()}
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Many[TextPart]
+    content: Text
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_other_types(cls, given: Any) -> Any:
-        if isinstance(given, dict) and isinstance(kind := given.get("type"), str):
-            _refuse_type(kind, ("message",), "items")
-        return given
-
-    @property
-    def text(self) -> str:
-        """The content, its parts in lines of their own."""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-
-    @property
-    def message(self) -> dict[str, str]:
+    def for_template(self, where: str) -> dict[str, Any]:
         """As templates take it: developers are their "system"."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        return {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
 
 
-def _refuse_type(kind: str, accepted: tuple[str, ...], of: str) -> None:
-    if kind not in accepted:
-        allowed = " or ".join(map(repr, accepted))
-        message = f"the type is {reprlib.repr(kind)}; this server takes {of} of type {allowed} only"
-        raise refusal("unsupported_content", "type", message)
+class CallItem(StrictModel):
+    """A call that the model made in an earlier turn.
+
+    Attributes:
+        parsed_arguments: the same once more, as `openai`'s client sends them back; they are not looked at.
+    """
+
+    NOT_SUPPORTED: ClassVar = {"caller": (), "namespace": ()}
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    def for_template(self, where: str) -> dict[str, Any]:
+        """A message without text. Raises `ApiError`."""
+        call = call_for_template(self.call_id, self.name, self.arguments, where)
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+class CallOutputItem(StrictModel):
+    """What a call came to."""
+
+    NOT_SUPPORTED: ClassVar = {"caller": ()}
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Text
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    def for_template(self, where: str) -> dict[str, Any]:
+        """An answer of a tool."""
+        return {"role": "tool", "content": text_of(self.output), "tool_call_id": self.call_id}
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("#message")]
+    | Annotated[CallItem, Tag("#function_call")]
+    | Annotated[CallOutputItem, Tag("#function_call_output")],
+    by_type("message"),
+    of_type("items", "message", "function_call", "function_call_output", absent="message"),
+]
+
+
+class FunctionTool(StrictModel):
+    """A function of the client's.
+
+    Attributes:
+        parameters: the JSON schema of its arguments, an object; null: it has none.
+        strict: whether arguments must follow it wherever the function is called; null: if it was asked for that some
+            function be called.
+    """
+
+    NOT_SUPPORTED: ClassVar = {"allowed_callers": (), "defer_loading": (False,), "output_schema": ()}
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def tool(self) -> Tool:
+        """As chats have it."""
+        function = FunctionDefinition(
+            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
+        )
+        return Tool(type="function", function=function)
+
+
+AnyTool = Annotated[FunctionTool, of_type("tools", "function")]
+
+
+class NamedFunction(StrictModel):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    name: str
+
+    @property
+    def choice(self) -> NamedTool:
+        """As chats have it."""
+        return NamedTool(type="function", function=FunctionName(name=self.name))
 
 
 @with_config(ConfigDict(extra="forbid", strict=True))
@@ -141,20 +212,20 @@ class ResponsesRequest(StrictModel):
         "image": (),
         "max_tool_calls": (),
         "moderation": (),
-        "parallel_tool_calls": (True, False),
         "prompt": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": ("in_memory", "in-memory"),
         "reasoning": ({}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None}),
         "service_tier": ("auto", "default"),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
     }
 
     model: str | None = None
     input: str | Annotated[Many[InputItem], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
+    tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -187,10 +258,24 @@ class ResponsesRequest(StrictModel):
 
     @property
     def messages(self) -> Chat:
-        """The input, without instructions."""
+        """The input, without instructions. Raises `ApiError`."""
         if isinstance(self.input, str):
             return ({"role": "user", "content": self.input},)
-        return tuple(item.message for item in self.input)
+        return tuple(item.for_template(f"input[{i}]") for i, item in enumerate(self.input))
+
+    @property
+    def tool_fields(self) -> ToolFields:
+        """What is said of tools, as chats have it."""
+        return ToolFields(
+            tools=[each.tool for each in self.tools or []],
+            tool_choice=self.tool_choice.choice if isinstance(self.tool_choice, NamedFunction) else self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
+
+    @property
+    def structured_output(self) -> StructuredOutput | None:
+        """What the text has to be. Raises `ApiError`."""
+        return None if self.text is None else self.text.structured_output
 
     @property
     def num_logprobs(self) -> int | None:
@@ -206,23 +291,26 @@ class ResponsesRequest(StrictModel):
         if number and self.num_logprobs is None:
             message = f"top_logprobs is given, but include has no {LOGPROBS!r}"
             raise ApiError(400, message, param="top_logprobs")
+        if self.num_logprobs is not None and self.tool_fields.callable_tools:
+            message = f"include has {LOGPROBS!r}; where tools may be called this server does not tell it"
+            raise ApiError(400, message, param="include")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
 
-    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """The model's `defaults`, changed by what was sent. Raises `ApiError` for what is out of range."""
+    def sampling_params(self, defaults: SamplingParams, **options: Any) -> SamplingParams:
+        """The model's `defaults`, changed by what was sent, and by `options`. Raises `ApiError` for what is refused."""
         sent = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
+        sent["structured_output"] = self.structured_output
         try:
             if self.max_output_tokens is not None:
                 check_integer("max_output_tokens", self.max_output_tokens, 1, MAX_COUNT)
             return replace(
                 defaults,
-                **sent,
+                **{**sent, **options},
                 n=1,
                 min_tokens=0,
                 max_tokens=self.max_output_tokens,
                 logprobs=self.num_logprobs,
-                structured_output=None if self.text is None else self.text.structured_output,
             )
         except ValueError as error:
             raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error

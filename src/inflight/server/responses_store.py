@@ -32,7 +32,7 @@ class StoredResponse:
     @property
     def num_bytes(self) -> int:
         """About how much memory it takes."""
-        texts = sum(4 * len(message["content"]) + _BYTES_EACH for message in self.chat)
+        texts = sum(4 * len(str(message)) + _BYTES_EACH for message in self.chat)
         return len(self.answer) + texts + _BYTES_EACH
 
 

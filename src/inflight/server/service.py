@@ -14,6 +14,9 @@ from inflight.model_info import ModelInfo
 from inflight.server.api_errors import ApiError
 from inflight.server.observer import RequestObserver
 from inflight.server.settings import ServerSettings
+from inflight.server.tools.fields import ToolFields
+from inflight.server.tools.tool_use import ToolUse, tool_use
+from inflight.structured_output import StructuredOutput
 from inflight.text.tokenizer import Tokenizer
 
 LONG_TEXT = 20_000
@@ -53,6 +56,14 @@ class Service:
         if self.llm.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer; it takes and gives token ids only")
         return self.llm.tokenizer
+
+    def tool_use(
+        self, asked: ToolFields, content: StructuredOutput | None, chat_template: str | None = None
+    ) -> ToolUse | None:
+        """What a request needs so that the model can call tools; None if it can call none. See `tool_use`."""
+        if not asked.tools and not asked.is_call_required:
+            return None
+        return tool_use(asked, content, self.tokenizer, chat_template, self.settings.tool_call_parser)
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` (404) unless `name` is one of the model's; None is any model."""

@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
@@ -45,6 +45,32 @@ def _checked(cls: type[StrictModel], name: str, value: Any) -> bool:
     accepted = " or ".join(["null", *(repr(each) for each in harmless)])
     shown = reprlib.repr(value)
     raise refusal("unsupported_field", name, f"{name} is {shown}; this server does not support it, only {accepted}")
+
+
+def of_type(what: str, *accepted: str, absent: str | None = None) -> BeforeValidator:
+    """Refuses objects whose `type` is none of these, in a sentence; one without any is taken for one of `absent`."""
+
+    def check(given: Any) -> Any:
+        kind = _type_in(given, absent) if isinstance(given, dict) else accepted[0]
+        if kind not in accepted:
+            listed = " or ".join(map(repr, accepted))
+            message = f"the type is {reprlib.repr(kind)}; this server takes {what} of type {listed} only"
+            raise refusal("unsupported_content", "type", message)
+        return given
+
+    return BeforeValidator(check)
+
+
+def by_type(otherwise: str) -> Discriminator:
+    """Tells members of a union apart that are tagged with "#" and their `type`; what has none is `otherwise`.
+
+    (The tag is part of pydantic's path to what is wrong; so it is not taken for a field's name.)"""
+    return Discriminator(lambda given: f"#{_type_in(given, otherwise)}")
+
+
+def _type_in(given: Any, otherwise: str | None) -> Any:
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return otherwise if kind is None else kind
 
 
 def refusal(kind: str, field: str, message: str) -> PydanticCustomError:

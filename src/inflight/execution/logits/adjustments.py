@@ -57,14 +57,15 @@ class Adjuster:
             if self._seen is not None:
                 self._seen.add(token_id)
 
-    def edits(self) -> "Edits":
-        """What to change about the logits of the token that comes next."""
+    def edits(self) -> "Edits | None":
+        """What to change about the logits of the token that comes next; None: nothing."""
         params = self._params
-        output = self._token_ids[self._prompt_len :]
-        forbidden = [word[-1] for word in self._bad_words if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]]
-        if len(output) < params.min_tokens:
+        forbidden = [word[-1] for word in self._bad_words if self._output_ends_with(word[:-1])]
+        if len(self._token_ids) - self._prompt_len < params.min_tokens:
             forbidden += self._stop_token_ids
         if self._seen is None:
+            if not forbidden and not len(self._bias_ids):
+                return None
             return Edits(np.array(forbidden, dtype=np.int64), self._bias_ids, self._biases)
         counts = self._seen.output_counts
         taken = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
@@ -76,6 +77,10 @@ class Adjuster:
             np.full(len(counts), params.repetition_penalty, dtype=np.float32),
             taken.astype(np.float32),
         )
+
+    def _output_ends_with(self, token_ids: tuple[int, ...]) -> bool:
+        first = len(self._token_ids) - len(token_ids)
+        return first >= self._prompt_len and tuple(self._token_ids[first:]) == token_ids
 
 
 class Edits(NamedTuple):

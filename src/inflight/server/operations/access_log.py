@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight.outputs import RequestOutput
 from inflight.server.observer import EndReason, RequestObserver
+from inflight.server.operations.answered import run_watched
 from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
-
-CLIENT_LEFT = 499
-"""The status that is logged when the client left before it had an answer (it never saw one; the number is nginx's)."""
 
 logger = logging.getLogger("inflight.access")
 
@@ -80,23 +78,13 @@ class AccessLog(RequestObserver):
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        start, status = time.monotonic(), CLIENT_LEFT
-        generated = _Generated()
+        start, generated = time.monotonic(), _Generated()
         _generated.set(generated)
 
-        async def send_watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await app(scope, receive, send_watched)
-        except Exception:
-            status = 500 if status == CLIENT_LEFT else status
-            raise
-        finally:
+        def answered(status: int) -> None:
             _write(scope, status, time.monotonic() - start, generated)
+
+        await run_watched(app, scope, receive, send, answered)
 
 
 def _write(scope: Scope, status: int, seconds: float, generated: _Generated) -> None:

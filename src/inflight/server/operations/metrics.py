@@ -16,13 +16,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight.outputs import RequestOutput
 from inflight.params import SamplingParams
 from inflight.record import EngineStats
 from inflight.server.observer import EndReason, RequestObserver
-from inflight.server.operations.access_log import CLIENT_LEFT
+from inflight.server.operations.answered import run_watched
 from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
 
 SECONDS_FOR_ENGINE = 1.0
@@ -224,25 +224,15 @@ class Metrics(RequestObserver):
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        status = CLIENT_LEFT
 
-        async def send_watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await app(scope, receive, send_watched)
-        except Exception:
-            status = 500 if status == CLIENT_LEFT else status
-            raise
-        finally:
+        def answered(status: int) -> None:
             # Only names that are ours: clients could make up any number of others.
             method = scope["method"] if scope["method"] in METHODS else "other"
             path = path_of(scope)
             path = getattr(scope.get("route"), "path", path if path in OPERATOR_PATHS else "other")
             self._http_requests.labels(self._model_name, method, path, str(status)).inc()
+
+        await run_watched(app, scope, receive, send, answered)
 
     # ------------------------------------------------------------------------------------- scrapes
 

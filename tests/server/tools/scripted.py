@@ -1,0 +1,69 @@
+"""Tools for tests, templates that tell of them, and a model that says what a test wants."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from inflight import AsyncLLM
+from inflight.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextDelta
+
+HERMES_TEMPLATE = """{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Answer <tool_call>{"name": <name>, "arguments": <arguments>}</tool_call>{% endif %}\
+{% for message in messages %}<|user|>{{ message.role }} {{ message.name }}: {{ message.content }}\
+{% for call in message.tool_calls or [] %}\
+{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}<|end|>{% endfor %}<|assistant|>"""
+LLAMA_TEMPLATE = """{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Answer {"name": function name, "parameters": its arguments}, or <|python_tag|>{% endif %}\
+{% for message in messages %}<|user|>{{ message.content }}<|end|>{% endfor %}<|assistant|>"""
+UNKNOWN_TEMPLATE = HERMES_TEMPLATE.replace("tool_call>", "do>")
+TEMPLATES = {"hermes": HERMES_TEMPLATE, "llama3": LLAMA_TEMPLATE, "unknown": UNKNOWN_TEMPLATE}
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Rome", "Paris"]
+    unit: Literal["C", "F"]
+
+
+class Clock(BaseModel):
+    """The time of a zone."""
+
+    zone: Literal["UTC", "CET"]
+
+
+def tool(model: type[BaseModel], strict: bool | None = None) -> dict[str, Any]:
+    schema = {**model.model_json_schema(), "additionalProperties": False}
+    function = {"name": model.__name__, "description": model.__doc__, "parameters": schema}
+    return {"type": "function", "function": function if strict is None else {**function, "strict": strict}}
+
+
+MODELS: dict[str, type[BaseModel]] = {"Weather": Weather, "Clock": Clock}
+TOOLS = [tool(Weather), tool(Clock)]
+
+
+class ScriptedLLM(AsyncLLM):
+    """Says what it is told to, if it is told; keeps the prompt that it was asked with last."""
+
+    script: Sequence[str] | None = None
+    prompt: str = ""
+
+    async def stream(self, prompt: Any, params: Any = None, request_id: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        self.prompt = self.tokenizer.decode(prompt, skip_special_tokens=False) if self.tokenizer else ""
+        if self.script is None:
+            async for delta in super().stream(prompt, params, request_id, **options):
+                yield delta
+            return
+        async for delta in self._say(list(prompt), self.script, params.n):
+            yield delta
+
+    async def _say(self, prompt: list[int], script: Sequence[str], n: int) -> AsyncGenerator[TextDelta, None]:
+        texts = [CompletionOutput(index, "".join(script), [5], finish_reason="stop") for index in range(n)]
+        output = RequestOutput("", None, prompt, texts, RequestMetrics(time.monotonic()), finished=True)
+        for number, text in enumerate(script, 1):
+            for index in range(n):
+                is_last = number == len(script)
+                whole = output if is_last and index == n - 1 else None
+                yield TextDelta(0, index, text, [5], finish_reason="stop" if is_last else None, output=whole)

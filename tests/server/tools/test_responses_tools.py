@@ -1,0 +1,171 @@
+"""Tools in `/v1/responses`, used with the `openai` client."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage
+
+from tests.server.serving import RunningServer
+from tests.server.tools.scripted import MODELS, ScriptedLLM, Weather, tool
+from tests.server.tools.test_messages_tools import CALL, CLOCK, ROME, UTC, say
+
+RESPONSES = "/v1/responses"
+ASK = "Is it warm?"
+TOOLS = [{"type": "function", "strict": None, **tool(model)["function"]} for model in MODELS.values()]
+
+
+def both(server: RunningServer, **fields: Any) -> tuple[Response, Response]:
+    """The answer as a whole, and as the client puts it together from a stream."""
+    asked: dict[str, Any] = {"model": "stories", "input": ASK, "tools": TOOLS, "max_output_tokens": 300, **fields}
+    with server.client.responses.stream(**asked) as stream:
+        events = list(stream)
+        streamed: Any = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    return server.client.responses.create(**asked), streamed
+
+
+def call_of(answer: Response) -> ResponseFunctionToolCall:
+    (call,) = answer.output
+    assert isinstance(call, ResponseFunctionToolCall)
+    return call
+
+
+def prompt_of(server: RunningServer) -> str:
+    assert isinstance(server.llm, ScriptedLLM)
+    return server.llm.prompt
+
+
+def test_a_call_is_required(hermes: RunningServer) -> None:
+    for answer in both(hermes, tool_choice="required", parallel_tool_calls=False):
+        call = call_of(answer)
+        MODELS[call.name].model_validate_json(call.arguments)
+        assert (answer.status, call.status, answer.output_text) == ("completed", "completed", "")
+        assert (answer.tool_choice, answer.parallel_tool_calls, len(answer.tools)) == ("required", False, 2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tool_that_is_named_is_called(hermes: RunningServer, name: str) -> None:
+    for answer in both(hermes, tool_choice={"type": "function", "name": name}):
+        call = call_of(answer)
+        assert call.name == name
+        MODELS[name].model_validate_json(call.arguments)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_texts_and_calls_are_items_in_their_order(hermes: RunningServer, seed: int) -> None:
+    text, chance = f"Let me see.\n{CALL}\n{CLOCK} That is all.", random.Random(seed)
+    cuts = sorted(chance.sample(range(1, len(text)), 20))
+    say(hermes, *(text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)))
+    for answer in both(hermes):
+        before, *calls, after = answer.output
+        assert isinstance(before, ResponseOutputMessage)
+        assert isinstance(after, ResponseOutputMessage)
+        assert answer.output_text == "Let me see. That is all."
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == [("Weather", ROME), ("Clock", UTC)]  # type: ignore[union-attr]
+        assert len({item.id for item in answer.output}) == 4
+        assert len({call.call_id for call in calls}) == 2  # type: ignore[union-attr]
+
+
+def test_the_events_of_a_stream(hermes: RunningServer) -> None:
+    say(hermes, "It ", "is. ", CALL)
+    body = {"input": ASK, "tools": TOOLS, "stream": True}
+    events = hermes.http.post(RESPONSES, json=body).text.removesuffix("\n\n").split("\n\n")
+    told = [json.loads(event.split("\ndata: ")[1]) for event in events]
+    assert [(event["type"].removeprefix("response."), event.get("output_index")) for event in told] == [
+        ("created", None),
+        ("in_progress", None),
+        ("output_item.added", 0),
+        ("content_part.added", 0),
+        ("output_text.delta", 0),
+        ("output_text.delta", 0),
+        ("output_text.done", 0),
+        ("content_part.done", 0),
+        ("output_item.done", 0),
+        ("output_item.added", 1),
+        ("function_call_arguments.delta", 1),
+        ("function_call_arguments.done", 1),
+        ("output_item.done", 1),
+        ("completed", None),
+    ]
+    begun, ended = told[9]["item"], told[12]["item"]
+    assert (begun["arguments"], begun["status"], ended["status"]) == ("", "in_progress", "completed")
+    assert {**begun, "arguments": ended["arguments"], "status": "completed"} == ended
+    assert [item["id"] for item in told[-1]["response"]["output"]] == [told[2]["item"]["id"], ended["id"]]
+
+
+def test_what_is_cut_off(hermes: RunningServer) -> None:
+    asked: Any = {"model": "stories", "input": ASK, "tools": TOOLS, "max_output_tokens": 45}
+    asked["tool_choice"] = {"type": "function", "name": "Weather"}
+    *_, last = hermes.client.responses.create(**asked, stream=True)
+    for answer in (last.response, hermes.client.responses.create(**asked)):
+        assert (answer.status, call_of(answer).status) == ("incomplete", "incomplete")
+    going_on = {"previous_response_id": answer.id, "input": [*output_of(call_of(answer)), ASK_AGAIN]}
+    say(hermes, "Yes.")
+    assert both(hermes, **going_on)[0].output_text == "Yes."
+
+
+ASK_AGAIN = {"role": "user", "content": "Well?"}
+
+
+def output_of(call: ResponseFunctionToolCall) -> list[dict[str, Any]]:
+    return [{"type": "function_call_output", "call_id": call.call_id, "output": "20 C"}]
+
+
+def test_a_conversation_goes_on_with_outputs(hermes: RunningServer) -> None:
+    """By what is kept here, and by what the client sends back."""
+    (called, _) = both(hermes, tool_choice={"type": "function", "name": "Weather"})
+    call = call_of(called)
+    city = Weather.model_validate_json(call.arguments).city
+    end = f"assistant : Weather({city})<|end|><|user|>tool Weather: 20 C<|end|><|user|>user : Well?<|end|><|assistant|>"
+    say(hermes, "Yes.")
+    for going_on in (
+        {"previous_response_id": called.id, "input": [*output_of(call), ASK_AGAIN]},
+        {"input": [{"role": "user", "content": ASK}, *called.output, *output_of(call), ASK_AGAIN]},
+    ):
+        for answer in both(hermes, **going_on):
+            assert answer.output_text == "Yes."
+        assert prompt_of(hermes).endswith(f"user : {ASK}<|end|><|user|>{end}")
+
+
+def test_calls_follow_the_text_of_their_message(hermes: RunningServer) -> None:
+    say(hermes, f"Let me see. {CALL}{CALL}")
+    (called, _) = both(hermes)
+    outputs = [each for call in called.output[1:] for each in output_of(call)]  # type: ignore[arg-type]
+    both(hermes, previous_response_id=called.id, input=outputs)
+    assert "assistant : Let me see.Weather(Rome)Weather(Rome)<|end|>" in prompt_of(hermes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        ({"tools": [TOOLS[0]] * 2, "tool_choice": "required"}, "tools has 'Weather' more than once", "tools"),
+        ({"tool_choice": "required"}, "a tool is to be called, but tools has no tools", "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]: the type is 'web_search'; this server takes tools", None),
+        ({"tools": [{**TOOLS[0], "strict": 1}]}, "tools[0].strict is 1; it should be a valid boolean", None),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input[0]: the type is 'reasoning'; this server", None),
+        (
+            {"input": [{"type": "function_call_output", "output": "a"}]},
+            "input[0].call_id is missing",
+            "input[0].call_id",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]},
+            "input[0] has a tool call whose arguments are not JSON",
+            "input[0]",
+        ),
+        (
+            {"tools": TOOLS, "include": ["message.output_text.logprobs"]},
+            "where tools may be called this server does not tell it",
+            "include",
+        ),
+    ],
+)
+def test_refusals(hermes: RunningServer, fields: dict[str, Any], message: str, param: str | None) -> None:
+    response = hermes.http.post(RESPONSES, json={"input": ASK, "max_output_tokens": 5, **fields})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert message in error["message"]
+    if param is not None:
+        assert error["param"] == param

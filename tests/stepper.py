@@ -1,0 +1,48 @@
+"""An engine in the hands of a test: each step waits for its leave, and may fail."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from inflight import AsyncLLM
+from inflight.engine import Engine
+from inflight.plan import StepPlan, StepTokens
+from tests import zoo
+from tests.text.tokenizers_for_tests import byte_level
+
+
+class Stepper:
+    """Of an in-process engine on a tiny model.
+
+    Attributes:
+        engines: all that were made, the last one running.
+        run: what a step does, once it may.
+        error: what it raises instead.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.engines: list[Engine] = []
+        self.error: Exception | None = None
+        self._permits = threading.Semaphore(0)
+        self._is_free = False
+        monkeypatch.setattr("inflight.async_llm.Engine", self._make)
+        self.llm = AsyncLLM(zoo.build("gpt2"), byte_level().inner, in_process=True, restart_delays=(0.0,), **options)
+
+    def allow(self, num_steps: int | None = None) -> None:
+        """Let so many steps be run, or all from now on."""
+        self._is_free = num_steps is None
+        self._permits.release(num_steps or 1)
+
+    def _make(self, *args: Any) -> Engine:
+        engine = Engine(*args)
+        self.run, engine.runner.run = engine.runner.run, self._wait  # type: ignore[method-assign]
+        self.engines.append(engine)
+        return engine
+
+    def _wait(self, plan: StepPlan, masks: Any) -> StepTokens:
+        if not self._is_free:
+            self._permits.acquire(timeout=100)
+        if self.error is not None:
+            raise self.error
+        return self.run(plan, masks)

@@ -54,6 +54,7 @@ INFO = ModelInfo(
     vocab_size=10,
     max_model_len=20,
     recompute_beyond=None,
+    can_share_prefixes=True,
     block_size=16,
     num_blocks=2,
     kv_bytes_per_token=8,

@@ -11,6 +11,7 @@ POLICIES = ("fcfs", "priority")
 QUANTIZATIONS = ("int8",)
 COMPILE_MODES = ("off", "auto", "max")
 KV_CACHE_DTYPES = ("auto", "int8")
+EXECUTORS = ("auto", "packed", "rows", "sequential")
 ATTENTION_BACKENDS = ("auto", "reference", "torch", "cpu")
 
 
@@ -26,6 +27,9 @@ class EngineConfig:
         load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the config alone.
         trust_remote_code: whether Python code that comes with a checkpoint may run.
         revision: branch, tag or commit of a hub repository.
+        executor: the way through the model: "packed" (all tokens of a step in one row), "rows" (batches of rows, by the
+            model's own attention), "sequential" (one sequence after the other), or "auto" (the first of them that is
+            proved exact). One that is given is proved, too.
         attention_backend: "reference" (the definition, slow), "torch" (any device), "cpu" (our kernels), or "auto" (the
             best here).
         kv_cache_dtype: of keys and values: "auto" (the model's) or "int8" (with a scale for each token and head; half
@@ -55,6 +59,7 @@ class EngineConfig:
     load_format: str = "auto"
     trust_remote_code: bool = False
     revision: str | None = None
+    executor: str = "auto"
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
@@ -77,6 +82,7 @@ class EngineConfig:
             raise ValueError(f"device is {self.device!r}; it must be 'auto' or the name of a device, such as 'cuda:1'")
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_choice("executor", self.executor, EXECUTORS)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if self.quantization is not None:

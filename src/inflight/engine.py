@@ -89,7 +89,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.runner = ModelRunner(model, config)
         self.model_info = self._describe()
-        self.scheduler = Scheduler.of(config, self.model_info.num_blocks, self.model_info.recompute_beyond)
+        info = self.model_info
+        self.scheduler = Scheduler.of(
+            config, info.num_blocks, info.recompute_beyond, can_share_prefixes=info.can_share_prefixes
+        )
         self.prefill_limit: PrefillLimit | None = None
         """If set, learns from every step how much prefill the next may have."""
         self.constraints = Constraints(tokenizer, self.model_info)

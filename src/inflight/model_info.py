@@ -16,6 +16,7 @@ class ModelInfo:
         is_batch_invariant: whether a sequence's logits were the same bits alone, in company and in chunks.
         max_model_len: tokens that a sequence can have.
         recompute_beyond: a sequence that grows past so many tokens is computed anew (LongRoPE); None: no such length.
+        can_share_prefixes: whether a sequence can go on from what another one has computed (prefix cache, forks).
         kv_bytes_per_token: cache memory of one token in all layers.
         eos_token_ids: tokens that end a sequence.
         notes: what was limited or is not honoured, and why.
@@ -36,6 +37,7 @@ class ModelInfo:
     vocab_size: int
     max_model_len: int
     recompute_beyond: int | None
+    can_share_prefixes: bool
     block_size: int
     num_blocks: int
     kv_bytes_per_token: int

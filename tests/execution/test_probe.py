@@ -321,7 +321,7 @@ def test_an_encoder_decoder_is_refused(model_type: str) -> None:
     sizes = {"d_model": 32, "num_layers": 1, "encoder_layers": 1, "decoder_layers": 1, "d_ff": 32, "vocab_size": 64}
     model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(model_type, **sizes)).eval()
     with pytest.raises(ModelError, match=r"is an encoder-decoder; inflight runs decoder-only"):
-        probe(model)
+        ModelRunner(model, EngineConfig())
 
 
 STATEFUL: dict[str, Callable[[], PreTrainedConfig]] = {

@@ -33,6 +33,7 @@ def model_info(max_model_len: int = 20, num_blocks: int = 10, block_size: int = 
         vocab_size=VOCAB_SIZE,
         max_model_len=max_model_len,
         recompute_beyond=None,
+        can_share_prefixes=True,
         block_size=block_size,
         num_blocks=num_blocks,
         kv_bytes_per_token=64,

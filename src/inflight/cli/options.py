@@ -16,6 +16,7 @@ from inflight.config import (
     ATTENTION_BACKENDS,
     COMPILE_MODES,
     DTYPES,
+    EXECUTORS,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     POLICIES,
@@ -33,6 +34,9 @@ _LOADING = (
     click.option("--load-format", type=click.Choice(LOAD_FORMATS), help="dummy: random weights from the config alone."),
     click.option("--trust-remote-code", is_flag=True, default=None, help="Let code that comes with the model run."),
     click.option("--revision", help="Branch, tag or commit of a hub repository."),
+    click.option(
+        "--executor", type=click.Choice(EXECUTORS), help="The way through the model; it is proved in any case."
+    ),
     click.option("--attention-backend", type=click.Choice(ATTENTION_BACKENDS), help="How attention is computed."),
     click.option(
         "--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="Of keys and values: the model's, or int8."

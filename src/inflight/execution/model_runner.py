@@ -15,7 +15,8 @@ from inflight.config import EngineConfig
 from inflight.errors import ModelError
 from inflight.execution.attention import AttentionBackend, AttentionSpec, ReferenceAttention, make_backend
 from inflight.execution.attention.witness import WitnessedAttention
-from inflight.execution.executors import Executor, PackedExecutor
+from inflight.execution.choice import Choice, choose_executor
+from inflight.execution.executors import PackedExecutor
 from inflight.execution.executors.hook import use_attention
 from inflight.execution.executors.longrope import longrope_length
 from inflight.execution.linears import can_pack
@@ -23,7 +24,6 @@ from inflight.execution.logits.logprobs import Scorer
 from inflight.execution.logits.token_mask import TokenMasks
 from inflight.execution.mapped_memory import let_go_of_file_pages
 from inflight.execution.model import ModelSource, available_cache_memory, load_model, release_checkpoint
-from inflight.execution.probe import ProbeReport, probe_packed
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampler import INVALID_TOKEN, Sampler
 from inflight.model_info import ModelInfo
@@ -61,21 +61,16 @@ class ModelRunner:
                 f"not {dtype} on {device}"
             )
         is_loaded = device.type == "cpu" and not isinstance(source, PreTrainedModel)  # by us: no caller's memory
-        report = probe_packed(
-            self.model,
-            backend,
-            quantized=config.quantization is not None,
-            let_go=let_go_of_file_pages if is_loaded else None,
-        )
+        choice = choose_executor(self.model, config, backend, let_go_of_file_pages if is_loaded else None)
         if is_loaded:
             release_checkpoint(self.model)
-        serving_backend = backend(config.block_size)
-        executor = PackedExecutor(self.model, serving_backend, report.specs)
-        self.executor: Executor = executor
-        self.info = self._describe(report, serving_backend.name)
-        executor.allocate(self.info.num_blocks)
+        self.executor = choice.make_executor(config.block_size, config.max_num_seqs)
+        self.info = self._describe(choice)
+        self.executor.allocate(self.info.num_blocks)
         if config.compile != "off":
-            reason = executor.compile(report.modules, config.compile)
+            reason: str | None = f"it runs as {self.executor.name}"
+            if isinstance(self.executor, PackedExecutor):
+                reason = self.executor.compile(choice.report.modules, config.compile)
             note = () if reason is None else (f"the model is not compiled: {reason}",)
             self.info = replace(self.info, compile="off" if reason else config.compile, notes=self.info.notes + note)
         self.sampler = Sampler(config.max_num_seqs, device)
@@ -113,8 +108,8 @@ class ModelRunner:
         self.executor.allocate(self.info.num_blocks)
         return witness
 
-    def _describe(self, report: ProbeReport, backend_name: str) -> ModelInfo:
-        config, model = self.config, self.model
+    def _describe(self, choice: Choice) -> ModelInfo:
+        config, model, report = self.config, self.model, choice.report
         max_model_len = report.max_model_len
         if config.max_model_len is not None:
             if config.max_model_len > max_model_len:
@@ -135,7 +130,7 @@ class ModelRunner:
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
             executor=self.executor.name,
-            attention_backend=backend_name,
+            attention_backend=choice.attention_backend,
             compile="off",
             quantization=config.quantization,
             attention_calls=_describe_calls(report.specs),
@@ -145,6 +140,7 @@ class ModelRunner:
             vocab_size=report.vocab_size,
             max_model_len=max_model_len,
             recompute_beyond=longrope_length(model.config.get_text_config()),
+            can_share_prefixes=self.executor.can_share_prefixes,
             block_size=config.block_size,
             num_blocks=self._choose_num_blocks(bytes_per_block, max_model_len),
             kv_bytes_per_token=bytes_per_block // config.block_size,
@@ -158,12 +154,14 @@ class ModelRunner:
         if config.num_blocks is not None:
             return config.num_blocks
         memory = config.kv_cache_memory or available_cache_memory(self.model.device)
+        memory -= config.max_num_seqs * self.executor.bytes_per_slot
         if memory < bytes_per_block:
             raise ModelError(
-                f"the cache may take {memory} bytes; one block of {config.block_size} tokens takes {bytes_per_block}"
+                f"the cache may take {max(0, memory)} bytes; one block of {config.block_size} tokens takes "
+                f"{bytes_per_block}"
             )
         most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-        return min(memory // bytes_per_block, most_useful)
+        return min(memory // max(1, bytes_per_block), most_useful)
 
 
 def _describe_calls(specs: tuple[AttentionSpec, ...]) -> tuple[str, ...]:

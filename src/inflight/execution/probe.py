@@ -110,13 +110,12 @@ def probe_packed(
         let_go: called with each weight that was packed and is not needed any more.
     """
     name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise ModelError(f"{name} is an encoder-decoder; inflight runs decoder-only causal language models")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(f"{name} takes no position_ids, which a packed row needs to keep sequences apart")
     max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DRY_RUN_LENGTH
     if max_positions <= PROBE_LENGTHS[0]:
         raise ModelError(f"{name} has only {max_positions} positions; the proof needs more than {PROBE_LENGTHS[0]}")
+    is_packed = False
     try:
         prompts = _probe_prompts(model)
         use_attention(model, "inflight")
@@ -127,8 +126,8 @@ def probe_packed(
         use_attention(model, "inflight")
         if not torch.isfinite(plain_logits).all():
             raise ModelError(f"the logits of {name} are not finite even when it runs alone: are its weights intact?")
-        vocab_size = min(_vocab_size(model), plain_logits.shape[-1])
-        tolerance = _tolerance(model)
+        vocab_size = min(num_embeddings(model), plain_logits.shape[-1])
+        tolerance = precision_of(model)
         executor = PackedExecutor(model, make_backend(PROBE_BLOCK_SIZE), specs)
         executor.allocate(NUM_PROBE_BLOCKS)
         errors = _compare(executor, modules, prompts, plain_logits, plain_outputs)
@@ -136,15 +135,18 @@ def probe_packed(
         _require_isolation(name, _leak_between_neighbours(executor, prompts), tolerance)
         _check_row_selection(executor, prompts)
         if can_pack(model):
+            is_packed = True
             pack_experts(model, quantized=quantized, let_go=let_go)
             pack_linears(model, linear_calls, quantized=quantized, let_go=let_go)
             errors = _compare(executor, modules, prompts, plain_logits, plain_outputs)
             exact = tolerance is FULL_PRECISION and not quantized
             _require_agreement(name, errors, tolerance if exact else ROUNDED_ANEW)
         is_batch_invariant = max_positions >= INVARIANCE_LENGTH and _is_batch_invariant(executor, vocab_size)
-    except ModelError:
-        raise
     except Exception as error:
+        if is_packed:  # there is no way back to a model that others could run
+            raise RuntimeError(f"the weights of {name} could not be packed") from error
+        if isinstance(error, ModelError):
+            raise
         raise ModelError(f"{name} can not run as a packed row: {type(error).__name__}: {error}") from error
     config = model.config.get_text_config()
     max_model_len, notes = _exact_length(config, specs)
@@ -210,7 +212,7 @@ def find_attention_calls(
 
     positions = torch.arange(num_tokens, device=model.device)[None]
     with attend_with(record):
-        model(input_ids=positions % _vocab_size(model), position_ids=positions, use_cache=False)
+        model(input_ids=positions % num_embeddings(model), position_ids=positions, use_cache=False)
     if not specs:
         raise ModelError(
             f"{type(model).__name__} does its attention itself instead of calling the attention function that it is "
@@ -248,13 +250,14 @@ def _attention_spec(
 # ------------------------------------------------------------------------------------------- the two ways
 
 
-def _vocab_size(model: PreTrainedModel) -> int:
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Token ids that can be fed."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 def _probe_prompts(model: PreTrainedModel) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(_vocab_size(model), (length,), generator=generator).tolist() for length in PROBE_LENGTHS]
+    return [torch.randint(num_embeddings(model), (length,), generator=generator).tolist() for length in PROBE_LENGTHS]
 
 
 @torch.inference_mode()
@@ -289,8 +292,8 @@ def _compare(
         plain = [output[rows.to(output.device)] for output in plain_outputs]
         with _watch(modules, plain) as seen:
             logits = executor.forward(batch)
-        attention_errors += map(_relative_error, seen, plain)
-        logits_errors.append(_relative_error(logits, plain_logits[rows.to(logits.device)]))
+        attention_errors += map(relative_error, seen, plain)
+        logits_errors.append(relative_error(logits, plain_logits[rows.to(logits.device)]))
     return Errors(max(attention_errors), max(logits_errors))
 
 
@@ -302,7 +305,7 @@ def _leak_between_neighbours(executor: PackedExecutor, prompts: Sequence[Sequenc
         for batch, spans in _packed_steps([neighbour, prompts[1]], executor.model.device):
             rows = executor.forward(batch).split([span.length for span in spans])  # type: ignore[no-untyped-call]
             logits[-1].append(rows[[span.sequence_id for span in spans].index(1)])
-    return _relative_error(*map(torch.cat, logits))
+    return relative_error(*map(torch.cat, logits))
 
 
 def _is_batch_invariant(executor: PackedExecutor, vocab_size: int) -> bool:
@@ -331,7 +334,7 @@ def _check_row_selection(executor: PackedExecutor, prompts: Sequence[Sequence[in
     everything = executor.forward(batch)
     last_rows = batch.cu_query_lens[1:].long() - 1
     few = executor.forward(replace(batch, logit_rows=last_rows))
-    if _relative_error(few, everything[last_rows]) > _tolerance(executor.model).logits:
+    if relative_error(few, everything[last_rows]) > precision_of(executor.model).logits:
         raise ModelError(f"{type(executor.model).__name__} gives other rows of logits than those it is asked for")
 
 
@@ -371,13 +374,15 @@ def _watch(modules: Sequence[torch.nn.Module], substitutes: Outputs | None = Non
             hook.remove()
 
 
-def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to how much the expected values vary within rows."""
     expected = expected.float()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
     return float((actual.float() - expected).norm() / spread.clamp_min(1e-30))
 
 
-def _tolerance(model: PreTrainedModel) -> Tolerance:
+def precision_of(model: PreTrainedModel) -> Tolerance:
+    """What rounding explains in the dtype that a model runs in."""
     tensor_float = model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return FULL_PRECISION if model.dtype in (torch.float32, torch.float64) and not tensor_float else LOW_PRECISION
 

@@ -185,7 +185,7 @@ def _model_info(values: dict[str, Any] | None) -> ModelInfo | None:
         return None
     for name, value in values.items():
         values[name] = tuple(value) if isinstance(value, list) else value
-    return ModelInfo(**values)
+    return ModelInfo(**{"can_share_prefixes": True, **values})  # older records don't say so
 
 
 def _step(values: dict[str, Any], block_size: int) -> StepRecord:

@@ -20,11 +20,20 @@ class Reuse:
         block_pool: the cache's blocks.
         enable_prefix_caching: whether blocks are found again by their content; if not, there are only forks.
         recompute_beyond: sequences longer than this share only with each other; None: there is no such length.
+        can_share: whether anybody can go on from what another has computed; if not, there is nothing to reuse.
     """
 
-    def __init__(self, block_pool: BlockPool, enable_prefix_caching: bool, recompute_beyond: int | None) -> None:
+    def __init__(
+        self,
+        block_pool: BlockPool,
+        enable_prefix_caching: bool,
+        recompute_beyond: int | None,
+        *,
+        can_share: bool = True,
+    ) -> None:
         self.block_pool = block_pool
-        self.enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching and can_share
+        self.can_share = can_share
         self.recompute_beyond = recompute_beyond
         self.num_cached_tokens = 0
         """Prompt tokens that did not have to be computed when their sequences first ran."""
@@ -71,7 +80,7 @@ class Reuse:
         """Of the running siblings of its root, one that has computed the whole prompt but, perhaps, its last token,
         without the step to come."""
         num_shared = sequence.num_prompt_tokens - 1
-        if sequence.num_computed_tokens >= num_shared or sequence.wants_scores:
+        if sequence.num_computed_tokens >= num_shared or sequence.wants_scores or not self.can_share:
             return None
         for sibling in siblings:
             num_computed = self._num_computed_before.get(sibling, sibling.num_computed_tokens)

@@ -59,6 +59,7 @@ class Scheduler:
             logits as wide as the vocabulary.
         recompute_beyond: a sequence that grows past so many tokens is computed anew from its start, because the model
             sees all of its tokens differently from then on (LongRoPE); None: no such length.
+        can_share_prefixes: whether a sequence can go on from what another one has computed.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         max_scored_tokens: int = 256,
         recompute_beyond: int | None = None,
+        can_share_prefixes: bool = True,
     ) -> None:
         self.block_pool = block_pool
         self.max_num_seqs = max_num_seqs
@@ -79,7 +81,7 @@ class Scheduler:
         self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
         self.max_scored_tokens = max_scored_tokens
         self.recompute_beyond = recompute_beyond
-        self.reuse = Reuse(block_pool, enable_prefix_caching, recompute_beyond)
+        self.reuse = Reuse(block_pool, enable_prefix_caching, recompute_beyond, can_share=can_share_prefixes)
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -96,7 +98,14 @@ class Scheduler:
         self._released_at_commit: list[Sequence] = []
 
     @classmethod
-    def of(cls, config: EngineConfig, num_blocks: int, recompute_beyond: int | None = None) -> Self:
+    def of(
+        cls,
+        config: EngineConfig,
+        num_blocks: int,
+        recompute_beyond: int | None = None,
+        *,
+        can_share_prefixes: bool = True,
+    ) -> Self:
         """The scheduler that an engine's configuration asks for, over a new pool of `num_blocks` blocks."""
         return cls(
             BlockPool(num_blocks, config.block_size),
@@ -106,6 +115,7 @@ class Scheduler:
             aging_steps=config.aging_steps if config.policy == "priority" else None,
             enable_prefix_caching=config.enable_prefix_caching,
             recompute_beyond=recompute_beyond,
+            can_share_prefixes=can_share_prefixes,
         )
 
     @property

@@ -2,5 +2,7 @@
 
 from inflight.execution.executors.interface import Executor
 from inflight.execution.executors.packed import PackedExecutor
+from inflight.execution.executors.rows import RowsExecutor
+from inflight.execution.executors.sequential import SequentialExecutor
 
-__all__ = ["Executor", "PackedExecutor"]
+__all__ = ["Executor", "PackedExecutor", "RowsExecutor", "SequentialExecutor"]

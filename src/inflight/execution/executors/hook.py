@@ -62,12 +62,29 @@ AttentionInterface.register("inflight", _attention)
 AttentionInterface.register("inflight_compiled", _compiled_attention)
 
 
+def attention_in_use(model: PreTrainedModel) -> dict[int, str | None]:
+    """The attention implementation of each configuration in a model, to be restored."""
+    return {id(config): config._attn_implementation_internal for config in _configurations(model)}
+
+
+def restore_attention(model: PreTrainedModel, in_use: dict[int, str | None]) -> None:
+    """Let a model run with the attention implementations that it had."""
+    for config in _configurations(model):
+        config._attn_implementation_internal = in_use[id(config)]
+
+
 def use_attention(model: PreTrainedModel, name: str) -> None:
     """Let a model that is ours alone run with another attention implementation from now on."""
+    for config in _configurations(model):
+        config._attn_implementation_internal = name
+
+
+def _configurations(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
+    """Of a model and all modules in it."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
-            config._attn_implementation_internal = name
+            yield config
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from inflight.execution.ragged_batch import RaggedBatch
 
@@ -12,6 +13,17 @@ class Executor(Protocol):
     """A loaded model together with its cache."""
 
     name: str
+    model: PreTrainedModel
+
+    @property
+    def can_share_prefixes(self) -> bool:
+        """Whether a sequence can go on from blocks that another one has computed."""
+        ...
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Memory that a slot takes, whatever its sequence's length."""
+        ...
 
     def bytes_per_block(self, block_size: int) -> int:
         """Memory that one block takes in all layers."""

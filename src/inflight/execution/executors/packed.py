@@ -31,6 +31,8 @@ class PackedExecutor:
     """
 
     name = "packed"
+    can_share_prefixes = True
+    bytes_per_slot = 0
 
     def __init__(self, model: PreTrainedModel, backend: AttentionBackend, specs: Sequence[AttentionSpec]) -> None:
         self.model = model

@@ -1,0 +1,157 @@
+"""Which executor runs a model: the first of packed, rows and sequential that is proved to do as the plain model does.
+
+Decides in which order they are tried, and what is said about those that are not exact. Nobody's flags are believed, and
+no model is known by its name: a wrong token is never an option.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from inflight.config import EngineConfig
+from inflight.errors import ModelError
+from inflight.execution.attention import AttentionBackend
+from inflight.execution.executors import Executor, PackedExecutor, RowsExecutor, SequentialExecutor
+from inflight.execution.executors.hook import attention_in_use, restore_attention
+from inflight.execution.linears import LetGo
+from inflight.execution.probe import FULL_PRECISION, ProbeReport, precision_of, probe_packed
+from inflight.execution.proof import NUM_PROOF_SLOTS, PROOF_BLOCK_SIZE, PlainModel, compare, prove
+from inflight.execution.twin import make_twin
+
+logger = logging.getLogger(__name__)
+
+UNNAMED_LIMIT = 32_768
+"""Tokens that a sequence may have where the model names no limit."""
+
+ROUNDED = 0.2
+"""The relative error of logits that rounding explains in low precision, where only a mistake is looked for: the proof
+is on a twin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        make_executor: makes it anew, over a cache of a block size and a number of slots.
+        attention_backend: the name of what computes attention.
+    """
+
+    make_executor: Callable[[int, int], Executor]
+    attention_backend: str
+    report: ProbeReport
+
+
+def choose_executor(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    make_backend: Callable[[int], AttentionBackend],
+    let_go: LetGo | None = None,
+) -> Choice:
+    """Prove one of the executors that `config` allows. Raises `ModelError` with all reasons if none is exact.
+
+    Args:
+        model: ours alone, in evaluation mode, on its device. It is left ready for what was chosen.
+        make_backend: gives an attention backend for a block size.
+        let_go: called with each weight that was packed and is not needed any more.
+    """
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ModelError(f"{name} is an encoder-decoder; inflight runs decoder-only causal language models")
+    wanted = ("packed", "rows", "sequential") if config.executor == "auto" else (config.executor,)
+    in_use, reasons = attention_in_use(model), dict[str, str]()
+    plain: PlainModel | None = None
+    for executor in wanted:
+        try:
+            if executor == "packed":
+                return _packed(model, config, make_backend, let_go)
+            restore_attention(model, in_use)
+            plain = plain or _plain(model)
+            choice = _by_logits(model, executor, config, plain, reasons)
+        except ModelError as error:
+            reasons[executor] = str(error)
+            continue
+        logger.warning("%s runs as %s: %s", name, executor, "; ".join(choice.report.notes))
+        return choice
+    raise ModelError("; ".join(f"{reason}" for reason in reasons.values()))
+
+
+def _plain(model: PreTrainedModel) -> PlainModel:
+    try:
+        return PlainModel.of(model)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{type(model).__name__} does not run by itself: {type(error).__name__}: {error}") from error
+
+
+def _packed(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    make_backend: Callable[[int], AttentionBackend],
+    let_go: LetGo | None,
+) -> Choice:
+    report = probe_packed(model, make_backend, quantized=config.quantization is not None, let_go=let_go)
+
+    def make(block_size: int, num_slots: int) -> Executor:
+        return PackedExecutor(model, make_backend(block_size), report.specs)
+
+    return Choice(make, make_backend(config.block_size).name, report)
+
+
+def _by_logits(
+    model: PreTrainedModel, name: str, config: EngineConfig, plain: PlainModel, reasons: dict[str, str]
+) -> Choice:
+    """Prove one of those that leave attention to the model: with prompts in pieces if it can, else in one."""
+    if config.quantization is not None or config.kv_cache_dtype != "auto":
+        raise ModelError("int8 weights and caches need a model that runs packed")
+    is_precise = precision_of(model) is FULL_PRECISION
+    subject, of_subject = (model, plain) if is_precise else make_twin(model)
+    failed: list[str] = []
+    for in_one_piece in (False, True):
+
+        def make(block_size: int, num_slots: int, of: PreTrainedModel = model, whole: bool = in_one_piece) -> Executor:
+            if name == "rows":
+                return RowsExecutor(of, block_size, num_slots, in_one_piece=whole)
+            return SequentialExecutor(of, in_one_piece=whole)
+
+        try:
+            executor = make(PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS, subject)
+            error = prove(executor, of_subject, FULL_PRECISION.logits)
+            if not is_precise:
+                error = compare(make(PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS), plain, ROUNDED)
+        except Exception as failure:
+            how = "with prompts in one piece" if in_one_piece else "with prompts in pieces"
+            why = str(failure) if isinstance(failure, ModelError) else f"{type(failure).__name__}: {failure}"
+            failed.append(f"{type(model).__name__} does not run as {name} {how}: {why}")
+            continue
+        max_model_len, notes = _limit(model.config.get_text_config())
+        if in_one_piece:
+            notes.append("prompts are computed in one piece, when their last tokens have come")
+        notes[:0] = [f"not {each}: {reason}" for each, reason in reasons.items()]
+        return Choice(make, str(model.config._attn_implementation), _report(plain, error, max_model_len, notes))
+    raise ModelError("; ".join(failed))
+
+
+def _limit(config: PreTrainedConfig) -> tuple[int, list[str]]:
+    """The longest sequence, and what is to be said about it."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if isinstance(limit, int) and limit > 0:
+        return limit, []
+    return UNNAMED_LIMIT, [f"the model names no limit to its context; {UNNAMED_LIMIT} tokens are taken for one"]
+
+
+def _report(plain: PlainModel, error: float, max_model_len: int, notes: list[str]) -> ProbeReport:
+    return ProbeReport(
+        specs=(),
+        modules=(),
+        max_model_len=max_model_len,
+        attention_error=0.0,
+        logits_error=error,
+        vocab_size=plain.vocab_size,
+        is_batch_invariant=False,
+        max_row_len=None,
+        notes=tuple(notes),
+    )

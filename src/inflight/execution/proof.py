@@ -1,0 +1,141 @@
+"""The proof of executors that leave attention to the model: a ragged workload gives the plain model's logits.
+
+Two short prompts run through the plain model one by one, without a cache, and through the executor: in chunks, beside
+each other, token by token; then again with the slots exchanged, so that what a slot has kept shows itself. Since
+nothing is looked at but logits, they must depend on their context: what another token far back changes about them has
+to be many times what the executor changes.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from inflight.errors import ModelError
+from inflight.execution.executors import Executor
+from inflight.execution.probe import num_embeddings, precision_of, relative_error
+from inflight.execution.ragged_batch import RaggedBatch
+from inflight.plan import Span, StepPlan
+
+PROOF_LENGTHS = (23, 11)
+PROOF_BLOCK_SIZE = 4
+NUM_PROOF_BLOCKS = 32
+NUM_PROOF_SLOTS = 2
+MIN_EFFECT = 20
+"""How many times the error what the context does to logits must be."""
+
+STEPS = (
+    ((0, 0, 9), (1, 0, 6)),
+    ((1, 6, 9), (0, 9, 20)),
+    ((0, 20, 21), (1, 9, 10)),
+    ((1, 10, 11), (0, 21, 22)),
+    ((0, 22, 23),),
+)
+"""What runs in each step: of which prompt, from where, to where."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainModel:
+    """What a model gives when it runs alone.
+
+    Attributes:
+        prompts: of `PROOF_LENGTHS`.
+        logits: `[L, V]` of each.
+        effect: what another token far back changes about the last logits, relative to their size.
+        vocab_size: token ids that can be fed and can come out.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    logits: tuple[torch.Tensor, ...]
+    effect: float
+    vocab_size: int
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, model: PreTrainedModel) -> "PlainModel":
+        """Run it. Raises `ModelError` if it is no causal language model, or its logits are not finite."""
+        vocab_size = num_embeddings(model)
+        generator = torch.Generator().manual_seed(0)
+        prompts = tuple(
+            tuple(torch.randint(vocab_size, (length,), generator=generator).tolist()) for length in PROOF_LENGTHS
+        )
+        logits = tuple(_plain_logits(model, prompt) for prompt in prompts)
+        name = type(model).__name__
+        if not all(torch.isfinite(each).all() for each in logits):
+            raise ModelError(f"the logits of {name} are not finite even when it runs alone: are its weights intact?")
+        first = prompts[0]
+        begun = _plain_logits(model, first[:15])
+        if relative_error(begun, logits[0][:15]) > 10 * precision_of(model).logits:
+            raise ModelError(f"{name} is no causal language model: later tokens change the logits of earlier ones")
+        changed = (*first[:3], (first[3] + 1) % vocab_size, *first[4:])
+        effect = relative_error(_plain_logits(model, changed)[-8:], logits[0][-8:])
+        return cls(prompts, logits, effect, min(vocab_size, logits[0].shape[-1]))
+
+
+def prove(executor: Executor, plain: PlainModel, tolerance: float) -> float:
+    """The executor's largest relative error. Raises `ModelError` if it is beyond `tolerance`, or proves nothing."""
+    error = compare(executor, plain, tolerance)
+    if error * MIN_EFFECT > plain.effect:
+        raise ModelError(
+            f"nothing can be proved: the context changes its logits by {plain.effect:.1e} of their size only, and they "
+            f"differ by {error:.1e}"
+        )
+    return error
+
+
+def compare(executor: Executor, plain: PlainModel, tolerance: float) -> float:
+    """The executor's largest relative error. Raises `ModelError` if it is beyond `tolerance`."""
+    executor.allocate(NUM_PROOF_BLOCKS)
+    error = 0.0
+    for slots in ((0, 1), (1, 0)):
+        logits: list[list[torch.Tensor]] = [[], []]
+        for batch, spans in _steps(plain.prompts, slots, executor.model.device):
+            rows = executor.forward(batch).split([span.length for span in spans])  # type: ignore[no-untyped-call]
+            for span, row in zip(spans, rows, strict=True):
+                logits[span.sequence_id].append(row)
+        for actual, expected in zip(logits, plain.logits, strict=True):
+            error = max(error, relative_error(torch.cat(actual), expected))
+    if not error <= tolerance:
+        raise ModelError(f"its logits differ by {error:.1e} of their size ({tolerance:.0e} is allowed)")
+    _check_few_logits(executor, plain, tolerance)
+    return error
+
+
+def _check_few_logits(executor: Executor, plain: PlainModel, tolerance: float) -> None:
+    """As in service: of a chunk no logits are wanted, of a span's end one row."""
+    actual = []
+    for batch, spans in _steps(plain.prompts, (0, 1), executor.model.device, all_logits=False):
+        rows = executor.forward(batch).split([span.num_logit_rows for span in spans])  # type: ignore[no-untyped-call]
+        actual += [
+            row for span, row in zip(spans, rows, strict=True) if span.end == len(plain.prompts[span.sequence_id])
+        ]
+    expected = torch.stack([plain.logits[1][-1], plain.logits[0][-1]])
+    if not relative_error(torch.cat(actual), expected) <= tolerance:
+        raise ModelError("it gives other rows of logits than those it is asked for")
+
+
+def _steps(
+    prompts: Sequence[Sequence[int]], slots: Sequence[int], device: torch.device, *, all_logits: bool = True
+) -> Iterator[tuple[RaggedBatch, tuple[Span, ...]]]:
+    """The steps, over scattered blocks; with all logits, or only those behind prompts that end before single tokens."""
+    tables = [array("i", range(number, NUM_PROOF_BLOCKS, len(prompts))) for number in range(len(prompts))]
+    for step in STEPS:
+        spans = tuple(
+            Span(number, slots[number], start, list(prompts[number][start:end]), end - start, len(prompts[number]))
+            for number, start, end in step
+        )
+        if not all_logits:
+            is_chunk = [end in (9, 6) for _, _, end in step]
+            spans = tuple(
+                replace(span, num_logit_rows=0 if each else 1) for span, each in zip(spans, is_chunk, strict=True)
+            )
+        plan = StepPlan(spans, (tuple(tables[number] for number, _, _ in step),))
+        yield RaggedBatch.pack(plan, PROOF_BLOCK_SIZE, device), spans
+
+
+def _plain_logits(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tensor:
+    tokens = torch.tensor([list(prompt)], device=model.device)
+    logits: torch.Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
+    return logits[0]

@@ -1,0 +1,137 @@
+"""Which executor a model gets, and that it then gives the plain model's tokens, whatever runs beside it."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from inflight import LLM, ModelError, SamplingParams
+from inflight.execution.executors import RowsExecutor, SequentialExecutor
+from inflight.execution.proof import PlainModel, prove
+from tests import others, zoo
+
+PROMPTS = random.Random(0)
+LENGTHS = (1, 60, 7, 33, 2, 50, 19, 41)
+
+
+def prompts() -> list[list[int]]:
+    chance = random.Random(0)
+    return [[chance.randrange(1, zoo.VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+
+
+def generate(llm: LLM, **params: Any) -> list[list[int]]:
+    greedy = SamplingParams(temperature=0, max_tokens=16, **params)
+    outputs = llm.generate(prompts(), greedy, use_tqdm=False)
+    assert all(output.error is None for output in outputs)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("name", others.ALL)
+def test_the_plain_models_tokens(name: str) -> None:
+    model = others.build(name)
+    llm = LLM(model, **others.options())
+    assert llm.model_info.executor == ("sequential" if name in others.SEQUENTIAL else "rows")
+    assert llm.model_info.can_share_prefixes == (name in others.ROWS)
+    assert llm.model_info.logits_error < 1e-5
+    assert any(note.startswith("not packed:") for note in llm.model_info.notes)
+    outputs = generate(llm)
+    wrong = {
+        i: wrong
+        for i, (p, o) in enumerate(zip(prompts(), outputs, strict=True))
+        if (wrong := others.wrong_tokens(model, p, o))
+    }
+    assert not wrong
+    assert len({token for output in outputs for token in output}) > 10
+    scheduler = llm.engine.scheduler
+    assert scheduler.num_preemptions > 0
+    scheduler.block_pool.check([])
+    assert generate(llm) == outputs, "what slots and blocks have kept changes nothing"
+
+
+@pytest.mark.parametrize("executor", ["packed", "rows", "sequential"])
+def test_an_executor_that_is_asked_for(executor: str) -> None:
+    model = zoo.build("gpt2")
+    llm = LLM(model, executor=executor, **others.options())
+    assert llm.model_info.executor == executor
+    outputs = generate(llm)
+    assert not any(others.wrong_tokens(model, p, o) for p, o in zip(prompts(), outputs, strict=True))
+    with pytest.raises(ModelError, match="bloom|Bloom"):
+        LLM(others.build("bloom"), executor="packed", **others.options())
+
+
+def test_rows_share_prefixes_and_states_do_not() -> None:
+    chance = random.Random(1)
+    common = [chance.randrange(1, zoo.VOCAB_SIZE) for _ in range(40)]
+    asked = [[*common, number] for number in range(1, 6)]
+    for name, is_shared in (("bloom", True), ("qwen3_next", False)):
+        model = others.build(name)
+        llm = LLM(model, **others.options(num_blocks=200))
+        params = SamplingParams(temperature=0, max_tokens=8, n=2)
+        for outputs in (llm.generate(asked, params, use_tqdm=False) for _ in range(2)):
+            for prompt, output in zip(asked, outputs, strict=True):
+                for completion in output.outputs:
+                    assert not others.wrong_tokens(model, prompt, completion.token_ids)
+        assert (llm.engine.stats().num_cached_tokens > 0) == is_shared
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba", "rwkv", "bloom"])
+def test_a_step_that_was_given_up_is_run_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = others.build(name)
+    llm = LLM(model, **others.options(num_blocks=200))
+    expected = generate(llm)
+    engine, run, steps = llm.engine, llm.engine.runner.run, iter(range(100_000))
+
+    def interrupted(*args: Any) -> Any:
+        given = run(*args)
+        if next(steps) % 3 == 1:
+            raise KeyboardInterrupt
+        return given
+
+    monkeypatch.setattr(engine.runner, "run", interrupted)
+    outputs: dict[str, list[int]] = {}
+    for number, prompt in enumerate(prompts()):
+        engine.submit(engine.accept(str(number), prompt, SamplingParams(temperature=0, max_tokens=16)))
+        outputs[str(number)] = []
+    num_interrupts = 0
+    while engine.has_unfinished_requests:
+        try:
+            for news in engine.step():
+                outputs[news.request_id] += news.new_token_ids
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    assert num_interrupts > 5
+    assert list(outputs.values()) == expected
+
+
+@pytest.mark.parametrize("kind", ["rows", "sequential"])
+@pytest.mark.parametrize("name", ["qwen3_next", "bloom"])
+def test_prompts_in_one_piece(kind: str, name: str) -> None:
+    model = others.build(name)
+    executor = (
+        RowsExecutor(model, 4, 2, in_one_piece=True) if kind == "rows" else SequentialExecutor(model, in_one_piece=True)
+    )
+    assert prove(executor, PlainModel.of(model), 2e-5) < 1e-5
+
+
+def test_a_model_on_which_nothing_can_be_proved_is_refused() -> None:
+    model = others.build("bloom")
+    mute = others.build("bloom", seed=1)
+    with torch.no_grad():
+        for name, weight in mute.named_parameters():
+            if "self_attention.dense" in name:
+                weight.zero_()
+    with pytest.raises(ModelError, match="nothing can be proved"):
+        LLM(mute, **others.options())
+    assert PlainModel.of(model).effect > 1e-2
+
+
+def test_prompts_are_scored_in_rows() -> None:
+    model = others.build("qwen3_next")
+    llm = LLM(model, **others.options(num_blocks=200))
+    (output,) = llm.generate([prompts()[1]], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    expected = others.plain_logits(model, prompts()[1]).log_softmax(-1)
+    for position, told in enumerate(output.prompt_logprobs or []):
+        if told is not None:
+            token = prompts()[1][position]
+            assert told[token].logprob == pytest.approx(float(expected[position - 1, token]), abs=1e-3)

@@ -1,0 +1,111 @@
+"""Tiny models that do not run as a packed row: attention of their own, recurrent states. Drawn as the zoo's are."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from tests.zoo import BASE_STD, FULL, VOCAB_SIZE, _config, _gqa_config
+
+LINEAR = "linear_attention"
+
+
+def _qwen3_next() -> PreTrainedConfig:
+    heads = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    layers = {"num_hidden_layers": 4, "layer_types": [LINEAR, LINEAR, FULL, LINEAR]}
+    return _gqa_config("qwen3_next", head_dim=16, shared_expert_intermediate_size=32, **heads, **experts, **layers)
+
+
+def _falcon_h1() -> PreTrainedConfig:
+    states = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+    return _gqa_config("falcon_h1", head_dim=16, mamba_expand=1, mamba_chunk_size=8, **states)
+
+
+ROWS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "bloom": lambda: _config("bloom", n_layer=3, n_head=4, hidden_dropout=0.0, attention_dropout=0.0),
+    "falcon": lambda: _config("falcon", alibi=True, multi_query=True, hidden_dropout=0.0, attention_dropout=0.0),
+    "gptj": lambda: _config("gptj", n_embd=64, n_layer=3, n_head=4, n_positions=256, rotary_dim=8),
+    "gpt_neo": lambda: _config(
+        "gpt_neo", num_hidden_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]], window_size=12
+    ),
+    "mpt": lambda: _config("mpt", d_model=64, n_layers=3, n_heads=4, max_seq_len=256),
+    "xglm": lambda: _config("xglm", d_model=64, num_layers=3, attention_heads=4, ffn_dim=96, dropout=0.0),
+}
+"""Attention of their own, keys and values as everybody has them."""
+
+STATES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_next": _qwen3_next,
+    "falcon_h1": _falcon_h1,
+    "mamba": lambda: _config("mamba", state_size=8),
+    "mamba2": lambda: _config("mamba2", num_heads=8, head_dim=16, state_size=8, n_groups=1, chunk_size=8),
+    "lfm2": lambda: _gqa_config("lfm2", num_hidden_layers=4, layer_types=["conv", "conv", FULL, "conv"]),
+}
+"""Recurrent states, by themselves or beside attention."""
+
+SEQUENTIAL: dict[str, Callable[[], PreTrainedConfig]] = {
+    "rwkv": lambda: _config("rwkv", attention_hidden_size=64, context_length=256),
+}
+"""A cache that is like nobody else's."""
+
+ALL = ROWS | STATES | SEQUENTIAL
+FACTORS = {"gptj": 16.0, "gpt_neo": 12.0, "bloom": 16.0, "falcon": 16.0, "mpt": 16.0, "xglm": 24.0, "rwkv": 24.0}
+
+
+@cache
+def build(name: str, seed: int = 0) -> PreTrainedModel:
+    """In float32, in evaluation mode; matrices are drawn with more deviation than models begin with, so that the context
+    matters (how much is measured by the proof itself, which refuses a model that does not depend on it)."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(ALL[name](), dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    with torch.no_grad():
+        for key, weight in sorted(model.named_parameters()):
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.dim() == 2 and id(weight) not in embeddings and not _is_special(key):
+                weight.copy_(noise * BASE_STD * FACTORS.get(name, 6.0))
+            elif key.endswith("bias"):
+                weight.add_(0.1 * noise)
+    model.generation_config = GenerationConfig(eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    return model.requires_grad_(False)
+
+
+def _is_special(key: str) -> bool:
+    """What recurrences are made of keeps what its class gave it."""
+    return any(part in key for part in ("A_log", "dt_", "conv1d", "time_"))
+
+
+@torch.no_grad()
+def plain_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    """`[L, V]`, in one forward, without a cache."""
+    logits: torch.Tensor = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits
+    return logits[0]
+
+
+def wrong_tokens(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[int]:
+    """The places in an output where the plain model, given the same tokens before, would have said another one; where
+    its two best are closer to each other than rounding, either is right."""
+    logits = plain_logits(model, [*prompt, *output])[len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+    behind = (logits.max(dim=-1).values - chosen) / (logits.max() - logits.min())
+    return torch.nonzero(behind > 4e-5).flatten().tolist()
+
+
+def num_tokens() -> int:
+    """Of the vocabulary."""
+    return VOCAB_SIZE
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    """Of an engine that has to chunk, to mix and to preempt."""
+    return {"max_num_batched_tokens": 24, "num_blocks": 40, "block_size": 4, "max_num_seqs": 6, **changes}

@@ -8,6 +8,7 @@ shares its weight with the output head reads its rows out of the packed one.
 Knows modules and tensors, no architecture. Whoever packs proves the model afterwards (`probe`).
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,10 +44,12 @@ class LinearCalls:
     Attributes:
         siblings: layers of one parent, called in this order, that read the same tensor.
         activations: the activation module that follows a layer, by the layer's name.
+        called: patterns of the names of layers that were called. (Of others models may read the weight themselves.)
     """
 
     siblings: list[tuple[str, ...]] = field(default_factory=list)
     activations: dict[str, str] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
 
 
 @contextmanager
@@ -60,6 +63,7 @@ def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
     def see_linear(name: str) -> Callable[..., None]:
         def see(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             num_calls[name] = num_calls.get(name, 0) + 1
+            calls.called.add(_pattern(name))
             outputs.append((output, name))
             if readers and readers[-1][0] is args[0] and _parent(readers[-1][1][-1]) == _parent(name):
                 readers[-1][1].append(name)
@@ -100,6 +104,11 @@ def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
 def is_linear(module: nn.Module) -> bool:
     """Whether it is one of the two linear layers that models are made of, and not a subclass with ideas of its own."""
     return type(module) in (nn.Linear, Conv1D)
+
+
+def _pattern(name: str) -> str:
+    """The same for a layer of each block, and each expert of it."""
+    return re.sub(r"\d+", "#", name)
 
 
 def _parent(name: str) -> str:
@@ -156,7 +165,7 @@ def pack_linears(
             continue
         if type(module) in ACTIVATIONS and kernels_available():
             _replace(model, name, RowActivation(module))
-        if not is_linear(module) or not module.weight.is_floating_point():
+        if not is_linear(module) or not module.weight.is_floating_point() or _pattern(name) not in calls.called:
             continue
         if id(module) not in shared:
             activation = calls.activations.get(name)
@@ -251,15 +260,40 @@ class PackedEmbedding(nn.Embedding):
     Layouts are blocked: an element's place is the sum of what its row and what its column contribute.
     """
 
-    head: PackedLinear
-    layout: WeightLayout
+    weight: Any
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Token ids `[…]` to `[…, hidden]`."""
-        rows = self.layout.elements[self.layout.row_places[input][..., None] + self.layout.column_places]
+        return self.weight.rows(input)  # type: ignore[no-any-return]
+
+
+class PackedTable:
+    """What stands for such an embedding's weight: its rows can be had, by those who look them up themselves.
+
+    Args:
+        head: holds the memory behind the layout.
+        dtype: of the rows.
+    """
+
+    def __init__(self, head: PackedLinear, layout: WeightLayout, dtype: torch.dtype) -> None:
+        self.head, self.layout, self.dtype = head, layout, dtype
+        self.device = torch.device("cpu")
+        self.shape = torch.Size((head.out_features, head.in_features))
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Row numbers `[…]` to `[…, hidden]`."""
+        rows = self.layout.elements[self.layout.row_places[numbers][..., None] + self.layout.column_places]
         if self.head.scales is None:
             return rows
-        return (rows * self.head.scales[input][..., None]).to(self.weight.dtype)
+        return (rows * self.head.scales[numbers][..., None]).to(self.dtype)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        first, *others = index if isinstance(index, tuple) else (index,)
+        rows = self.rows(torch.arange(len(self))[first])
+        return rows[..., *others] if others else rows
+
+    def __len__(self) -> int:
+        return self.head.out_features
 
 
 def share_packed_weight(embedding: nn.Embedding, head: PackedLinear) -> None:
@@ -280,7 +314,4 @@ def share_packed_weight(embedding: nn.Embedding, head: PackedLinear) -> None:
     )
     dtype = embedding.weight.dtype
     embedding._parameters.clear()
-    embedding.weight = torch.empty(0, dtype=dtype)
-    packed = cast(PackedEmbedding, embedding)
-    packed.head = head  # holds the memory behind the layout
-    packed.layout = layout
+    cast(PackedEmbedding, embedding).weight = PackedTable(head, layout, dtype)

@@ -54,6 +54,7 @@ class PackedLinear(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        self.weight = torch.empty_like(weight, device="meta")  # for those who ask for its dtype: it has no elements
         self.bias = bias
         self.activation, self.variant = activation, variant
         self.scales: torch.Tensor | None = None

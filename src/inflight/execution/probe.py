@@ -132,6 +132,7 @@ def probe_packed(
         executor.allocate(NUM_PROBE_BLOCKS)
         errors = _compare(executor, modules, prompts, plain_logits, plain_outputs)
         _require_agreement(name, errors, tolerance)
+        max_model_len, notes = _exact_length(model, specs)
         _require_isolation(name, _leak_between_neighbours(executor, prompts), tolerance)
         _check_row_selection(executor, prompts)
         if can_pack(model):
@@ -148,9 +149,6 @@ def probe_packed(
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{name} can not run as a packed row: {type(error).__name__}: {error}") from error
-    config = model.config.get_text_config()
-    max_model_len, notes = _exact_length(config, specs)
-    max_row_len = _max_row_len(config)
     return ProbeReport(
         tuple(specs),
         tuple(modules),
@@ -159,7 +157,7 @@ def probe_packed(
         errors.logits,
         vocab_size,
         is_batch_invariant,
-        max_row_len,
+        _max_row_len(model.config.get_text_config()),
         tuple(notes),
     )
 
@@ -269,9 +267,8 @@ def _run_plain(
     outputs: list[Outputs] = []
     for prompt in prompts:
         tokens = torch.tensor([prompt], device=model.device)
-        positions = torch.arange(len(prompt), device=model.device)[None]
-        with _watch(modules) as seen:
-            logits.append(model(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True).logits[0])
+        with _watch(modules) as seen:  # called as anybody would call it: some count positions in their own way
+            logits.append(model(input_ids=tokens, use_cache=False, return_dict=True).logits[0])
         outputs.append(seen)
     return torch.cat(logits), [torch.cat(pieces) for pieces in zip(*outputs, strict=True)]
 
@@ -390,16 +387,18 @@ def precision_of(model: PreTrainedModel) -> Tolerance:
 # ------------------------------------------------------------------------------------------- limits
 
 
-def _exact_length(config: PreTrainedConfig, specs: Sequence[AttentionSpec]) -> tuple[int, list[str]]:
-    """The longest sequence that is surely exact, and why it is shorter than the model's own limit, if it is."""
+def _exact_length(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> tuple[int, list[str]]:
+    """The longest sequence that is surely exact, and why it is shorter than the model's own limit, if it is.
+
+    Raises `ModelError` for a model that makes its windows by masks that it would have to be given."""
+    config = model.config.get_text_config()
     limit = int(getattr(config, "max_position_embeddings", None) or 2**20)
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     slides = getattr(config, "use_sliding_window", True) and (not layer_types or "sliding_attention" in layer_types)
     notes = []
     if window is not None and slides and window < limit and all(spec.window is None for spec in specs):
-        limit = int(window)
-        notes.append(f"sequences are limited to {limit} tokens: the model does not tell attention its sliding window")
+        raise ModelError(f"{type(model).__name__} does not tell attention its sliding window of {window}")
     max_row_len = _max_row_len(config)
     if max_row_len is not None and max_row_len < limit:
         limit = max_row_len

@@ -31,15 +31,16 @@ class ModelCall:
         self.no_logits = torch.empty((0, self.vocab_size), dtype=model.dtype, device=model.device)
 
     def __call__(self, token_ids: Any, positions: Any, mask: Any, cache: Any, num_logit_rows: int) -> torch.Tensor:
-        """Logits `[G, num_logit_rows, V]` of the last of tokens `[G, L]`; mask `[G, K]`, None: nothing is hidden."""
+        """Logits `[G, num_logit_rows, V]` of the last of tokens `[G, L]` at positions `[G, L]`; mask `[G, K]`, None:
+        nothing is hidden."""
         logits: torch.Tensor = self.outputs(token_ids, positions, mask, cache, max(1, num_logit_rows)).logits
         return logits[:, logits.shape[1] - num_logit_rows :]
 
     def outputs(self, token_ids: Any, positions: Any, mask: Any, cache: Any, num_logit_rows: int) -> Any:
-        """All that the model gives."""
+        """All that the model gives. Positions None: those that it thinks of itself."""
         device = self.model.device
         options: dict[str, Any] = {"use_cache": True, "return_dict": True}
-        if self._takes_positions:
+        if positions is not None and self._takes_positions:
             options["position_ids"] = to_device(positions, device)
         if mask is not None and self._takes_mask:
             options["attention_mask"] = to_device(mask.astype(np.int64), device)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from inflight.errors import ModelError
 from inflight.execution.executors.model_call import ModelCall
 from inflight.execution.executors.paged_cache import PagedCache, Rows, bytes_of, check_layers, places_of
 from inflight.execution.executors.spans import RunnableSpan, TokensBySlot, spans_of
@@ -127,8 +128,15 @@ class RowsExecutor:
     @torch.inference_mode()
     def _own_cache(self) -> DynamicCache:
         """The model's own cache after some tokens, which shows what it keeps. Raises `ModelError`."""
-        cache = DynamicCache(config=self.model.config)
-        check_layers(cache)
-        tokens = np.array([[1, 2]]) % self._call.vocab_size
-        self._call(tokens, np.arange(2)[None], None, cache, 1)
-        return cache
+        tokens, reasons = np.array([[1, 2]]) % self._call.vocab_size, list[str]()
+        for config in (self.model.config, None):  # some configurations count other layers than the decoder's
+            try:
+                cache = DynamicCache(config=config)
+                check_layers(cache)
+                self._call(tokens, np.arange(2)[None], None, cache, 1)
+                return cache
+            except ModelError:
+                raise
+            except Exception as error:
+                reasons.append(f"{type(error).__name__}: {error}")
+        raise ModelError(f"it does not run with a cache: {reasons[0]}")

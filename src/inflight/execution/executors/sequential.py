@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -71,7 +70,7 @@ class SequentialExecutor:
             own, span = None, self._tokens.whole(span)
         outputs = self._call.outputs(
             span.token_ids[None],
-            np.arange(span.start, span.end)[None],
+            None,  # which positions these are is the model's own affair
             None,
             None if own is None else own.kept,
             max(1, span.num_logit_rows),

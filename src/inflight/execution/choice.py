@@ -7,7 +7,9 @@ no model is known by its name: a wrong token is never an option.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from inflight.config import EngineConfig
@@ -15,13 +17,23 @@ from inflight.errors import ModelError
 from inflight.execution.attention import AttentionBackend
 from inflight.execution.executors import Executor, PackedExecutor, RowsExecutor, SequentialExecutor
 from inflight.execution.executors.hook import attention_in_use, restore_attention
-from inflight.execution.linears import LetGo
-from inflight.execution.probe import FULL_PRECISION, ProbeReport, precision_of, probe_packed
+from inflight.execution.experts import pack_experts
+from inflight.execution.linears import LetGo, can_pack, pack_linears, watch_linears
+from inflight.execution.probe import (
+    DRY_RUN_LENGTH,
+    FULL_PRECISION,
+    ProbeReport,
+    num_embeddings,
+    precision_of,
+    probe_packed,
+)
 from inflight.execution.proof import NUM_PROOF_SLOTS, PROOF_BLOCK_SIZE, PlainModel, compare, prove
 from inflight.execution.twin import make_twin
 
 logger = logging.getLogger(__name__)
 
+MakeExecutor: TypeAlias = Callable[..., Executor]
+"""Over a cache of a block size and a number of slots; of the model, or of another one that is like it."""
 UNNAMED_LIMIT = 32_768
 """Tokens that a sequence may have where the model names no limit."""
 
@@ -39,7 +51,7 @@ class Choice:
         attention_backend: the name of what computes attention.
     """
 
-    make_executor: Callable[[int, int], Executor]
+    make_executor: MakeExecutor
     attention_backend: str
     report: ProbeReport
 
@@ -69,7 +81,7 @@ def choose_executor(
                 return _packed(model, config, make_backend, let_go)
             restore_attention(model, in_use)
             plain = plain or _plain(model)
-            choice = _by_logits(model, executor, config, plain, reasons)
+            choice = _by_logits(model, executor, config, plain, reasons, let_go)
         except ModelError as error:
             reasons[executor] = str(error)
             continue
@@ -102,7 +114,12 @@ def _packed(
 
 
 def _by_logits(
-    model: PreTrainedModel, name: str, config: EngineConfig, plain: PlainModel, reasons: dict[str, str]
+    model: PreTrainedModel,
+    name: str,
+    config: EngineConfig,
+    plain: PlainModel,
+    reasons: dict[str, str],
+    let_go: LetGo | None,
 ) -> Choice:
     """Prove one of those that leave attention to the model: with prompts in pieces if it can, else in one."""
     if config.quantization is not None or config.kv_cache_dtype != "auto":
@@ -112,7 +129,9 @@ def _by_logits(
     failed: list[str] = []
     for in_one_piece in (False, True):
 
-        def make(block_size: int, num_slots: int, of: PreTrainedModel = model, whole: bool = in_one_piece) -> Executor:
+        def make(
+            block_size: int, num_slots: int, of: PreTrainedModel = model, *, whole: bool = in_one_piece
+        ) -> Executor:
             if name == "rows":
                 return RowsExecutor(of, block_size, num_slots, in_one_piece=whole)
             return SequentialExecutor(of, in_one_piece=whole)
@@ -128,11 +147,48 @@ def _by_logits(
             failed.append(f"{type(model).__name__} does not run as {name} {how}: {why}")
             continue
         max_model_len, notes = _limit(model.config.get_text_config())
+        if can_pack(model):
+            error, unpacked = _pack(model, plain, make, let_go)
+            notes += unpacked
         if in_one_piece:
             notes.append("prompts are computed in one piece, when their last tokens have come")
         notes[:0] = [f"not {each}: {reason}" for each, reason in reasons.items()]
         return Choice(make, str(model.config._attn_implementation), _report(plain, error, max_model_len, notes))
     raise ModelError("; ".join(failed))
+
+
+def _pack(
+    model: PreTrainedModel, plain: PlainModel, make: MakeExecutor, let_go: LetGo | None
+) -> tuple[float, list[str]]:
+    """Lay the weights out for how they are read, if a twin stands it; the error then, and what is to be said.
+
+    There is no way back for the model itself, which may read a weight in ways of its own."""
+    try:
+        twin, of_twin = make_twin(model)
+        pack_weights(twin)
+        compare(make(PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS, twin), of_twin, FULL_PRECISION.logits)
+    except Exception as error:
+        executor = make(PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS, model)
+        reason = f"{type(error).__name__}: {error}"
+        return compare(executor, plain, ROUNDED), [f"its weights are not packed: {reason}"]
+    pack_weights(model, let_go)
+    is_precise = precision_of(model) is FULL_PRECISION
+    executor = make(PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS, model)
+    try:
+        return compare(executor, plain, FULL_PRECISION.logits if is_precise else ROUNDED), []
+    except Exception as error:
+        raise RuntimeError(f"the weights of {type(model).__name__} could not be packed") from error
+
+
+@torch.inference_mode()
+def pack_weights(model: PreTrainedModel, let_go: LetGo | None = None) -> None:
+    """Replace experts and linear layers by packed ones."""
+    tokens = torch.arange(DRY_RUN_LENGTH, device=model.device)[None] % num_embeddings(model)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    with watch_linears(model) as calls:
+        model(input_ids=tokens[:, :limit], use_cache=False)
+    pack_experts(model, quantized=False, let_go=let_go)
+    pack_linears(model, calls, let_go=let_go)
 
 
 def _limit(config: PreTrainedConfig) -> tuple[int, list[str]]:

@@ -41,7 +41,7 @@ class RaggedBatch:
         groups: one per cache group.
         query_lens_host, kv_lens_host: `[S]` int64 in host memory: sizes are decided without asking the device.
         num_logit_rows_host: `[S]` int64 in host memory: how many rows of logits are wanted of each span, its last ones.
-        slots_host: `[S]` int64 in host memory: the slot of each span's sequence.
+        slots_host, sequence_ids_host: `[S]` int64 in host memory: the slot and the id of each span's sequence.
         input_ids_host: `[T]` int64: `input_ids` in host memory.
         sequence_lens_host: `[S]` int64 in host memory: tokens that each span's whole sequence has by now.
         logit_slots_host, logit_positions_host, logit_token_ids_host: `[R]` int64 in host memory: the slot, the
@@ -60,6 +60,7 @@ class RaggedBatch:
     kv_lens_host: IntArray
     num_logit_rows_host: IntArray
     slots_host: IntArray
+    sequence_ids_host: IntArray
     input_ids_host: IntArray
     sequence_lens_host: IntArray
     logit_slots_host: IntArray
@@ -83,7 +84,7 @@ class RaggedBatch:
         none, host = torch.empty(0, dtype=torch.int64, device=device), np.empty(0, dtype=np.int64)
         table = np.empty((0, 1), dtype=np.int32)
         group = CacheGroupBatch(none, torch.from_numpy(table).to(device), table)
-        return cls(none, none, none.int(), none.int(), none, (group,), *[host] * 10)
+        return cls(none, none, none.int(), none.int(), none, (group,), *[host] * 11)
 
     @classmethod
     def pack(cls, plan: StepPlan, block_size: int, device: torch.device) -> "RaggedBatch":
@@ -109,6 +110,7 @@ class RaggedBatch:
             kv_lens_host=starts + query_lens,
             num_logit_rows_host=num_logit_rows,
             slots_host=slots,
+            sequence_ids_host=np.array([span.sequence_id for span in plan.spans], dtype=np.int64),
             input_ids_host=input_ids,
             sequence_lens_host=np.array([span.sequence_length for span in plan.spans], dtype=np.int64),
             logit_slots_host=np.repeat(slots, num_logit_rows),

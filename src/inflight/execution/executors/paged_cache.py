@@ -28,6 +28,8 @@ ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
 STATE = (LinearAttentionLayer,)
 BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 NUM_VERSIONS = 2
+NUM_SPARE = 64
+"""Tokens that there is room for behind those that were gathered."""
 
 
 @dataclass(slots=True)
@@ -35,13 +37,14 @@ class Rows:
     """G rows of equally many tokens, whose sequences have up to K keys by now.
 
     Attributes:
-        slots: `[G]`.
+        sequence_ids, slots: `[G]`.
         starts, ends: `[G]`, positions of each row's first token and of the one behind its last.
         kv_slots: `[G * L]` int64, where each token's key and value belong.
         gathered: `[G, K]` int64, the places of each sequence's keys, padded on the left with its first.
         num_keys: K.
     """
 
+    sequence_ids: IntArray
     slots: IntArray
     starts: IntArray
     ends: IntArray
@@ -49,21 +52,64 @@ class Rows:
     gathered: torch.Tensor
     num_keys: int
 
+    def follow(self, before: "Rows | None") -> bool:
+        """Whether these are the same sequences as those that ran before, each with its next token."""
+        return (
+            before is not None
+            and np.array_equal(before.sequence_ids, self.sequence_ids)
+            and np.array_equal(before.ends, self.starts)
+            and np.array_equal(self.starts + 1, self.ends)
+        )
+
     @property
     def num_past(self) -> int:
         """Keys that are there already, as far as the model knows: those before all rows' tokens, padding included."""
         return self.num_keys - int(self.ends[0] - self.starts[0])
 
 
+class PagedStates:
+    """Storage of one layer's keys, or values: `[places, Hkv, D]`.
+
+    As long as the same sequences run, each with one token more, what was gathered of them is kept, and only their new
+    tokens are added: gathering takes longer than all of attention.
+    """
+
+    def __init__(self, states: torch.Tensor, num_places: int) -> None:
+        shape = (num_places, states.shape[1], states.shape[3])
+        self._storage = torch.empty(shape, dtype=states.dtype, device=states.device)
+        self._gathered: torch.Tensor | None = None  # [G, Hkv, K and some more, D]
+
+    def update(self, states: torch.Tensor, rows: Rows, *, is_next: bool) -> torch.Tensor:
+        """Store the rows' new states `[G, Hkv, L, D]`; all of their sequences, `[G, Hkv, K, D]`."""
+        self._storage[rows.kv_slots] = states.transpose(1, 2).flatten(0, 1)
+        if rows.num_past == 0:
+            if states.shape[2] == 1:
+                self._gathered = None  # it is of others
+            return states
+        gathered, num_keys = self._gathered, rows.num_keys
+        if is_next and gathered is not None and gathered.shape[2] >= num_keys:
+            gathered[:, :, num_keys - 1] = states[:, :, 0]
+        else:
+            num_rows, num_heads, num_new, size = states.shape
+            gathered = states.new_empty((num_rows, num_heads, num_keys + NUM_SPARE, size))
+            found = self._storage.index_select(0, rows.gathered.flatten()).view(num_rows, num_keys, num_heads, size)
+            gathered[:, :, :num_keys] = found.transpose(1, 2)
+            if num_new == 1:
+                self._gathered = gathered
+        return gathered[:, :, :num_keys]
+
+    def copy(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Copy places."""
+        self._storage[destinations] = self._storage[sources]
+
+
 class PagedKeysAndValues:
-    """Storage of one layer's keys and values, `[places, Hkv, D]` each; made for the shapes of `layer`."""
+    """Storage of one layer's keys and values; made for the shapes of `layer`."""
 
     def __init__(self, layer: DynamicLayer, num_places: int) -> None:
-        self.keys, self.values = (
-            torch.empty((num_places, states.shape[1], states.shape[3]), dtype=states.dtype, device=states.device)
-            for states in (layer.keys, layer.values)
-        )
+        self._keys, self._values = (PagedStates(states, num_places) for states in (layer.keys, layer.values))
         self.rows: Rows | None = None
+        self.is_next = False
 
     @staticmethod
     def bytes_per_token(layer: DynamicLayer) -> int:
@@ -74,16 +120,13 @@ class PagedKeysAndValues:
         """Store the rows' new keys and values `[G, Hkv, L, D]`; all of their sequences, `[G, Hkv, K, D]`."""
         rows = self.rows
         assert rows is not None
-        together = []
-        for storage, states in ((self.keys, key_states), (self.values, value_states)):
-            storage[rows.kv_slots] = states.transpose(1, 2).flatten(0, 1)
-            together.append(states if rows.num_past == 0 else storage[rows.gathered].transpose(1, 2))
-        return together[0], together[1]
+        keys = self._keys.update(key_states, rows, is_next=self.is_next)
+        return keys, self._values.update(value_states, rows, is_next=self.is_next)
 
     def copy(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         """Copy places."""
-        for storage in (self.keys, self.values):
-            storage[destinations] = storage[sources]
+        for states in (self._keys, self._values):
+            states.copy(sources, destinations)
 
 
 class StatesBySlot:
@@ -194,6 +237,7 @@ class PagedCache(Cache):
             layers.append(own)
         super().__init__(layers=layers)
         self._lengths = np.full((NUM_VERSIONS, num_slots), -1, dtype=np.int64)
+        self._before: Rows | None = None  # of one token each, that have run
 
     @property
     def has_keys(self) -> bool:
@@ -210,8 +254,11 @@ class PagedCache(Cache):
 
     def enter(self, rows: Rows) -> None:
         """These rows run now. Raises `RuntimeError` if their states are not known."""
+        is_next = rows.follow(self._before)
+        if len(rows.slots) > 1 or rows.ends[0] - rows.starts[0] == 1:
+            self._before = None  # until these have run
         for storage in self._paged:
-            storage.rows = rows
+            storage.rows, storage.is_next = rows, is_next
         if not self._states:
             return
         versions = None
@@ -226,6 +273,8 @@ class PagedCache(Cache):
 
     def leave(self, rows: Rows) -> None:
         """These rows have run: keep the states that they have come to."""
+        if rows.ends[0] - rows.starts[0] == 1:
+            self._before = rows
         if not self._states:
             return
         if rows.starts[0] == 0:

@@ -117,6 +117,7 @@ class RowsExecutor:
         gathered = blocks * self.block_size + positions % self.block_size
         device = self.model.device
         return Rows(
+            sequence_ids=batch.sequence_ids_host[[span.number for span in group]],
             slots=np.array([span.slot for span in group]),
             starts=starts,
             ends=ends,

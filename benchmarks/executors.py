@@ -1,0 +1,112 @@
+"""The three ways through a model, side by side: what packing the row gains, and what stacking recurrent states does.
+
+python benchmarks/executors.py --model gpt2 --executors packed,rows,sequential
+python benchmarks/executors.py --model qwen3-next-100m --executors rows,sequential --workload W2-16
+
+Rounds are interleaved in one process; tokens a second of `LLM.generate`, greedy, EOS ignored.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds only its own folder
+
+from benchmarks.compare import RESULTS, describe_machine, in_turn
+from benchmarks.peers.models import model_folder
+from benchmarks.workloads import WORKLOADS, Workload
+from inflight import LLM, SamplingParams
+
+W2_16 = replace(WORKLOADS["W2-32"], name="W2-16", num_slots=16)
+
+
+def qwen3_next() -> Any:
+    """A tenth of a billion parameters in the shape of Qwen3-Next: three layers of linear attention for one of full,
+    mixtures of experts; random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen3_next",
+        vocab_size=32_000,
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=24,
+        num_experts_per_tok=4,
+        moe_intermediate_size=192,
+        shared_expert_intermediate_size=192,
+        max_position_embeddings=4096,
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def run(llm: LLM, workload: Workload, number: int) -> float:
+    """Output tokens a second of one round."""
+    requests = workload.requests(number)
+    params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=each.num_output_tokens) for each in requests]
+    prompts = [[token % llm.model_info.vocab_size for token in each.prompt] for each in requests]
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return workload.num_output_tokens / (time.perf_counter() - start)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt2", help="gpt2, qwen3-0.6b, qwen3-next-100m or a folder")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--executors", default="packed,rows,sequential")
+    parser.add_argument("--workload", default="W2-32", choices=(*WORKLOADS, "W2-16"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output-folder", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    workload = {**WORKLOADS, "W2-16": W2_16}[arguments.workload]
+    source = qwen3_next() if arguments.model == "qwen3-next-100m" else str(model_folder(arguments.model))
+    llms = {
+        name: LLM(source, dtype=arguments.dtype, max_num_seqs=workload.num_slots, executor=name)
+        for name in arguments.executors.split(",")
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in llms}
+    for number in range(-1, arguments.rounds):
+        for name in in_turn(list(llms), number):
+            speed = run(llms[name], workload, number)
+            if number >= 0:
+                speeds[name].append(speed)
+                print(f"round {number + 1}: {name} {speed:.1f} tokens/s", flush=True)
+    machine = "; ".join(f"{name}: {value}" for name, value in describe_machine().items())
+    info = next(iter(llms.values())).model_info
+    lines = [
+        f"# Executors: {arguments.model}, {arguments.dtype}, {arguments.workload}",
+        "",
+        f"{info.model_class}, {info.num_parameters / 1e6:.0f} M parameters, {workload.num_slots} slots, "
+        f"{arguments.rounds} interleaved rounds, {torch.get_num_threads()} threads. {machine}.",
+        "",
+        "| executor | output tokens/s | from | to | the first: it |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    first = next(iter(speeds.values()))
+    for name, each in speeds.items():
+        ratio = median(a / b for a, b in zip(first, each, strict=True))
+        lines.append(f"| {name} | {median(each):.1f} | {min(each):.1f} | {max(each):.1f} | {ratio:.2f} |")
+    text = "\n".join([*lines, ""])
+    print(text)
+    arguments.output_folder.mkdir(parents=True, exist_ok=True)
+    (arguments.output_folder / f"executors-{Path(arguments.model).name}-{arguments.dtype}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ no model is known by its name: a wrong token is never an option.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -32,8 +33,8 @@ from inflight.execution.twin import make_twin
 
 logger = logging.getLogger(__name__)
 
-MakeExecutor: TypeAlias = Callable[..., Executor]
-"""Over a cache of a block size and a number of slots; of the model, or of another one that is like it."""
+MakeExecutor: TypeAlias = Callable[[int, int], Executor]
+"""Over a cache of a block size and a number of slots."""
 UNNAMED_LIMIT = 32_768
 """Tokens that a sequence may have where the model names no limit."""
 
@@ -113,6 +114,40 @@ def _packed(
     return Choice(make, make_backend(config.block_size).name, report)
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way of running a model that leaves attention to it.
+
+    Attributes:
+        pads: whether beginnings of different lengths run together.
+        in_one_piece: whether prompts are only run whole.
+    """
+
+    name: str
+    pads: bool = False
+    in_one_piece: bool = False
+
+    def __str__(self) -> str:
+        pieces = f"with prompts in {'one piece' if self.in_one_piece else 'pieces'}"
+        return f"{self.name} {pieces}{', padded' if self.pads else ''}"
+
+    def make(self, model: PreTrainedModel, block_size: int, num_slots: int) -> Executor:
+        """The executor."""
+        if self.name == "rows":
+            return RowsExecutor(model, block_size, num_slots, in_one_piece=self.in_one_piece, pads=self.pads)
+        return SequentialExecutor(model, in_one_piece=self.in_one_piece)
+
+    def make_small(self, model: PreTrainedModel) -> Executor:
+        """One for a proof."""
+        return self.make(model, PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS)
+
+
+WAYS = {
+    "rows": (_Way("rows", pads=True), _Way("rows"), _Way("rows", in_one_piece=True)),
+    "sequential": (_Way("sequential"), _Way("sequential", in_one_piece=True)),
+}
+
+
 def _by_logits(
     model: PreTrainedModel,
     name: str,
@@ -121,61 +156,48 @@ def _by_logits(
     reasons: dict[str, str],
     let_go: LetGo | None,
 ) -> Choice:
-    """Prove one of those that leave attention to the model: with prompts in pieces if it can, else in one."""
+    """Prove one of those that leave attention to the model: the first of its ways that is exact."""
     if config.quantization is not None or config.kv_cache_dtype != "auto":
         raise ModelError("int8 weights and caches need a model that runs packed")
     is_precise = precision_of(model) is FULL_PRECISION
     subject, of_subject = (model, plain) if is_precise else make_twin(model)
     failed: list[str] = []
-    for in_one_piece in (False, True):
-
-        def make(
-            block_size: int, num_slots: int, of: PreTrainedModel = model, *, whole: bool = in_one_piece
-        ) -> Executor:
-            if name == "rows":
-                return RowsExecutor(of, block_size, num_slots, in_one_piece=whole)
-            return SequentialExecutor(of, in_one_piece=whole)
-
+    for way in WAYS[name]:
         try:
-            executor = make(PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS, subject)
-            error = prove(executor, of_subject, FULL_PRECISION.logits)
+            error = prove(way.make_small(subject), of_subject, FULL_PRECISION.logits)
             if not is_precise:
-                error = compare(make(PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS), plain, ROUNDED)
+                error = compare(way.make_small(model), plain, ROUNDED)
         except Exception as failure:
-            how = "with prompts in one piece" if in_one_piece else "with prompts in pieces"
             why = str(failure) if isinstance(failure, ModelError) else f"{type(failure).__name__}: {failure}"
-            failed.append(f"{type(model).__name__} does not run as {name} {how}: {why}")
+            failed.append(f"{type(model).__name__} does not run as {way}: {why}")
             continue
         max_model_len, notes = _limit(model.config.get_text_config())
         if can_pack(model):
-            error, unpacked = _pack(model, plain, make, let_go)
+            error, unpacked = _pack(model, plain, way, let_go)
             notes += unpacked
-        if in_one_piece:
+        if way.in_one_piece:
             notes.append("prompts are computed in one piece, when their last tokens have come")
         notes[:0] = [f"not {each}: {reason}" for each, reason in reasons.items()]
-        return Choice(make, str(model.config._attn_implementation), _report(plain, error, max_model_len, notes))
+        backend = str(model.config._attn_implementation)
+        return Choice(partial(way.make, model), backend, _report(plain, error, max_model_len, notes))
     raise ModelError("; ".join(failed))
 
 
-def _pack(
-    model: PreTrainedModel, plain: PlainModel, make: MakeExecutor, let_go: LetGo | None
-) -> tuple[float, list[str]]:
+def _pack(model: PreTrainedModel, plain: PlainModel, way: _Way, let_go: LetGo | None) -> tuple[float, list[str]]:
     """Lay the weights out for how they are read, if a twin stands it; the error then, and what is to be said.
 
     There is no way back for the model itself, which may read a weight in ways of its own."""
     try:
         twin, of_twin = make_twin(model)
         pack_weights(twin)
-        compare(make(PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS, twin), of_twin, FULL_PRECISION.logits)
+        compare(way.make_small(twin), of_twin, FULL_PRECISION.logits)
     except Exception as error:
-        executor = make(PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS, model)
         reason = f"{type(error).__name__}: {error}"
-        return compare(executor, plain, ROUNDED), [f"its weights are not packed: {reason}"]
+        return compare(way.make_small(model), plain, ROUNDED), [f"its weights are not packed: {reason}"]
     pack_weights(model, let_go)
     is_precise = precision_of(model) is FULL_PRECISION
-    executor = make(PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS, model)
     try:
-        return compare(executor, plain, FULL_PRECISION.logits if is_precise else ROUNDED), []
+        return compare(way.make_small(model), plain, FULL_PRECISION.logits if is_precise else ROUNDED), []
     except Exception as error:
         raise RuntimeError(f"the weights of {type(model).__name__} could not be packed") from error
 

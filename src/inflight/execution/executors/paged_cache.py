@@ -34,12 +34,14 @@ NUM_SPARE = 64
 
 @dataclass(slots=True)
 class Rows:
-    """G rows of equally many tokens, whose sequences have up to K keys by now.
+    """G rows of L tokens, whose sequences have up to K keys by now; beginnings may have fewer, padded on the left.
 
     Attributes:
         sequence_ids, slots: `[G]`.
         starts, ends: `[G]`, positions of each row's first token and of the one behind its last.
-        kv_slots: `[G * L]` int64, where each token's key and value belong.
+        num_new: L.
+        tokens: places of the tokens in `[G * L]` int64; None: all are tokens.
+        kv_slots: int64, where each token's key and value belong.
         gathered: `[G, K]` int64, the places of each sequence's keys, padded on the left with its first.
         num_keys: K.
     """
@@ -48,6 +50,8 @@ class Rows:
     slots: IntArray
     starts: IntArray
     ends: IntArray
+    num_new: int
+    tokens: torch.Tensor | None
     kv_slots: torch.Tensor
     gathered: torch.Tensor
     num_keys: int
@@ -64,7 +68,7 @@ class Rows:
     @property
     def num_past(self) -> int:
         """Keys that are there already, as far as the model knows: those before all rows' tokens, padding included."""
-        return self.num_keys - int(self.ends[0] - self.starts[0])
+        return self.num_keys - self.num_new
 
 
 class PagedStates:
@@ -81,7 +85,8 @@ class PagedStates:
 
     def update(self, states: torch.Tensor, rows: Rows, *, is_next: bool) -> torch.Tensor:
         """Store the rows' new states `[G, Hkv, L, D]`; all of their sequences, `[G, Hkv, K, D]`."""
-        self._storage[rows.kv_slots] = states.transpose(1, 2).flatten(0, 1)
+        new = states.transpose(1, 2).flatten(0, 1)
+        self._storage[rows.kv_slots] = new if rows.tokens is None else new[rows.tokens]
         if rows.num_past == 0:
             if states.shape[2] == 1:
                 self._gathered = None  # it is of others
@@ -255,7 +260,7 @@ class PagedCache(Cache):
     def enter(self, rows: Rows) -> None:
         """These rows run now. Raises `RuntimeError` if their states are not known."""
         is_next = rows.follow(self._before)
-        if len(rows.slots) > 1 or rows.ends[0] - rows.starts[0] == 1:
+        if rows.num_new == 1:
             self._before = None  # until these have run
         for storage in self._paged:
             storage.rows, storage.is_next = rows, is_next
@@ -273,7 +278,7 @@ class PagedCache(Cache):
 
     def leave(self, rows: Rows) -> None:
         """These rows have run: keep the states that they have come to."""
-        if rows.ends[0] - rows.starts[0] == 1:
+        if rows.num_new == 1:
             self._before = rows
         if not self._states:
             return

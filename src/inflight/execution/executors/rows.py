@@ -2,11 +2,12 @@
 
 For models that do their attention themselves, or have recurrent states: the model finds keys and values of each row's
 sequence in a cache of `transformers`' form (`paged_cache`), padded on the left, with a mask; and states by slot. All
-spans of one token run in one batch, so that decodes share the reading of weights; a longer span runs alone. The order
-of spans is kept, so a span may count on blocks that one before it writes.
+spans of one token run in one batch, so that decodes share the reading of weights; beginnings of sequences that are
+about equally long run together, padded on the left; any other span runs alone. What a span counts on is there before
+it: beginnings count on nothing, all others keep their order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +19,35 @@ from inflight.execution.executors.paged_cache import PagedCache, Rows, bytes_of,
 from inflight.execution.executors.spans import RunnableSpan, TokensBySlot, spans_of
 from inflight.execution.ragged_batch import RaggedBatch, to_device
 
+MOST_PADDED = 1.5
+"""How many times their tokens the places of rows may be that run together."""
+
+
+def groups_of(spans: Iterable[RunnableSpan], *, pads: bool) -> Iterator[list[RunnableSpan]]:
+    """Spans that run together, in an order in which each finds what it counts on."""
+    beginnings: list[RunnableSpan] = []
+    others: list[RunnableSpan] = []
+    for span in spans:
+        (beginnings if span.start == 0 else others).append(span)
+    beginnings.sort(key=lambda span: span.length)
+
+    def fits(span: RunnableSpan, group: list[RunnableSpan]) -> bool:
+        if span.start > 0:
+            return span.length == group[-1].length == 1
+        num_tokens = sum(each.length for each in group) + span.length
+        padded = span.length * (len(group) + 1)
+        return padded == num_tokens or (pads and padded <= MOST_PADDED * num_tokens)
+
+    for kind in (beginnings, others):
+        group: list[RunnableSpan] = []
+        for span in kind:
+            if group and not fits(span, group):
+                yield group
+                group = []
+            group.append(span)
+        if group:
+            yield group
+
 
 class RowsExecutor:
     """Runs a step's spans as batches of rows.
@@ -26,6 +56,7 @@ class RowsExecutor:
         model: ours alone, in evaluation mode, with an attention implementation of its own.
         block_size, num_slots: of the cache.
         in_one_piece: whether prompts are only run whole: the model can not go on with several tokens at once.
+        pads: whether beginnings of different lengths run together.
 
     Raises:
         ModelError: its cache holds something else than keys, values and states.
@@ -33,8 +64,17 @@ class RowsExecutor:
 
     name = "rows"
 
-    def __init__(self, model: PreTrainedModel, block_size: int, num_slots: int, *, in_one_piece: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        block_size: int,
+        num_slots: int,
+        *,
+        in_one_piece: bool = False,
+        pads: bool = True,
+    ) -> None:
         self.model = model
+        self.pads = pads
         self.block_size = block_size
         self.num_slots = num_slots
         self.in_one_piece = in_one_piece
@@ -67,46 +107,45 @@ class RowsExecutor:
         """See `Executor`."""
         if copies:
             self._cache.copy(*places_of(copies, self.block_size))
-        logits = [self._run(group, batch) for group in self._groups(batch)]
-        wanted = [each for each in logits if len(each)]
-        return torch.cat(wanted) if wanted else self._call.no_logits
+        logits: dict[int, torch.Tensor] = {}
+        for group in groups_of(self._runnable(batch), pads=self.pads):
+            self._run(group, batch, logits)
+        return torch.cat([logits[number] for number in sorted(logits)]) if logits else self._call.no_logits
 
-    def _groups(self, batch: RaggedBatch) -> Iterator[list[RunnableSpan]]:
-        """Spans that run together: neighbours of one token each, all of them with something before it, or none."""
-        group: list[RunnableSpan] = []
+    def _runnable(self, batch: RaggedBatch) -> Iterator[RunnableSpan]:
+        """What is to be run of a step."""
         for span in spans_of(batch):
-            if self.in_one_piece:
-                self._tokens.add(span)
-                if span.length > 1 and span.num_logit_rows == 0:
-                    continue  # the rest is still to come
-                if span.start > 0 and (span.length > 1 or self._num_run.get(span.slot) != span.start):
-                    span = self._tokens.whole(span)
-            if group and (span.length > 1 or group[-1].length > 1 or (span.start == 0) != (group[-1].start == 0)):
-                yield group
-                group = []
-            group.append(span)
-        if group:
-            yield group
+            if not self.in_one_piece:
+                yield span
+                continue
+            self._tokens.add(span)
+            if span.length > 1 and span.num_logit_rows == 0:
+                continue  # the rest is still to come
+            can_go_on = span.start == 0 or (span.length == 1 and self._num_run.get(span.slot) == span.start)
+            yield span if can_go_on else self._tokens.whole(span)
 
-    def _run(self, group: list[RunnableSpan], batch: RaggedBatch) -> torch.Tensor:
-        """The wanted logits `[R, V]` of spans that are equally long."""
+    def _run(self, group: list[RunnableSpan], batch: RaggedBatch, logits: dict[int, torch.Tensor]) -> None:
+        """Run spans together; adds the wanted logits `[num_logit_rows, V]` of each, by its number."""
         rows = self._rows(group, batch)
-        num_tokens = group[0].length
-        columns = np.arange(rows.num_keys)
-        mask = columns >= rows.num_keys - rows.ends[:, None] if self._cache.has_keys else None
+        columns, padding = np.arange(rows.num_keys), rows.num_keys - rows.ends[:, None]
+        needs_mask = self._cache.has_keys or rows.tokens is not None
+        token_ids = np.zeros((len(group), rows.num_new), dtype=np.int64)
+        for row, span in zip(token_ids, group, strict=True):
+            row[rows.num_new - span.length :] = span.token_ids
         self._cache.enter(rows)
         most_logits = max(span.num_logit_rows for span in group)
-        logits = self._call(
-            np.stack([span.token_ids for span in group]),
-            rows.starts[:, None] + np.arange(num_tokens),
-            mask,
+        given = self._call(
+            token_ids,
+            np.maximum(columns - padding, 0)[:, rows.num_past :],
+            columns >= padding if needs_mask else None,
             self._cache,
             most_logits,
         )
         self._cache.leave(rows)
-        self._num_run.update((span.slot, span.end) for span in group)
-        wanted = [logits[place, most_logits - span.num_logit_rows :] for place, span in enumerate(group)]
-        return torch.cat(wanted) if most_logits else self._call.no_logits
+        for place, span in enumerate(group):
+            self._num_run[span.slot] = span.end
+            if span.num_logit_rows:
+                logits[span.number] = given[place, most_logits - span.num_logit_rows :]
 
     def _rows(self, group: list[RunnableSpan], batch: RaggedBatch) -> Rows:
         starts, ends = (np.array([getattr(span, name) for span in group]) for name in ("start", "end"))
@@ -115,13 +154,19 @@ class RowsExecutor:
         tables = batch.groups[0].block_tables_host[[span.number for span in group]].astype(np.int64)
         blocks = np.take_along_axis(tables, positions // self.block_size, axis=1)
         gathered = blocks * self.block_size + positions % self.block_size
-        device = self.model.device
+        device, num_new = self.model.device, max(span.length for span in group)
+        kv_slots, tokens = gathered[:, num_keys - num_new :].ravel(), None
+        if any(span.length < num_new for span in group):
+            tokens = np.flatnonzero(np.arange(num_new) >= num_new - (ends - starts)[:, None])
+            kv_slots = kv_slots[tokens]
         return Rows(
             sequence_ids=batch.sequence_ids_host[[span.number for span in group]],
             slots=np.array([span.slot for span in group]),
             starts=starts,
             ends=ends,
-            kv_slots=to_device(gathered[:, num_keys - group[0].length :].ravel(), device),
+            num_new=num_new,
+            tokens=None if tokens is None else to_device(tokens, device),
+            kv_slots=to_device(kv_slots, device),
             gathered=to_device(gathered, device),
             num_keys=num_keys,
         )

@@ -51,22 +51,28 @@ STATES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 """Recurrent states, by themselves or beside attention."""
 
+CLAMPED = _config(
+    "mamba2", num_heads=8, head_dim=16, state_size=8, n_groups=1, chunk_size=8, time_step_limit=(0.5, 100.0)
+)
+"""Its time steps are clamped in a prompt, and not token by token: `transformers`' two ways differ."""
+
 SEQUENTIAL: dict[str, Callable[[], PreTrainedConfig]] = {
     "rwkv": lambda: _config("rwkv", attention_hidden_size=64, context_length=256),
 }
 """A cache that is like nobody else's."""
 
 ALL = ROWS | STATES | SEQUENTIAL
+OTHERS = {"clamped": lambda: CLAMPED}
 FACTORS = {"gptj": 16.0, "gpt_neo": 12.0, "bloom": 16.0, "falcon": 16.0, "mpt": 16.0, "xglm": 24.0, "rwkv": 24.0}
 
 
 @cache
 def build(name: str, seed: int = 0) -> PreTrainedModel:
-    """In float32, in evaluation mode; matrices are drawn with more deviation than models begin with, so that the context
-    matters (how much is measured by the proof itself, which refuses a model that does not depend on it)."""
+    """In float32, in evaluation mode; matrices are drawn with more deviation than models begin with, so that context
+    matters (how much, the proof itself measures; it refuses a model that does not depend on it)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(ALL[name](), dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config((ALL | OTHERS)[name](), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     with torch.no_grad():

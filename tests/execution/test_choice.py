@@ -104,6 +104,18 @@ def test_a_step_that_was_given_up_is_run_again(name: str, monkeypatch: pytest.Mo
     assert list(outputs.values()) == expected
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_where_a_model_differs_from_itself_it_runs_as_generate_does(dtype: str) -> None:
+    model = others.build("clamped")
+    llm = LLM(model, dtype=dtype, **others.options(num_blocks=500))
+    assert any(note.startswith("not as in one forward pass") for note in llm.model_info.notes)
+    assert llm.model_info.executor == "rows"
+    outputs = generate(llm)
+    if dtype == "float32":
+        assert outputs == [zoo.plain_greedy(model, prompt, 16) for prompt in prompts()]
+        assert any(others.wrong_tokens(model, p, o) for p, o in zip(prompts(), outputs, strict=True))
+
+
 @pytest.mark.parametrize("kind", ["rows", "sequential"])
 @pytest.mark.parametrize("name", ["qwen3_next", "bloom"])
 def test_prompts_in_one_piece(kind: str, name: str) -> None:

@@ -5,8 +5,9 @@ no model is known by its name: a wrong token is never an option.
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -27,8 +28,9 @@ from inflight.execution.probe import (
     num_embeddings,
     precision_of,
     probe_packed,
+    relative_error,
 )
-from inflight.execution.proof import NUM_PROOF_SLOTS, PROOF_BLOCK_SIZE, PlainModel, compare, prove
+from inflight.execution.proof import NUM_PROOF_SLOTS, PROOF_BLOCK_SIZE, PlainModel, compare, logits_of, prove
 from inflight.execution.twin import make_twin
 
 logger = logging.getLogger(__name__)
@@ -88,7 +90,35 @@ def choose_executor(
             continue
         logger.warning("%s runs as %s: %s", name, executor, "; ".join(choice.report.notes))
         return choice
-    raise ModelError("; ".join(f"{reason}" for reason in reasons.values()))
+    if plain is not None:
+        with suppress(Exception):  # what has failed says more
+            return _as_generated(model, wanted, config, plain, reasons, let_go)
+    raise ModelError("; ".join(reasons.values()))
+
+
+def _as_generated(
+    model: PreTrainedModel,
+    wanted: Sequence[str],
+    config: EngineConfig,
+    plain: PlainModel,
+    reasons: Mapping[str, str],
+    let_go: LetGo | None,
+) -> Choice:
+    """The first executor that gives what `model.generate` sees, where that is not what one forward pass gives. Raises
+    if there is none."""
+    generated = plain.as_generated(model)
+    difference = max(map(relative_error, generated.logits, plain.logits))
+    said = {
+        "as in one forward pass": f"with a cache of its own the model gives others by {difference:.1e}, as here; a "
+        "sequence that was preempted is computed anew as a prompt"
+    }
+    if "packed" in reasons:
+        said["packed"] = reasons["packed"]
+    for name in wanted:
+        if name in WAYS:
+            with suppress(ModelError):
+                return _by_logits(model, name, config, generated, said, let_go)
+    raise ModelError("none is")
 
 
 def _plain(model: PreTrainedModel) -> PlainModel:
@@ -153,7 +183,7 @@ def _by_logits(
     name: str,
     config: EngineConfig,
     plain: PlainModel,
-    reasons: dict[str, str],
+    reasons: Mapping[str, str],
     let_go: LetGo | None,
 ) -> Choice:
     """Prove one of those that leave attention to the model: the first of its ways that is exact."""
@@ -161,8 +191,12 @@ def _by_logits(
         raise ModelError("int8 weights and caches need a model that runs packed")
     is_precise = precision_of(model) is FULL_PRECISION
     subject, of_subject = (model, plain) if is_precise else make_twin(model)
+    if plain.is_generated and not is_precise:
+        of_subject = of_subject.as_generated(subject)
     failed: list[str] = []
     for way in WAYS[name]:
+        if plain.is_generated and not way.in_one_piece:
+            continue  # the last token of a prompt, by itself, would be computed as one that follows it
         try:
             error = prove(way.make_small(subject), of_subject, FULL_PRECISION.logits)
             if not is_precise:
@@ -189,6 +223,7 @@ def _pack(model: PreTrainedModel, plain: PlainModel, way: _Way, let_go: LetGo | 
     There is no way back for the model itself, which may read a weight in ways of its own."""
     try:
         twin, of_twin = make_twin(model)
+        of_twin = replace(of_twin, logits=logits_of(way.make_small(twin), of_twin))
         pack_weights(twin)
         compare(way.make_small(twin), of_twin, FULL_PRECISION.logits)
     except Exception as error:

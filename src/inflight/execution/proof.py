@@ -7,14 +7,16 @@ to be many times what the executor changes.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from inflight.errors import ModelError
 from inflight.execution.executors import Executor
+from inflight.execution.executors.model_call import ModelCall
 from inflight.execution.probe import num_embeddings, precision_of, relative_error
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.plan import Span, StepPlan
@@ -34,6 +36,10 @@ STEPS = (
     ((0, 22, 23),),
 )
 """What runs in each step: of which prompt, from where, to where."""
+CHUNKS = frozenset({(0, 9), (1, 6), (1, 9)})
+"""Spans of which no logits are wanted in service, by prompt and end: so the second prompt's last token comes alone."""
+PREFILL_LENGTHS = (20, 9)
+"""Of each prompt; what follows comes token by token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +51,28 @@ class PlainModel:
         logits: `[L, V]` of each.
         effect: what another token far back changes about the last logits, relative to their size.
         vocab_size: token ids that can be fed and can come out.
+        is_generated: whether the logits are those that `model.generate` sees.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     logits: tuple[torch.Tensor, ...]
     effect: float
     vocab_size: int
+    is_generated: bool = False
+
+    @torch.inference_mode()
+    def as_generated(self, model: PreTrainedModel) -> "PlainModel":
+        """The same with the logits that `model.generate` sees: of a prompt in one piece, then token by token, with the
+        model's own cache. (State spaces whose two ways of computing differ give others than in one forward pass.)"""
+        logits = []
+        for prompt, length in zip(self.prompts, PREFILL_LENGTHS, strict=True):
+            run, cache, given = ModelCall(model), None, []
+            for start, end in ((0, length), *((i, i + 1) for i in range(length, len(prompt)))):
+                outputs = run.outputs(np.array([prompt[start:end]]), None, None, cache, end - start)
+                cache = run.cache_of(outputs)
+                given.append(outputs.logits[0])
+            logits.append(torch.cat(given))
+        return replace(self, logits=tuple(logits), is_generated=True)
 
     @classmethod
     @torch.inference_mode()
@@ -90,23 +112,34 @@ def compare(executor: Executor, plain: PlainModel, tolerance: float) -> float:
     executor.allocate(NUM_PROOF_BLOCKS)
     error = 0.0
     for slots in ((0, 1), (1, 0)):
-        logits: list[list[torch.Tensor]] = [[], []]
-        for batch, spans in _steps(plain.prompts, slots, executor.model.device):
-            rows = executor.forward(batch).split([span.length for span in spans])  # type: ignore[no-untyped-call]
-            for span, row in zip(spans, rows, strict=True):
-                logits[span.sequence_id].append(row)
-        for actual, expected in zip(logits, plain.logits, strict=True):
-            error = max(error, relative_error(torch.cat(actual), expected))
+        logits = _logits_of(executor, plain.prompts, slots)
+        error = max(error, *map(relative_error, logits, plain.logits))
     if not error <= tolerance:
         raise ModelError(f"its logits differ by {error:.1e} of their size ({tolerance:.0e} is allowed)")
     _check_few_logits(executor, plain, tolerance)
     return error
 
 
+def logits_of(executor: Executor, plain: PlainModel) -> tuple[torch.Tensor, ...]:
+    """What an executor gives for the prompts: `[L, V]` each."""
+    executor.allocate(NUM_PROOF_BLOCKS)
+    return _logits_of(executor, plain.prompts, (0, 1))
+
+
+def _logits_of(executor: Executor, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    logits: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for batch, spans in _steps(prompts, slots, executor.model.device):
+        rows = executor.forward(batch).split([span.length for span in spans])  # type: ignore[no-untyped-call]
+        for span, row in zip(spans, rows, strict=True):
+            logits[span.sequence_id].append(row)
+    return tuple(map(torch.cat, logits))
+
+
 def _check_few_logits(executor: Executor, plain: PlainModel, tolerance: float) -> None:
     """As in service: of a chunk no logits are wanted, of a span's end one row."""
     actual = []
-    for batch, spans in _steps(plain.prompts, (0, 1), executor.model.device, all_logits=False):
+    chunks = CHUNKS - {(1, PREFILL_LENGTHS[1])} if plain.is_generated else CHUNKS
+    for batch, spans in _steps(plain.prompts, (0, 1), executor.model.device, chunks):
         rows = executor.forward(batch).split([span.num_logit_rows for span in spans])  # type: ignore[no-untyped-call]
         actual += [
             row for span, row in zip(spans, rows, strict=True) if span.end == len(plain.prompts[span.sequence_id])
@@ -117,19 +150,21 @@ def _check_few_logits(executor: Executor, plain: PlainModel, tolerance: float) -
 
 
 def _steps(
-    prompts: Sequence[Sequence[int]], slots: Sequence[int], device: torch.device, *, all_logits: bool = True
+    prompts: Sequence[Sequence[int]],
+    slots: Sequence[int],
+    device: torch.device,
+    chunks: Set[tuple[int, int]] | None = None,
 ) -> Iterator[tuple[RaggedBatch, tuple[Span, ...]]]:
-    """The steps, over scattered blocks; with all logits, or only those behind prompts that end before single tokens."""
+    """The steps, over scattered blocks; with all logits, or with none of `chunks` and one of each other span."""
     tables = [array("i", range(number, NUM_PROOF_BLOCKS, len(prompts))) for number in range(len(prompts))]
     for step in STEPS:
         spans = tuple(
             Span(number, slots[number], start, list(prompts[number][start:end]), end - start, len(prompts[number]))
             for number, start, end in step
         )
-        if not all_logits:
-            is_chunk = [end in (9, 6) for _, _, end in step]
+        if chunks is not None:
             spans = tuple(
-                replace(span, num_logit_rows=0 if each else 1) for span, each in zip(spans, is_chunk, strict=True)
+                replace(span, num_logit_rows=int((span.sequence_id, span.end) not in chunks)) for span in spans
             )
         plan = StepPlan(spans, (tuple(tables[number] for number, _, _ in step),))
         yield RaggedBatch.pack(plan, PROOF_BLOCK_SIZE, device), spans

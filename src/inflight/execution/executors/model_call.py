@@ -36,6 +36,11 @@ class ModelCall:
         logits: torch.Tensor = self.outputs(token_ids, positions, mask, cache, max(1, num_logit_rows)).logits
         return logits[:, logits.shape[1] - num_logit_rows :]
 
+    @staticmethod
+    def cache_of(outputs: Any) -> Any:
+        """The cache that the model has filled; None if it has none."""
+        return next((each for name in CACHE_NAMES if (each := getattr(outputs, name, None)) is not None), None)
+
     def outputs(self, token_ids: Any, positions: Any, mask: Any, cache: Any, num_logit_rows: int) -> Any:
         """All that the model gives. Positions None: those that it thinks of itself."""
         device = self.model.device

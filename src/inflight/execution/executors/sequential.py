@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from inflight.execution.executors.model_call import CACHE_NAMES, ModelCall
+from inflight.execution.executors.model_call import ModelCall
 from inflight.execution.executors.spans import RunnableSpan, TokensBySlot, spans_of
 from inflight.execution.ragged_batch import RaggedBatch
 
@@ -75,7 +75,7 @@ class SequentialExecutor:
             None if own is None else own.kept,
             max(1, span.num_logit_rows),
         )
-        kept = next((each for name in CACHE_NAMES if (each := getattr(outputs, name, None)) is not None), None)
+        kept = self._call.cache_of(outputs)
         if kept is not None:
             self._caches[span.slot] = _OwnCache(kept, span.end)
         if not span.num_logit_rows:

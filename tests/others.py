@@ -58,12 +58,24 @@ CLAMPED = _config(
 
 SEQUENTIAL: dict[str, Callable[[], PreTrainedConfig]] = {
     "rwkv": lambda: _config("rwkv", attention_hidden_size=64, context_length=256),
+    "blenderbot": lambda: _config(
+        "blenderbot", d_model=64, encoder_layers=2, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=96
+    ),
 }
 """A cache that is like nobody else's."""
 
 ALL = ROWS | STATES | SEQUENTIAL
 OTHERS = {"clamped": lambda: CLAMPED}
-FACTORS = {"gptj": 16.0, "gpt_neo": 12.0, "bloom": 16.0, "falcon": 16.0, "mpt": 16.0, "xglm": 24.0, "rwkv": 24.0}
+FACTORS = {
+    "gptj": 16.0,
+    "gpt_neo": 12.0,
+    "bloom": 16.0,
+    "falcon": 16.0,
+    "mpt": 16.0,
+    "xglm": 24.0,
+    "rwkv": 24.0,
+    "blenderbot": 16.0,
+}
 
 
 @cache

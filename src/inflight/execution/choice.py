@@ -84,15 +84,15 @@ def choose_executor(
                 return _packed(model, config, make_backend, let_go)
             restore_attention(model, in_use)
             plain = plain or _plain(model)
-            choice = _by_logits(model, executor, config, plain, reasons, let_go)
+            return _by_logits(model, executor, config, plain, reasons, let_go)
         except ModelError as error:
             reasons[executor] = str(error)
-            continue
-        logger.warning("%s runs as %s: %s", name, executor, "; ".join(choice.report.notes))
-        return choice
     if plain is not None:
         with suppress(Exception):  # what has failed says more
             return _as_generated(model, wanted, config, plain, reasons, let_go)
+        if "sequential" in wanted:
+            with suppress(ModelError):
+                return _by_logits(model, "recomputed", config, plain, reasons, let_go)
     raise ModelError("; ".join(reasons.values()))
 
 
@@ -151,21 +151,23 @@ class _Way:
     Attributes:
         pads: whether beginnings of different lengths run together.
         in_one_piece: whether prompts are only run whole.
+        uses_cache: whether anything is kept.
     """
 
     name: str
     pads: bool = False
     in_one_piece: bool = False
+    uses_cache: bool = True
 
     def __str__(self) -> str:
         pieces = f"with prompts in {'one piece' if self.in_one_piece else 'pieces'}"
-        return f"{self.name} {pieces}{', padded' if self.pads else ''}"
+        return f"{self.name} {pieces}{', padded' if self.pads else ''}{'' if self.uses_cache else ', without a cache'}"
 
     def make(self, model: PreTrainedModel, block_size: int, num_slots: int) -> Executor:
         """The executor."""
         if self.name == "rows":
             return RowsExecutor(model, block_size, num_slots, in_one_piece=self.in_one_piece, pads=self.pads)
-        return SequentialExecutor(model, in_one_piece=self.in_one_piece)
+        return SequentialExecutor(model, in_one_piece=self.in_one_piece, uses_cache=self.uses_cache)
 
     def make_small(self, model: PreTrainedModel) -> Executor:
         """One for a proof."""
@@ -175,6 +177,7 @@ class _Way:
 WAYS = {
     "rows": (_Way("rows", pads=True), _Way("rows"), _Way("rows", in_one_piece=True)),
     "sequential": (_Way("sequential"), _Way("sequential", in_one_piece=True)),
+    "recomputed": (_Way("sequential", in_one_piece=True, uses_cache=False),),
 }
 
 
@@ -209,9 +212,12 @@ def _by_logits(
         if can_pack(model):
             error, unpacked = _pack(model, plain, way, let_go)
             notes += unpacked
+        if not way.uses_cache:
+            notes.append("nothing can be kept: a sequence is computed from its beginning for every token")
         if way.in_one_piece:
             notes.append("prompts are computed in one piece, when their last tokens have come")
         notes[:0] = [f"not {each}: {reason}" for each, reason in reasons.items()]
+        logger.warning("%s runs as %s: %s", type(model).__name__, way.name, "; ".join(notes))
         backend = str(model.config._attn_implementation)
         return Choice(partial(way.make, model), backend, _report(plain, error, max_model_len, notes))
     raise ModelError("; ".join(failed))

@@ -16,12 +16,16 @@ CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems")
 class ModelCall:
     """One model's way of being called.
 
+    Args:
+        uses_cache: whether the model is to keep anything.
+
     Attributes:
         no_logits: `[0, V]`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, uses_cache: bool = True) -> None:
         self.model = model
+        self.uses_cache = uses_cache
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = next((name for name in CACHE_NAMES if name in parameters), None)
@@ -44,7 +48,7 @@ class ModelCall:
     def outputs(self, token_ids: Any, positions: Any, mask: Any, cache: Any, num_logit_rows: int) -> Any:
         """All that the model gives. Positions None: those that it thinks of itself."""
         device = self.model.device
-        options: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        options: dict[str, Any] = {"use_cache": self.uses_cache, "return_dict": True}
         if positions is not None and self._takes_positions:
             options["position_ids"] = to_device(positions, device)
         if mask is not None and self._takes_mask:

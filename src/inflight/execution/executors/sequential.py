@@ -31,16 +31,17 @@ class SequentialExecutor:
     Args:
         model: ours alone, in evaluation mode, with an attention implementation of its own.
         in_one_piece: whether prompts are only run whole: the model can not go on with several tokens at once.
+        uses_cache: whether the model keeps anything; if not, a sequence is run from its beginning for every token.
     """
 
     name = "sequential"
     can_share_prefixes = False
     bytes_per_slot = 0
 
-    def __init__(self, model: PreTrainedModel, *, in_one_piece: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, *, in_one_piece: bool = False, uses_cache: bool = True) -> None:
         self.model = model
         self.in_one_piece = in_one_piece
-        self._call = ModelCall(model)
+        self._call = ModelCall(model, uses_cache=uses_cache)
         self._tokens = TokensBySlot()
         self._caches: dict[int, _OwnCache] = {}
 

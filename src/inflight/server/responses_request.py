@@ -67,7 +67,8 @@ class CallItem(StrictModel):
         parsed_arguments: the same once more, as `openai`'s client sends them back; they are not looked at.
     """
 
-    NOT_SUPPORTED: ClassVar = {"caller": (), "namespace": ()}
+    # (What is `async` is `async_` in what the client's own `model_dump` makes of an answer's item.)
+    NOT_SUPPORTED: ClassVar = {"caller": (), "namespace": (), "async": (False,), "async_": (False,)}
 
     type: Literal["function_call"]
     call_id: str
@@ -117,7 +118,7 @@ class FunctionTool(StrictModel):
             function be called.
     """
 
-    NOT_SUPPORTED: ClassVar = {"allowed_callers": (), "defer_loading": (False,), "output_schema": ()}
+    NOT_SUPPORTED: ClassVar = {"allowed_callers": (), "async": (False,), "defer_loading": (False,), "output_schema": ()}
 
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1, max_length=256)]

@@ -12,6 +12,7 @@ import uvicorn
 from inflight.async_llm import AsyncLLM
 from inflight.errors import EngineDeadError, ModelError
 from inflight.server.app import create_app
+from inflight.server.operations.heads import LimitedHeads
 from inflight.server.operations.lifecycle import Drain, DrainingServer
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.stack import Operations
@@ -50,7 +51,7 @@ def serve_until_told(
     app.add_api_route("/metrics", operations.metrics.endpoint, summary="Metrics for Prometheus.")
     config = uvicorn.Config(
         operations.surround(app),
-        http="httptools",
+        http=LimitedHeads,
         lifespan="on",
         access_log=False,
         log_config=None,

@@ -123,6 +123,7 @@ def test_a_conversation_goes_on_with_outputs(hermes: RunningServer) -> None:
     for going_on in (
         {"previous_response_id": called.id, "input": [*output_of(call), ASK_AGAIN]},
         {"input": [{"role": "user", "content": ASK}, *called.output, *output_of(call), ASK_AGAIN]},
+        {"input": [{"role": "user", "content": ASK}, call.model_dump(), *output_of(call), ASK_AGAIN]},
     ):
         for answer in both(hermes, **going_on):
             assert answer.output_text == "Yes."

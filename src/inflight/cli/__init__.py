@@ -6,6 +6,7 @@ import click
 
 from inflight import __version__
 from inflight.cli.bench import bench
+from inflight.cli.census import census
 from inflight.cli.chat import chat
 from inflight.cli.demo import demo
 from inflight.cli.generate import generate
@@ -24,7 +25,7 @@ def app() -> None:
     """Continuous batching for Hugging Face causal language models."""
 
 
-for command in (generate, serve, chat, info, demo, show, race, bench, profile, trace, simulate):
+for command in (generate, serve, chat, info, demo, show, race, bench, profile, trace, simulate, census):
     app.add_command(command)
 
 

@@ -1,0 +1,33 @@
+"""The process of one class: prints its `Finding` as a line of JSON; with `--peer` once more, with the peer's result."""
+
+import argparse
+import os
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def main() -> None:
+    """`python -m inflight.census MODEL_TYPE [--peer]`."""
+    parser = argparse.ArgumentParser(prog="python -m inflight.census")
+    parser.add_argument("model_type")
+    parser.add_argument("--peer", action="store_true")
+    arguments = parser.parse_args()
+    answer = os.fdopen(os.dup(1), "w")  # for this module alone: what model code prints goes to standard error
+    os.dup2(2, 1)
+
+    import torch
+
+    from inflight.census.examine import examine
+
+    torch.set_num_threads(1)
+    finding, model = examine(arguments.model_type)
+    print(finding.to_json(), file=answer, flush=True)
+    if arguments.peer and model is not None:
+        from inflight.census.peer import with_peer
+
+        print(with_peer(model, finding).to_json(), file=answer, flush=True)
+    os._exit(0)  # threads that a model or a peer has left are nobody's concern
+
+
+if __name__ == "__main__":
+    main()

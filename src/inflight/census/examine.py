@@ -1,0 +1,176 @@
+"""One class: build it, load it, run a ragged workload, hold every token against the plain model.
+
+Decides the workload, and what counts as exact: each token is the argmax of the plain model's logits, computed without a
+cache, or as good within `NEAR_TIE` of their range, or the argmax when the plain model sees only what comes before it.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from inflight.census.finding import Finding, Outcome, first_line
+from inflight.census.sensitive import FIRST_ORDINARY_TOKEN, build, plain_logits, sensitive_model, vocab_size
+from inflight.census.tiny_configs import model_class, tiny_config
+from inflight.llm import LLM
+from inflight.outputs import RequestOutput
+from inflight.params import SamplingParams
+
+NEAR_TIE = 1e-4
+NUM_REQUESTS = 8
+MAX_PROMPT_TOKENS = 60
+NUM_SHARED_TOKENS = 20
+OUTPUT_TOKENS = (12, 20)
+ENGINE: dict[str, Any] = {
+    "max_num_batched_tokens": 24,
+    "num_blocks": 44,
+    "block_size": 4,
+    "max_num_seqs": 6,
+    "executor": "auto",
+}
+"""A small budget: prompts are chunked beside decodes. Fewer blocks than all need: some requests are preempted."""
+
+
+IN_ONE_PIECE = "prompts are computed in one piece"
+"""How the note begins that says so."""
+
+DRAFT_HEADS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""They read the keys and values of another model, and can't be built without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Token ids, and how many more to generate."""
+
+    prompt: list[int]
+    num_tokens: int
+
+
+def examine(model_type: str) -> tuple[Finding, PreTrainedModel | None]:
+    """What is found out about a class, and its model, if there is one."""
+    start = time.perf_counter()
+    finding = Finding(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], "not built")
+    if model_type in DRAFT_HEADS:
+        reason = "it is a draft head, which reads the keys and values of its target model"
+        return replace(finding, outcome="not causal", reason=reason), None
+    model = None
+    try:
+        config = tiny_config(model_type)
+        num_parameters = build(model_class(model_type), config).num_parameters()
+        finding = replace(finding, outcome="not causal", num_parameters=num_parameters)
+        model, sensitivity = sensitive_model(model_class(model_type), config)
+        finding = replace(
+            finding,
+            outcome="failed",
+            share_changed=sensitivity.share_changed,
+            num_distinct=sensitivity.num_distinct,
+            factor=sensitivity.factor,
+        )
+        finding = _run(model, finding)
+    except Exception as error:
+        reason = first_line(error)
+        if finding.outcome == "not causal":
+            reason = f"it does not run on tokens alone: {reason}"
+        finding = replace(finding, reason=reason)
+    return replace(finding, seconds=time.perf_counter() - start), model
+
+
+def requests_for(model: PreTrainedModel, seed: int = 0) -> list[Request]:
+    """Random prompts of all lengths from 1 to `MAX_PROMPT_TOKENS`, the same for the same size of vocabulary; the last
+    one begins like the second."""
+    draw, limit = random.Random(seed), vocab_size(model)
+    lengths = [
+        1,
+        MAX_PROMPT_TOKENS,
+        *(draw.randint(2, MAX_PROMPT_TOKENS) for _ in range(NUM_REQUESTS - 2)),
+    ]
+    requests = [
+        Request([draw.randrange(FIRST_ORDINARY_TOKEN, limit) for _ in range(length)], draw.randint(*OUTPUT_TOKENS))
+        for length in lengths
+    ]
+    shared = requests[1].prompt[:NUM_SHARED_TOKENS]
+    return [*requests[:-1], replace(requests[-1], prompt=shared + requests[-1].prompt[NUM_SHARED_TOKENS:])]
+
+
+def _run(model: PreTrainedModel, finding: Finding) -> Finding:
+    requests = requests_for(model)
+    why_not_causal = _why_not_causal(model, requests[1].prompt)
+    try:
+        llm = LLM(model, **ENGINE)
+    except ValueError as error:
+        outcome: Outcome = "not causal" if why_not_causal else "refused"
+        return replace(finding, outcome=outcome, reason=why_not_causal or first_line(error))
+    if why_not_causal:
+        return replace(finding, outcome="wrong", reason=f"the engine takes it, but {why_not_causal}")
+    info = llm.model_info
+    finding = replace(
+        finding, executor=info.executor, in_one_piece=any(note.startswith(IN_ONE_PIECE) for note in info.notes)
+    )
+    params = [SamplingParams(temperature=0, max_tokens=each.num_tokens, ignore_eos=True) for each in requests]
+    outputs = llm.generate([each.prompt for each in requests], params, use_tqdm=False)
+    finding = replace(finding, num_preemptions=llm.engine.stats().num_preemptions)
+    return judge(model, requests, outputs, finding)
+
+
+@torch.no_grad()
+def _why_not_causal(model: PreTrainedModel, prompt: Sequence[int]) -> str:
+    """Why it is no decoder-only causal language model; nothing if it is one."""
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder"
+    whole = plain_logits(model, torch.tensor([prompt]))
+    begun = plain_logits(model, torch.tensor([prompt[: len(prompt) // 2]]))
+    if whole.shape[:2] != (1, len(prompt)):
+        return f"it gives logits of the shape {list(whole.shape)} for {len(prompt)} tokens"
+    spread = (whole.amax() - whole.amin()).item()
+    if (whole[:, : begun.shape[1]] - begun).abs().max().item() > 1e-2 * spread:
+        return "what follows a token changes its logits"
+    return ""
+
+
+def judge(
+    model: PreTrainedModel, requests: Sequence[Request], outputs: Sequence[RequestOutput], finding: Finding
+) -> Finding:
+    """Compare what was generated with the plain model."""
+    num_tokens = num_near_ties = 0
+    wrong: list[str] = []
+    for number, (request, output) in enumerate(zip(requests, outputs, strict=True)):
+        tokens = list(output.outputs[0].token_ids)
+        if output.error:
+            return replace(finding, outcome="failed", reason=first_line(output.error))
+        if len(tokens) != request.num_tokens:
+            return replace(finding, outcome="failed", reason=f"{len(tokens)} tokens came of {request.num_tokens}")
+        places, ties = misplaced(model, request.prompt, tokens)
+        num_tokens, num_near_ties = num_tokens + len(tokens), num_near_ties + ties
+        if places:
+            wrong.append(f"{number} (prompt of {len(request.prompt)}) from output token {places[0]} on")
+    finding = replace(finding, num_tokens=num_tokens, num_near_ties=num_near_ties)
+    if wrong:
+        return replace(finding, outcome="wrong", reason=f"{len(wrong)} of {len(requests)} requests: {'; '.join(wrong)}")
+    return replace(finding, outcome="exact")
+
+
+@torch.no_grad()
+def misplaced(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[list[int], int]:
+    """Indices of tokens that the plain model would not have chosen there, and how many it all but chose."""
+    logits = plain_logits(model, torch.tensor([[*prompt, *tokens[:-1]]]))[0, len(prompt) - 1 :]
+    best = logits.amax(-1)
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    finite = logits.masked_fill(~torch.isfinite(logits), 0.0)
+    tolerance = NEAR_TIE * (best - finite.amin(-1))
+    is_as_good = best - chosen <= tolerance
+    wrong = [place for place in (~is_as_good).nonzero()[:, 0].tolist() if not _is_next(model, prompt, tokens, place)]
+    return wrong, int((chosen < best).sum()) - len(wrong)
+
+
+def _is_next(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], place: int) -> bool:
+    """Whether the plain model chooses a token when it is given no more than what comes before it.
+
+    A layer that selects by rank (keys, experts) may do so otherwise in a longer row, where scores are tied.
+    """
+    logits = plain_logits(model, torch.tensor([[*prompt, *tokens[:place]]]))
+    return int(logits[0, -1].argmax()) == tokens[place]

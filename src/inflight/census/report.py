@@ -1,0 +1,125 @@
+"""Findings as Markdown and as JSON. Decides only how they look, and in which order."""
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from inflight.census.finding import MIN_DISTINCT, MIN_SHARE, Finding, Outcome, shortened
+
+MAX_REASON, MAX_PEER = 300, 100
+"""Characters of a reason in a table; in JSON there is more."""
+
+EXECUTORS = ("packed", "rows", "sequential")
+NO_CAUSAL_LM: tuple[Outcome, ...] = ("not causal", "not built")
+
+INTRODUCTION = """\
+# Census of causal language models
+
+Made by `inflight census --output docs/census.md`; not edited by hand.
+
+For every class that `transformers` maps to a causal language model: a tiny model with random weights, rescaled until
+its next token depends on tokens far back, runs a ragged workload (eight greedy requests with prompts of 1 to 60 tokens,
+chunked, preempted, mixed) through `LLM(model)` in float32. **Exact**: every token is the argmax of the plain model's
+logits, computed without a cache in one forward pass over everything, or within 1e-4 of their range of it, or the argmax
+of a pass over just what comes before it (layers that select by rank break ties otherwise in a longer row). *Context*:
+the share of the plain model's argmaxes that other tokens far back change; *variety*: how many of its 24 greedy tokens
+differ. Where one of them is small, "exact" says less.
+"""
+
+
+def versions() -> dict[str, str]:
+    """What the findings hold for."""
+    return {
+        "inflight": version("inflight-llm"),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "processor": _processor(),
+    }
+
+
+def to_json(findings: Iterable[Finding], made_with: dict[str, str]) -> str:
+    """All of it, with the versions."""
+    return json.dumps({"versions": made_with, "findings": [asdict(each) for each in _ordered(findings)]}, indent=2)
+
+
+def to_markdown(findings: Iterable[Finding], made_with: dict[str, str]) -> str:
+    """The document: versions, summary, one table for each kind of outcome."""
+    findings = _ordered(findings)
+    causal = [each for each in findings if each.outcome not in NO_CAUSAL_LM]
+    inexact = [each for each in causal if each.outcome != "exact"]
+    num_tokens, num_ties = sum(each.num_tokens for each in findings), sum(each.num_near_ties for each in findings)
+    parts = [
+        INTRODUCTION,
+        ", ".join(f"{name} {value}" for name, value in made_with.items()) + "\n",
+        f"**{summary(findings)}**\n",
+        f"{num_tokens:,} tokens were compared; {num_ties} of them are not the argmax of the one pass, but as good.\n",
+    ]
+    with_peer = any(each.peer for each in findings)
+    if exact := [each for each in causal if each.outcome == "exact"]:
+        parts += ["## Exact\n", _table(exact, with_peer)]
+    if inexact:
+        parts += ["## Not exact\n", _table(inexact, with_peer)]
+    if others := [each for each in findings if each.outcome == "not causal"]:
+        parts += ["## No decoder-only causal language models\n", _short_table(others)]
+    if others := [each for each in findings if each.outcome == "not built"]:
+        parts += ["## Not built\n", _short_table(others)]
+    return "\n".join(parts)
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """How many are exact, of how many, by which executors; and what the rest are."""
+    causal = [each for each in findings if each.outcome not in NO_CAUSAL_LM]
+    counts = Counter(each.outcome for each in findings)
+    ways = Counter(each.executor for each in causal if each.outcome == "exact")
+    how = ", ".join(f"{ways[name]} {name}" for name in EXECUTORS if ways[name])
+    rest = ", ".join(f"{counts[name]} {name}" for name in ("wrong", "refused", "failed") if counts[name])
+    apart = ", ".join(f"{counts[name]} {name}" for name in NO_CAUSAL_LM if counts[name])
+    sentence = f"{counts['exact']} of {len(causal)} decoder-only causal language models are exact"
+    sentence += f" ({how})" if how else ""
+    sentence += f"; {rest}" if rest else ""
+    return sentence + (f". Apart from these: {apart}." if apart else ".")
+
+
+def _ordered(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda each: each.model_type)
+
+
+def _table(findings: Sequence[Finding], with_peer: bool) -> str:
+    columns = ["model type", "class", "executor", "exact", "context", "variety", "why not", "parameters", "s"]
+    rows = [
+        [
+            each.model_type,
+            f"`{each.model_class}`",
+            (each.executor or "") + (" (prompts whole)" if each.in_one_piece else ""),
+            "yes" if each.outcome == "exact" else f"no: {each.outcome}",
+            f"{each.share_changed:.0%}" + (" (small)" if each.share_changed < MIN_SHARE else ""),
+            f"{each.num_distinct}" + (" (small)" if each.num_distinct < MIN_DISTINCT else ""),
+            shortened(each.reason, MAX_REASON),
+            f"{each.num_parameters:,}",
+            f"{each.seconds:.1f}",
+            *([shortened(each.peer, MAX_PEER)] if with_peer else []),
+        ]
+        for each in findings
+    ]
+    return _markdown([*columns, *(["transformers' own batching"] if with_peer else [])], rows)
+
+
+def _short_table(findings: Sequence[Finding]) -> str:
+    rows = [[each.model_type, f"`{each.model_class}`", shortened(each.reason, MAX_REASON)] for each in findings]
+    return _markdown(["model type", "class", "why"], rows)
+
+
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def _processor() -> str:
+    processor = platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)

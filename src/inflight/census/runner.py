@@ -1,0 +1,79 @@
+"""All classes, each in a process of its own: a hang or a crash is one finding. Knows no torch."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from inflight.census.finding import Finding, first_line
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def run_census(
+    classes: Mapping[str, str],
+    timeout: float,
+    jobs: int = 1,
+    peer: bool = False,
+    on_finding: Callable[[Finding], None] = lambda _: None,
+) -> list[Finding]:
+    """Examine `classes` (model type to class name), so many at once; findings are in their order.
+
+    Args:
+        timeout: seconds that each may take, with what is imported.
+        peer: whether `transformers`' own continuous batching runs each model, too.
+        on_finding: called with each as it comes, from some thread.
+    """
+
+    def one(model_type: str) -> Finding:
+        finding = examine_apart(model_type, classes[model_type], timeout, peer)
+        on_finding(finding)
+        return finding
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(one, classes))
+
+
+def examine_apart(model_type: str, model_class: str, timeout: float, peer: bool = False) -> Finding:
+    """What the process of one class finds, or how it ended without an answer."""
+    command = [sys.executable, "-m", "inflight.census", model_type, *(["--peer"] if peer else [])]
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT
+    )
+    try:
+        answers, errors = process.communicate(timeout=timeout)
+        end = f"the process ended with exit code {process.returncode}: {_last_line(errors)}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        answers, errors = process.communicate()
+        end = f"no answer within {timeout:.0f} seconds"
+    findings = [Finding.from_json(line) for line in answers.splitlines()]
+    if not findings:
+        return Finding(model_type, model_class, "failed", reason=end, seconds=time.monotonic() - start)
+    if peer and len(findings) == 1 and findings[0].num_parameters:
+        return replace(findings[0], peer=end)
+    return findings[-1]
+
+
+def select(classes: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """Those of `names`, each a model type or a class's name; all without any. Raises `ValueError` if there is no such.
+
+    Sorted by model type.
+    """
+    for name in names:
+        if name not in classes and name not in classes.values():
+            raise ValueError(f"there is no causal language model class or model type {name!r} in transformers")
+    return {
+        model_type: classes[model_type]
+        for model_type in sorted(classes)
+        if not names or model_type in names or classes[model_type] in names
+    }
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return first_line(lines[-1]) if lines else "it said nothing"

@@ -1,0 +1,44 @@
+"""`inflight census`: which causal language model classes of `transformers` run exactly, each tried on a tiny model."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from inflight.cli.options import quiet_libraries
+
+
+@click.command()
+@click.option("--class", "names", multiple=True, help="Only this class or model type; may be repeated.")
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it here, not to standard output."
+)
+@click.option("--json", "as_json", is_flag=True, help="As JSON instead of Markdown.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=60.0, help="Seconds that a class may take.")
+@click.option("--jobs", type=click.IntRange(min=1), default=1, help="Classes examined at once.")
+@click.option("--peer", is_flag=True, help="Let transformers' own continuous batching run each model, too.")
+def census(names: tuple[str, ...], output: Path | None, as_json: bool, timeout: float, jobs: int, peer: bool) -> None:
+    """Build a tiny model of every causal language model class, run it, and compare each token with the plain model.
+
+    Progress goes to standard error; a process of its own for each class, so this takes a while.
+    """
+    quiet_libraries()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from inflight.census.finding import Finding
+    from inflight.census.report import summary, to_json, to_markdown, versions
+    from inflight.census.runner import run_census, select
+
+    classes = select(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, names)
+
+    def tell(finding: Finding) -> None:
+        how = finding.executor or ""
+        print(f"{finding.model_type}: {finding.outcome} {how} {finding.reason}".rstrip(), file=sys.stderr, flush=True)
+
+    findings = run_census(classes, timeout, jobs, peer, tell)
+    print(summary(findings), file=sys.stderr)
+    text = to_json(findings, versions()) if as_json else to_markdown(findings, versions())
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text + ("\n" if as_json else ""))

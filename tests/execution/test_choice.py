@@ -1,6 +1,7 @@
 """Which executor a model gets, and that it then gives the plain model's tokens, whatever runs beside it."""
 
 import random
+from array import array
 from typing import Any
 
 import pytest
@@ -8,7 +9,10 @@ import torch
 
 from inflight import LLM, ModelError, SamplingParams
 from inflight.execution.executors import RowsExecutor, SequentialExecutor
+from inflight.execution.probe import relative_error
 from inflight.execution.proof import PlainModel, prove
+from inflight.execution.ragged_batch import RaggedBatch
+from inflight.plan import Span, StepPlan
 from tests import others, zoo
 
 PROMPTS = random.Random(0)
@@ -58,6 +62,18 @@ def test_an_executor_that_is_asked_for(executor: str) -> None:
     assert not any(others.wrong_tokens(model, p, o) for p, o in zip(prompts(), outputs, strict=True))
     with pytest.raises(ModelError, match="BloomForCausalLM"):
         LLM(others.build("bloom"), executor="packed", **others.options())
+
+
+def test_what_depends_on_its_neighbours_in_a_batch_runs_by_itself() -> None:
+    """Phi-3 with LongRoPE, prompts on both sides of the length at which its frequencies change."""
+    model = zoo.build("phi3_longrope")
+    with pytest.raises(ModelError, match="LongRoPE"):
+        LLM(model, executor="rows", **others.options())
+    llm = LLM(model, executor="sequential", **others.options(num_blocks=200))
+    asked = [prompts()[1] + prompts()[3], prompts()[3], prompts()[2]]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    for prompt, output in zip(asked, llm.generate(asked, params, use_tqdm=False), strict=True):
+        assert not others.wrong_tokens(model, prompt, output.outputs[0].token_ids)
 
 
 def test_rows_share_prefixes_and_states_do_not() -> None:
@@ -124,6 +140,28 @@ def test_prompts_in_one_piece(kind: str, name: str) -> None:
         RowsExecutor(model, 4, 2, in_one_piece=True) if kind == "rows" else SequentialExecutor(model, in_one_piece=True)
     )
     assert prove(executor, PlainModel.of(model), 2e-5) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["rows", "sequential"])
+@pytest.mark.parametrize("name", ["qwen3_next", "bloom"])
+def test_a_slot_forgets_whose_it_was(kind: str, name: str) -> None:
+    """Two sequences, one after the other, in one slot and to the same length: the second is held back up to there."""
+    model = others.build(name)
+    executor = (
+        RowsExecutor(model, 4, 1, in_one_piece=True) if kind == "rows" else SequentialExecutor(model, in_one_piece=True)
+    )
+    assert not executor.can_share_prefixes
+    executor.allocate(8)
+    first, second = prompts()[1][:9], prompts()[3][:10]
+
+    def run(sequence_id: int, start: int, token_ids: list[int], num_logit_rows: int) -> torch.Tensor:
+        span = Span(sequence_id, 0, start, token_ids, num_logit_rows, start + len(token_ids))
+        plan = StepPlan((span,), ((array("i", range(4)),),))
+        return executor.forward(RaggedBatch.pack(plan, 4, torch.device("cpu")))
+
+    run(0, 0, first, 1)
+    assert not len(run(1, 0, second[:9], 0))
+    assert relative_error(run(1, 9, second[9:], 1), others.plain_logits(model, second)[-1:]) < 1e-5
 
 
 def test_a_model_on_which_nothing_can_be_proved_is_refused() -> None:

@@ -19,6 +19,7 @@ from inflight.errors import ModelError
 from inflight.execution.attention import AttentionBackend
 from inflight.execution.executors import Executor, PackedExecutor, RowsExecutor, SequentialExecutor
 from inflight.execution.executors.hook import attention_in_use, restore_attention
+from inflight.execution.executors.longrope import longrope_length
 from inflight.execution.experts import pack_experts
 from inflight.execution.linears import LetGo, can_pack, pack_linears, watch_linears
 from inflight.execution.probe import (
@@ -197,7 +198,11 @@ def _by_logits(
     if plain.is_generated and not is_precise:
         of_subject = of_subject.as_generated(subject)
     failed: list[str] = []
+    depends_on_row = _depends_on_row(model.config.get_text_config())
     for way in WAYS[name]:
+        if depends_on_row is not None and not (way.name == "sequential" and way.in_one_piece):
+            failed.append(f"{type(model).__name__} does not run as {way}: {depends_on_row}")
+            continue
         if plain.is_generated and not way.in_one_piece:
             continue  # the last token of a prompt, by itself, would be computed as one that follows it
         try:
@@ -252,6 +257,16 @@ def pack_weights(model: PreTrainedModel, let_go: LetGo | None = None) -> None:
         model(input_ids=tokens[:, :limit], use_cache=False)
     pack_experts(model, quantized=False, let_go=let_go)
     pack_linears(model, calls, let_go=let_go)
+
+
+def _depends_on_row(config: PreTrainedConfig) -> str | None:
+    """What of a model depends on where a token stands in its row, or on the longest sequence there, so far out that no
+    proof sees it; None: nothing that is known."""
+    if longrope_length(config) is not None:
+        return "its position embeddings depend on the longest sequence of a batch (LongRoPE)"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "its chunks of attention are counted from the beginning of the row"
+    return None
 
 
 def _limit(config: PreTrainedConfig) -> tuple[int, list[str]]:

@@ -86,8 +86,9 @@ class RowsExecutor:
 
     @property
     def can_share_prefixes(self) -> bool:
-        """See `Executor`. What a state has seen is nobody else's."""
-        return not self._cache.has_states
+        """See `Executor`. What a state has seen is nobody else's; and what is run whole has to be known from its first
+        token on."""
+        return not self._cache.has_states and not self.in_one_piece
 
     @property
     def bytes_per_slot(self) -> int:
@@ -119,6 +120,8 @@ class RowsExecutor:
                 yield span
                 continue
             self._tokens.add(span)
+            if span.start == 0:
+                self._num_run.pop(span.slot, None)  # whose slot it was before
             if span.length > 1 and span.num_logit_rows == 0:
                 continue  # the rest is still to come
             can_go_on = span.start == 0 or (span.length == 1 and self._num_run.get(span.slot) == span.start)

@@ -63,6 +63,8 @@ class SequentialExecutor:
         """Its logits `[num_logit_rows, V]`, if any are wanted."""
         self._tokens.add(span)
         is_whole = span.start == 0
+        if is_whole:
+            self._caches.pop(span.slot, None)  # whose slot it was before
         if self.in_one_piece and span.num_logit_rows == 0:
             return None  # the rest is still to come
         own = self._caches.pop(span.slot, None)

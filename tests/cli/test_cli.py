@@ -132,7 +132,7 @@ def test_what_the_caller_got_wrong_is_one_sentence_and_exit_code_2(
 
 def test_a_model_that_fails_the_probe_is_exit_code_2(tmp_path: Path) -> None:
     AutoConfig.for_model("bloom", vocab_size=64, hidden_size=32, n_layer=2, n_head=2).save_pretrained(tmp_path)
-    done = inflight("generate", "x", "-m", tmp_path, "--load-format", "dummy")
+    done = inflight("generate", "x", "-m", tmp_path, "--load-format", "dummy", "--executor", "packed")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "inflight: BloomForCausalLM takes no position_ids, which a packed row needs to keep sequences apart\n"

@@ -58,8 +58,10 @@ def checked_schema(text: str) -> dict[str, Any]:
     """The schema, for the library. Raises `InvalidRequestError` if it is no schema, or asks for what can't be had."""
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"json_schema is not JSON: {error or 'it is nested too deeply'}") from error
+    except RecursionError as error:
+        raise InvalidRequestError("json_schema is not JSON: it is nested too deeply") from error
+    except ValueError as error:
+        raise InvalidRequestError(f"json_schema is not JSON: {error}") from error
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from tests.zoo import BASE_STD, FULL, VOCAB_SIZE, _config, _gqa_config
+from tests.zoo import BASE_STD, FULL, SLIDING, VOCAB_SIZE, _config, _gqa_config
 
 LINEAR = "linear_attention"
 
@@ -65,8 +65,44 @@ SEQUENTIAL: dict[str, Callable[[], PreTrainedConfig]] = {
 """A cache that is like nobody else's."""
 
 ALL = ROWS | STATES | SEQUENTIAL
-OTHERS = {"clamped": lambda: CLAMPED}
+
+
+def _shares_keys(model_type: str, **changes: Any) -> PreTrainedConfig:
+    """The last two layers read the keys and values of the two before them."""
+    layers = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 2}
+    per_layer = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
+    return _gqa_config(model_type, head_dim=16, sliding_window=12, **layers, **per_layer, **changes)
+
+
+def _two_shapes(**changes: Any) -> PreTrainedConfig:
+    """Heads of layers that see everything are twice as wide."""
+    layers = {"num_hidden_layers": 6, "layer_types": [SLIDING, SLIDING, FULL] * 2, "sliding_window": 12}
+    per_layer = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
+    return _gqa_config(
+        "gemma4_text", head_dim=16, global_head_dim=32, num_kv_shared_layers=0, **layers, **per_layer, **changes
+    )
+
+
+def _llama4() -> PreTrainedConfig:
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
+    chunked = {"attention_chunk_size": 16, "attn_temperature_tuning": False, "interleave_moe_layer_step": 2}
+    layers = {"num_hidden_layers": 4, "layer_types": ["chunked_attention"] * 3 + [FULL], "no_rope_layers": [1, 1, 1, 0]}
+    return _gqa_config("llama4_text", head_dim=16, **experts, **chunked, **layers)
+
+
+OTHERS = {
+    "llama4": _llama4,
+    "deep": lambda: _config("mamba", num_hidden_layers=24, state_size=8, hidden_size=128),
+    "clamped": lambda: CLAMPED,
+    "gemma3n": lambda: _shares_keys("gemma3n_text", laurel_rank=8, activation_sparsity_pattern=[0.0] * 4),
+    "gemma4": lambda: _shares_keys("gemma4_text", global_head_dim=32, use_double_wide_mlp=False),
+    "gemma4_large": lambda: _two_shapes(num_global_key_value_heads=2),
+    "gemma4_few_global": lambda: _two_shapes(
+        num_key_value_heads=4, num_global_key_value_heads=1, attention_k_eq_v=True
+    ),
+}
 FACTORS = {
+    "deep": 12.0,
     "gptj": 16.0,
     "gpt_neo": 12.0,
     "bloom": 16.0,

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from inflight import LLM, SamplingParams
+from tests.interrupts import heed_interrupts
 from tests.loadtest.fake_server import Exchange, FakeServer, chat_chunk, refuse
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
@@ -145,9 +146,15 @@ class Terminal:
             stderr=theirs,
             env=ENVIRONMENT | {"TERM": "dumb"},
             start_new_session=True,
-            preexec_fn=lambda: os.close(os.open(os.ttyname(theirs), os.O_RDWR)),  # its controlling terminal
+            preexec_fn=lambda: self._take(theirs),
         )
         os.close(theirs)
+
+    @staticmethod
+    def _take(terminal: int) -> None:
+        """In the process to be: let this be its controlling terminal."""
+        heed_interrupts()
+        os.close(os.open(os.ttyname(terminal), os.O_RDWR))
 
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
@@ -234,12 +241,15 @@ def test_ctrl_c_ends_a_script(server: FakeServer) -> None:
     server.behave = behave
     command = [*COMMAND, "--url", server.url]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as process:  # type: ignore[call-overload]
-        process.stdin.write(b"a\nb\n")
-        process.stdin.flush()
-        assert process.stdout.read(12) == b"I will never"
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+    with subprocess.Popen(command, env=ENVIRONMENT, preexec_fn=heed_interrupts, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            process.stdin.write(b"a\nb\n")
+            process.stdin.flush()
+            assert process.stdout.read(12) == b"I will never"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, out, err.strip()) == (130, b"\n", b"inflight: interrupted")
     assert len(server.exchanges) == 1
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from inflight.cli import app
 from tests import zoo
+from tests.interrupts import heed_interrupts
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
 
@@ -156,12 +157,20 @@ def test_an_interrupt_writes_out_what_is_finished(folder: Path, tmp_path: Path) 
     file.write_text("".join(json.dumps(request) + "\n" for request in [short, long, short, *[long] * 500]))
     command = [sys.executable, "-m", "inflight", "generate", "-m", str(folder), "-f", str(file), "--quiet"]
     with subprocess.Popen(
-        [*command, "--max-num-seqs", "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        [*command, "--max-num-seqs", "4"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        preexec_fn=heed_interrupts,
     ) as process:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=60)
+        try:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            rest, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     indices = [line["prompt_index"] for line in lines_of(first + rest)]
     assert process.returncode == 130
     assert indices[0] == 0

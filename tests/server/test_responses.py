@@ -71,7 +71,6 @@ def test_the_events_of_a_stream(server: RunningServer, expected: str) -> None:
     assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert set(names[4:-4]) == {"output_text.delta"}
     assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
-    assert len(names) > 15  # a token, an event
     assert [event.sequence_number for event in stream] == list(range(len(stream)))
     assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == expected
     first, last = stream[0], stream[-1]

@@ -3,9 +3,8 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import aiohttp
 import uvicorn
@@ -16,16 +15,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 COMPLETIONS = "/v1/completions"
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine, but not for ever."""
-
-    async def limited() -> None:
-        async with asyncio.timeout(240):
-            await work
-
-    asyncio.run(limited())
 
 
 @asynccontextmanager

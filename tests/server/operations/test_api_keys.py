@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from inflight.server.operations.api_keys import ApiKeys, read_api_keys
-from tests.server.operations.serving import COMPLETIONS, SmallServer, client_of, connected, read_answer, run, serving
+from tests.coroutines import run
+from tests.server.operations.serving import COMPLETIONS, SmallServer, client_of, connected, read_answer, serving
 
 KEYS = ["sk-first", "sk-second"]
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.server.operations.serving import connected, run
+from tests.coroutines import run
+from tests.server.operations.serving import connected
 
 HEALTHY = (200, {"status": "ok"})
 DRAINING = (503, {"status": "draining"})

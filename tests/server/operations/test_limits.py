@@ -10,7 +10,8 @@ import pytest
 
 from inflight.server.operations import limits
 from inflight.server.operations.limits import BodyLimit, ConcurrencyLimit
-from tests.server.operations.serving import COMPLETIONS, SmallServer, client_of, connected, read_answer, run, serving
+from tests.coroutines import run
+from tests.server.operations.serving import COMPLETIONS, SmallServer, client_of, connected, read_answer, serving
 
 STREAM = {"stream": True}
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: here\r\n"

@@ -21,7 +21,8 @@ from inflight.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inflight.server.operations.access_log import AccessLog
 from inflight.server.operations.logs import JsonLines
 from inflight.server.operations.request_ids import RequestIds, current_request_id
-from tests.server.operations.serving import SmallServer, client_of, run, serving
+from tests.coroutines import run
+from tests.server.operations.serving import SmallServer, client_of, serving
 
 logger = logging.getLogger("inflight.test")
 

@@ -21,7 +21,8 @@ from inflight.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inflight.record import EngineStats
 from inflight.server.operations import metrics as metrics_module
 from inflight.server.operations.metrics import Metrics
-from tests.server.operations.serving import client_of, run
+from tests.coroutines import run
+from tests.server.operations.serving import client_of
 
 Samples = dict[str, float]
 

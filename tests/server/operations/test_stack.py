@@ -23,7 +23,8 @@ from inflight.server.operations import stack
 from inflight.server.operations.logs import JsonLines
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.stack import Operations
-from tests.server.operations.serving import COMPLETIONS, SmallServer, client_of, connected, run, serving
+from tests.coroutines import run
+from tests.server.operations.serving import COMPLETIONS, SmallServer, client_of, connected, serving
 
 KEY = {"Authorization": "Bearer right"}
 PAGE = {"Origin": "https://page.example"}

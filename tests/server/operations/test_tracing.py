@@ -20,7 +20,8 @@ from inflight.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inflight.params import SamplingParams
 from inflight.server.operations import tracing as tracing_module
 from inflight.server.operations.tracing import Tracing, exporting_provider
-from tests.server.operations.serving import client_of, run, serving
+from tests.coroutines import run
+from tests.server.operations.serving import client_of, serving
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"

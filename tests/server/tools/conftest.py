@@ -1,24 +1,39 @@
-"""The embedded model with a template that tells it of tools, saying what tests want."""
+"""Servers that say what tests want, each started once."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from tests.server.serving import RunningServer
-from tests.server.tools.scripted import HERMES_TEMPLATE, ScriptedLLM
+from tests.server.tools.scripted import HERMES_TEMPLATE, say, scripted_server
 
 
 @pytest.fixture(scope="package")
 def hermes_server() -> Iterator[RunningServer]:
-    llm = ScriptedLLM(num_blocks=2000, in_process=True)
-    llm.tokenizer.inner.chat_template = HERMES_TEMPLATE  # type: ignore[union-attr]
-    with RunningServer(llm, model_name="stories") as server:
+    with scripted_server(HERMES_TEMPLATE) as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def trusting_server() -> Iterator[RunningServer]:
+    with scripted_server(trust_request_chat_template=True) as server:
         yield server
 
 
 @pytest.fixture
 def hermes(hermes_server: RunningServer) -> Iterator[RunningServer]:
-    assert isinstance(hermes_server.llm, ScriptedLLM)
-    hermes_server.llm.script = None
-    yield hermes_server
-    hermes_server.check_idle()
+    """Its template tells the model of tools."""
+    yield from unscripted(hermes_server)
+
+
+@pytest.fixture
+def trusting(trusting_server: RunningServer) -> Iterator[RunningServer]:
+    """Its own template knows no tools: it takes the one that a request brings."""
+    yield from unscripted(trusting_server)
+
+
+def unscripted(server: RunningServer) -> Iterator[RunningServer]:
+    """Without a script before the test, and idle after it."""
+    say(server)
+    yield server
+    server.check_idle()

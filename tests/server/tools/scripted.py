@@ -1,13 +1,17 @@
 """Tools for tests, templates that tell of them, and a model that says what a test wants."""
 
+import random
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from inflight import AsyncLLM
 from inflight.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextDelta
+from tests.server.serving import RunningServer
 
 HERMES_TEMPLATE = """{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}
 {% endfor %}Answer <tool_call>{"name": <name>, "arguments": <arguments>}</tool_call>{% endif %}\
@@ -43,6 +47,20 @@ def tool(model: type[BaseModel], strict: bool | None = None) -> dict[str, Any]:
 MODELS: dict[str, type[BaseModel]] = {"Weather": Weather, "Clock": Clock}
 TOOLS = [tool(Weather), tool(Clock)]
 
+CALL = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Rome", "unit": "C"}}\n</tool_call>'
+CLOCK = '<tool_call>\n{"name": "Clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
+ROME, UTC = Weather(city="Rome", unit="C"), Clock(zone="UTC")
+CALLS_IN_A_TEXT = f"Let me see.\n{CALL}\n{CLOCK} That is all."
+
+
+def cut(text: str, places: Iterable[int]) -> list[str]:
+    """The text in pieces, a new one from each of these places on."""
+    return [text[start:end] for start, end in pairwise([0, *sorted(places), len(text)])]
+
+
+def cut_by_chance(text: str, seed: int) -> list[str]:
+    return cut(text, random.Random(seed).sample(range(1, len(text)), 20))
+
 
 class ScriptedLLM(AsyncLLM):
     """Says what it is told to, if it is told; keeps the prompt that it was asked with last."""
@@ -67,3 +85,25 @@ class ScriptedLLM(AsyncLLM):
                 is_last = number == len(script)
                 whole = output if is_last and index == n - 1 else None
                 yield TextDelta(0, index, text, [5], finish_reason="stop" if is_last else None, output=whole)
+
+
+@contextmanager
+def scripted_server(template: str | None = None, **settings: Any) -> Iterator[RunningServer]:
+    """The embedded model, with this template in place of its own."""
+    llm = ScriptedLLM(num_blocks=2000, in_process=True)
+    if template is not None:
+        llm.tokenizer.inner.chat_template = template  # type: ignore[union-attr]
+    with RunningServer(llm, model_name="stories", **settings) as server:
+        yield server
+
+
+def say(server: RunningServer, *script: str) -> None:
+    """Have it say this, piece by piece, from now on; without a script, what the model says."""
+    assert isinstance(server.llm, ScriptedLLM)
+    server.llm.script = script or None
+
+
+def prompt_of(server: RunningServer) -> str:
+    """What it was asked with last."""
+    assert isinstance(server.llm, ScriptedLLM)
+    return server.llm.prompt

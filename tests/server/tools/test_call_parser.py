@@ -3,7 +3,6 @@
 import json
 import string
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from inflight.server.tools.call_format import HERMES, LLAMA3, MISTRAL, PLAIN, CallFormat, format_of_template
 from inflight.server.tools.call_parser import CallDelta, CallParser, Piece, head_of
+from tests.server.tools.scripted import cut
 
 NAMES = ("weather", "send_mail")
 
@@ -48,10 +48,6 @@ def read(call_format: CallFormat, deltas: Sequence[str], **options: Any) -> tupl
     if options.get("is_parallel", True):
         assert parser.num_calls == len(calls)
     return content, calls
-
-
-def cut(text: str, places: Iterable[int]) -> list[str]:
-    return [text[start:end] for start, end in pairwise([0, *sorted(places), len(text)])]
 
 
 HERMES_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'

@@ -1,7 +1,6 @@
 """Tools in Anthropic's messages, used with the `anthropic` client."""
 
 import json
-import random
 from typing import Any
 
 import anthropic
@@ -11,12 +10,20 @@ from anthropic.types import Message, ToolUseBlock
 from inflight.server.api_errors import ApiError
 from inflight.server.messages_request import CountRequest
 from tests.server.serving import HELLO, RunningServer
-from tests.server.tools.scripted import MODELS, ScriptedLLM, Weather, tool
+from tests.server.tools.scripted import (
+    CALL,
+    CALLS_IN_A_TEXT,
+    MODELS,
+    ROME,
+    UTC,
+    Weather,
+    cut_by_chance,
+    prompt_of,
+    say,
+    tool,
+)
 
 MESSAGES = "/v1/messages"
-CALL = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Rome", "unit": "C"}}\n</tool_call>'
-CLOCK = '<tool_call>\n{"name": "Clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
-ROME, UTC = {"city": "Rome", "unit": "C"}, {"zone": "UTC"}
 
 
 def anthropic_tool(name: str, **more: Any) -> dict[str, Any]:
@@ -40,11 +47,6 @@ def both(server: RunningServer, **fields: Any) -> tuple[Message, Message]:
     return client_of(server).messages.create(**asked), streamed
 
 
-def say(server: RunningServer, *script: str) -> None:
-    assert isinstance(server.llm, ScriptedLLM)
-    server.llm.script = script
-
-
 def test_a_call_is_required(hermes: RunningServer) -> None:
     for answer in both(hermes, tool_choice={"type": "any", "disable_parallel_tool_use": True}):
         (block,) = answer.content
@@ -64,15 +66,13 @@ def test_the_tool_that_is_named_is_called(hermes: RunningServer, name: str) -> N
 
 @pytest.mark.parametrize("seed", range(3))
 def test_texts_and_calls_are_blocks_in_their_order(hermes: RunningServer, seed: int) -> None:
-    text, chance = f"Let me see.\n{CALL}\n{CLOCK} That is all.", random.Random(seed)
-    cuts = sorted(chance.sample(range(1, len(text)), 20))
-    say(hermes, *(text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)))
+    say(hermes, *cut_by_chance(CALLS_IN_A_TEXT, seed))
     for answer in both(hermes):
         blocks = [block.model_dump(exclude={"id"}, exclude_none=True) for block in answer.content]
         assert [{key: block[key] for key in block if key in ("type", "text", "name", "input")} for block in blocks] == [
             {"type": "text", "text": "Let me see."},
-            {"type": "tool_use", "name": "Weather", "input": ROME},
-            {"type": "tool_use", "name": "Clock", "input": UTC},
+            {"type": "tool_use", "name": "Weather", "input": ROME.model_dump()},
+            {"type": "tool_use", "name": "Clock", "input": UTC.model_dump()},
             {"type": "text", "text": " That is all."},
         ]
         assert answer.stop_reason == "tool_use"
@@ -105,8 +105,7 @@ def test_no_tool_is_called_where_none_may_be(hermes: RunningServer) -> None:
     for answer in both(hermes, tool_choice={"type": "none"}):
         assert [block.type for block in answer.content] == ["text"]
         assert answer.stop_reason == "end_turn"
-    assert isinstance(hermes.llm, ScriptedLLM)
-    assert "Weather" not in hermes.llm.prompt
+    assert "Weather" not in prompt_of(hermes)
 
 
 @pytest.mark.parametrize("max_tokens", [5, 45])
@@ -130,10 +129,9 @@ def test_a_conversation_goes_on_with_results(hermes: RunningServer) -> None:
     say(hermes, "Yes.")
     for answer in both(hermes, messages=chat):
         assert answer.content[0].text == "Yes."  # type: ignore[union-attr]
-    assert isinstance(hermes.llm, ScriptedLLM)
     city = Weather.model_validate(call.input).city
     end = f"assistant : Weather({city})<|end|><|user|>tool Weather: 20 C<|end|><|user|>user : Well?<|end|><|assistant|>"
-    assert hermes.llm.prompt.endswith(end)
+    assert prompt_of(hermes).endswith(end)
     count = client_of(hermes).messages.count_tokens
     without, with_tools = (count(model="stories", messages=chat, tools=each).input_tokens for each in ([], TOOLS))  # type: ignore[arg-type]
     assert with_tools > without

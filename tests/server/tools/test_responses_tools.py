@@ -1,15 +1,24 @@
 """Tools in `/v1/responses`, used with the `openai` client."""
 
 import json
-import random
 from typing import Any
 
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage
 
 from tests.server.serving import RunningServer
-from tests.server.tools.scripted import MODELS, ScriptedLLM, Weather, tool
-from tests.server.tools.test_messages_tools import CALL, CLOCK, ROME, UTC, say
+from tests.server.tools.scripted import (
+    CALL,
+    CALLS_IN_A_TEXT,
+    MODELS,
+    ROME,
+    UTC,
+    Weather,
+    cut_by_chance,
+    prompt_of,
+    say,
+    tool,
+)
 
 RESPONSES = "/v1/responses"
 ASK = "Is it warm?"
@@ -32,11 +41,6 @@ def call_of(answer: Response) -> ResponseFunctionToolCall:
     return call
 
 
-def prompt_of(server: RunningServer) -> str:
-    assert isinstance(server.llm, ScriptedLLM)
-    return server.llm.prompt
-
-
 def test_a_call_is_required(hermes: RunningServer) -> None:
     for answer in both(hermes, tool_choice="required", parallel_tool_calls=False):
         call = call_of(answer)
@@ -55,15 +59,14 @@ def test_the_tool_that_is_named_is_called(hermes: RunningServer, name: str) -> N
 
 @pytest.mark.parametrize("seed", range(3))
 def test_texts_and_calls_are_items_in_their_order(hermes: RunningServer, seed: int) -> None:
-    text, chance = f"Let me see.\n{CALL}\n{CLOCK} That is all.", random.Random(seed)
-    cuts = sorted(chance.sample(range(1, len(text)), 20))
-    say(hermes, *(text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)))
+    say(hermes, *cut_by_chance(CALLS_IN_A_TEXT, seed))
     for answer in both(hermes):
         before, *calls, after = answer.output
         assert isinstance(before, ResponseOutputMessage)
         assert isinstance(after, ResponseOutputMessage)
         assert answer.output_text == "Let me see. That is all."
-        assert [(call.name, json.loads(call.arguments)) for call in calls] == [("Weather", ROME), ("Clock", UTC)]  # type: ignore[union-attr]
+        told = [(call.name, json.loads(call.arguments)) for call in calls]  # type: ignore[union-attr]
+        assert told == [("Weather", ROME.model_dump()), ("Clock", UTC.model_dump())]
         assert len({item.id for item in answer.output}) == 4
         assert len({call.call_id for call in calls}) == 2  # type: ignore[union-attr]
 

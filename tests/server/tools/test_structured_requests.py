@@ -51,7 +51,6 @@ def test_a_pydantic_model_in_a_stream(server: RunningServer) -> None:
     ) as events:
         texts = [event.delta for event in events if event.type == "content.delta"]
         answer = events.get_final_completion()
-    assert len(texts) > 3
     assert answer.choices[0].message.parsed == Animal.model_validate_json("".join(texts))
     assert chat(server, seed=1, response_format=json_schema()) == "".join(texts)
 

@@ -1,0 +1,57 @@
+"""Requests that wait: a full queue refuses more, and the better ones run first."""
+
+import asyncio
+
+import pytest
+
+from inflight import QueueFullError
+from tests.async_llm.helpers import GREEDY, last
+from tests.coroutines import run
+from tests.stepper import Stepper
+
+
+def test_a_full_queue_refuses_and_takes_more_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepper = Stepper(monkeypatch, max_num_seqs=1, max_num_waiting=2)
+
+    async def check() -> None:
+        async with stepper.llm as llm:
+            tasks = [asyncio.ensure_future(last(llm, [number + 1] * 5, GREEDY)) for number in range(5)]
+            refused: list[str] = []
+            for task in asyncio.as_completed(tasks):
+                try:
+                    assert (await task).outputs[0].finish_reason == "length"
+                except QueueFullError as error:
+                    refused.append(str(error))
+                if len(refused) == 2:
+                    stepper.allow()
+            assert len(refused) in (2, 3)  # the first may have begun to run before the others came
+            assert all("2 sequences wait already" in message for message in refused)
+            await last(llm, [1, 2], GREEDY)
+
+    run(check())
+
+
+def test_a_better_request_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepper = Stepper(monkeypatch, max_num_seqs=1, policy="priority")
+    order = []
+
+    async def check() -> None:
+        async with stepper.llm as llm:
+
+            async def follow(priority: int) -> None:
+                await last(llm, [priority + 10] * 5, GREEDY, priority=priority)
+                order.append(priority)
+
+            stepper.allow(1)
+            first = asyncio.ensure_future(follow(-5))
+            while not (await llm.stats()).num_running:
+                pass
+            others = [asyncio.ensure_future(follow(priority)) for priority in (3, 1, 2)]
+            stepper.allow(1)
+            while (await llm.stats()).num_waiting < 3:
+                stepper.allow(1)
+            stepper.allow()
+            await asyncio.gather(first, *others)
+
+    run(check())
+    assert order == [-5, 1, 2, 3]

@@ -1,0 +1,15 @@
+"""Tests that are coroutines."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Run a test's coroutine, but not for ever."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(240):
+            await work
+
+    asyncio.run(limited())

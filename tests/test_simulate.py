@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inflight.cache_group import ALL_TOKENS
 from inflight.config import EngineConfig
 from inflight.observe.recorder import Recorder, Recording, read_recording
 from inflight.observe.run_report import Percentiles, RunLog, RunReport, report_of
@@ -19,6 +20,7 @@ from inflight.simulate import Lengths, SimulatedRequest, StepCost, SyntheticLoad
 from inflight.simulate.fitting import choose_knots, load_of, timed_steps
 from inflight.simulate.simulator import Simulation, load_of_plan
 from inflight.simulate.step_cost import StepLoad
+from tests import others, zoo
 from tests.observe.recordings import NUM_TOKENS, PROMPTS, TIGHT, run_recorded
 
 COST = StepCost.linear(fixed=0.01, per_token=0.001)
@@ -82,6 +84,37 @@ def test_several_sequences_of_a_request_fork_as_they_do_in_the_engine(tmp_path: 
     simulated: list[StepRecord] = []
     simulate(replay(recording), recording.config, COST, observer=simulated.append)
     assert [step.spans for step in simulated] == [step.spans for step in records]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral", "qwen3_next", "bloom"])
+def test_it_lets_go_and_shares_what_the_model_does(name: str, tmp_path: Path) -> None:
+    """Windows and states: with what all models keep, other steps come out."""
+    model = zoo.build(name) if name in zoo.ARCHITECTURES else others.build(name)
+    records = run_recorded(tmp_path / "run", model=model, **TIGHT | {"num_blocks": 36})
+    recording = read_recording(tmp_path / "run")
+    assert recording.model is not None
+    simulated: list[StepRecord] = []
+    simulate(replay(recording), recording.config, COST, model=recording.model, observer=simulated.append)
+    assert [step.spans for step in simulated] == [step.spans for step in records]
+    for each in ("preempted", "num_blocks_used", "num_cached_tokens"):
+        assert [getattr(step, each) for step in simulated] == [getattr(step, each) for step in records]
+    of_others: list[StepRecord] = []
+    simulate(replay(recording), recording.config, COST, observer=of_others.append)
+    assert ([step.num_blocks_used for step in of_others] == [step.num_blocks_used for step in records]) == (
+        name == "bloom"
+    )
+
+
+def test_a_recording_from_before_windows_were_let_go_can_be_read(tmp_path: Path) -> None:
+    run_recorded(tmp_path / "run")
+    header, *steps = (tmp_path / "run").read_text().split("\n")
+    model = json.loads(header)["model"]
+    for name in ("proved_on", "can_share_prefixes", "cache_groups", "max_cached_len", "kv_bytes_per_lasting_token"):
+        del model[name]
+    (tmp_path / "old").write_text("\n".join([json.dumps({**json.loads(header), "model": model}), *steps]))
+    old = read_recording(tmp_path / "old").model
+    assert old is not None
+    assert (old.cache_groups, old.can_share_prefixes) == ((ALL_TOKENS,), True)
 
 
 def test_sequences_of_a_request_may_get_different_numbers_of_tokens() -> None:

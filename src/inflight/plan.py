@@ -13,6 +13,8 @@ from inflight.outputs import TokenScore
 
 BlockTable: TypeAlias = "array[int]"
 """The blocks of one sequence in one cache group, in order: token i lies in block `table[i // block_size]`."""
+NO_BLOCK = -1
+"""In a block table: what these tokens were is not kept, because nobody can see it any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from inflight.cache_group import CacheGroup, CacheLayout
 from inflight.outputs import FinishReason
 from inflight.plan import StepPlan
 from inflight.scheduling.sequence import Request, Sequence
@@ -20,11 +21,22 @@ class Sizes:
     prefix_caching: bool = True
     max_scored: int = 256
     recompute_beyond: int | None = None
+    windows: tuple[int | None, ...] = (None,)
+    """Of each cache group."""
+
+    @property
+    def layout(self) -> CacheLayout:
+        return CacheLayout(self.block_size, tuple(map(CacheGroup, self.windows)), self.budget)
 
     @property
     def capacity(self) -> int:
         """Tokens of a sequence that runs to its end alone: its last one needs no place."""
-        return self.num_blocks * self.block_size + 1
+        return self.layout.longest_sequence(self.num_blocks, 1000) + 1
+
+    def first_seen(self, group: int, position: int) -> int:
+        """By a query at this position, in one group."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1)
 
     @property
     def num_slots(self) -> int:

@@ -19,8 +19,10 @@ VOCABULARY = 3
 def random_sizes(rng: random.Random) -> Sizes:
     """Small enough that everything runs out all the time."""
     budget = rng.randint(1, 24)
+    windows = rng.choice([(None,), (None,), (None, rng.randint(1, 8)), (None, 3, 3), (rng.randint(1, 8),), (6, 11)])
     return Sizes(
-        num_blocks=rng.randint(1, 16),
+        windows=windows,
+        num_blocks=rng.randint(1, 16) * len(windows),
         block_size=rng.randint(1, 5),
         max_num_seqs=rng.randint(1, 7),
         budget=budget,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.cache_group import CacheLayout
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request, Sequence
@@ -48,7 +49,9 @@ def may_overtake(other: Sequence, x: Sequence, aging_steps: int) -> bool:
 
 def steps_waited(stream: Stream, num_slots: int, aging_steps: int, priority: int, most: int) -> tuple[int, int]:
     """How many steps X waits before it first runs, `most` if it still waits then; and how many might overtake it."""
-    scheduler = Scheduler(BlockPool(10_000, 4), num_slots, 1_000, aging_steps=aging_steps, enable_prefix_caching=False)
+    scheduler = Scheduler(
+        BlockPool(10_000, CacheLayout(4)), num_slots, 1_000, aging_steps=aging_steps, enable_prefix_caching=False
+    )
     everybody: list[Sequence] = []
     x: Sequence | None = None
 

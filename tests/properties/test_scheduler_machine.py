@@ -2,6 +2,7 @@
 that in such worlds every mechanism is really reached."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import event, settings
@@ -23,9 +24,15 @@ samples = st.lists(st.lists(tokens, min_size=1, max_size=3), min_size=1, max_siz
 beginnings = st.sampled_from([[0] * 16, [0, 1] * 8, [0, 0, 1, 2] * 4])
 """What prompts have in common."""
 
+
+def make_sizes(windows: tuple[int | None, ...], blocks_per_group: int, **others: Any) -> Sizes:
+    return Sizes(windows=windows, num_blocks=blocks_per_group * len(windows), **others)
+
+
 sizes = st.builds(
-    Sizes,
-    num_blocks=st.integers(1, 16),
+    make_sizes,
+    windows=st.sampled_from([(None,), (None,), (None, 4), (None, 2, 2), (1,), (3,), (6, 11)]),
+    blocks_per_group=st.integers(1, 16),
     block_size=st.integers(1, 5),
     max_num_seqs=st.integers(1, 6),
     budget=st.integers(1, 24),
@@ -136,6 +143,7 @@ def reached() -> Counter[str]:
     ("mechanism", "at_least"),
     [
         ("LongRoPE restarts", 50),
+        ("blocks let go", 1000),
         ("copies", 200),
         ("duplicates given up", 200),
         ("ended with abort", 100),

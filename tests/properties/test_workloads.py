@@ -99,8 +99,10 @@ def make_jobs(draw: Callable[[int, int], int], num_jobs: int, capacity: int) -> 
 @given(st.randoms(use_true_random=False))
 def test_a_random_workload_in_a_tiny_cache_gives_every_request_what_it_gets_alone(randomness: random.Random) -> None:
     draw = randomness.randint
+    windows = [(None,), (None, 4), (None, 2, 9), (5,)][draw(0, 3)]
     sizes = Sizes(
-        num_blocks=draw(1, 16),
+        windows=windows,
+        num_blocks=draw(1, 16) * len(windows),
         block_size=draw(1, 4),
         max_num_seqs=draw(1, 6),
         budget=draw(1, 24),
@@ -133,8 +135,9 @@ def test_a_tiny_cache_preempts_and_gives_what_a_huge_one_gives(seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_sharing_saves_computing_and_changes_no_output(seed: int) -> None:
-    sharing = Sizes(num_blocks=1000, block_size=3, max_num_seqs=6, budget=16)
+@pytest.mark.parametrize("windows", [(None,), (None, 5, 5), (4,)])
+def test_sharing_saves_computing_and_changes_no_output(seed: int, windows: tuple[int | None, ...]) -> None:
+    sharing = Sizes(num_blocks=1000, block_size=3, max_num_seqs=6, budget=16, windows=windows)
     jobs = make_jobs(random.Random(seed).randint, num_jobs=12, capacity=sharing.capacity)
     shared, with_cache = run_to_the_end(jobs, sharing)
     plain, without_cache = run_to_the_end(jobs, replace(sharing, prefix_caching=False))

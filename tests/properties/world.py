@@ -8,13 +8,13 @@ from collections.abc import Sequence as SequenceOf
 
 import pytest
 
-from inflight.plan import Span, StepPlan
+from inflight.plan import NO_BLOCK, Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.prefix_cache import Root
+from inflight.scheduling.prefix_cache import Node, Parent, Root
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request
 from tests.properties.expected import Expected, Lanes, Sizes
-from tests.properties.model_cache import ModelCache, Place
+from tests.properties.model_cache import ModelCache, Place, of_group
 
 NOBODY = -1
 """A sequence that never was."""
@@ -25,7 +25,7 @@ class World:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self.pool = BlockPool(sizes.num_blocks, sizes.block_size)
+        self.pool = BlockPool(sizes.num_blocks, sizes.layout)
         self.scheduler = Scheduler(
             self.pool,
             sizes.max_num_seqs,
@@ -36,7 +36,7 @@ class World:
             max_scored_tokens=sizes.max_scored,
             recompute_beyond=sizes.recompute_beyond,
         )
-        self.cache = ModelCache(sizes.num_blocks, sizes.block_size)
+        self.cache = ModelCache(sizes)
         self.lanes = Lanes(sizes.num_slots)
         self.unfinished: dict[int, Expected] = {}
         self.in_flight: StepPlan | None = None
@@ -49,8 +49,8 @@ class World:
         """Whole sequences that have finished, for others to begin with."""
         self.outcomes: dict[tuple[str, int], tuple[list[int], str]] = {}
         """For each request and index that has ended: its output, and why it ended."""
-        self.contents: dict[int, tuple[Root, tuple[int, ...]]] = {}
-        """By node: all tokens up to the end of its block."""
+        self.contents: dict[Node, tuple[Root, tuple[int, ...]]] = {}
+        """All tokens up to the end of its block."""
         self.reached: Counter[str] = Counter()
 
     # --------------------------------------------------------------------------------- what may happen
@@ -131,7 +131,7 @@ class World:
         rows = [sampled[i % len(sampled)] if chosen[i] else [] for i in range(len(plan.spans))]
         progress = self.scheduler.commit(plan, rows)
         given, beyond = [], self.sizes.recompute_beyond
-        for expected, span, table, row in zip(self.hit, plan.spans, plan.tables[0], rows, strict=True):
+        for index, (expected, span, row) in enumerate(zip(self.hit, plan.spans, rows, strict=True)):
             if expected.finish_reason is not None:
                 continue
             expected.num_computed = span.end
@@ -146,7 +146,9 @@ class World:
                     expected.num_computed = 0
                     self.reached["LongRoPE restarts"] += 1
             self.reached["duplicates given up"] += any(
-                a != b for a, b in zip(table, expected.sequence.block_table, strict=False)
+                a != b
+                for planned, now in zip(plan.tables, expected.sequence.block_tables, strict=True)
+                for a, b in zip(planned[index], now, strict=False)
             )
         assert given == [(p.sequence.sequence_id, p.new_token_ids, p.sequence.finish_reason) for p in progress]
         self.forget_finished()
@@ -224,7 +226,7 @@ class World:
 
     def check_that_all_slots_are_free(self) -> None:
         """As many newcomers as one step can take get the slots from 0, and whoever had them is known to be gone."""
-        num_newcomers = min(self.sizes.num_slots, self.pool.num_blocks)
+        num_newcomers = min(self.sizes.num_slots, self.pool.num_blocks // len(self.sizes.windows))
         for _ in range(num_newcomers):
             self.submit([9], 1)
         self.plan()
@@ -328,9 +330,9 @@ class World:
     def check_what_is_computed(self, plan: StepPlan) -> None:
         assert 1 <= plan.num_tokens <= self.sizes.budget
         assert len(plan.spans) == len({span.sequence_id for span in plan.spans}) <= self.sizes.num_slots
-        assert len(plan.tables) == 1
+        assert len(plan.tables) == len(self.sizes.windows)
         in_flight = set(self.scheduler.reuse._blocks_in_flight)
-        for span, table in zip(plan.spans, plan.tables[0], strict=True):
+        for span, *tables in zip(plan.spans, *plan.tables, strict=True):
             expected = self.unfinished[span.sequence_id]
             assert span.start == expected.num_computed
             assert list(span.token_ids) == expected.token_ids[span.start : span.end] != []
@@ -342,12 +344,17 @@ class World:
                 prompt[expected.num_scored : span.end + 1] if expected.wants_scores else []
             )
             self.reached["prompts scored in pieces"] += bool(span.scored_ids) and not is_last
-            assert table == expected.sequence.block_table
-            assert len(table) * self.pool.block_size >= span.end
-            for block in table[span.start // self.pool.block_size :]:
-                if block not in in_flight:
-                    assert self.pool.node_of(block) is None, "what can be found is not written to"
-                    assert self.pool.num_holders(block) == 1, "nobody else reads what is written"
+            assert tuple(tables) == expected.sequence.block_tables
+            for group, table in enumerate(tables):
+                assert len(table) * self.pool.block_size >= span.end
+                for block in table[span.start // self.pool.block_size :]:
+                    if block not in in_flight:
+                        assert self.pool.node_of(block) is None, "what can be found is not written to"
+                        assert self.pool.num_holders(block) == 1, "nobody else reads what is written"
+                # One token more than is seen, for those who fork from it.
+                num_gone = self.sizes.first_seen(group, max(0, span.start - 1)) // self.pool.block_size
+                assert all(block == NO_BLOCK for block in table[:num_gone]), "what nobody sees is let go"
+                self.reached["blocks let go"] += num_gone
         assert sum(each.length for each in self.scored(plan)) <= self.sizes.max_scored
         assert all(self.pool.num_holders(destination) for _, destination in plan.copies), "a copy is for somebody"
 
@@ -373,7 +380,7 @@ class World:
                 self.reached["prompts that waited for rows of logits"] += 1
             elif each.sequence_id not in ends:
                 assert any(sibling.sequence_id < each.sequence_id for sibling in self.siblings(each))
-                assert not each.sequence.block_table
+                assert each.sequence.num_blocks == 0
                 self.reached["steps waited for a sibling"] += 1
             else:
                 assert has_preempted or ends[each.sequence_id] == len(each.token_ids)
@@ -381,7 +388,7 @@ class World:
         if waiting and not has_preempted:
             best = min(waiting, key=self.service_order)
             no_slot = len(self.running()) == self.sizes.num_slots
-            assert no_slot or self.pool.num_blocks_for(len(best.token_ids)) > self.pool.num_available
+            assert no_slot or self.sizes.layout.max_num_blocks(len(best.token_ids)) > self.pool.num_available
 
     # --------------------------------------------------------------------------------- what must be true always
 
@@ -412,56 +419,62 @@ class World:
                 assert self.scheduler.running(sequence.sequence_id) is sequence
                 assert self.lanes.owners[sequence.slot] == sequence.sequence_id, "a sequence keeps its slot"
             else:
-                assert (sequence.slot, len(sequence.block_table), sequence.num_computed_tokens) == (None, 0, 0)
+                assert (sequence.slot, sequence.num_blocks, sequence.num_computed_tokens) == (None, 0, 0)
         assert self.scheduler.num_preemptions == self.num_preemptions
 
     def check_blocks(self) -> None:
         """References are those of the tables, and free + used + cached = all."""
-        tables = [each.sequence.block_table for each in self.unfinished.values()]
+        tables = [each.sequence.block_tables for each in self.unfinished.values()]
         if self.in_flight is not None:  # those of the ended are kept until the step in flight has landed
             ended = [each.sequence for each in self.hit if each.finish_reason is not None]
-            assert all(sequence.slot is not None and sequence.block_table for sequence in ended)
-            tables += [sequence.block_table for sequence in ended]
+            assert all(sequence.slot is not None and sequence.num_blocks for sequence in ended)
+            tables += [sequence.block_tables for sequence in ended]
         self.pool.check(tables)
-        assert self.pool.num_used == len({block for table in tables for block in table})
+        held = {block for of_sequence in tables for table in of_sequence for block in table}
+        assert self.pool.num_used == len(held - {NO_BLOCK})
         assert self.pool.num_free + self.pool.num_used + self.pool.num_cached == self.pool.num_blocks
 
     def check_prefix_cache(self) -> None:
-        """No node outlives the one before it, and every valid one's block holds what the node says."""
-        nodes = list(self.pool._prefix_cache._nodes.values())
+        """A node is known as long as any of its blocks or any behind it, and its blocks hold what it says."""
+        nodes = self.known_nodes()
         assert self.sizes.prefix_caching or not nodes
-        alive = {node.number for node in nodes}
+        num_children = Counter(node.key[0] for node in nodes)
         in_flight = set(self.scheduler.reuse._blocks_in_flight) if self.in_flight is not None else set()
         block_size = self.pool.block_size
-        for node in sorted(nodes, key=lambda node: node.number):
-            parent, tokens = node.key
-            if isinstance(parent, Root):
-                root, before = parent, ()
-            else:
-                assert parent in alive, "leaves go before parents"
-                root, before = self.contents[parent]
-            own = tuple(memoryview(tokens).cast("i"))
-            content = self.contents.setdefault(node.number, (root, (*before, *own)))
-            assert content == (root, (*before, *own)), "a number is never used again"
-            assert self.pool.node_of(node.block) is node
-            if node.block not in in_flight:
-                places = self.cache.places[node.block * block_size : (node.block + 1) * block_size]
-                expected = [(i, token, root.is_long, root.cache_salt) for i, token in enumerate(own, len(before))]
-                assert places == expected, "the cache never returns a block with other content"
+        for node in nodes:
+            root, before = self.content_of(node.key[0])
+            own = tuple(memoryview(node.key[1]).cast("i"))
+            assert self.content_of(node) == (root, (*before, *own)), "a node's content never changes"
+            assert node.num_children >= num_children[node]
+            assert node.num_children or any(block != NO_BLOCK for block in node.blocks)
+            for group, block in enumerate(node.blocks):
+                if block == NO_BLOCK:
+                    continue
+                assert self.pool.node_of(block) is node
+                if block not in in_flight:
+                    places = self.cache.places[block * block_size : (block + 1) * block_size]
+                    past = [(i, token, root.is_long, root.cache_salt) for i, token in enumerate(own, len(before))]
+                    expected = [of_group(place, group) for place in past]
+                    assert places == expected, "the cache never returns a block with other content"
 
     def check_contents(self) -> None:
         """What a running sequence counts as computed is there, and found by others as well."""
         to_copy = {destination for _, destination in self.scheduler.reuse.copies}
         for each in self.running():
-            table, num_computed = each.sequence.block_table, each.num_computed
-            if not to_copy.isdisjoint(table):
-                continue
-            assert self.cache.read(table, num_computed) == self.past(each, num_computed)
-            if self.sizes.prefix_caching:
-                for index in range(num_computed // self.pool.block_size):
-                    node = self.pool.node_of(table[index])
-                    assert node is not None
-                    assert list(self.contents[node.number][1]) == each.token_ids[: (index + 1) * self.pool.block_size]
+            num_computed = each.num_computed
+            for group, table in enumerate(each.sequence.block_tables):
+                if not to_copy.isdisjoint(table):
+                    continue
+                first = self.sizes.first_seen(group, num_computed)
+                expected = [of_group(place, group) for place in self.past(each, num_computed)[first:]]
+                assert self.cache.read(table, first, num_computed) == expected
+                if self.sizes.prefix_caching:
+                    for index in range(num_computed // self.pool.block_size):
+                        if table[index] != NO_BLOCK:
+                            node = self.pool.node_of(table[index])
+                            assert node is not None
+                            content = list(self.content_of(node)[1])
+                            assert content == each.token_ids[: (index + 1) * self.pool.block_size]
 
     # --------------------------------------------------------------------------------- looking
 
@@ -477,5 +490,14 @@ class World:
         is_long = beyond is not None and len(each.token_ids) > beyond
         return [(i, token, is_long, each.request.cache_salt) for i, token in enumerate(each.token_ids[:end])]
 
-    def known_nodes(self) -> set[int]:
-        return {node.number for node in self.pool._prefix_cache._nodes.values()}
+    def known_nodes(self) -> set[Node]:
+        return set(self.pool._prefix_cache._nodes.values())
+
+    def content_of(self, parent: Parent) -> tuple[Root, tuple[int, ...]]:
+        """All tokens up to the end of a node's block, as they were when it was first seen."""
+        if isinstance(parent, Root):
+            return parent, ()
+        if parent not in self.contents:
+            root, before = self.content_of(parent.key[0])
+            self.contents[parent] = root, (*before, *memoryview(parent.key[1]).cast("i"))
+        return self.contents[parent]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+from inflight.cache_group import ALL_TOKENS, CacheGroup, CacheLayout
 from inflight.plan import StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.scheduler import Progress, Scheduler
@@ -18,10 +19,11 @@ def make_scheduler(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 100,
     enable_prefix_caching: bool = False,
+    cache_groups: SequenceOf[CacheGroup] = (ALL_TOKENS,),
     **options: Any,
 ) -> Scheduler:
     return Scheduler(
-        BlockPool(num_blocks, block_size),
+        BlockPool(num_blocks, CacheLayout(block_size, cache_groups, max_num_batched_tokens)),
         max_num_seqs,
         max_num_batched_tokens,
         enable_prefix_caching=enable_prefix_caching,
@@ -81,3 +83,15 @@ def run_to_the_end(scheduler: Scheduler, max_num_steps: int = 1000) -> int:
 def waiting(scheduler: Scheduler) -> list[int]:
     """The queue."""
     return [sequence.sequence_id for sequence in scheduler.sequences() if sequence.slot is None]
+
+
+def full_cache() -> Scheduler:
+    """Three sequences that have filled a cache of 9 blocks of one token, and a fourth that waits."""
+    scheduler = make_scheduler(num_blocks=9)
+    for name in "abc":
+        submit(scheduler, name, 2, max_output=6)
+    submit(scheduler, "d", 4, max_output=1)
+    assert step(scheduler) == [(0, 0, 2), (1, 0, 2), (2, 0, 2)]
+    assert step(scheduler) == [(0, 2, 3), (1, 2, 3), (2, 2, 3)]
+    assert scheduler.block_pool.num_available == 0
+    return scheduler

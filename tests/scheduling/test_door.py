@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inflight.cache_group import ALL_TOKENS
 from inflight.errors import InvalidRequestError
 from inflight.model_info import ModelInfo
 from inflight.params import SamplingParams
@@ -23,6 +24,7 @@ def model_info(max_model_len: int = 20, num_blocks: int = 10, block_size: int = 
         dtype="float32",
         device="cpu",
         executor="packed",
+        proved_on="the model itself",
         attention_backend="reference",
         compile="off",
         quantization=None,
@@ -36,7 +38,10 @@ def model_info(max_model_len: int = 20, num_blocks: int = 10, block_size: int = 
         can_share_prefixes=True,
         block_size=block_size,
         num_blocks=num_blocks,
+        cache_groups=(ALL_TOKENS,),
+        max_cached_len=num_blocks * block_size,
         kv_bytes_per_token=64,
+        kv_bytes_per_lasting_token=64,
         eos_token_ids=(EOS,),
         notes=(),
     )

@@ -264,5 +264,5 @@ def test_a_copy_is_made_though_somebody_who_shared_its_block_is_preempted_in_the
     other.token_ids += [*[1] * 4, *[2] * 14]
     plan = plan_of(scheduler)
     assert spans_of(plan) == [(0, 6, 7), (1, 5, 9)]
-    assert plan.copies == ((first.block_table[1], second.block_table[1]),)
+    assert plan.copies == ((first.block_tables[0][1], second.block_tables[0][1]),)
     assert other.num_preemptions == 1

@@ -1,12 +1,13 @@
 """A prefix that was computed once is found again: by exact content, as long as its blocks are not needed."""
 
-from array import array
 from typing import Any
 
 import pytest
 
+from inflight.cache_group import CacheLayout
+from inflight.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.prefix_cache import PrefixCache, Root, make_key
+from inflight.scheduling.prefix_cache import Key, Node, Parent, PrefixCache, Root, make_key
 from inflight.scheduling.scheduler import Scheduler
 from tests.scheduling.helpers import (
     TOKEN,
@@ -48,39 +49,76 @@ def test_keys_are_exact() -> None:
         make_key(Root(""), [1, 2]),
         make_key(Root(adapter_id=1), [1, 2]),
         make_key(Root(is_long=True), [1, 2]),
-        make_key(0, [1, 2]),
-        make_key(1, [1, 2]),
+        make_key(Node(make_key(Root(), [1]), []), [1, 2]),
+        make_key(Node(make_key(Root(), [1]), []), [1, 2]),
     ]
     assert len(set(different)) == len(different)
 
 
-def test_a_number_is_never_used_twice() -> None:
+def test_a_node_that_is_gone_is_not_the_one_that_comes_after_it() -> None:
     cache = PrefixCache()
-    first = cache.add(make_key(Root(), [1]), 5)
+    first = known(cache, make_key(Root(), [1]), 5)
     cache.forget(5)
-    second = cache.add(make_key(Root(), [1]), 5)
-    assert (first.key, first.block) == (second.key, second.block)
-    assert first.number != second.number
+    assert cache.find(make_key(Root(), [1])) is None
+    second = known(cache, make_key(Root(), [1]), 5)
+    assert (first.key, second.blocks) == (second.key, [5])
+    assert make_key(first, [2]) != make_key(second, [2])
     assert cache.node_of(5) is second
     assert len(cache) == 1
 
 
-def test_when_a_parent_is_gone_and_its_block_refilled_the_child_is_not_found() -> None:
-    pool = BlockPool(2, 2)
-    parent_table, child_table = array("i"), array("i")
-    assert pool.grow(parent_table, 2)
-    assert pool.grow(child_table, 2)
-    parent = pool.remember(make_key(Root(), [1, 2]), parent_table[0])
-    pool.remember(make_key(parent.number, [3, 4]), child_table[0])
-    pool.release(parent_table)
-    assert pool.grow(parent_table, 2), "the parent's block is the only one to be had: it is evicted"
-    assert pool.find(make_key(Root(), [1, 2])) is None
-    other = pool.remember(make_key(Root(), [8, 9]), parent_table[0])
-    assert other.block == parent.block
-    assert pool.find(make_key(other.number, [3, 4])) is None, "the child stood behind other tokens"
-    pool.forget(parent_table[0])
-    again = pool.remember(make_key(Root(), [1, 2]), parent_table[0])
-    assert pool.find(make_key(again.number, [3, 4])) is None, "safe, though this time it would be right"
+def known(cache: PrefixCache, key: Key, *blocks: int) -> Node:
+    node = cache.add(key)
+    for group, block in enumerate(blocks):
+        cache.put(node, group, block)
+    return node
+
+
+def test_a_node_is_known_as_long_as_anything_of_it_or_behind_it() -> None:
+    cache = PrefixCache(2)
+    parent = known(cache, make_key(Root(), [1]), 0, 1)
+    child = known(cache, make_key(parent, [2]), 2, 3)
+    cache.forget(0)
+    assert parent.blocks == [NO_BLOCK, 1]
+    cache.forget(1)
+    assert cache.find(parent.key) is parent
+    cache.forget(2)
+    assert (len(cache), cache.node_of(3)) == (2, child)
+    cache.forget(3)
+    assert len(cache) == 0
+    assert all(cache.find(node.key) is None for node in (parent, child))
+
+
+def test_a_child_of_a_node_that_is_gone_goes_without_it() -> None:
+    cache = PrefixCache()
+    parent = known(cache, make_key(Root(), [1]), 0)
+    cache.forget(0)
+    known(cache, make_key(parent, [2]), 1)
+    again = known(cache, make_key(Root(), [1]), 0)
+    assert cache.find(make_key(again, [2])) is None
+    cache.forget(1)
+    assert cache.find(make_key(Root(), [1])) is again
+
+
+def test_what_stood_behind_other_tokens_is_not_found_where_they_lay() -> None:
+    pool = BlockPool(2, CacheLayout(2))
+    parent_tables, child_tables = pool.new_tables(), pool.new_tables()
+    assert pool.grow(parent_tables, 2)
+    assert pool.grow(child_tables, 2)
+    parent = pool.add(make_key(Root(), [1, 2]))
+    pool.remember(parent, 0, parent_tables[0][0])
+    child = pool.add(make_key(parent, [3, 4]))
+    pool.remember(child, 0, child_tables[0][0])
+    pool.release(parent_tables)
+    assert pool.grow(parent_tables, 2), "the parent's block is the only one to be had: it is evicted"
+    assert parent.blocks == [NO_BLOCK]
+    other = pool.add(make_key(Root(), [8, 9]))
+    pool.remember(other, 0, parent_tables[0][0])
+    assert pool.find(make_key(other, [3, 4])) is None
+    pool.forget(parent_tables[0][0])
+    assert pool.find(make_key(Root(), [1, 2])) is parent
+    pool.remember(parent, 0, parent_tables[0][0])
+    assert pool.find(make_key(parent, [3, 4])) is child, "it is the same prefix again"
 
 
 @pytest.mark.parametrize("gone", ["evicted", "freed"])
@@ -223,13 +261,13 @@ def test_leaves_are_evicted_before_their_parents() -> None:
     for num_blocks_left in (3, 2, 1, 0):
         nodes = [scheduler.block_pool.node_of(block) for block in range(4)]
         assert sum(node is not None for node in nodes) == num_blocks_left + 1
-        table = array("i")
-        scheduler.block_pool.grow(table, 4)
-        found, parent = 0, Root()
+        scheduler.block_pool.grow(scheduler.block_pool.new_tables(), 4)
+        parent: Parent = Root()
+        found = 0
         for token in (1, 2, 3, 4):
             if (node := scheduler.block_pool.find(make_key(parent, [token] * 4))) is None:
                 break
-            found, parent = found + 1, node.number  # type: ignore[assignment]
+            found, parent = found + 1, node
         assert found == num_blocks_left, "what is left is a prefix"
 
 

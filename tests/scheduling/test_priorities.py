@@ -19,7 +19,7 @@ def by_priority(aging_steps: int = 1000, **options: Any) -> Scheduler:
 
 
 def new_sequence(sequence_id: int, priority: int, arrival: int) -> Sequence:
-    return Sequence(sequence_id, Request("", [1], 2, priority=priority), 0, [1], arrival)
+    return Sequence(sequence_id, Request("", [1], 2, priority=priority), 0, [1], arrival, ())
 
 
 # ------------------------------------------------------------------------------------- the queue

@@ -159,7 +159,7 @@ def test_whoever_counted_on_a_failed_step_without_being_part_of_it_starts_over()
     follower = scheduler.running(1)
     assert follower.num_computed_tokens == 8
     assert [each.sequence_id for each in scheduler.fail(plan)] == [0]
-    assert (follower.num_computed_tokens, list(follower.block_table)) == (0, [])
+    assert (follower.num_computed_tokens, list(follower.block_tables[0])) == (0, [])
     assert step(scheduler) == [(1, 0, 9)]
 
 

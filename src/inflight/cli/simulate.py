@@ -68,8 +68,7 @@ def simulate(
     )  # fmt: skip
     with ExitStack() as stack:
         observer = stack.enter_context(Recorder(record, config)).see if record else None
-        recompute_beyond = like.model.recompute_beyond if like and like.model else None
-        report = run(requests, config, cost, recompute_beyond=recompute_beyond, observer=observer)
+        report = run(requests, config, cost, model=like.model if like else None, observer=observer)
     if as_json:
         print(json.dumps({**report.as_dict(), "step_cost": cost.as_dict()}))
     else:

@@ -60,7 +60,7 @@ def make_request(
 
 def _max_num_tokens(prompt_len: int, max_tokens: int | None, info: ModelInfo) -> int:
     """Tokens after which a sequence ends: what was asked for, but never beyond the model's length."""
-    capacity = info.num_blocks * info.block_size + 1  # the last token generated needs no place in the cache
+    capacity = info.max_cached_len + 1  # the last token generated needs no place in the cache
     if max_tokens is None and prompt_len < capacity:
         return min(info.max_model_len, capacity)
     wanted = min(info.max_model_len, prompt_len + (max_tokens or 1))

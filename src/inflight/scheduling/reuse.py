@@ -7,9 +7,11 @@ they are forgotten, and whoever counted on it starts over. Knows nothing of budg
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
+from inflight.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.prefix_cache import Root, make_key
+from inflight.scheduling.prefix_cache import Node, Root, make_key
 from inflight.scheduling.sequence import Sequence
 
 
@@ -47,34 +49,47 @@ class Reuse:
 
     def take(self, sequence: Sequence, siblings: Iterable[Sequence]) -> None:
         """Before a sequence computes anything more: take what is there, all but its last token."""
-        num_computed, block_size = sequence.num_computed_tokens, self.block_pool.block_size
-        if not num_computed == len(sequence.block_table) * block_size == sequence.num_known_blocks * block_size:
+        num_known, block_size = sequence.num_known_blocks, self.block_pool.block_size
+        if not sequence.num_computed_tokens == sequence.num_blocks * block_size == num_known * block_size:
             return  # in the middle of a block
-        for block in self.find(sequence):
-            self.block_pool.share(sequence.block_table, block)
-            node = self.block_pool.node_of(block)
-            assert node is not None
-            sequence.parent = node.number
-            sequence.num_known_blocks += 1
-        self._take_over(sequence, sequence.num_known_blocks * block_size)
+        if nodes := self.find(sequence):
+            sequence.parent = nodes[-1]
+            sequence.num_known_blocks += len(nodes)
+            num_tokens = sequence.num_known_blocks * block_size
+            blocks = list(zip(*(node.blocks for node in nodes), strict=True))
+            self.block_pool.share(sequence.block_tables, num_tokens, blocks)
+            self._take_over(sequence, num_tokens)
         if (source := self.fork_source(sequence, siblings)) is not None:
             self.fork(sequence, source)
 
-    def find(self, sequence: Sequence) -> list[int]:
-        """The blocks that follow those a sequence has, found by their content; its last token is never among them. One
-        that wants its prompt scored has to compute it itself."""
-        blocks: list[int] = []
+    def find(self, sequence: Sequence) -> list[Node]:
+        """The blocks of tokens that follow those a sequence has, found by their content, as far as each group has what
+        is seen from behind them; its last token is never among them. One that wants its prompt scored has to compute it
+        itself."""
+        nodes: list[Node] = []
         if not self.enable_prefix_caching or sequence.wants_scores:
-            return blocks
+            return nodes
         block_size, parent = self.block_pool.block_size, sequence.parent
-        first = sequence.num_known_blocks * block_size
+        first, is_whole = sequence.num_known_blocks * block_size, True
         for start in range(first, len(sequence.token_ids) - block_size, block_size):
             node = self.block_pool.find(make_key(parent, sequence.token_ids[start : start + block_size]))
             if node is None:
                 break
-            blocks.append(node.block)
-            parent = node.number
-        return blocks
+            nodes.append(node)
+            parent = node
+            is_whole = is_whole and NO_BLOCK not in node.blocks
+        return nodes if is_whole else nodes[: self._num_usable(sequence, nodes)]
+
+    def _num_usable(self, sequence: Sequence, nodes: SequenceOf[Node]) -> int:
+        """How many of the nodes that follow a sequence's blocks reach to where each group has what is seen."""
+        num_usable, block_size, groups = 0, self.block_pool.block_size, self.block_pool.layout.groups
+        num_there = [len(table) - table.count(NO_BLOCK) for table in sequence.block_tables]  # of the last, in a row
+        for number, node in enumerate(nodes, 1):
+            end = (sequence.num_known_blocks + number) * block_size
+            num_there = [0 if b == NO_BLOCK else n + 1 for n, b in zip(num_there, node.blocks, strict=True)]
+            if all(n * block_size >= end - g.first_visible(end) for n, g in zip(num_there, groups, strict=True)):
+                num_usable = number
+        return num_usable
 
     def fork_source(self, sequence: Sequence, siblings: Iterable[Sequence]) -> Sequence | None:
         """Of the running siblings of its root, one that has computed the whole prompt but, perhaps, its last token,
@@ -83,34 +98,51 @@ class Reuse:
         if sequence.num_computed_tokens >= num_shared or sequence.wants_scores or not self.can_share:
             return None
         for sibling in siblings:
-            num_computed = self._num_computed_before.get(sibling, sibling.num_computed_tokens)
-            if num_computed >= num_shared:
+            if not self.is_computing_prompt(sibling) and self.block_pool.holds(sibling.block_tables, num_shared):
                 return sibling
         return None
+
+    def is_computing_prompt(self, sequence: Sequence) -> bool:
+        """Whether more of its prompt than the last token was missing before the step to come."""
+        num_computed = self._num_computed_before.get(sequence, sequence.num_computed_tokens)
+        return num_computed < sequence.num_prompt_tokens - 1
 
     def fork(self, sequence: Sequence, source: Sequence) -> None:
         """Share the blocks of a sibling's prompt, and copy the last one if both will write to it."""
         num_tokens = sequence.num_prompt_tokens - 1
         num_shared, num_copied = divmod(num_tokens, self.block_pool.block_size)
-        if num_copied and self.block_pool.num_available == 0:
+        if num_copied and self.block_pool.num_available < len(source.block_tables):
             return
-        for block in source.block_table[len(sequence.block_table) : num_shared]:
-            self.block_pool.share(sequence.block_table, block)
+        shared = [table[sequence.num_blocks : num_shared] for table in source.block_tables]
+        self.block_pool.share(sequence.block_tables, num_tokens, shared)
         if num_copied:
-            self.block_pool.grow(sequence.block_table, num_tokens)
-            self.copies.append((source.block_table[num_shared], sequence.block_table[num_shared]))
+            self.block_pool.grow(sequence.block_tables, num_tokens)
+            for theirs, own in zip(source.block_tables, sequence.block_tables, strict=True):
+                self.copies.append((theirs[num_shared], own[num_shared]))
+        parent, num_known = source.parent, source.num_known_blocks
+        while num_known > num_shared and isinstance(parent, Node):
+            parent, num_known = parent.key[0], num_known - 1
+        if num_known > sequence.num_known_blocks:
+            sequence.parent, sequence.num_known_blocks = parent, num_known
         self._take_over(sequence, num_tokens)
 
     def num_missing_blocks(self, sequence: Sequence, siblings: Iterable[Sequence]) -> tuple[int, set[int]]:
         """How many blocks lack for all that a waiting sequence owes; and, if any, those in use that it is to share."""
-        num_missing = self.block_pool.num_blocks_for(len(sequence.token_ids)) - self.block_pool.num_available
+        pool = self.block_pool
+        num_missing = pool.layout.max_num_blocks(len(sequence.token_ids)) - pool.num_available
         if num_missing <= 0:
             return num_missing, set()
-        found = self.find(sequence)
-        shared = {block for block in found if self.block_pool.num_holders(block)}
+        found, block_size = self.find(sequence), pool.block_size
+        num_tokens = len(found) * block_size
+        blocks: list[SequenceOf[int]] = [[node.blocks[g] for node in found] for g in range(len(pool.layout.groups))]
         if (source := self.fork_source(sequence, siblings)) is not None:
-            num_full_blocks = (sequence.num_prompt_tokens - 1) // self.block_pool.block_size
-            shared.update(source.block_table[len(found) : num_full_blocks])
+            num_tokens = sequence.num_prompt_tokens - 1
+            blocks = [table[: num_tokens // block_size] for table in source.block_tables]
+        seen = (
+            row[group.first_visible(num_tokens) // block_size :]
+            for group, row in zip(pool.layout.groups, blocks, strict=True)
+        )
+        shared = {block for row in seen for block in row if pool.num_holders(block)}
         return num_missing - len(shared), shared
 
     def _take_over(self, sequence: Sequence, num_tokens: int) -> None:
@@ -138,17 +170,25 @@ class Reuse:
         while (sequence.num_known_blocks + 1) * block_size <= num_tokens:
             index = sequence.num_known_blocks
             key = make_key(sequence.parent, sequence.token_ids[index * block_size : (index + 1) * block_size])
-            block = sequence.block_table[index]
             node = self.block_pool.find(key)
             if node is None:
-                node = self.block_pool.remember(key, block)
-                if in_flight:
-                    self._blocks_in_flight.append(block)
-            elif node.block != block:
-                if in_flight:
-                    break  # the step is to write to its own block; whoever needs this one finds the other
-                self.block_pool.replace(sequence.block_table, index, node.block)
-            sequence.parent = node.number
+                if all(table[index] == NO_BLOCK for table in sequence.block_tables):
+                    break  # taken over from a sibling, out of sight by then
+                node = self.block_pool.add(key)
+            elif in_flight and any(
+                NO_BLOCK != table[index] != block != NO_BLOCK
+                for table, block in zip(sequence.block_tables, node.blocks, strict=True)
+            ):
+                break  # the step is to write to its own blocks; whoever needs these finds the others
+            for group, (table, block) in enumerate(zip(sequence.block_tables, tuple(node.blocks), strict=True)):
+                own = table[index]
+                if block == NO_BLOCK != own:
+                    self.block_pool.remember(node, group, own)
+                    if in_flight:
+                        self._blocks_in_flight.append(own)
+                elif NO_BLOCK != own != block:
+                    self.block_pool.replace(table, index, block)
+            sequence.parent = node
             sequence.num_known_blocks += 1
         if in_flight:
             self._num_computed_before.setdefault(sequence, sequence.num_computed_tokens)
@@ -179,7 +219,7 @@ class Reuse:
 
     def give_back(self, sequence: Sequence) -> None:
         """Let go of all blocks of a sequence; nothing is copied to a block that nobody holds."""
-        self.block_pool.release(sequence.block_table)
+        self.block_pool.release(sequence.block_tables)
         self.copies = [copy for copy in self.copies if self.block_pool.num_holders(copy[1])]
 
     def forget_progress(self, sequence: Sequence) -> None:

@@ -19,16 +19,16 @@ no tensor, no clock, no randomness.
 """
 
 import heapq
-from array import array
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Self
 
+from inflight.cache_group import CacheLayout
 from inflight.config import EngineConfig
 from inflight.outputs import FinishReason
-from inflight.plan import Span, StepPlan
+from inflight.plan import NO_BLOCK, Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence
@@ -105,10 +105,14 @@ class Scheduler:
         recompute_beyond: int | None = None,
         *,
         can_share_prefixes: bool = True,
+        layout: CacheLayout | None = None,
     ) -> Self:
-        """The scheduler that an engine's configuration asks for, over a new pool of `num_blocks` blocks."""
+        """The scheduler that an engine's configuration asks for, over a new pool of `num_blocks` blocks.
+
+        `layout`: how sequences lie in the cache; None: all of their tokens, in one group.
+        """
         return cls(
-            BlockPool(num_blocks, config.block_size),
+            BlockPool(num_blocks, layout or CacheLayout(config.block_size, max_span=config.max_num_batched_tokens)),
             config.max_num_seqs,
             config.max_num_batched_tokens,
             max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
@@ -150,7 +154,9 @@ class Scheduler:
         """Queue the request's sequences. The door has made sure that each can run to its end alone in the cache."""
         sequences = self._of_request[request.request_id] = {}
         for index in range(request.num_sequences):
-            sequence = Sequence(self._next_sequence_id, request, index, list(request.prompt_token_ids), self.num_steps)
+            tables = self.block_pool.new_tables()
+            token_ids = list(request.prompt_token_ids)
+            sequence = Sequence(self._next_sequence_id, request, index, token_ids, self.num_steps, tables)
             self._next_sequence_id += 1
             self.reuse.forget_progress(sequence)
             sequences[sequence.sequence_id] = sequence
@@ -263,8 +269,9 @@ class Scheduler:
                 return
             num_victims += 1
             num_slots += 1
-            held.update(victim.block_table)
-            given_back = (b for b in victim.block_table if held[b] == self.block_pool.num_holders(b))
+            blocks = [block for table in victim.block_tables for block in table if block != NO_BLOCK]
+            held.update(blocks)
+            given_back = (block for block in blocks if held[block] == self.block_pool.num_holders(block))
             num_missing -= sum(block not in shared for block in given_back)
         for _ in range(num_victims):
             self._preempt(running.pop())
@@ -306,7 +313,7 @@ class Scheduler:
                 self.num_prompt_tokens += sequence.num_prompt_tokens
             if not waits:
                 self.reuse.take(sequence, self._siblings(sequence))
-                budget -= self._schedule(sequence, self._longest_span(sequence, budget), lengths, [])
+                budget -= self._schedule(sequence, self._longest_span(sequence, budget), lengths, [sequence])
 
     def _longest_span(self, sequence: Sequence, budget: int) -> int:
         """What a sequence owes, as far as the budget goes; while its prompt is scored, as far as rows of logits go."""
@@ -332,7 +339,6 @@ class Scheduler:
 
     def _make_plan(self, lengths: dict[Sequence, int]) -> StepPlan:
         spans: list[Span] = []
-        tables: list[array[int]] = []
         for sequence, length in lengths.items():
             assert sequence.slot is not None
             start = sequence.num_computed_tokens
@@ -346,13 +352,18 @@ class Scheduler:
                     scored_ids=scored_ids,
                 )
             )
-            tables.append(sequence.block_table[:])
         released_slots = tuple(sorted(self._released_slots))
         self._released_slots.clear()
-        return StepPlan(tuple(spans), (tuple(tables),), tuple(self.reuse.copies), released_slots)
+        groups = range(len(self.block_pool.layout.groups))
+        tables = tuple(tuple([sequence.block_tables[group][:] for sequence in lengths]) for group in groups)
+        return StepPlan(tuple(spans), tables, tuple(self.reuse.copies), released_slots)
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
-        return self.block_pool.grow(sequence.block_table, sequence.num_computed_tokens + length)
+        num_computed = sequence.num_computed_tokens
+        # One token more than it will see is kept, so that a sibling can go on from the last one of the prompt.
+        if self.block_pool.lets_go:
+            self.block_pool.let_go(sequence.block_tables, max(0, num_computed - 1))
+        return self.block_pool.grow(sequence.block_tables, num_computed + length)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take back everything that a running sequence holds; it waits to be computed again."""
@@ -371,11 +382,14 @@ class Scheduler:
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         """Whether one that came before it is computing the prompt for both."""
-        if sequence.block_table or sequence.num_prompt_tokens == 1:
+        if sequence.num_blocks or sequence.num_prompt_tokens == 1 or not self.reuse.can_share:
             return False
         if self.reuse.fork_source(sequence, self._siblings(sequence)) is not None:
             return False
-        return any(sibling.sequence_id < sequence.sequence_id for sibling in self._siblings(sequence))
+        return any(
+            sibling.sequence_id < sequence.sequence_id and self.reuse.is_computing_prompt(sibling)
+            for sibling in self._siblings(sequence)
+        )
 
     # ---------------------------------------------------------------------------------------- letting go
 
@@ -401,7 +415,7 @@ class Scheduler:
         """Forget a finished sequence; siblings that wait for its prompt are forked from it first."""
         if sequence.slot is not None and self._in_flight is None:
             for sibling in self._siblings(sequence):
-                if not sibling.block_table and self.reuse.fork_source(sibling, self._siblings(sibling)) is sequence:
+                if sibling.num_blocks == 0 and self.reuse.fork_source(sibling, self._siblings(sibling)) is sequence:
                     self.reuse.fork(sibling, sequence)
         siblings = self._of_request[sequence.request.request_id]
         del siblings[sequence.sequence_id]

@@ -1,10 +1,10 @@
 """`Request` and `Sequence`: what was asked, and a stream of tokens that answers it. State; the scheduler decides."""
 
-from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from inflight.outputs import FinishReason
+from inflight.scheduling.block_pool import BlockTables
 from inflight.scheduling.prefix_cache import Parent, Root
 
 
@@ -43,6 +43,7 @@ class Sequence:
 
     Attributes:
         arrival: the first step that it could have been part of.
+        block_tables: its blocks in each cache group.
         root: under which its keys and values are found, as they are being computed now.
         parent, num_known_blocks: so many of its first blocks can be found in the prefix cache; the node of the last.
         num_cached_tokens: prompt tokens that it did not have to compute when it first ran.
@@ -55,8 +56,8 @@ class Sequence:
     index: int
     token_ids: list[int]
     arrival: int
+    block_tables: BlockTables
     num_computed_tokens: int = 0
-    block_table: "array[int]" = field(default_factory=lambda: array("i"))
     slot: int | None = None
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
@@ -70,6 +71,11 @@ class Sequence:
     def num_prompt_tokens(self) -> int:
         """Tokens of its request's prompt."""
         return len(self.request.prompt_token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of tokens that it has a place for, in each group, those that were let go included."""
+        return len(self.block_tables[0])
 
     @property
     def num_uncomputed_tokens(self) -> int:

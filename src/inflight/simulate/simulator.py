@@ -11,7 +11,9 @@ its decisions are the same, and a million of them take no memory.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from inflight.cache_group import ALL_TOKENS, CacheLayout
 from inflight.config import EngineConfig
+from inflight.model_info import ModelInfo
 from inflight.observe.run_report import RunLog, RunReport
 from inflight.observe.step_watch import StepWatch
 from inflight.plan import StepPlan
@@ -30,7 +32,7 @@ def simulate(
     config: EngineConfig,
     cost: StepCost,
     *,
-    recompute_beyond: int | None = None,
+    model: ModelInfo | None = None,
     observer: Callable[[StepRecord], None] | None = None,
 ) -> RunReport:
     """Run requests to their ends on a virtual clock that begins at 0.
@@ -39,20 +41,21 @@ def simulate(
         requests: by time of arrival; taken one by one, as the clock goes on.
         config: what of it has to do with scheduling. `num_blocks` None: as many as all slots could ever fill.
         cost: seconds of a step.
-        recompute_beyond: as the model has it (`ModelInfo`).
+        model: of which scheduling looks at what is kept and shared of a sequence, and when it is computed anew; None:
+            one that keeps and shares everything.
         observer: is called with each step's record; the times in it are virtual.
 
     Raises:
         ValueError: a request could never fit the cache, or comes before the one ahead of it.
     """
-    return Simulation(requests, config, cost, recompute_beyond, observer).run()
+    return Simulation(requests, config, cost, model, observer).run()
 
 
-def enough_blocks(config: EngineConfig) -> int:
+def enough_blocks(config: EngineConfig, layout: CacheLayout) -> int:
     """Blocks of the cache: what the configuration says, or so many that they are never short."""
     if config.num_blocks is not None:
         return config.num_blocks
-    return config.max_num_seqs * -(-(config.max_model_len or DEFAULT_MODEL_LEN) // config.block_size)
+    return config.max_num_seqs * layout.max_num_blocks(config.max_model_len or DEFAULT_MODEL_LEN)
 
 
 @dataclass(slots=True)
@@ -72,11 +75,19 @@ class Simulation:
         requests: Iterable[SimulatedRequest],
         config: EngineConfig,
         cost: StepCost,
-        recompute_beyond: int | None,
+        model: ModelInfo | None,
         observer: Callable[[StepRecord], None] | None,
     ) -> None:
         self.cost, self.observer = cost, observer
-        self.scheduler = Scheduler.of(config, enough_blocks(config), recompute_beyond)
+        groups = (ALL_TOKENS,) if model is None else model.cache_groups
+        layout = CacheLayout(config.block_size, groups, config.max_num_batched_tokens)
+        self.scheduler = Scheduler.of(
+            config,
+            enough_blocks(config, layout),
+            None if model is None else model.recompute_beyond,
+            can_share_prefixes=model is None or model.can_share_prefixes,
+            layout=layout,
+        )
         self.pool = self.scheduler.block_pool
         self.log = RunLog(config.max_num_seqs, self.pool.num_blocks)
         self.clock = 0.0
@@ -120,8 +131,9 @@ class Simulation:
 
     def _submit(self, request: SimulatedRequest) -> None:
         outputs, prompt = request.num_output_tokens, request.prompt_token_ids
-        num_tokens, capacity = len(prompt) + max(outputs), self.pool.num_blocks * self.pool.block_size + 1
-        if num_tokens > capacity:
+        num_tokens = len(prompt) + max(outputs)
+        if self.pool.layout.max_num_blocks(num_tokens - 1) > self.pool.num_blocks:
+            capacity = self.pool.layout.longest_sequence(self.pool.num_blocks, num_tokens) + 1
             raise ValueError(
                 f"request {request.request_id!r} grows to {num_tokens} tokens; the whole cache can only serve a "
                 f"sequence of {capacity} ({self.pool.num_blocks} blocks of {self.pool.block_size} tokens)"

@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test check format figures demo-model clean
+.PHONY: demo test check format figures census demo-model clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "inflight needs Python 3.11 or newer"'
@@ -32,6 +32,9 @@ format: $(READY)
 
 figures: $(READY)         ## draw the figures of docs/how-it-works.md anew (three minutes on two cores)
 	$(BIN)/python -m tools.make_figures
+
+census: $(READY)          ## run every causal LM class of transformers, write docs/census.md (ten minutes on two cores)
+	$(BIN)/inflight census --jobs $(PYTEST_WORKERS) --min-exact 170 --output docs/census.md
 
 demo-model: $(READY)      ## train the embedded model anew (about half an hour on two cores)
 	$(BIN)/python tools/train_demo_model.py

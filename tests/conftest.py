@@ -1,5 +1,7 @@
 """Settings of the whole suite."""
 
+import os
+
 import torch
 from hypothesis import settings
 
@@ -11,6 +13,9 @@ settings.load_profile("ci")
 
 # Tests run in one process a core: more threads each would only get in each other's way.
 torch.set_num_threads(1)
+
+# Nothing is taken from what an earlier run has proved, and nothing that a test has spoiled is left for a later one.
+os.environ["INFLIGHT_REMEMBER_VERDICTS"] = "0"
 
 # Built now if they never were: not in the middle of a test that looks at what a command prints.
 assert kernels_available()

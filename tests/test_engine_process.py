@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inflight.cache_group import ALL_TOKENS
 from inflight.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine_process.connection import ProcessConnection
@@ -44,6 +45,7 @@ INFO = ModelInfo(
     dtype="float32",
     device="cpu",
     executor="packed",
+    proved_on="the model itself",
     attention_backend="torch",
     compile="off",
     quantization=None,
@@ -57,7 +59,10 @@ INFO = ModelInfo(
     can_share_prefixes=True,
     block_size=16,
     num_blocks=2,
+    cache_groups=(ALL_TOKENS,),
+    max_cached_len=32,
     kv_bytes_per_token=8,
+    kv_bytes_per_lasting_token=8,
     eos_token_ids=(1,),
     notes=(),
 )

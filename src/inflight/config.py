@@ -30,6 +30,8 @@ class EngineConfig:
         executor: the way through the model: "packed" (all tokens of a step in one row), "rows" (batches of rows, by the
             model's own attention), "sequential" (one sequence after the other), or "auto" (the first of them that is
             proved exact). One that is given is proved, too.
+        remember_verdicts: whether what was proved on a small copy of a model's class is kept for the next load (in
+            `~/.cache/inflight/verdicts`), as long as class, configuration, versions and machine are the same.
         attention_backend: "reference" (the definition, slow), "torch" (any device), "cpu" (our kernels), or "auto" (the
             best here).
         kv_cache_dtype: of keys and values: "auto" (the model's) or "int8" (with a scale for each token and head; half
@@ -48,7 +50,8 @@ class EngineConfig:
         max_num_waiting: a request is refused while so many sequences wait; None: no limit.
         enable_prefix_caching: whether blocks of the cache are found again by their content.
         block_size: tokens in a block of the cache.
-        num_blocks: blocks in the cache; None: as many as `kv_cache_memory` holds.
+        num_blocks: blocks in the cache; None: as many as `kv_cache_memory` holds. A sequence takes one for each
+            `block_size` tokens; of a model with sliding windows one in each of its groups of layers.
         kv_cache_memory: bytes for keys and values; None: 90 % of what is free on a CUDA device, else up to a quarter
             of the machine's memory, which a CPU only touches as it is needed. Not looked at with `num_blocks`.
         seed: of the random streams of requests without a seed of their own, and of dummy weights.
@@ -60,6 +63,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     revision: str | None = None
     executor: str = "auto"
+    remember_verdicts: bool = True
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
@@ -96,5 +100,5 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "aging_steps", "block_size"):
             check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, MAX_SEED)
-        for name in ("trust_remote_code", "enable_prefix_caching"):
+        for name in ("trust_remote_code", "enable_prefix_caching", "remember_verdicts"):
             check_switch(name, getattr(self, name))

@@ -91,7 +91,11 @@ class Engine:
         self.model_info = self._describe()
         info = self.model_info
         self.scheduler = Scheduler.of(
-            config, info.num_blocks, info.recompute_beyond, can_share_prefixes=info.can_share_prefixes
+            config,
+            info.num_blocks,
+            info.recompute_beyond,
+            can_share_prefixes=info.can_share_prefixes,
+            layout=self.runner.cache_layout,
         )
         self.prefill_limit: PrefillLimit | None = None
         """If set, learns from every step how much prefill the next may have."""

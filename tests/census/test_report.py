@@ -105,6 +105,18 @@ def test_the_command_examines_two_classes(tmp_path: Path) -> None:
     assert "2 of 2 decoder-only causal language models are exact (1 packed, 1 rows)." in path.read_text()
 
 
+def test_the_slow_job_fails_if_something_is_wrong_or_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exit_code(findings: list[Finding], *options: str) -> int:
+        monkeypatch.setattr(runner, "run_census", lambda *args: findings)
+        return CliRunner().invoke(app, ["census", "--class", "gpt2", *options]).exit_code
+
+    exact = [finding for finding in FINDINGS if finding.outcome == "exact"]
+    assert exit_code(exact, "--min-exact", str(len(exact))) == 0
+    assert exit_code(exact, "--min-exact", str(len(exact) + 1)) == 1
+    assert exit_code(FINDINGS, "--min-exact", "1") == 1, "a wrong token is never an option"
+    assert exit_code(FINDINGS) == 0
+
+
 def test_an_unknown_class_is_one_sentence() -> None:
     done = CliRunner().invoke(app, ["census", "--class", "nobody"])
     assert isinstance(done.exception, ValueError)

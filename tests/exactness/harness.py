@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from inflight.cache_group import ALL_TOKENS, CacheGroup, CacheLayout
 from inflight.config import EngineConfig
 from inflight.engine import Engine
 from inflight.execution.ragged_batch import RaggedBatch
@@ -69,6 +70,22 @@ def _logits_behind(name: str, model: PreTrainedModel, prompt: list[int], tokens:
         num_short = limit - len(prompt) + 1
         logits = torch.cat([zoo.plain_logits(model, everything[:limit])[len(prompt) - 1 :], logits[num_short:]])
     return logits
+
+
+def num_blocks_for(name: str, num_tokens: int, *, block_size: int, budget: int) -> int:
+    """Blocks of the cache that one sequence of a zoo model takes at most, computed in spans of up to `budget`."""
+    return CacheLayout(block_size, _cache_groups(name), budget).max_num_blocks(num_tokens)
+
+
+@cache
+def _cache_groups(name: str) -> Sequence[CacheGroup]:
+    return Engine(zoo.build(name), EngineConfig(num_blocks=1)).scheduler.block_pool.layout.groups
+
+
+def has_windows(name: str) -> bool:
+    """Whether some layers of a zoo model keep a window only: what is computed at once takes much more of the cache than
+    it does afterwards, so that hardly anybody is preempted."""
+    return any(group != ALL_TOKENS for group in _cache_groups(name))
 
 
 class Teacher:

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from inflight import LLM, ModelError, SamplingParams
-from inflight.execution.executors import RowsExecutor, SequentialExecutor
-from inflight.execution.probe import relative_error
-from inflight.execution.proof import PlainModel, prove
+from inflight.execution.probe import own_attention
+from inflight.execution.probe.agreement import relative_error
+from inflight.execution.probe.logits_proof import PlainModel, prove
+from inflight.execution.probe.own_attention import make_executor
+from inflight.execution.probe.verdict import Way
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.plan import Span, StepPlan
+from inflight.profiling.decode_profile import profile_decode
 from tests import others, zoo
 
 PROMPTS = random.Random(0)
@@ -38,6 +42,7 @@ def test_the_plain_models_tokens(name: str) -> None:
     assert llm.model_info.executor == ("sequential" if name in others.SEQUENTIAL else "rows")
     assert llm.model_info.can_share_prefixes == (name in others.ROWS)
     assert llm.model_info.logits_error < 1e-5
+    assert llm.model_info.attention_error is None
     assert any(note.startswith("not packed:") for note in llm.model_info.notes)
     outputs = generate(llm)
     wrong = {
@@ -136,10 +141,8 @@ def test_where_a_model_differs_from_itself_it_runs_as_generate_does(dtype: str) 
 @pytest.mark.parametrize("name", ["qwen3_next", "bloom"])
 def test_prompts_in_one_piece(kind: str, name: str) -> None:
     model = others.build(name)
-    executor = (
-        RowsExecutor(model, 4, 2, in_one_piece=True) if kind == "rows" else SequentialExecutor(model, in_one_piece=True)
-    )
-    assert prove(executor, PlainModel.of(model), 2e-5) < 1e-5
+    executor = make_executor(Way(kind, in_one_piece=True), model, block_size=4, num_slots=2)
+    assert prove(executor, PlainModel.of(model).with_effect(), 2e-5) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["rows", "sequential"])
@@ -147,9 +150,7 @@ def test_prompts_in_one_piece(kind: str, name: str) -> None:
 def test_a_slot_forgets_whose_it_was(kind: str, name: str) -> None:
     """Two sequences, one after the other, in one slot and to the same length: the second is held back up to there."""
     model = others.build(name)
-    executor = (
-        RowsExecutor(model, 4, 1, in_one_piece=True) if kind == "rows" else SequentialExecutor(model, in_one_piece=True)
-    )
+    executor = make_executor(Way(kind, in_one_piece=True), model, block_size=4, num_slots=1)
     assert not executor.can_share_prefixes
     executor.allocate(8)
     first, second = prompts()[1][:9], prompts()[3][:10]
@@ -173,7 +174,7 @@ def test_a_model_on_which_nothing_can_be_proved_is_refused() -> None:
                 weight.zero_()
     with pytest.raises(ModelError, match="nothing can be proved"):
         LLM(mute, **others.options())
-    assert PlainModel.of(model).effect > 1e-2
+    assert (PlainModel.of(model).with_effect().effect or 0) > 1e-2
 
 
 def test_prompts_are_scored_in_rows() -> None:
@@ -185,3 +186,51 @@ def test_prompts_are_scored_in_rows() -> None:
         if told is not None:
             token = prompts()[1][position]
             assert told[token].logprob == pytest.approx(float(expected[position - 1, token]), abs=1e-3)
+
+
+def test_what_attends_by_itself_can_not_be_looked_into() -> None:
+    llm = LLM(others.build("bloom"), **others.options())
+    with pytest.raises(ModelError, match="only models that run packed can be looked into; this one runs as rows"):
+        llm.engine.runner.witness_attention()
+    with pytest.raises(ModelError, match="runs as rows"):
+        profile_decode(llm.engine, 1, 8, 1, SamplingParams())
+
+
+def test_there_is_no_way_back_once_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = others.build("bloom")
+    pack = own_attention.pack_weights
+
+    def fail_for_the_model(packed: PreTrainedModel, *args: Any) -> None:
+        pack(packed, *args)
+        if args:  # not the twin
+            raise ValueError("no")
+
+    monkeypatch.setattr(own_attention, "pack_weights", fail_for_the_model)
+    with pytest.raises(RuntimeError, match="the weights of BloomForCausalLM could not be packed"):
+        LLM(model, **others.options())
+
+
+def test_what_a_twin_does_not_stand_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = others.build("bloom")
+
+    def spoil(packed: PreTrainedModel, *args: Any) -> None:
+        packed.get_input_embeddings().weight[:, 0] += 1
+
+    monkeypatch.setattr(own_attention, "pack_weights", spoil)
+    llm = LLM(model, **others.options())
+    assert any(note.startswith("its weights are not packed: ModelError") for note in llm.model_info.notes)
+    assert not any(others.wrong_tokens(model, p, o) for p, o in zip(prompts(), generate(llm), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_deep_model_that_makes_much_of_rounding_is_not_taken_for_a_wrong_one(dtype: str) -> None:
+    model = others.build("deep")
+    llm = LLM(model, dtype=dtype, **others.options(num_blocks=200))
+    assert llm.model_info.executor == "rows"
+    says_nothing = any("too much to tell" in note for note in llm.model_info.notes)
+    assert says_nothing == (dtype == "bfloat16")
+    outputs = generate(llm)
+    if dtype == "float32":
+        num_tokens = sum(map(len, outputs))
+        num_wrong = sum(len(others.wrong_tokens(model, p, o)) for p, o in zip(prompts(), outputs, strict=True))
+        assert num_wrong <= 0.02 * num_tokens

@@ -46,7 +46,16 @@ def test_another_cpu_has_another_library() -> None:
 @pytest.mark.skipif("avx512f" not in native._instruction_sets().split(), reason="others are tested as they are")
 def test_a_cpu_without_avx512_gets_kernels_that_are_as_right() -> None:
     """Registers half as wide, other layouts: the tests of attention, of layers and of the sampler hold there, too."""
-    tests = [f"tests/execution/test_{name}.py" for name in ("attention", "linears", "sampler")]
+    names = (
+        "attention",
+        "experts",
+        "linears",
+        "sampler",
+        "sampler_filters",
+        "sampler_distribution",
+        "sampler_counters",
+    )
+    tests = [f"tests/execution/test_{name}.py" for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "INFLIGHT_TARGET_CPU": "haswell", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from inflight.config import EngineConfig
 from inflight.engine import Engine
 from inflight.observe.recorder import Recorder, observe_with
@@ -27,13 +29,14 @@ def run_recorded(
     prompts: Sequence[Sequence[int]] = PROMPTS,
     num_tokens: Sequence[int] = NUM_TOKENS,
     n: int = 1,
+    model: PreTrainedModel | None = None,
     **options: Any,
 ) -> list[StepRecord]:
     """Run all prompts together, write a recording, and return the records as they came.
 
     Several sequences of a request are sampled, for equal ones would share blocks of their answers, too.
     """
-    engine = Engine(zoo.build("llama"), EngineConfig(**options or TIGHT))
+    engine = Engine(model or zoo.build("llama"), EngineConfig(**options or TIGHT))
     records: list[StepRecord] = []
     with Recorder(path, engine.config, engine.model_info) as recorder:
         engine.observer = observe_with(recorder.see, None, records.append)

@@ -7,18 +7,19 @@ from inflight.engine import Engine
 from inflight.observe.step_capture import StepCapture
 from inflight.observe.step_view import StepView
 from inflight.params import SamplingParams
-from tests import zoo
+from tests import others, zoo
 
 MIXED = ([7, 8, 9], list(range(10, 19)), list(range(20, 50)))
 """With 10 tokens a step, step 1 has a decode, the end of a prefill and a chunk."""
 
 
-def captured(prompts: Any = MIXED, step: int = 1, name: str = "llama", **options: Any) -> StepView:
-    engine = Engine(zoo.build(name), EngineConfig(**{"max_num_batched_tokens": 10, **options}))
+def captured(prompts: Any = MIXED, step: int = 1, name: str = "llama", n: int = 1, **options: Any) -> StepView:
+    build = zoo.build if name in zoo.ARCHITECTURES else others.build
+    engine = Engine(build(name), EngineConfig(**{"max_num_batched_tokens": 10, **options}))
     capture = StepCapture(engine.runner.witness_attention(), step)
     engine.observer = capture.see
     for number, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=0, max_tokens=step + 1)
+        params = SamplingParams(temperature=0, max_tokens=step + 1, n=n)
         engine.submit(engine.accept(str(number), prompt, params))
     while capture.view is None:
         engine.step()

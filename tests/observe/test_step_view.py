@@ -69,3 +69,20 @@ def test_tokens_are_written_on_one_line_whatever_they_hold() -> None:
     assert visible("\x1b[31m") == "\\x1b[31m"
     assert visible("a\u202eb\u200b\u00a0") == "a\\u202eb\\u200b\\xa0"
     assert visible("字 é[b]") == "字·é[b]"
+
+
+def test_tokens_that_have_left_all_windows_are_still_told() -> None:
+    (prompt,) = prompts = [list(range(1, 60))]
+    view = captured(prompts, step=7, name="mistral", block_size=4)
+    assert [int(key) for key in view.spans[0].keys[:59]] == prompt
+    assert view.difference < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4_large", "gemma4_few_global"])
+def test_forks_are_followed_where_calls_have_parts_of_blocks(name: str) -> None:
+    (prompt,) = prompts = [list(range(1, 31))]
+    view = captured(prompts, step=9, name=name, n=3, block_size=4, max_num_batched_tokens=8)
+    assert len(view.spans) == 3
+    for span in view.spans:
+        assert [int(key) for key in span.keys[:30]] == prompt
+    assert view.difference < 1e-5

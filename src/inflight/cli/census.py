@@ -1,6 +1,7 @@
 """`inflight census`: which causal language model classes of `transformers` run exactly, each tried on a tiny model."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -17,7 +18,20 @@ from inflight.cli.options import quiet_libraries
 @click.option("--timeout", type=click.FloatRange(min=1), default=60.0, help="Seconds that a class may take.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, help="Classes examined at once.")
 @click.option("--peer", is_flag=True, help="Let transformers' own continuous batching run each model, too.")
-def census(names: tuple[str, ...], output: Path | None, as_json: bool, timeout: float, jobs: int, peer: bool) -> None:
+@click.option(
+    "--min-exact",
+    type=click.IntRange(min=0),
+    help="Exit with 1 if fewer classes are exact, or if any of them gives a wrong token.",
+)
+def census(
+    names: tuple[str, ...],
+    output: Path | None,
+    as_json: bool,
+    timeout: float,
+    jobs: int,
+    peer: bool,
+    min_exact: int | None,
+) -> None:
     """Build a tiny model of every causal language model class, run it, and compare each token with the plain model.
 
     Progress goes to standard error; a process of its own for each class, so this takes a while.
@@ -42,3 +56,6 @@ def census(names: tuple[str, ...], output: Path | None, as_json: bool, timeout: 
         print(text)
     else:
         output.write_text(text + ("\n" if as_json else ""))
+    outcomes = Counter(finding.outcome for finding in findings)
+    if min_exact is not None and (outcomes["wrong"] or outcomes["exact"] < min_exact):
+        sys.exit(1)

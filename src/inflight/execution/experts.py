@@ -6,6 +6,7 @@ gets the same bits in any company. Routers hand a two-dimensional parameter to `
 catches that.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.integrations.moe import ExpertsInterface
+from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
-from inflight.execution.linears import LetGo, is_linear
-from inflight.execution.packed_linear import PackedLinear, pack_linear
+from inflight.execution.linears import ACTIVATIONS, LetGo, is_linear
+from inflight.execution.packed_linear import PackedLinear, PanelLinear, pack_linear
 
 MIN_ROWS = 2  # a single row would take another way through oneDNN
 
@@ -29,8 +30,37 @@ class PackedExperts:
         name = "gate_up_proj" if module.has_gate else "up_proj"
         self.up = _pack_each(module, name, quantized, let_go)
         self.down = _pack_each(module, "down_proj", quantized, let_go)
+        self._number = self._at_once(module)
 
-    def run(self, module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
+    def _at_once(self, module: Any) -> int | None:
+        """The number by which our kernels know all of them, if they are what the kernel can run."""
+        activation = ACTIVATIONS.get(type(getattr(module, "act_fn", module)))
+        panels = [each for each in (*self.up, *self.down) if isinstance(each, PanelLinear)]
+        is_usual = type(module)._apply_gate is _default_apply_gate and not module.has_post_expert_norm
+        if not (module.has_gate and is_usual) or activation is None or len(panels) < len(self.up) + len(self.down):
+            return None
+        numbers = [each.number for each in panels]
+        number: int = torch.ops.inflight.new_experts(numbers[: len(self.up)], numbers[len(self.up) :], *activation)
+        weakref.finalize(self, torch.ops.inflight.delete_experts, number)
+        return number
+
+    def run(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Tokens `[T, hidden]` and their experts `[T, K]`; returns `[T * K, hidden]`."""
+        if self._number is not None:
+            outputs: torch.Tensor = torch.ops.inflight.experts.default(hidden_states, chosen, self._number)
+            return outputs
+        outputs = hidden_states.new_zeros(chosen.numel(), hidden_states.shape[-1])
+        experts, order = chosen.flatten().sort(stable=True)
+        counts = torch.bincount(experts, minlength=module.num_experts)[: module.num_experts].tolist()
+        first = 0
+        for expert, count in enumerate(counts):
+            if count:
+                places = order[first : first + count]
+                outputs[places] = self._run_one(module, expert, hidden_states[places // chosen.shape[1]])
+                first += count
+        return outputs
+
+    def _run_one(self, module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """One expert on `[n, hidden]`."""
         num_rows = len(rows)
         if num_rows < MIN_ROWS:
@@ -61,17 +91,8 @@ def _run_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Tokens `[T, hidden]`, each one's experts and their weights `[T, K]`; returns `[T, hidden]`."""
-    num_tokens, num_chosen = top_k_index.shape
-    outputs = hidden_states.new_zeros(num_tokens * num_chosen, hidden_states.shape[-1])
-    experts, order = top_k_index.flatten().sort(stable=True)
-    counts = torch.bincount(experts, minlength=module.num_experts)[: module.num_experts].tolist()
-    first = 0
-    for expert, count in enumerate(counts):
-        if count:
-            places = order[first : first + count]
-            outputs[places] = module.inflight_experts.run(module, expert, hidden_states[places // num_chosen])
-            first += count
-    weighted = outputs.view(num_tokens, num_chosen, -1) * top_k_weights[..., None]
+    outputs = module.inflight_experts.run(module, hidden_states, top_k_index)
+    weighted: torch.Tensor = outputs.view(*top_k_index.shape, -1) * top_k_weights[..., None]
     return weighted.sum(dim=1).to(hidden_states.dtype)
 
 

@@ -301,7 +301,7 @@ def share_packed_weight(embedding: nn.Embedding, head: PackedLinear) -> None:
     layout = head.layout()
     if layout is None:
         return
-    sample = torch.linspace(0, head.out_features - 1, 64).long()
+    sample = torch.linspace(0, head.out_features - 1, 64, dtype=torch.float64).long()
     expected = embedding.weight[sample]
     if head.scales is not None:
         expected = quantise(expected)[0]

@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import threading
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,6 +16,10 @@ from inflight.execution.mapped_memory import give_back_freed_memory
 
 CACHE_SHARE_OF_GPU = 0.9
 CACHE_SHARE_OF_HOST = 0.25
+PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ONE_AT_A_TIME = threading.Lock()
+"""Held while `transformers` makes a model: it changes torch's default dtype meanwhile, for all threads, and two that do
+so at once leave each other's behind."""
 ModelSource: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 
 
@@ -30,10 +35,15 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
     model_config, name = check_source(source, config), os.path.expanduser(source)
     try:
         dtype = resolve_dtype(config.dtype, model_config, device)
-        if config.load_format == "dummy":
-            model = _dummy_model(model_config, dtype, device, config)
-        else:
-            model = _pretrained_model(name, dtype, config).to(device)
+        is_dummy = config.load_format == "dummy"
+        with ONE_AT_A_TIME:
+            if is_dummy:
+                model = _dummy_model(model_config, dtype, device, config)
+            else:
+                model = _pretrained_model(name, dtype, config)
+        model = model.to(device)
+        if not is_dummy and getattr(model_config, "quantization_config", None) is not None:
+            _unify_dtype(model, dtype)
     except ModelError:
         raise
     except Exception as error:
@@ -143,7 +153,7 @@ def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
     if dtype is None and model.dtype == torch.float16 and device.type == "cpu":
         dtype = torch.float32
     check_dtype(dtype or model.dtype, device)
-    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    kept = _kept_in_float32(model)
     replaced: dict[int, torch.nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         converts = dtype is not None and parameter.is_floating_point() and not kept.intersection(name.split("."))
@@ -180,3 +190,22 @@ def _pretrained_model(name: str, dtype: torch.dtype, config: EngineConfig) -> Pr
                 f"the checkpoint {name!r} {problem} some of the model's weights ({len(keys)}): {keys[0]} …"
             )
     return model
+
+
+def _unify_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Where `transformers` can not run a checkpoint's quantised layers it makes plain ones of them, in another dtype
+    than the rest: give all the same. Raises `ModelError` if some are not what they should be."""
+    for name, module in model.named_modules():
+        if type(module) is torch.nn.Linear and module.weight.dtype not in PLAIN_DTYPES:
+            raise ModelError(f"the quantised weights of {name} could not be read: they are {module.weight.dtype}")
+    if any(parameter.dtype not in PLAIN_DTYPES for parameter in model.parameters()):
+        return  # layers that compute in ways of their own
+    kept = _kept_in_float32(model)
+    for name, parameter in model.named_parameters():
+        if not kept.intersection(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+
+
+def _kept_in_float32(model: PreTrainedModel) -> set[str]:
+    """Names of modules that a class wants in float32, whatever the rest is in."""
+    return set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())

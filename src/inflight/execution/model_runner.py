@@ -11,11 +11,11 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from inflight.cache_group import ALL_TOKENS, CacheLayout
 from inflight.config import EngineConfig
 from inflight.errors import ModelError
-from inflight.execution.attention import AttentionBackend, AttentionSpec, ReferenceAttention, make_backend
+from inflight.execution.attention import AttentionSpec, ReferenceAttention
 from inflight.execution.attention.witness import WitnessedAttention
-from inflight.execution.choice import Choice, choose_executor
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.executors.hook import use_attention
 from inflight.execution.executors.longrope import longrope_length
@@ -24,6 +24,7 @@ from inflight.execution.logits.logprobs import Scorer
 from inflight.execution.logits.token_mask import TokenMasks
 from inflight.execution.mapped_memory import let_go_of_file_pages
 from inflight.execution.model import ModelSource, available_cache_memory, load_model, release_checkpoint
+from inflight.execution.probe.choice import Choice, choose_executor
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampler import INVALID_TOKEN, Sampler
 from inflight.model_info import ModelInfo
@@ -51,17 +52,13 @@ class ModelRunner:
         self.model = load_model(source, config)
         device, dtype = self.model.device, self.model.dtype
         self._num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-
-        def backend(block_size: int) -> AttentionBackend:
-            return make_backend(config.attention_backend, device, dtype, block_size, config.kv_cache_dtype)
-
         if config.quantization is not None and not can_pack(self.model):
             raise ModelError(
                 f"quantization {config.quantization!r} needs float32, or bfloat16 where the CPU supports it, on a CPU; "
                 f"not {dtype} on {device}"
             )
         is_loaded = device.type == "cpu" and not isinstance(source, PreTrainedModel)  # by us: no caller's memory
-        choice = choose_executor(self.model, config, backend, let_go_of_file_pages if is_loaded else None)
+        choice = choose_executor(self.model, config, let_go_of_file_pages if is_loaded else None)
         if is_loaded:
             release_checkpoint(self.model)
         self.executor = choice.make_executor(config.block_size, config.max_num_seqs)
@@ -98,13 +95,25 @@ class ModelRunner:
                 token_ids[row] = INVALID_TOKEN
         return StepTokens(token_ids, scores)
 
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """How sequences lie in its cache."""
+        return CacheLayout(self.config.block_size, self.executor.cache_groups, self.config.max_num_batched_tokens)
+
+    def require_packed(self) -> PackedExecutor:
+        """The executor. Raises `ModelError` if it leaves attention to the model, whose affairs nobody can look into."""
+        if not isinstance(self.executor, PackedExecutor):
+            raise ModelError(f"only models that run packed can be looked into; this one runs as {self.executor.name}")
+        return self.executor
+
     def witness_attention(self) -> WitnessedAttention:
-        """From now on run the definition beside the attention backend. The cache is new: nothing may have run yet."""
-        assert isinstance(self.executor, PackedExecutor)
+        """From now on run the definition beside the attention backend. The cache is new: nothing may have run yet.
+        Raises `ModelError` if attention is the model's own."""
+        executor = self.require_packed()
         definition = ReferenceAttention(self.model.device, self.model.dtype, self.config.block_size)
-        witness = WitnessedAttention(self.executor.backend, definition)
+        witness = WitnessedAttention(executor.backend, definition, executor.grouping.parts[0].num_parts)
         use_attention(self.model, "inflight")  # a compiled model calls its kernels, past any backend
-        self.executor = PackedExecutor(self.model, witness, self.executor.specs)
+        self.executor = PackedExecutor(self.model, witness, executor.grouping)
         self.executor.allocate(self.info.num_blocks)
         return witness
 
@@ -123,13 +132,17 @@ class ModelRunner:
                 f"max_num_batched_tokens is {config.max_num_batched_tokens}; this model accepts at most "
                 f"{report.max_row_len} ({'; '.join(report.notes)})"
             )
-        bytes_per_block = self.executor.bytes_per_block(config.block_size)
+        bytes_per_block, layout = self.executor.bytes_per_block(config.block_size), self.cache_layout
+        groups = layout.groups
+        num_blocks = self._choose_num_blocks(bytes_per_block, layout.max_num_blocks(max_model_len))
+        num_lasting_groups = sum(group == ALL_TOKENS for group in groups)
         return ModelInfo(
             model_class=type(model).__name__,
             num_parameters=self._num_parameters,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
             executor=self.executor.name,
+            proved_on=choice.proved_on,
             attention_backend=choice.attention_backend,
             compile="off",
             quantization=config.quantization,
@@ -142,13 +155,16 @@ class ModelRunner:
             recompute_beyond=longrope_length(model.config.get_text_config()),
             can_share_prefixes=self.executor.can_share_prefixes,
             block_size=config.block_size,
-            num_blocks=self._choose_num_blocks(bytes_per_block, max_model_len),
-            kv_bytes_per_token=bytes_per_block // config.block_size,
+            num_blocks=num_blocks,
+            cache_groups=tuple(groups),
+            max_cached_len=layout.longest_sequence(num_blocks, max_model_len),
+            kv_bytes_per_token=bytes_per_block * len(groups) // config.block_size,
+            kv_bytes_per_lasting_token=bytes_per_block * num_lasting_groups // config.block_size,
             eos_token_ids=_eos_token_ids(self.generation_config, report.vocab_size),
             notes=(*report.notes, *_not_honoured(self.generation_config)),
         )
 
-    def _choose_num_blocks(self, bytes_per_block: int, max_model_len: int) -> int:
+    def _choose_num_blocks(self, bytes_per_block: int, most_of_a_sequence: int) -> int:
         """As many as were asked for, else as fit the memory, but never more than all slots at full length need."""
         config = self.config
         if config.num_blocks is not None:
@@ -160,8 +176,7 @@ class ModelRunner:
                 f"the cache may take {max(0, memory)} bytes; one block of {config.block_size} tokens takes "
                 f"{bytes_per_block}"
             )
-        most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-        return min(memory // max(1, bytes_per_block), most_useful)
+        return min(memory // max(1, bytes_per_block), config.max_num_seqs * most_of_a_sequence)
 
 
 def _describe_calls(specs: tuple[AttentionSpec, ...]) -> tuple[str, ...]:
@@ -183,6 +198,8 @@ def _describe_call(spec: AttentionSpec) -> str:
         words.append(f"softcap {spec.softcap:g}")
     if spec.has_sinks:
         words.append("sinks")
+    if spec.shares_cache_with is not None:
+        words.append("keys and values of an earlier call")
     return ", ".join(words)
 
 

@@ -19,7 +19,8 @@ class CacheGroupBatch:
 
     Attributes:
         kv_slots: `[T]` int64, each token's place (block * block_size + offset); -1 writes nowhere.
-        block_tables: `[S, max_blocks]` int32, rows padded with 0.
+        block_tables: `[S, max_blocks]` int32, rows padded with 0. Where a group keeps a window they begin with
+            `NO_BLOCK`: nothing before the first key that a span's first token sees may be read from there.
         block_tables_host: the same in host memory.
     """
 
@@ -39,10 +40,8 @@ class RaggedBatch:
         kv_lens: `[S]` int32: how many of its sequence's keys a span can see, its own tokens included.
         logit_rows: `[R]` int64, indices into the row.
         groups: one per cache group.
+        spans: the S spans, as they were planned.
         query_lens_host, kv_lens_host: `[S]` int64 in host memory: sizes are decided without asking the device.
-        num_logit_rows_host: `[S]` int64 in host memory: how many rows of logits are wanted of each span, its last ones.
-        slots_host, sequence_ids_host: `[S]` int64 in host memory: the slot and the id of each span's sequence.
-        input_ids_host: `[T]` int64: `input_ids` in host memory.
         sequence_lens_host: `[S]` int64 in host memory: tokens that each span's whole sequence has by now.
         logit_slots_host, logit_positions_host, logit_token_ids_host: `[R]` int64 in host memory: the slot, the
             position and the id of the token that each row of logits is computed from.
@@ -56,12 +55,9 @@ class RaggedBatch:
     kv_lens: torch.Tensor
     logit_rows: torch.Tensor
     groups: tuple[CacheGroupBatch, ...]
+    spans: tuple[Span, ...]
     query_lens_host: IntArray
     kv_lens_host: IntArray
-    num_logit_rows_host: IntArray
-    slots_host: IntArray
-    sequence_ids_host: IntArray
-    input_ids_host: IntArray
     sequence_lens_host: IntArray
     logit_slots_host: IntArray
     logit_positions_host: IntArray
@@ -79,12 +75,12 @@ class RaggedBatch:
         return int(self.logit_rows.shape[0])
 
     @classmethod
-    def empty(cls, device: torch.device) -> "RaggedBatch":
+    def empty(cls, num_groups: int, device: torch.device) -> "RaggedBatch":
         """A step of no spans, whose rows are all padding."""
         none, host = torch.empty(0, dtype=torch.int64, device=device), np.empty(0, dtype=np.int64)
         table = np.empty((0, 1), dtype=np.int32)
         group = CacheGroupBatch(none, torch.from_numpy(table).to(device), table)
-        return cls(none, none, none.int(), none.int(), none, (group,), *[host] * 11)
+        return cls(none, none, none.int(), none.int(), none, (group,) * num_groups, (), *[host] * 7)
 
     @classmethod
     def pack(cls, plan: StepPlan, block_size: int, device: torch.device) -> "RaggedBatch":
@@ -106,12 +102,9 @@ class RaggedBatch:
             kv_lens=to_device((starts + query_lens).astype(np.int32), device),
             logit_rows=to_device(logit_rows, device),
             groups=tuple(_pack_group(tables, span_of_token, positions, block_size, device) for tables in plan.tables),
+            spans=plan.spans,
             query_lens_host=query_lens,
             kv_lens_host=starts + query_lens,
-            num_logit_rows_host=num_logit_rows,
-            slots_host=slots,
-            sequence_ids_host=np.array([span.sequence_id for span in plan.spans], dtype=np.int64),
-            input_ids_host=input_ids,
             sequence_lens_host=np.array([span.sequence_length for span in plan.spans], dtype=np.int64),
             logit_slots_host=np.repeat(slots, num_logit_rows),
             logit_positions_host=positions[logit_rows],

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from inflight.cache_group import ALL_TOKENS, CacheGroup
 from inflight.config import EngineConfig
 from inflight.model_info import ModelInfo
 from inflight.record import ArrivalRecord, PreemptionRecord, SpanRecord, StepRecord
@@ -183,9 +184,15 @@ def describe_machine() -> dict[str, str]:
 def _model_info(values: dict[str, Any] | None) -> ModelInfo | None:
     if values is None:
         return None
-    for name, value in values.items():
-        values[name] = tuple(value) if isinstance(value, list) else value
-    return ModelInfo(**{"can_share_prefixes": True, **values})  # older records don't say so
+    known = {  # what older records don't say
+        "can_share_prefixes": True,
+        "proved_on": "",
+        "max_cached_len": values["max_model_len"],
+        "kv_bytes_per_lasting_token": values["kv_bytes_per_token"],
+        "cache_groups": [asdict(ALL_TOKENS)],
+    }
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in (known | values).items()}
+    return ModelInfo(**values | {"cache_groups": tuple(CacheGroup(**group) for group in values["cache_groups"])})
 
 
 def _step(values: dict[str, Any], block_size: int) -> StepRecord:

@@ -28,30 +28,38 @@ class StepCapture:
         self._token_text = token_text
         self._numbers: dict[tuple[str, int], int] = {}
         self._cached: dict[int, int] = {}  # the token at each place of the cache, whoever put it there
+        self._known: dict[int, dict[int, int]] = {}  # those of each sequence that were seen there, by position
         witness.comparing = step == 0
 
     def see(self, record: StepRecord) -> None:
-        """Remember which token lies where; keep the step if it is the one."""
+        """Remember which token lies where; keep the step if it is the one, and look at none after it."""
         batch = self._witness.batch
         assert batch is not None, "a step has run"
         self.num_steps = record.step + 1
+        if self.view is not None:
+            return
         self._witness.comparing = self.num_steps == self._step
         self._follow_copies()
         self._cached.update(zip(batch.groups[0].kv_slots.tolist(), batch.input_ids.tolist(), strict=True))
         spans = []
         for span, table in zip(record.spans, batch.groups[0].block_tables_host.tolist(), strict=True):
             number = self._numbers.setdefault((span.request_id, span.index), len(self._numbers))
+            keys = self._keys(number, table, span.start + span.length)
             if record.step == self._step:
-                keys = [self._cached[self._place(table, position)] for position in range(span.start + span.length)]
                 spans.append(view_span(number, span, keys, self._token_text))
         if spans:
             self.view = view_step(record, spans, batch, self._witness.calls, self._witness.name)
 
     def _follow_copies(self) -> None:
         size = self._witness.block_size
-        moved = [(source * size + i, to * size + i) for source, to in self._witness.copies for i in range(size)]
+        part = size * self._witness.num_parts  # places from one block's part to the next one's
+        moved = [(source * part + i, to * part + i) for source, to in self._witness.copies for i in range(size)]
         self._cached.update([(to, self._cached[source]) for source, to in moved if source in self._cached])
 
-    def _place(self, table: list[int], position: int) -> int:
-        size = self._witness.block_size
-        return table[position // size] * size + position % size
+    def _keys(self, number: int, table: list[int], end: int) -> list[int | None]:
+        """A sequence's tokens; None where no layer keeps them and it was never seen to have them."""
+        known, size = self._known.setdefault(number, {}), self._witness.block_size
+        for position in range(end):
+            if (block := table[position // size]) >= 0:
+                known[position] = self._cached[block * size + position % size]
+        return [known.get(position) for position in range(end)]

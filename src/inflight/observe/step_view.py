@@ -124,10 +124,10 @@ class StepView:
 
 
 def view_span(
-    number: int, record: SpanRecord, key_token_ids: Sequence[int], token_text: Callable[[int], str]
+    number: int, record: SpanRecord, key_token_ids: Sequence[int | None], token_text: Callable[[int], str]
 ) -> SpanView:
-    """A span as it is drawn; `key_token_ids` are its sequence's tokens up to the span's end."""
-    keys = tuple(visible(token_text(token_id)) for token_id in key_token_ids)
+    """A span as it is drawn; `key_token_ids` are its sequence's tokens up to the span's end, None where unknown."""
+    keys = tuple("…" if token_id is None else visible(token_text(token_id)) for token_id in key_token_ids)
     return SpanView(number, record.kind, record.slot, record.request_id, record.start, keys)
 
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 
 from inflight.engine import Engine
-from inflight.execution.executors import PackedExecutor
 from inflight.params import SamplingParams
 from inflight.profiling.machine import MachineMeter
 from inflight.profiling.operators import OperatorTimes, profile_operators
@@ -40,14 +39,14 @@ def profile_decode(
         params: how tokens are chosen; they are chosen for as long as it takes.
 
     Raises:
+        ModelError: the model does not run packed.
         ValueError: the engine can not hold so many sequences of this length at once, or is not on a CPU.
     """
     rounds = [len(range(number, num_steps, MAX_ROUNDS)) for number in range(min(MAX_ROUNDS, num_steps))]
     num_decodes = 2 + sum(SETTLING_STEPS + 1 + 3 * steps for steps in rounds)
     num_prompt_tokens = max(1, num_cached_tokens - num_decodes // 2)
     _check(engine, num_sequences, num_prompt_tokens + num_decodes + 1)
-    executor = engine.runner.executor
-    assert isinstance(executor, PackedExecutor)
+    executor = engine.runner.require_packed()
     model, quantized = engine.runner.model, engine.model_info.quantization == "int8"
     meter = MachineMeter(model.dtype, packed=has_packed_linears(model), quantized=quantized)
     decodes = Decodes(engine, num_sequences, num_prompt_tokens, params)
@@ -139,6 +138,6 @@ def _check(engine: Engine, num_sequences: int, num_tokens: int) -> None:
     num_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
     if num_sequences > num_slots:
         raise ValueError(f"{num_sequences} sequences do not run at once: the engine has {num_slots} slots")
-    num_blocks = num_sequences * -(-num_tokens // info.block_size)
+    num_blocks = num_sequences * engine.scheduler.block_pool.layout.max_num_blocks(num_tokens)
     if num_blocks > info.num_blocks:
         raise ValueError(f"the sequences need {num_blocks} blocks of the cache; it has {info.num_blocks}")

@@ -110,15 +110,16 @@ class MarkedAttention:
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.name = backend.name
+        self.block_size = backend.block_size
         self._backend = backend
 
     def bytes_per_block(self, spec: AttentionSpec) -> int:
         """See `AttentionBackend`."""
         return self._backend.bytes_per_block(spec)
 
-    def allocate(self, num_blocks: int, spec: AttentionSpec) -> PagedCache:
+    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: PagedCache | None = None) -> PagedCache:
         """See `AttentionBackend`."""
-        return self._backend.allocate(num_blocks, spec)
+        return self._backend.allocate(num_blocks, spec, beside)
 
     def begin_step(self, batch: RaggedBatch) -> None:
         """See `AttentionBackend`."""

@@ -58,10 +58,13 @@ class CpuAttention:
         num_stripes = -(-self.block_size // num_lanes)
         return spec.num_kv_heads * num_stripes * sum(self._stripe_parts(spec))
 
-    def allocate(self, num_blocks: int, spec: AttentionSpec) -> CpuCache:
+    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: PagedCache | None = None) -> CpuCache:
         """See `AttentionBackend`."""
         parts = self._stripe_parts(spec)
-        stored = untouched_memory((num_blocks + 1) * self.bytes_per_block(spec))
+        if isinstance(beside, CpuCache):
+            stored = beside.stored
+        else:
+            stored = untouched_memory((num_blocks + 1) * self.bytes_per_block(spec))
         stored = stored.view(num_blocks + 1, spec.num_kv_heads, -1, sum(parts))
         keys, values, *scales = torch.split(stored, parts, dim=-1)
         key_scales, value_scales = [each.view(torch.float32) for each in scales] or (None, None)

@@ -24,9 +24,9 @@ class AttentionSpec:
         chunk: a query sees only keys in its own aligned chunk of so many positions (Llama 4); None: no chunks.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2); None: they stay.
         has_sinks: a per-head logit joins each softmax and is dropped from the result (GPT-OSS).
-        cache_group: index into the plan's tables.
-        shares_cache_with: ordinal of the earlier call whose keys and values this one reads; None: its own (so far
-            the probe finds no other).
+        cache_group: index into the groups of the batch that a backend is given.
+        shares_cache_with: ordinal of the earlier call whose keys and values this one is given again, and reads where
+            they lie (Gemma 3n and 4); None: its own.
     """
 
     num_heads: int
@@ -61,13 +61,17 @@ class AttentionBackend(Protocol):
     """
 
     name: str
+    block_size: int
 
     def bytes_per_block(self, spec: AttentionSpec) -> int:
         """Memory that a block takes in one attention call."""
         ...
 
-    def allocate(self, num_blocks: int, spec: AttentionSpec) -> PagedCache:
-        """Storage for one attention call; memory is only committed as it is touched, where the system allows."""
+    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: PagedCache | None = None) -> PagedCache:
+        """Storage for one attention call; memory is only committed as it is touched, where the system allows.
+
+        `beside`: what was allocated for another call, in whose memory this one is to lie: the calls have no block in
+        common. It has as much of keys and of values, if with fewer blocks of more each."""
         ...
 
     def begin_step(self, batch: RaggedBatch) -> None:

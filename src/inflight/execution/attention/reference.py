@@ -95,13 +95,15 @@ class ReferenceAttention:
         """See `AttentionBackend`."""
         return self.block_size * spec.num_kv_heads * (spec.head_size + spec.value_head_size) * self.dtype.itemsize
 
-    def allocate(self, num_blocks: int, spec: AttentionSpec) -> PagedCache:
+    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: PagedCache | None = None) -> PagedCache:
         """See `AttentionBackend`: `[num_blocks + 1, B, Hkv, D]`, the layout of the definition."""
         shape = (num_blocks + 1, self.block_size, spec.num_kv_heads)
-        return PagedCache(
-            torch.empty(*shape, spec.head_size, dtype=self.dtype, device=self.device),
-            torch.empty(*shape, spec.value_head_size, dtype=self.dtype, device=self.device),
-        )
+        sizes = spec.head_size, spec.value_head_size
+        if beside is not None:
+            return PagedCache(beside.keys.view(*shape, sizes[0]), beside.values.view(*shape, sizes[1]))
+        keys, values = (torch.empty(*shape, size, dtype=self.dtype, device=self.device) for size in sizes)
+        keys[-1] = values[-1] = 0  # the definition gathers what was let go from there, and masks it
+        return PagedCache(keys, values)
 
     def begin_step(self, batch: RaggedBatch) -> None:
         """See `AttentionBackend`."""

@@ -37,14 +37,16 @@ class WitnessedAttention:
     Attributes:
         comparing: whether to attend through the definition, too; writes always go to both.
         block_size: of both caches.
+        num_parts: of a block in the first group of a batch, which has parts for blocks (`BlockPart`).
         batch: of the step that runs or ran last.
         copies: the blocks that were copied before it, (source, destination) each.
         calls: that step's attention calls in order; empty if it was not compared.
     """
 
-    def __init__(self, witnessed: AttentionBackend, definition: ReferenceAttention) -> None:
+    def __init__(self, witnessed: AttentionBackend, definition: ReferenceAttention, num_parts: int = 1) -> None:
         self.name = witnessed.name
         self.block_size = definition.block_size
+        self.num_parts = num_parts
         self.comparing = False
         self.batch: RaggedBatch | None = None
         self.copies: Sequence[tuple[int, int]] = ()
@@ -56,10 +58,12 @@ class WitnessedAttention:
         """See `AttentionBackend`; of both caches."""
         return self._witnessed.bytes_per_block(spec) + self._definition.bytes_per_block(spec)
 
-    def allocate(self, num_blocks: int, spec: AttentionSpec) -> WitnessedCache:
+    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: PagedCache | None = None) -> WitnessedCache:
         """See `AttentionBackend`; takes the memory of two."""
-        own = self._witnessed.allocate(num_blocks, spec)
-        return WitnessedCache(own.keys, own.values, own, self._definition.allocate(num_blocks, spec))
+        own_beside, shadow_beside = (None, None) if beside is None else _both(beside)
+        own = self._witnessed.allocate(num_blocks, spec, own_beside)
+        shadow = self._definition.allocate(num_blocks, spec, shadow_beside)
+        return WitnessedCache(own.keys, own.values, own, shadow)
 
     def begin_step(self, batch: RaggedBatch) -> None:
         """See `AttentionBackend`."""

@@ -1,4 +1,4 @@
-"""Ways through a model. One so far: `packed`, the ragged row."""
+"""Ways through a model: as one ragged row, as batches of rows, sequence by sequence."""
 
 from inflight.execution.executors.interface import Executor
 from inflight.execution.executors.packed import PackedExecutor

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
+from inflight.cache_group import CacheGroup
 from inflight.execution.ragged_batch import RaggedBatch
 
 
@@ -21,16 +22,21 @@ class Executor(Protocol):
         ...
 
     @property
+    def cache_groups(self) -> Sequence[CacheGroup]:
+        """Which tokens it keeps: a plan has a block table in each group for every span."""
+        ...
+
+    @property
     def bytes_per_slot(self) -> int:
         """Memory that a slot takes, whatever its sequence's length."""
         ...
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Memory that one block takes in all layers."""
+        """Memory that one block takes in all layers of a cache group."""
         ...
 
     def allocate(self, num_blocks: int) -> None:
-        """Make room for so many blocks in every layer."""
+        """Make room for so many blocks."""
         ...
 
     def forward(self, batch: RaggedBatch, copies: Sequence[tuple[int, int]] = ()) -> torch.Tensor:

@@ -57,4 +57,4 @@ class ModelCall:
             options[self.cache_name] = cache
         if self._takes_logit_rows:
             options["logits_to_keep"] = num_logit_rows
-        return self.model(input_ids=to_device(np.ascontiguousarray(token_ids), device), **options)
+        return self.model(input_ids=to_device(np.array(token_ids, dtype=np.int64), device), **options)

@@ -13,25 +13,27 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from inflight.cache_group import ALL_TOKENS
 from inflight.errors import ModelError
 from inflight.execution.executors.model_call import ModelCall
 from inflight.execution.executors.paged_cache import PagedCache, Rows, bytes_of, check_layers, places_of
-from inflight.execution.executors.spans import RunnableSpan, TokensBySlot, spans_of
+from inflight.execution.executors.whole_prompts import TokensBySlot
 from inflight.execution.ragged_batch import RaggedBatch, to_device
+from inflight.plan import Span
 
 MOST_PADDED = 1.5
 """How many times their tokens the places of rows may be that run together."""
 
 
-def groups_of(spans: Iterable[RunnableSpan], *, pads: bool) -> Iterator[list[RunnableSpan]]:
+def groups_of(spans: Iterable[Span], *, pads: bool) -> Iterator[list[Span]]:
     """Spans that run together, in an order in which each finds what it counts on."""
-    beginnings: list[RunnableSpan] = []
-    others: list[RunnableSpan] = []
+    beginnings: list[Span] = []
+    others: list[Span] = []
     for span in spans:
         (beginnings if span.start == 0 else others).append(span)
     beginnings.sort(key=lambda span: span.length)
 
-    def fits(span: RunnableSpan, group: list[RunnableSpan]) -> bool:
+    def fits(span: Span, group: list[Span]) -> bool:
         if span.start > 0:
             return span.length == group[-1].length == 1
         num_tokens = sum(each.length for each in group) + span.length
@@ -39,7 +41,7 @@ def groups_of(spans: Iterable[RunnableSpan], *, pads: bool) -> Iterator[list[Run
         return padded == num_tokens or (pads and padded <= MOST_PADDED * num_tokens)
 
     for kind in (beginnings, others):
-        group: list[RunnableSpan] = []
+        group: list[Span] = []
         for span in kind:
             if group and not fits(span, group):
                 yield group
@@ -63,6 +65,7 @@ class RowsExecutor:
     """
 
     name = "rows"
+    cache_groups = (ALL_TOKENS,)
 
     def __init__(
         self,
@@ -92,12 +95,12 @@ class RowsExecutor:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Memory that a slot takes, whatever its sequence's length."""
+        """See `Executor`."""
         return bytes_of(self._like)[1]
 
     def bytes_per_block(self, block_size: int) -> int:
-        """See `Executor`."""
-        return block_size * bytes_of(self._like)[0]
+        """See `Executor`. Twice its keys and values: those of sequences that decode are kept gathered as well."""
+        return 2 * block_size * bytes_of(self._like)[0]
 
     def allocate(self, num_blocks: int) -> None:
         """See `Executor`."""
@@ -111,11 +114,12 @@ class RowsExecutor:
         logits: dict[int, torch.Tensor] = {}
         for group in groups_of(self._runnable(batch), pads=self.pads):
             self._run(group, batch, logits)
-        return torch.cat([logits[number] for number in sorted(logits)]) if logits else self._call.no_logits
+        wanted = [logits[span.sequence_id] for span in batch.spans if span.sequence_id in logits]
+        return torch.cat(wanted) if wanted else self._call.no_logits
 
-    def _runnable(self, batch: RaggedBatch) -> Iterator[RunnableSpan]:
+    def _runnable(self, batch: RaggedBatch) -> Iterator[Span]:
         """What is to be run of a step."""
-        for span in spans_of(batch):
+        for span in batch.spans:
             if not self.in_one_piece:
                 yield span
                 continue
@@ -127,8 +131,8 @@ class RowsExecutor:
             can_go_on = span.start == 0 or (span.length == 1 and self._num_run.get(span.slot) == span.start)
             yield span if can_go_on else self._tokens.whole(span)
 
-    def _run(self, group: list[RunnableSpan], batch: RaggedBatch, logits: dict[int, torch.Tensor]) -> None:
-        """Run spans together; adds the wanted logits `[num_logit_rows, V]` of each, by its number."""
+    def _run(self, group: list[Span], batch: RaggedBatch, logits: dict[int, torch.Tensor]) -> None:
+        """Run spans together; adds the wanted logits `[num_logit_rows, V]` of each, by sequence id."""
         rows = self._rows(group, batch)
         columns, padding = np.arange(rows.num_keys), rows.num_keys - rows.ends[:, None]
         needs_mask = self._cache.has_keys or rows.tokens is not None
@@ -148,13 +152,15 @@ class RowsExecutor:
         for place, span in enumerate(group):
             self._num_run[span.slot] = span.end
             if span.num_logit_rows:
-                logits[span.number] = given[place, most_logits - span.num_logit_rows :]
+                logits[span.sequence_id] = given[place, most_logits - span.num_logit_rows :]
 
-    def _rows(self, group: list[RunnableSpan], batch: RaggedBatch) -> Rows:
+    def _rows(self, group: list[Span], batch: RaggedBatch) -> Rows:
         starts, ends = (np.array([getattr(span, name) for span in group]) for name in ("start", "end"))
         num_keys = int(ends.max())
         positions = np.maximum(np.arange(num_keys) - (num_keys - ends)[:, None], 0)
-        tables = batch.groups[0].block_tables_host[[span.number for span in group]].astype(np.int64)
+        places = {span.sequence_id: place for place, span in enumerate(batch.spans)}
+        sequence_ids = np.array([span.sequence_id for span in group])
+        tables = batch.groups[0].block_tables_host[[places[each] for each in sequence_ids.tolist()]].astype(np.int64)
         blocks = np.take_along_axis(tables, positions // self.block_size, axis=1)
         gathered = blocks * self.block_size + positions % self.block_size
         device, num_new = self.model.device, max(span.length for span in group)
@@ -163,7 +169,7 @@ class RowsExecutor:
             tokens = np.flatnonzero(np.arange(num_new) >= num_new - (ends - starts)[:, None])
             kv_slots = kv_slots[tokens]
         return Rows(
-            sequence_ids=batch.sequence_ids_host[[span.number for span in group]],
+            sequence_ids=sequence_ids,
             slots=np.array([span.slot for span in group]),
             starts=starts,
             ends=ends,

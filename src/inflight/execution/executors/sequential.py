@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from inflight.cache_group import ALL_TOKENS
 from inflight.execution.executors.model_call import ModelCall
-from inflight.execution.executors.spans import RunnableSpan, TokensBySlot, spans_of
+from inflight.execution.executors.whole_prompts import TokensBySlot
 from inflight.execution.ragged_batch import RaggedBatch
+from inflight.plan import Span
 
 
 @dataclass(slots=True)
@@ -35,6 +37,7 @@ class SequentialExecutor:
     """
 
     name = "sequential"
+    cache_groups = (ALL_TOKENS,)
     can_share_prefixes = False
     bytes_per_slot = 0
 
@@ -56,10 +59,10 @@ class SequentialExecutor:
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, copies: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
         """See `Executor`."""
-        wanted = [logits for span in spans_of(batch) if (logits := self._run(span)) is not None]
+        wanted = [logits for span in batch.spans if (logits := self._run(span)) is not None]
         return torch.cat(wanted) if wanted else self._call.no_logits
 
-    def _run(self, span: RunnableSpan) -> torch.Tensor | None:
+    def _run(self, span: Span) -> torch.Tensor | None:
         """Its logits `[num_logit_rows, V]`, if any are wanted."""
         self._tokens.add(span)
         is_whole = span.start == 0
@@ -72,7 +75,7 @@ class SequentialExecutor:
         if is_whole or not can_go_on:
             own, span = None, self._tokens.whole(span)
         outputs = self._call.outputs(
-            span.token_ids[None],
+            [span.token_ids],
             None,  # which positions these are is the model's own affair
             None,
             None if own is None else own.kept,

@@ -390,6 +390,7 @@ void begin_step(Step& step, int block_size, const at::Tensor& query_lens, const 
 }
 
 void write(const Call& call, const at::Tensor& key, const at::Tensor& value) {
+  TORCH_CHECK(size_t(call.group) < call.step->groups.size(), "the step has no cache group ", call.group);
   const at::Tensor keys = with_whole_heads(key), values = with_whole_heads(value);
   dispatch(call.dtype, key, [&](auto kind, auto input) { write_rows<decltype(kind), decltype(input)>(call, keys, values); });
 }

@@ -7,6 +7,7 @@
 
 #include "activate.h"
 #include "attention.h"
+#include "experts.h"
 #include "greedy.h"
 #include "linear.h"
 #include "sample.h"
@@ -42,6 +43,11 @@ class Registry {
 Registry<Step> steps;
 Registry<Call> calls;
 Registry<Linear> linears;
+struct Experts {
+  std::vector<Expert> experts;
+  Activation activation;
+};
+Registry<Experts> mixtures;
 
 int64_t new_step() { return steps.add(std::make_shared<Step>()); }
 void delete_step(int64_t step) { steps.remove(step); }
@@ -81,6 +87,24 @@ void delete_linear(int64_t linear) { linears.remove(linear); }
 
 Tensor linear(const Tensor& x, int64_t linear, int64_t) { return inflight::apply(*linears.get(linear), x); }
 
+int64_t new_experts(at::IntArrayRef ups, at::IntArrayRef downs, std::string_view activation, std::string_view variant) {
+  auto mixture = std::make_shared<Experts>(Experts{{}, find_activation(activation, variant)});
+  TORCH_CHECK(mixture->activation, "experts need an activation");
+  for (size_t i = 0; i < ups.size(); ++i) {
+    const Expert& expert = mixture->experts.emplace_back(Expert{linears.get(ups[i]), linears.get(downs[i])});
+    TORCH_CHECK(expert.up->out_features == 2 * expert.down->in_features &&
+                    expert.down->out_features == expert.up->in_features,
+                "an expert's projections do not fit each other");
+  }
+  return mixtures.add(mixture);
+}
+void delete_experts(int64_t experts) { mixtures.remove(experts); }
+
+Tensor experts(const Tensor& x, const Tensor& chosen, int64_t number) {
+  const auto mixture = mixtures.get(number);
+  return inflight::run_experts(x, chosen, mixture->experts, mixture->activation);
+}
+
 }  // namespace inflight::operators
 
 TORCH_LIBRARY(inflight, library) {
@@ -105,6 +129,10 @@ TORCH_LIBRARY(inflight, library) {
   library.def("delete_linear(int linear) -> ()", &ours::delete_linear);
   library.def("linear(Tensor x, int linear, int out_features) -> Tensor");
   library.impl("linear", c10::DispatchKey::CPU, &ours::linear);
+  library.def("new_experts(int[] ups, int[] downs, str activation, str variant) -> int", &ours::new_experts);
+  library.def("delete_experts(int experts) -> ()", &ours::delete_experts);
+  library.def("experts(Tensor x, Tensor chosen, int experts) -> Tensor");
+  library.impl("experts", c10::DispatchKey::CPU, &ours::experts);
   library.def("activate(Tensor x, str activation, str variant) -> Tensor", &inflight::activate);
   library.def("greedy(Tensor logits) -> Tensor", &inflight::greedy);
   library.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",

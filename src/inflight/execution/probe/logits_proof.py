@@ -9,6 +9,7 @@ to be many times what the executor changes.
 from array import array
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from transformers import PreTrainedModel
 from inflight.errors import ModelError
 from inflight.execution.executors import Executor
 from inflight.execution.executors.model_call import ModelCall
-from inflight.execution.probe import num_embeddings, precision_of, relative_error
+from inflight.execution.probe.agreement import NotFiniteError, precision_of, relative_error
+from inflight.execution.probe.attention_calls import num_embeddings
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.plan import Span, StepPlan
 
@@ -25,10 +27,13 @@ PROOF_LENGTHS = (23, 11)
 PROOF_BLOCK_SIZE = 4
 NUM_PROOF_BLOCKS = 32
 NUM_PROOF_SLOTS = 2
+NOISE_MARGIN = 20
+"""How many times what one rounding does to its logits a model may differ that rounds in every layer."""
 MIN_EFFECT = 20
 """How many times the error what the context does to logits must be."""
 
-STEPS = (
+Step: TypeAlias = tuple[tuple[int, int, int], ...]
+STEPS: tuple[Step, ...] = (
     ((0, 0, 9), (1, 0, 6)),
     ((1, 6, 9), (0, 9, 20)),
     ((0, 20, 21), (1, 9, 10)),
@@ -36,10 +41,16 @@ STEPS = (
     ((0, 22, 23),),
 )
 """What runs in each step: of which prompt, from where, to where."""
+STEPS_IN_SHORT: tuple[Step, ...] = (((0, 0, 9), (1, 0, 9)), ((0, 9, 20), (1, 9, 10)))
+"""A chunk beside a whole prompt; the next chunk beside a decode."""
 CHUNKS = frozenset({(0, 9), (1, 6), (1, 9)})
 """Spans of which no logits are wanted in service, by prompt and end: so the second prompt's last token comes alone."""
 PREFILL_LENGTHS = (20, 9)
 """Of each prompt; what follows comes token by token."""
+
+
+class NotCausalError(ModelError):
+    """Later tokens change what a model makes of earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,57 +58,74 @@ class PlainModel:
     """What a model gives when it runs alone.
 
     Attributes:
+        model: that one.
         prompts: of `PROOF_LENGTHS`.
         logits: `[L, V]` of each.
-        effect: what another token far back changes about the last logits, relative to their size.
+        noise: what rounding does to the logits, as far as it is seen from its embeddings rounded anew. Deep state
+            spaces make much of it.
         vocab_size: token ids that can be fed and can come out.
+        effect: what another token far back changes about the last logits, relative to their size; None: not measured.
         is_generated: whether the logits are those that `model.generate` sees.
     """
 
+    model: PreTrainedModel
     prompts: tuple[tuple[int, ...], ...]
     logits: tuple[torch.Tensor, ...]
-    effect: float
+    noise: float
     vocab_size: int
+    effect: float | None = None
     is_generated: bool = False
-
-    @torch.inference_mode()
-    def as_generated(self, model: PreTrainedModel) -> "PlainModel":
-        """The same with the logits that `model.generate` sees: of a prompt in one piece, then token by token, with the
-        model's own cache. (State spaces whose two ways of computing differ give others than in one forward pass.)"""
-        logits = []
-        for prompt, length in zip(self.prompts, PREFILL_LENGTHS, strict=True):
-            run, cache, given = ModelCall(model), None, []
-            for start, end in ((0, length), *((i, i + 1) for i in range(length, len(prompt)))):
-                outputs = run.outputs(np.array([prompt[start:end]]), None, None, cache, end - start)
-                cache = run.cache_of(outputs)
-                given.append(outputs.logits[0])
-            logits.append(torch.cat(given))
-        return replace(self, logits=tuple(logits), is_generated=True)
 
     @classmethod
     @torch.inference_mode()
     def of(cls, model: PreTrainedModel) -> "PlainModel":
-        """Run it. Raises `ModelError` if it is no causal language model, or its logits are not finite."""
+        """Run it. Raises `NotFiniteError` if its logits are not finite."""
         vocab_size = num_embeddings(model)
         generator = torch.Generator().manual_seed(0)
         prompts = tuple(
             tuple(torch.randint(vocab_size, (length,), generator=generator).tolist()) for length in PROOF_LENGTHS
         )
         logits = tuple(_plain_logits(model, prompt) for prompt in prompts)
-        name = type(model).__name__
         if not all(torch.isfinite(each).all() for each in logits):
-            raise ModelError(f"the logits of {name} are not finite even when it runs alone: are its weights intact?")
-        first = prompts[0]
+            raise NotFiniteError(model)
+        noise = relative_error(_rounded_logits(model, prompts[0]), logits[0])
+        return cls(model, prompts, logits, noise, min(vocab_size, logits[0].shape[-1]))
+
+    @torch.inference_mode()
+    def with_effect(self) -> "PlainModel":
+        """The same, to prove something on. Raises `NotCausalError` if it is no causal language model."""
+        model, first, logits = self.model, self.prompts[0], self.logits[0]
         begun = _plain_logits(model, first[:15])
-        if relative_error(begun, logits[0][:15]) > 10 * precision_of(model).logits:
-            raise ModelError(f"{name} is no causal language model: later tokens change the logits of earlier ones")
-        changed = (*first[:3], (first[3] + 1) % vocab_size, *first[4:])
-        effect = relative_error(_plain_logits(model, changed)[-8:], logits[0][-8:])
-        return cls(prompts, logits, effect, min(vocab_size, logits[0].shape[-1]))
+        if relative_error(begun, logits[:15]) > max(10 * precision_of(model).logits, NOISE_MARGIN * self.noise):
+            name = type(model).__name__
+            raise NotCausalError(f"{name} is no causal language model: later tokens change the logits of earlier ones")
+        changed = (*first[:3], (first[3] + 1) % num_embeddings(model), *first[4:])
+        return replace(self, effect=relative_error(_plain_logits(model, changed)[-8:], logits[-8:]))
+
+    def as_generated(self) -> "PlainModel":
+        """The same with the logits that `model.generate` sees: of a prompt in one piece, then token by token, with the
+        model's own cache. (State spaces whose two ways of computing differ give others than in one forward pass.)
+        Raises `ModelError` if the model has no cache."""
+        try:
+            pairs = zip(self.prompts, PREFILL_LENGTHS, strict=True)
+            logits = tuple(_generated_logits(self.model, prompt, length) for prompt, length in pairs)
+        except Exception as error:
+            raise ModelError(f"it does not run with its own cache: {type(error).__name__}: {error}") from error
+        return replace(self, logits=logits, is_generated=True)
+
+    def given_by(self, executor: Executor) -> "PlainModel":
+        """The same with the logits that an executor gives."""
+        executor.allocate(NUM_PROOF_BLOCKS)
+        return replace(self, logits=_logits_of(executor, self.prompts, (0, 1)))
 
 
 def prove(executor: Executor, plain: PlainModel, tolerance: float) -> float:
-    """The executor's largest relative error. Raises `ModelError` if it is beyond `tolerance`, or proves nothing."""
+    """The executor's largest relative error. Raises `ModelError` if it is beyond `tolerance`, or proves nothing.
+
+    Args:
+        plain: with its effect.
+    """
+    assert plain.effect is not None
     error = compare(executor, plain, tolerance)
     if error * MIN_EFFECT > plain.effect:
         raise ModelError(
@@ -107,28 +135,30 @@ def prove(executor: Executor, plain: PlainModel, tolerance: float) -> float:
     return error
 
 
-def compare(executor: Executor, plain: PlainModel, tolerance: float) -> float:
-    """The executor's largest relative error. Raises `ModelError` if it is beyond `tolerance`."""
+def compare(executor: Executor, plain: PlainModel, tolerance: float, *, in_short: bool = False) -> float:
+    """The executor's largest relative error. Raises `ModelError` if it is beyond `tolerance`.
+
+    Args:
+        in_short: in two steps, without exchanging slots, and with all logits asked for.
+    """
     executor.allocate(NUM_PROOF_BLOCKS)
     error = 0.0
-    for slots in ((0, 1), (1, 0)):
-        logits = _logits_of(executor, plain.prompts, slots)
-        error = max(error, *map(relative_error, logits, plain.logits))
+    for slots in ((0, 1),) if in_short else ((0, 1), (1, 0)):
+        logits = _logits_of(executor, plain.prompts, slots, STEPS_IN_SHORT if in_short else STEPS)
+        begun = (expected[: len(each)] for each, expected in zip(logits, plain.logits, strict=True))
+        error = max(error, *map(relative_error, logits, begun))
     if not error <= tolerance:
         raise ModelError(f"its logits differ by {error:.1e} of their size ({tolerance:.0e} is allowed)")
-    _check_few_logits(executor, plain, tolerance)
+    if not in_short:
+        _check_few_logits(executor, plain, tolerance)
     return error
 
 
-def logits_of(executor: Executor, plain: PlainModel) -> tuple[torch.Tensor, ...]:
-    """What an executor gives for the prompts: `[L, V]` each."""
-    executor.allocate(NUM_PROOF_BLOCKS)
-    return _logits_of(executor, plain.prompts, (0, 1))
-
-
-def _logits_of(executor: Executor, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
+def _logits_of(
+    executor: Executor, prompts: Sequence[Sequence[int]], slots: Sequence[int], steps: Sequence[Step] = STEPS
+) -> tuple[torch.Tensor, ...]:
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
-    for batch, spans in _steps(prompts, slots, executor.model.device):
+    for batch, spans in _steps(prompts, slots, executor.model.device, steps=steps):
         rows = executor.forward(batch).split([span.length for span in spans])  # type: ignore[no-untyped-call]
         for span, row in zip(spans, rows, strict=True):
             logits[span.sequence_id].append(row)
@@ -154,10 +184,11 @@ def _steps(
     slots: Sequence[int],
     device: torch.device,
     chunks: Set[tuple[int, int]] | None = None,
+    steps: Sequence[Step] = STEPS,
 ) -> Iterator[tuple[RaggedBatch, tuple[Span, ...]]]:
     """The steps, over scattered blocks; with all logits, or with none of `chunks` and one of each other span."""
     tables = [array("i", range(number, NUM_PROOF_BLOCKS, len(prompts))) for number in range(len(prompts))]
-    for step in STEPS:
+    for step in steps:
         spans = tuple(
             Span(number, slots[number], start, list(prompts[number][start:end]), end - start, len(prompts[number]))
             for number, start, end in step
@@ -174,3 +205,27 @@ def _plain_logits(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tensor
     tokens = torch.tensor([list(prompt)], device=model.device)
     logits: torch.Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
     return logits[0]
+
+
+def _rounded_logits(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tensor:
+    """The logits `[L, V]` from embeddings of which every second number is the next one that its dtype has."""
+
+    def round_anew(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        every_second = torch.arange(output.shape[-1], device=output.device) % 2
+        return output * (1 + every_second * torch.finfo(output.dtype).eps).to(output.dtype)
+
+    hook = model.get_input_embeddings().register_forward_hook(round_anew)
+    try:
+        return _plain_logits(model, prompt)
+    finally:
+        hook.remove()
+
+
+@torch.inference_mode()
+def _generated_logits(model: PreTrainedModel, prompt: Sequence[int], prefill_length: int) -> torch.Tensor:
+    call, cache, logits = ModelCall(model), None, []
+    for start, end in ((0, prefill_length), *((i, i + 1) for i in range(prefill_length, len(prompt)))):
+        outputs = call.outputs(np.array([prompt[start:end]]), None, None, cache, end - start)
+        cache = call.cache_of(outputs)
+        logits.append(outputs.logits[0])
+    return torch.cat(logits)

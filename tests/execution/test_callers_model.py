@@ -1,0 +1,65 @@
+"""A caller's own model stays as it was: probed, run, and after a step that failed."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from inflight import LLM, SamplingParams
+from tests import zoo
+from tests.execution.packed_steps import assert_packed_is_plain, packed_executor, packed_logits
+from tests.execution.probed_models import every_architecture, plain_logits
+
+
+def use(model: PreTrainedModel) -> None:
+    """Probe a model, and run it through an engine."""
+    llm = LLM(model, num_blocks=64, block_size=8)
+    llm.generate(zoo.sample_sequences(), SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "phi3_longrope", "stablelm", "gpt2"])
+def test_a_callers_model_works_as_before(name: str, implementation: str) -> None:
+    if name == "gpt_oss" and implementation == "sdpa":
+        pytest.skip("transformers has no sdpa for GPT-OSS")
+    model = zoo.draw(name, zoo.FACTORS[name], seed=0)
+    model.set_attn_implementation(implementation)
+    expected, random_state = plain_logits(model), torch.random.get_rng_state()
+    use(model)
+    assert torch.equal(plain_logits(model), expected)
+    assert model.config._attn_implementation == implementation
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+
+
+@every_architecture
+def test_a_callers_model_can_still_be_trained(name: str) -> None:
+    """Nothing is left in it that was made in inference mode."""
+    model = zoo.draw(name, zoo.FACTORS[name], seed=0)
+    use(model)
+    model.requires_grad_(True)
+    model(torch.tensor(zoo.sample_sequences()[:1]), use_cache=False).logits.square().mean().backward()
+    assert model.get_input_embeddings().weight.grad.norm() > 0
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_callers_model_can_still_be_copied(copied: Callable[[PreTrainedModel], PreTrainedModel]) -> None:
+    model = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
+    use(model)
+    assert torch.equal(plain_logits(copied(model)), plain_logits(model))
+
+
+def test_a_model_is_left_as_it_was_when_a_step_fails() -> None:
+    model = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
+    expected = plain_logits(model)
+    executor = packed_executor(model)
+    with pytest.raises(IndexError):
+        packed_logits(executor, [[zoo.VOCAB_SIZE + 1]])
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(plain_logits(model), expected)
+    assert_packed_is_plain(model, packed_logits(executor, zoo.sample_sequences()), zoo.sample_sequences())

@@ -1,0 +1,76 @@
+"""A mixture's experts, run at once by our kernel: what one expert after the other gives, token by token."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from inflight.execution.experts import PackedExperts
+from inflight.execution.packed_linear import has_panels
+from inflight.execution.probe.agreement import relative_error
+from tests import zoo
+
+NUM_TOKENS = 40
+
+
+def mixture(name: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> Any:
+    model = copy.deepcopy(zoo.build(name)).to(dtype)
+    return next(module for module in model.modules() if hasattr(module, "_apply_gate"))
+
+
+def tokens(module: Any, dtype: torch.dtype, num_chosen: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states `[T, hidden]`, and the experts of each, the last of whom nobody chooses."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(NUM_TOKENS, module.gate_up_proj.shape[-1], generator=generator).to(dtype)
+    scores = torch.rand(NUM_TOKENS, module.num_experts - 1, generator=generator)
+    return states, scores.topk(num_chosen).indices
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantized", "tolerance"),
+    [(torch.float32, False, 1e-6), (torch.bfloat16, False, 1e-2), (torch.bfloat16, True, 5e-2)],
+)
+def test_each_choice_gives_what_its_expert_gives(dtype: torch.dtype, quantized: bool, tolerance: float) -> None:
+    module = mixture(dtype=dtype)
+    states, chosen = tokens(module, dtype)
+    expected = []
+    for state, experts in zip(states.float(), chosen.tolist(), strict=True):
+        for expert in experts:
+            gate, up = nn.functional.linear(state, module.gate_up_proj[expert].float()).chunk(2)
+            expected.append(nn.functional.linear(nn.functional.silu(gate) * up, module.down_proj[expert].float()))
+    packed = PackedExperts(module, quantized=quantized)
+    actual = packed.run(module, states, chosen)
+    assert actual.dtype == dtype
+    assert relative_error(actual, torch.stack(expected)) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_token_gets_the_same_bits_in_any_company(dtype: torch.dtype, quantized: bool) -> None:
+    module = mixture(dtype=dtype)
+    states, chosen = tokens(module, dtype)
+    packed = PackedExperts(module, quantized=quantized)
+    together = packed.run(module, states, chosen).view(NUM_TOKENS, 2, -1)
+    for number in range(0, NUM_TOKENS, 7):
+        alone = packed.run(module, states[number : number + 1], chosen[number : number + 1])
+        assert torch.equal(alone, together[number])
+
+
+def test_an_expert_that_does_not_exist_gives_nothing() -> None:
+    module = mixture()
+    states, chosen = tokens(module, torch.float32)
+    packed = PackedExperts(module, quantized=False)
+    expected = packed.run(module, states, chosen)
+    chosen[3, 1] = module.num_experts
+    actual = packed.run(module, states, chosen)
+    assert not actual[7].any()
+    rest = torch.arange(2 * NUM_TOKENS) != 7
+    assert torch.equal(actual[rest], expected[rest])
+
+
+@pytest.mark.skipif(not has_panels(torch.float32), reason="the kernel is for weights in panels")
+@pytest.mark.parametrize(("name", "runs"), [("qwen3_moe", True), ("mixtral", True), ("gpt_oss", False)])
+def test_experts_with_a_gate_of_their_own_are_run_one_by_one(name: str, runs: bool) -> None:
+    assert (PackedExperts(mixture(name), quantized=False)._number is not None) == runs

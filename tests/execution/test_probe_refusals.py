@@ -1,0 +1,94 @@
+"""The probe refuses by name, and with the reason, every model that a packed row does not reproduce."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig
+
+from inflight.config import EngineConfig
+from inflight.errors import ModelError
+from inflight.execution.model_runner import ModelRunner
+from tests import zoo
+from tests.execution.packed_steps import assert_packed_is_plain, packed_executor, packed_logits
+from tests.execution.probed_models import default_model, plain_logits, probe, tiny, tiny_gqa
+
+REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "bloom": (lambda: tiny("bloom"), "BloomForCausalLM takes no position_ids"),
+    "mpt": (lambda: tiny("mpt", d_model=64, n_heads=4, n_layers=2), "MptForCausalLM takes no position_ids"),
+    "falcon, rotary": (lambda: tiny("falcon", alibi=False), "FalconForCausalLM can not run as a packed row"),
+    "falcon, alibi": (lambda: tiny("falcon", alibi=True), "FalconForCausalLM can not run as a packed row"),
+    "gptj": (lambda: tiny("gptj", rotary_dim=8), "GPTJForCausalLM does its attention itself"),
+    "codegen": (lambda: tiny("codegen", rotary_dim=8), "CodeGenForCausalLM does its attention itself"),
+    "mamba": (lambda: tiny("mamba"), "MambaForCausalLM takes no position_ids"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_can_not_be_packed_is_refused_with_the_reason_and_left_as_it_was(name: str) -> None:
+    make_config, reason = REFUSED[name]
+    model = default_model(make_config())
+    found, expected = model.config._attn_implementation, plain_logits(model)
+    with pytest.raises(ModelError, match=reason) as raised:
+        probe(model)
+    assert "\n" not in str(raised.value)
+    assert model.config._attn_implementation == found
+    assert torch.equal(plain_logits(model), expected)
+
+
+@pytest.mark.parametrize("model_type", ["t5", "bart"])
+def test_an_encoder_decoder_is_refused(model_type: str) -> None:
+    sizes = {"d_model": 32, "num_layers": 1, "encoder_layers": 1, "decoder_layers": 1, "d_ff": 32, "vocab_size": 64}
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(model_type, **sizes)).eval()
+    with pytest.raises(ModelError, match=r"is an encoder-decoder; inflight runs decoder-only"):
+        ModelRunner(model, EngineConfig())
+
+
+STATEFUL: dict[str, Callable[[], PreTrainedConfig]] = {
+    "lfm2": lambda: tiny_gqa("lfm2", layer_types=["conv", zoo.FULL, "conv"]),
+    "jamba": lambda: tiny_gqa(
+        "jamba", attn_layer_period=3, attn_layer_offset=1, num_experts=1, use_mamba_kernels=False
+    ),
+    "falcon_h1": lambda: tiny_gqa(
+        "falcon_h1", mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16
+    ),
+    "recurrent_gemma": lambda: tiny_gqa("recurrent_gemma"),
+    "qwen3_next": lambda: tiny_gqa(
+        "qwen3_next",
+        layer_types=["linear_attention", zoo.FULL, "linear_attention"],
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    ),
+}
+"""Their attention can be packed, but other layers carry a state along the row, from one sequence into the next."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_model_with_a_state_besides_attention_is_refused_whatever_its_weights(name: str, dtype: torch.dtype) -> None:
+    with pytest.raises(ModelError):
+        probe(default_model(STATEFUL[name]()).to(dtype))
+
+
+def test_a_mechanism_that_begins_beyond_the_probes_prompts_is_not_overlooked() -> None:
+    """DeepSeek-V4 attends to summaries of 128 tokens each as well: of none of them in a short prompt."""
+    config = tiny_gqa("deepseek_v4", sliding_window=zoo.WINDOW, n_routed_experts=4, num_experts_per_tok=2)
+    model = default_model(config)
+    prompts = [prompt * 3 for prompt in zoo.sample_sequences()]
+    try:
+        executor = packed_executor(model)
+    except ModelError:
+        return
+    assert_packed_is_plain(model, packed_logits(executor, prompts), prompts)
+
+
+def test_weights_that_are_not_numbers_are_refused() -> None:
+    model = default_model(zoo.ARCHITECTURES["llama"]())
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = float("nan")
+    with pytest.raises(ModelError, match="LlamaForCausalLM are not finite even when it runs alone"):
+        probe(model)

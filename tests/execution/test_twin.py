@@ -1,0 +1,73 @@
+"""A twin is small whatever its model's size is, and of the same kind."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from inflight.errors import ModelError
+from inflight.execution.probe.logits_proof import NotCausalError
+from inflight.execution.probe.twin import ENOUGH, make_twin
+from tests import others, zoo
+from tests.execution.probed_models import default_model, tiny
+
+
+@pytest.fixture
+def of_real_size(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> PreTrainedModel:
+    """A class's default configuration, without weights; it says that it is on a CPU."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param)).eval()
+    monkeypatch.setattr(type(model), "device", torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize(
+    "of_real_size",
+    ["llama", "falcon", "gpt_oss", "gemma4_text", "mamba", "mamba2", "falcon_h1", "deepseek_v3", "helium", "codegen"],
+    indirect=True,
+)
+def test_models_of_real_sizes_have_small_twins(of_real_size: PreTrainedModel) -> None:
+    twin = make_twin(of_real_size)
+    assert sum(weight.numel() for weight in twin.model.parameters()) < 100_000_000
+    assert {weight.dtype for weight in twin.model.parameters()} == {torch.float32}
+    assert type(twin.model) is type(of_real_size)
+    assert {type(module) for module in twin.model.modules()} == {type(module) for module in of_real_size.modules()}
+    assert twin.effect is not None
+    assert twin.effect >= ENOUGH
+
+
+def test_layers_of_all_kinds_are_kept() -> None:
+    """Of Gemma 3 the first with full attention, of DeepSeek-V3 the first with experts."""
+    for name in ("gemma3", "qwen3_next", "deepseek_v3", "gemma4"):
+        model = (zoo if name in zoo.ARCHITECTURES else others).build(name)
+        config, twins = model.config.get_text_config(), make_twin(model).model.config.get_text_config()
+        assert set(getattr(twins, "layer_types", None) or ()) == set(getattr(config, "layer_types", None) or ())
+    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    model = default_model(tiny("deepseek_v3", num_hidden_layers=6, first_k_dense_replace=4, **experts))
+    assert make_twin(model).model.config.num_hidden_layers == 5
+
+
+def test_the_models_own_configuration_is_left_alone() -> None:
+    model = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
+    before = model.config.to_dict()
+    make_twin(model)
+    assert model.config.to_dict() == before
+
+
+def test_what_is_no_causal_language_model_has_no_twin() -> None:
+    model = default_model(tiny("bert", is_decoder=False, intermediate_size=96))
+    with pytest.raises(NotCausalError, match="BertLMHeadModel is no causal language model"):
+        make_twin(model)
+
+
+def test_a_context_that_never_matters_can_not_be_proved() -> None:
+    model = others.build("bloom")
+
+    class Mute(type(model)):  # type: ignore[misc]
+        def forward(self, *args: object, **kwargs: object) -> object:
+            given = super().forward(*args, **kwargs)
+            given.logits = given.logits[:, :1].expand_as(given.logits)
+            return given
+
+    mute = Mute(model.config).eval()
+    with pytest.raises(ModelError, match="no small float32 copy of Mute can be made"):
+        make_twin(mute)

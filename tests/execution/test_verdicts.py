@@ -1,0 +1,270 @@
+"""What is proved on a twin holds for the model, and is remembered until something changes that it depends on."""
+
+import random
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import pad
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from inflight import LLM, ModelError, SamplingParams
+from inflight.config import EngineConfig
+from inflight.execution.executors import PackedExecutor, RowsExecutor
+from inflight.execution.model import load_model
+from inflight.execution.probe import choice, own_attention, packed_row, verdict
+from inflight.execution.probe.choice import EARLIER, ITSELF, PACKED, TWIN, Choice, choose_executor
+from inflight.execution.probe.logits_proof import PlainModel
+from inflight.execution.probe.verdict import Verdict, VerdictCache, Way, verdict_key
+from tests import others, zoo
+
+BUILD = dict.fromkeys(zoo.ARCHITECTURES, zoo.build) | dict.fromkeys(others.ALL | others.OTHERS, others.build)
+
+
+def choose(model: PreTrainedModel, verdicts: VerdictCache | None = None, **options: Any) -> Choice:
+    config = EngineConfig(**options)
+    return choose_executor(load_model(model, config), config, verdicts=verdicts)
+
+
+@pytest.fixture
+def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "LARGE", 0)
+
+
+@pytest.fixture
+def twins(monkeypatch: pytest.MonkeyPatch, all_are_large: None) -> list[PreTrainedModel]:
+    """Of which models twins were made."""
+    made: list[PreTrainedModel] = []
+    make = choice.make_twin
+
+    def counted(model: PreTrainedModel) -> PlainModel:
+        made.append(model)
+        return make(model)
+
+    monkeypatch.setattr(choice, "make_twin", counted)
+    return made
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_a_twin_shows_what_the_model_itself_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = BUILD[name](name)
+    itself = choose(model)
+    monkeypatch.setattr(choice, "LARGE", 0)
+    by_twin = choose(model)
+    made = [each.make_executor(4, 2) for each in (itself, by_twin)]
+    assert len({(type(each), getattr(each, "in_one_piece", None), getattr(each, "pads", None)) for each in made}) == 1
+    in_one_piece = getattr(made[1], "in_one_piece", False)  # of itself a better way might have been proved
+    assert (itself.proved_on, by_twin.proved_on) == (ITSELF, ITSELF if in_one_piece else TWIN)
+    assert by_twin.report.specs == itself.report.specs
+    assert by_twin.report.max_model_len == itself.report.max_model_len
+    assert by_twin.report.logits_error < 1e-5 or name == "deep"
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "qwen3_next", "rwkv"])
+def test_a_large_model_gives_its_plain_tokens(name: str, all_are_large: None) -> None:
+    model = BUILD[name](name)
+    llm = LLM(model, **others.options(num_blocks=200))
+    assert llm.model_info.proved_on == TWIN
+    chance = random.Random(0)
+    prompts = [[chance.randrange(1, zoo.VOCAB_SIZE) for _ in range(length)] for length in (1, 40, 23)]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        assert not others.wrong_tokens(model, prompt, output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "qwen3_next"])
+def test_what_a_twin_has_shown_is_remembered(name: str, twins: list[PreTrainedModel], tmp_path: Path) -> None:
+    model, folder = BUILD[name](name), tmp_path / "made" / "when needed"
+    first = choose(model, VerdictCache(folder))
+    assert len(twins) == 1
+    second = choose(model, VerdictCache(folder))
+    assert len(twins) == 1
+    assert (first.proved_on, second.proved_on) == (TWIN, EARLIER)
+    assert replace(second.report, modules=()) == replace(first.report, modules=())
+    assert [file.suffix for file in folder.iterdir()] == [".json"], "nothing half written is left"
+
+
+def test_a_verdict_that_is_wrong_is_forgotten(twins: list[PreTrainedModel], tmp_path: Path) -> None:
+    """As if BLOOM had been found to run packed: the model itself says no, and is proved anew for the others."""
+    model, verdicts = BUILD["bloom"]("bloom"), VerdictCache(tmp_path)
+    key = verdict_key(model, EngineConfig())
+    verdicts.keep(key, Verdict(PACKED))
+    found = choose(model, verdicts)
+    assert (found.proved_on, type(found.make_executor(4, 2)).__name__) == (TWIN, "RowsExecutor")
+    assert any(note.startswith("not packed: BloomForCausalLM takes no position_ids") for note in found.report.notes)
+    assert verdicts.find(key) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_is_not_like_its_twin_is_proved_anew(
+    dtype: str, twins: list[PreTrainedModel], tmp_path: Path
+) -> None:
+    """Layers from the third one on look a row back, which no twin of two layers does."""
+    base = zoo.build("llama")
+
+    class LooksBack(type(base)):  # type: ignore[misc]
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            for layer in self.model.layers[2:]:
+                layer.mlp.register_forward_hook(lambda module, args, given: given + pad(given, (0, 0, 1, -1)))
+
+    model = LooksBack(base.config).eval().requires_grad_(False)
+    model.load_state_dict(base.state_dict())
+    verdicts = VerdictCache(tmp_path)
+    for _ in range(2):
+        found = choose(model, verdicts, dtype=dtype)
+        assert not isinstance(found.make_executor(4, 2), PackedExecutor)
+        assert any("does not give the plain model's results" in note for note in found.report.notes)
+    assert not list(tmp_path.iterdir()), "what is wrong for the model is not remembered"
+
+
+def test_a_way_that_the_model_itself_does_not_stand_is_not_the_last_of_its_executor(
+    all_are_large: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = own_attention._compare
+
+    def fail_if_padded(way: Way, plain: PlainModel, **options: bool) -> float:
+        if way.pads:
+            raise ModelError("not padded")
+        return compare(way, plain, **options)
+
+    monkeypatch.setattr(own_attention, "_compare", fail_if_padded)
+    found = choose(others.build("bloom"))
+    made = found.make_executor(4, 2)
+    assert isinstance(made, RowsExecutor)
+    assert not made.pads
+    assert "not rows with prompts in pieces, padded: not padded" in found.report.notes
+
+
+def test_weights_that_can_not_be_packed_are_no_verdict(
+    all_are_large: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(model: PreTrainedModel, *args: Any, **options: Any) -> None:
+        for weight in model.parameters():
+            weight.mul_(-1)
+
+    verdicts = VerdictCache(tmp_path)
+    monkeypatch.setattr(packed_row, "pack_experts", spoil)
+    with pytest.raises(RuntimeError, match="the weights of LlamaForCausalLM could not be packed"):
+        choose(zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(torch.bfloat16), verdicts)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}])
+def test_what_was_remembered_without_int8_is_not_for_int8(
+    option: dict[str, str], all_are_large: None, tmp_path: Path
+) -> None:
+    verdicts, model = VerdictCache(tmp_path), others.build("bloom").to(torch.bfloat16)
+    others.build.cache_clear()
+    choose(model, verdicts)
+    with pytest.raises(ModelError, match="int8 weights and caches need a model that runs packed"):
+        choose(model, verdicts, **option)
+
+
+def test_weights_are_looked_at_every_time(all_are_large: None, tmp_path: Path) -> None:
+    verdicts = VerdictCache(tmp_path)
+    assert choose(zoo.build("llama"), verdicts).proved_on == TWIN
+    broken = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
+    broken.model.layers[1].mlp.down_proj.weight[3, 5] = float("nan")
+    (remembered,) = tmp_path.iterdir()
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(
+            ModelError, match=r"^the logits of LlamaForCausalLM are not finite .*: are its weights intact\?$"
+        ):
+            choose(broken, verdicts, dtype=dtype)
+    assert remembered.exists(), "it is not the class's fault"
+
+
+def test_a_verdict_is_for_what_it_depends_on_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.build("llama")
+
+    def key(model: PreTrainedModel = model, **options: Any) -> str | None:
+        return verdict_key(model, EngineConfig(**options))
+
+    first = key()
+    assert key(zoo.draw("llama", zoo.FACTORS["llama"], seed=7)) == first, "other weights"
+    assert key(max_num_seqs=3, seed=1) == first
+    others_ = [key(zoo.build("qwen3")), key(executor="packed"), key(attention_backend="torch")]
+    others_ += [key(quantization="int8"), key(kv_cache_dtype="int8")]
+    attends = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
+    attends.set_attn_implementation("sdpa" if model.config._attn_implementation == "eager" else "eager")
+    others_.append(key(attends))
+    others_.append(key(zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(torch.bfloat16)))
+    changed = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
+    changed.config.rms_norm_eps *= 2
+    others_.append(key(changed))
+    monkeypatch.setattr(verdict, "version", lambda name: "0.0")
+    others_.append(key())
+    monkeypatch.undo()
+    monkeypatch.setattr(verdict, "SOURCES", tmp_path)
+    others_.append(key())
+    assert None not in others_
+    assert len({first, *others_}) == 1 + len(others_)
+
+
+def test_a_key_that_can_not_be_made_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a checkout that was not installed: nobody knows its version."""
+
+    def fail(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(verdict, "version", fail)
+    assert verdict_key(zoo.build("llama"), EngineConfig()) is None
+
+
+def test_a_class_of_no_file_has_no_verdict(all_are_large: None, tmp_path: Path) -> None:
+    """As those that are written in a notebook: what they are can change without a trace."""
+    namespace: dict[str, Any] = {"Base": type(zoo.build("llama")), "__name__": "nowhere"}
+    exec("class Written(Base): pass", namespace)
+    model = namespace["Written"](zoo.build("llama").config).eval().requires_grad_(False)
+    assert verdict_key(model, EngineConfig()) is None
+    assert choose(model, VerdictCache(tmp_path)).proved_on == TWIN
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"way": {"executor": "rows", "flies": true}}', "\0"])
+def test_a_broken_file_is_like_none(content: str, tmp_path: Path) -> None:
+    (tmp_path / "key.json").write_text(content)
+    assert VerdictCache(tmp_path).find("key") is None
+
+
+def test_a_folder_that_can_not_be_written_is_like_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", None):
+        verdicts = VerdictCache(folder)
+        verdicts.keep("key", Verdict(PACKED))
+        assert verdicts.find("key") is None
+        verdicts.forget("key")
+
+
+def test_a_verdict_comes_back_as_it_was(tmp_path: Path) -> None:
+    said = Verdict(Way("rows", in_one_piece=True), {"packed": 'it has "quotes"\n'}, True, "no")
+    VerdictCache(tmp_path).keep("key", said)
+    assert VerdictCache(tmp_path).find("key") == said
+
+
+def test_nothing_is_remembered_where_that_is_not_wanted(
+    twins: list[PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VerdictCache, "of_the_user", lambda: VerdictCache(tmp_path))
+    for options in ({"remember_verdicts": False}, {}, {"remember_verdicts": False}, {}):
+        choose(zoo.build("llama"), **options)
+    assert len(twins) == 3
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_where_there_is_no_twin_the_model_itself_is_proved(
+    all_are_large: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(model: PreTrainedModel) -> None:
+        raise ModelError("there is none")
+
+    monkeypatch.setattr(choice, "make_twin", fail)
+    for name in ("llama", "bloom"):
+        assert choose(BUILD[name](name)).proved_on == ITSELF
+    assert choose(zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(torch.bfloat16)).proved_on == ITSELF
+    with pytest.raises(ModelError, match="there is none"):
+        choose(others.build("bloom"), dtype="bfloat16")

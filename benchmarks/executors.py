@@ -2,6 +2,7 @@
 
 python benchmarks/executors.py --model gpt2 --executors packed,rows,sequential
 python benchmarks/executors.py --model qwen3-next-100m --executors rows,sequential --workload W2-16
+python benchmarks/executors.py --model qwen3-next-100m --executors rows,sequential --workload decode-16
 
 Rounds are interleaved in one process; tokens a second of `LLM.generate`, greedy, EOS ignored.
 """
@@ -23,7 +24,11 @@ from benchmarks.peers.models import model_folder
 from benchmarks.workloads import WORKLOADS, Workload
 from inflight import LLM, SamplingParams
 
-W2_16 = replace(WORKLOADS["W2-32"], name="W2-16", num_slots=16)
+CHOICES: dict[str, Workload] = {
+    **WORKLOADS,
+    "W2-16": replace(WORKLOADS["W2-32"], name="W2-16", num_slots=16),
+    "decode-16": Workload("decode-16", "16 short prompts, long answers: all slots decode", 16, [(32, 256)] * 16),
+}
 
 
 def qwen3_next() -> Any:
@@ -70,11 +75,11 @@ def main() -> None:
     parser.add_argument("--model", default="gpt2", help="gpt2, qwen3-0.6b, qwen3-next-100m or a folder")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--executors", default="packed,rows,sequential")
-    parser.add_argument("--workload", default="W2-32", choices=(*WORKLOADS, "W2-16"))
+    parser.add_argument("--workload", default="W2-32", choices=CHOICES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output-folder", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    workload = {**WORKLOADS, "W2-16": W2_16}[arguments.workload]
+    workload = CHOICES[arguments.workload]
     source = qwen3_next() if arguments.model == "qwen3-next-100m" else str(model_folder(arguments.model))
     llms = {
         name: LLM(source, dtype=arguments.dtype, max_num_seqs=workload.num_slots, executor=name)
@@ -105,7 +110,9 @@ def main() -> None:
     text = "\n".join([*lines, ""])
     print(text)
     arguments.output_folder.mkdir(parents=True, exist_ok=True)
-    (arguments.output_folder / f"executors-{Path(arguments.model).name}-{arguments.dtype}.md").write_text(text)
+    (
+        arguments.output_folder / f"executors-{Path(arguments.model).name}-{arguments.dtype}-{workload.name}.md"
+    ).write_text(text)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds only its own folder
 
-from benchmarks.compare import RESULTS, describe_machine
+from benchmarks.compare import LOGS, RESULTS, describe_machine
 from benchmarks.peers.protocol import resident_memory
 from benchmarks.serving import Server
 
@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output-folder", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    arguments.output_folder.mkdir(parents=True, exist_ok=True)
     server = Server("inflight serve", COMMAND, ("ids",))
     machine = "; ".join(f"{name}: {value}" for name, value in describe_machine().items())
     lines = [
@@ -37,7 +38,7 @@ def main() -> None:
     ]
     print("\n".join(lines))
     try:
-        server.start(2, arguments.output_folder / "many_streams.log")
+        server.start(2, LOGS / "many_streams.log")
         for number in range(arguments.rounds):
             report = server.measure("ids", number, workload=["--num-requests", str(arguments.streams), *LENGTHS])
             assert server.process is not None

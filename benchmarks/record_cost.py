@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from inflight import LLM
+from inflight.cache_group import CacheLayout
 from inflight.observe.recorder import Recorder, describe_machine
 from inflight.observe.step_watch import StepWatch
 from inflight.params import SamplingParams
@@ -47,7 +48,7 @@ def median_step(num_slots: int) -> float:
 
 def record_cost(num_slots: int) -> float:
     """Seconds, on average, for the record of such a step, the file included."""
-    scheduler = Scheduler(BlockPool(num_slots * 16, 16), num_slots, 2048)
+    scheduler = Scheduler(BlockPool(num_slots * 16, CacheLayout(16)), num_slots, 2048)
     for number in range(num_slots):
         scheduler.submit(Request(str(number), [number] * 16, 200))
     plan = scheduler.plan()

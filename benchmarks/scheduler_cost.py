@@ -10,6 +10,7 @@ import statistics
 import time
 from array import array
 
+from inflight.cache_group import CacheLayout
 from inflight.plan import StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.scheduler import Scheduler
@@ -47,7 +48,9 @@ def main() -> None:
 def step_seconds(aging_steps: int | None) -> tuple[list[float], list[float]]:
     """Seconds of each plan and each commit, after a time in which those who wait have come a hundred a step."""
     num_blocks = NUM_RUNNING * (PROMPT_LEN + 2 * NUM_STEPS) // BLOCK_SIZE
-    scheduler = Scheduler(BlockPool(num_blocks, BLOCK_SIZE), NUM_RUNNING, 16_384 + NUM_RUNNING, aging_steps=aging_steps)
+    scheduler = Scheduler(
+        BlockPool(num_blocks, CacheLayout(BLOCK_SIZE)), NUM_RUNNING, 16_384 + NUM_RUNNING, aging_steps=aging_steps
+    )
     for number in range(NUM_RUNNING + NUM_WAITING):
         prompt, priority = random_prompt(number, PROMPT_LEN), 0 if number < NUM_RUNNING else number % 3
         scheduler.submit(Request(str(number), prompt, PROMPT_LEN + 10 * NUM_STEPS, priority=priority))
@@ -80,7 +83,7 @@ def step(scheduler: Scheduler) -> tuple[float, float, StepPlan]:
 
 def prefix_seconds() -> tuple[float, float]:
     """Seconds per prompt token of planning and committing a prompt that is found, and one that is not."""
-    scheduler = Scheduler(BlockPool(NUM_CACHED_BLOCKS + 1000, BLOCK_SIZE), 1, LONG_PROMPT_LEN)
+    scheduler = Scheduler(BlockPool(NUM_CACHED_BLOCKS + 1000, CacheLayout(BLOCK_SIZE)), 1, LONG_PROMPT_LEN)
     num_prompts = NUM_CACHED_BLOCKS * BLOCK_SIZE // LONG_PROMPT_LEN
     seconds: dict[str, list[float]] = {"new": [], "found": []}
     for kind in seconds:

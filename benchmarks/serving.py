@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds only its own folder
 
-from benchmarks.compare import RESULTS, describe_machine, in_turn
+from benchmarks.compare import LOGS, RESULTS, describe_machine, in_turn
 from benchmarks.peers.catalogue import ENVIRONMENTS, OURS, PEERS, REQUIREMENTS
 from benchmarks.peers.models import model_folder, prepare
 from benchmarks.peers.protocol import Settings, family
@@ -65,6 +65,7 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
+        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [part.format(port=self.port) for part in self.command],
@@ -201,13 +202,13 @@ def main() -> None:
             compile=arguments.compile,
         )  # fmt: skip
         engine_command = [str(PEERS[OURS].python), "-m", PEERS[OURS].module]
-        engine = stack.enter_context(Runner(engine_command, settings, arguments.output_folder / "engine.log"))
+        engine = stack.enter_context(Runner(engine_command, settings, LOGS / "engine.log"))
         engine.run(WORKLOAD.requests(-1))
         found = servers(model, arguments)
         for server in found:
             console.print(f"starting {server.name}")
             stack.callback(server.end)
-            server.start(arguments.threads, arguments.output_folder / f"{server.name.replace(' ', '_')}.log")
+            server.start(arguments.threads, LOGS / f"{server.name.replace(' ', '_')}.log")
             server.measure(server.prompt_kinds[0], 1000)
         for number in range(arguments.rounds):
             for name in in_turn([ENGINE, *(server.name for server in found)], number):

@@ -1,0 +1,111 @@
+"""How long it takes to find out how a model runs: four models of 1 to 1.4 billion parameters, bfloat16, random weights.
+
+python benchmarks/probe_time.py
+
+Each is loaded twice, in a process of its own: when nothing is known of its class and configuration, and when what its
+twin has shown is remembered. "Probing" is all that is done between loading weights and allocating the cache but for
+packing the weights, which is told beside it: finding the executor, proving it, holding the model against its plain
+results, trying whether it is batch invariant.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds only its own folder
+
+from benchmarks import shapes
+from benchmarks.compare import RESULTS, describe_machine
+
+SHAPES = (shapes.LLAMA_3_2_1B, shapes.GEMMA_3_1B, shapes.BLOOM_1B1, shapes.MAMBA_1_4B)
+
+
+@dataclass(frozen=True)
+class Load:
+    """How one load went; seconds."""
+
+    executor: str
+    proved_on: str
+    probing: float
+    packing: float
+
+
+def load(folder: str, remembered: str) -> Load:
+    """Load a model in this process, which has run nothing before; verdicts are in the folder `remembered`."""
+    from inflight.config import EngineConfig
+    from inflight.execution import model_runner
+    from inflight.execution.probe import own_attention, packed_row
+    from inflight.execution.probe.verdict import VerdictCache
+
+    seconds = {"choosing": 0.0, "packing": 0.0}
+
+    def timed(module: Any, name: str, phase: str) -> None:
+        function: Callable[..., Any] = getattr(module, name)
+
+        def run(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                seconds[phase] += time.perf_counter() - start
+
+        setattr(module, name, run)
+
+    timed(model_runner, "choose_executor", "choosing")
+    for module in (packed_row, own_attention):
+        timed(module, "pack_linears", "packing")
+        timed(module, "pack_experts", "packing")
+    VerdictCache.of_the_user = lambda: VerdictCache(Path(remembered))  # type: ignore[method-assign]
+    config = EngineConfig(load_format="dummy", dtype="bfloat16", num_blocks=200)
+    info = model_runner.ModelRunner(folder, config).info
+    return Load(info.executor, info.proved_on, seconds["choosing"] - seconds["packing"], seconds["packing"])
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output-folder", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+
+    loads: dict[tuple[str, str], list[Load]] = {}
+    for _ in range(arguments.rounds):
+        for shape in SHAPES:
+            with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as remembered:
+                shape.save(folder)
+                for _ in range(2):
+                    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                        found = pool.submit(load, folder, remembered).result()
+                    loads.setdefault((shape.name, found.proved_on), []).append(found)
+                    print(shape.name, found, flush=True)
+    machine = "; ".join(f"{name}: {value}" for name, value in describe_machine().items())
+    lines = [
+        "# How long the probe takes",
+        "",
+        f"bfloat16, random weights, medians of {arguments.rounds} rounds. {machine}.",
+        "",
+        "| shape | executor | proved on | probing s (lowest to highest) | packing s |",
+        "|---|---|---|---:|---:|",
+    ]
+    for (name, proved_on), each in loads.items():
+        probing = sorted(one.probing for one in each)
+        lines.append(
+            f"| {name} | {each[0].executor} | {proved_on} | {statistics.median(probing):.1f} "
+            f"({probing[0]:.1f} to {probing[-1]:.1f}) | {statistics.median(one.packing for one in each):.1f} |"
+        )
+    text = "\n".join([*lines, ""])
+    print(text)
+    arguments.output_folder.mkdir(parents=True, exist_ok=True)
+    (arguments.output_folder / "probe-time.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 
 from tests.properties.expected import Sizes
+from tests.properties.invariants import check
 from tests.properties.world import World
 
 OPERATIONS_PER_WORLD = 300
@@ -107,7 +108,7 @@ def soak_one_world(seed: str) -> Counter[str]:
     world = World(random_sizes(rng))
     for _ in range(OPERATIONS_PER_WORLD):
         random_operation(rng, world)
-        world.check()
+        check(world)
     world.drain()
     return world.reached
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.properties.expected import Sizes
+from tests.properties.invariants import check
 from tests.properties.soak import soak_one_world
 from tests.properties.world import World
 
@@ -95,7 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Several steps with nothing between, which lets long prompts and preempted sequences get somewhere."""
         for _ in range(num_steps):
             self.world.commit(sampled)
-            self.world.check()
+            check(self.world)
 
     @rule()
     def fail(self) -> None:
@@ -116,7 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def everything_agrees(self) -> None:
         if hasattr(self, "world"):
-            self.world.check()
+            check(self.world)
 
     def teardown(self) -> None:
         if hasattr(self, "world"):

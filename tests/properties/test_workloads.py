@@ -9,6 +9,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.properties.expected import Sizes
+from tests.properties.invariants import check
 from tests.properties.world import World
 
 Outcome = dict[tuple[str, int], tuple[list[int], str]]
@@ -53,7 +54,7 @@ def run_to_the_end(jobs: list[Job], sizes: Sizes, num_steps_between: int = 0) ->
         world.plan()
         if world.in_flight is not None:  # that the cache holds these pasts is checked before they are committed
             world.commit([[next_token([token for _, token, _, _ in past])] for past in world.pasts])
-        world.check()
+        check(world)
     outcomes = dict(world.outcomes)
     world.drain()
     return outcomes, world

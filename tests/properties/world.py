@@ -1,5 +1,6 @@
-"""`World`: a scheduler, the model cache, and what must be true of every sequence, driven one operation after the other.
+"""`World`: a scheduler, the model cache, and what is expected of every sequence, driven one operation after the other.
 
+Each step is held against `steps.py`; between operations, whoever drives calls `invariants.check`:
 `test_scheduler_machine.py` lets Hypothesis choose the operations, `soak.py` a random generator at full speed.
 """
 
@@ -8,13 +9,15 @@ from collections.abc import Sequence as SequenceOf
 
 import pytest
 
-from inflight.plan import NO_BLOCK, Span, StepPlan
+from inflight.plan import StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import Node, Parent, Root
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request
 from tests.properties.expected import Expected, Lanes, Sizes
-from tests.properties.model_cache import ModelCache, Place, of_group
+from tests.properties.invariants import check
+from tests.properties.model_cache import ModelCache, Place
+from tests.properties.steps import check_admissions, check_budget, check_plan
 
 NOBODY = -1
 """A sequence that never was."""
@@ -104,16 +107,16 @@ class World:
             each.num_computed_before = each.num_computed
         plan = self.scheduler.plan()
         preempted, admitted, readmitted = self.follow_admissions()
-        self.check_who_was_preempted_and_who_admitted(preempted, admitted)
+        check_admissions(self, preempted, admitted)
         self.reached["evictions"] += len(known - self.known_nodes())
         if plan is None:
             assert not self.unfinished
             self.num_plans += 1
             return
         self.follow_reuse(plan)
-        self.check_what_is_computed(plan)
+        check_plan(self, plan)
         decodes = [each for each in decodes if each not in preempted]
-        self.check_that_the_budget_is_well_spent(plan, decodes, bool(preempted) and not admitted)
+        check_budget(self, plan, decodes, bool(preempted) and not admitted)
         self.lanes.take_in(plan, self.running(), readmitted)
         self.num_plans += 1
         self.in_flight = plan
@@ -206,7 +209,7 @@ class World:
     def drain(self) -> None:
         """Everybody finishes within a bound, and then everything is free again."""
         self.discard()
-        self.check()
+        check(self)
         # Without aging the oldest is never preempted and computes at least one token a step; past a length, it may
         # start over once. With aging the order changes a little over time, but each change costs a token given out.
         bound = 2 * sum(each.request.max_num_tokens for each in self.unfinished.values())
@@ -217,7 +220,7 @@ class World:
             num_steps += 1
             assert num_steps <= bound
             self.commit([[0]])
-            self.check()
+            check(self)
         assert self.scheduler.plan() is None
         self.num_plans += 1
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
@@ -306,177 +309,13 @@ class World:
                 del self.unfinished[sequence_id]
                 self.reached[f"ended with {each.finish_reason}"] += 1
 
-    # --------------------------------------------------------------------------------- what must be true of a step
+    # --------------------------------------------------------------------------------- looking
 
     def service_order(self, each: Expected) -> tuple[int, int]:
         """As the policy says, word for word."""
         if self.sizes.aging_steps is None:
             return 0, each.sequence_id
         return each.request.priority - (self.num_plans - each.arrival) // self.sizes.aging_steps, each.sequence_id
-
-    def check_who_was_preempted_and_who_admitted(self, preempted: list[Expected], admitted: list[Expected]) -> None:
-        """Victims are the worst that ran, for a better one if somebody came in; who comes in is the best that waits."""
-        order = self.service_order
-        survivors = [each for each in self.running() if each not in admitted]
-        if preempted and survivors:
-            assert max(map(order, survivors)) < min(map(order, preempted)), "the worst goes first"
-        if preempted and admitted:
-            assert self.sizes.aging_steps is not None, "blocks given back belong to those who asked for them"
-            assert min(map(order, admitted))[0] < min(map(order, preempted))[0], "only for a strictly better one"
-        waiting = [each for each in self.unfinished.values() if not each.is_running]
-        if admitted and waiting:
-            assert max(map(order, admitted)) < min(map(order, waiting)), "the best comes in first"
-
-    def check_what_is_computed(self, plan: StepPlan) -> None:
-        assert 1 <= plan.num_tokens <= self.sizes.budget
-        assert len(plan.spans) == len({span.sequence_id for span in plan.spans}) <= self.sizes.num_slots
-        assert len(plan.tables) == len(self.sizes.windows)
-        in_flight = set(self.scheduler.reuse._blocks_in_flight)
-        for span, *tables in zip(plan.spans, *plan.tables, strict=True):
-            expected = self.unfinished[span.sequence_id]
-            assert span.start == expected.num_computed
-            assert list(span.token_ids) == expected.token_ids[span.start : span.end] != []
-            assert span.sequence_length == len(expected.token_ids)
-            is_last = span.end == len(expected.token_ids)
-            assert span.num_logit_rows == len(span.scored_ids) + is_last <= span.length
-            prompt = expected.request.prompt_token_ids
-            assert list(span.scored_ids) == (
-                prompt[expected.num_scored : span.end + 1] if expected.wants_scores else []
-            )
-            self.reached["prompts scored in pieces"] += bool(span.scored_ids) and not is_last
-            assert tuple(tables) == expected.sequence.block_tables
-            for group, table in enumerate(tables):
-                assert len(table) * self.pool.block_size >= span.end
-                for block in table[span.start // self.pool.block_size :]:
-                    if block not in in_flight:
-                        assert self.pool.node_of(block) is None, "what can be found is not written to"
-                        assert self.pool.num_holders(block) == 1, "nobody else reads what is written"
-                # One token more than is seen, for those who fork from it.
-                num_gone = self.sizes.first_seen(group, max(0, span.start - 1)) // self.pool.block_size
-                assert all(block == NO_BLOCK for block in table[:num_gone]), "what nobody sees is let go"
-                self.reached["blocks let go"] += num_gone
-        assert sum(each.length for each in self.scored(plan)) <= self.sizes.max_scored
-        assert all(self.pool.num_holders(destination) for _, destination in plan.copies), "a copy is for somebody"
-
-    def scored(self, plan: StepPlan) -> list[Span]:
-        """The spans of those whose prompts are being scored."""
-        return [span for span in plan.spans if self.unfinished[span.sequence_id].wants_scores]
-
-    def check_that_the_budget_is_well_spent(self, plan: StepPlan, decodes: list[Expected], has_preempted: bool) -> None:
-        """Decodes first; prefills beside them within their own limit; and nothing is left that could be used."""
-        ends = {span.sequence_id: span.end for span in plan.spans}
-        decoding = {each.sequence_id for each in decodes}
-        assert decoding <= ends.keys(), "a decode never waits"
-        num_prefill = sum(span.length for span in plan.spans if span.sequence_id not in decoding)
-        limit = self.sizes.budget
-        if self.sizes.max_prefill is not None and decoding:
-            limit = self.sizes.max_prefill
-            assert num_prefill <= limit
-        if plan.num_tokens == self.sizes.budget or num_prefill >= min(limit, self.sizes.max_prefill or limit):
-            return
-        no_rows_left = sum(span.length for span in self.scored(plan)) == self.sizes.max_scored
-        for each in self.running():
-            if each.wants_scores and no_rows_left:
-                self.reached["prompts that waited for rows of logits"] += 1
-            elif each.sequence_id not in ends:
-                assert any(sibling.sequence_id < each.sequence_id for sibling in self.siblings(each))
-                assert each.sequence.num_blocks == 0
-                self.reached["steps waited for a sibling"] += 1
-            else:
-                assert has_preempted or ends[each.sequence_id] == len(each.token_ids)
-        waiting = [each for each in self.unfinished.values() if not each.is_running]
-        if waiting and not has_preempted:
-            best = min(waiting, key=self.service_order)
-            no_slot = len(self.running()) == self.sizes.num_slots
-            assert no_slot or self.sizes.layout.max_num_blocks(len(best.token_ids)) > self.pool.num_available
-
-    # --------------------------------------------------------------------------------- what must be true always
-
-    def check(self) -> None:
-        """All that must hold between any two operations."""
-        self.check_sequences()
-        self.check_blocks()
-        self.check_prefix_cache()
-        if self.in_flight is None:
-            self.check_contents()
-
-    def check_sequences(self) -> None:
-        sequences = list(self.scheduler.sequences())
-        num_running = self.scheduler.num_running
-        assert len(sequences) == len(self.unfinished) == num_running + self.scheduler.num_waiting
-        running = sorted(self.running(), key=self.service_order)
-        waiting = sorted((e for e in self.unfinished.values() if not e.is_running), key=self.service_order)
-        assert [each.sequence_id for each in [*running, *waiting]] == [each.sequence_id for each in sequences]
-        assert set(self.scheduler._of_request) == {each.request.request_id for each in self.unfinished.values()}
-        for each in self.unfinished.values():
-            sequence = each.sequence
-            assert sequence.token_ids == each.token_ids
-            assert sequence.finish_reason is None
-            assert sequence.num_computed_tokens == each.num_computed
-            assert 0 <= sequence.num_cached_tokens < sequence.num_prompt_tokens
-            if each.is_running:
-                assert sequence.slot is not None
-                assert self.scheduler.running(sequence.sequence_id) is sequence
-                assert self.lanes.owners[sequence.slot] == sequence.sequence_id, "a sequence keeps its slot"
-            else:
-                assert (sequence.slot, sequence.num_blocks, sequence.num_computed_tokens) == (None, 0, 0)
-        assert self.scheduler.num_preemptions == self.num_preemptions
-
-    def check_blocks(self) -> None:
-        """References are those of the tables, and free + used + cached = all."""
-        tables = [each.sequence.block_tables for each in self.unfinished.values()]
-        if self.in_flight is not None:  # those of the ended are kept until the step in flight has landed
-            ended = [each.sequence for each in self.hit if each.finish_reason is not None]
-            assert all(sequence.slot is not None and sequence.num_blocks for sequence in ended)
-            tables += [sequence.block_tables for sequence in ended]
-        self.pool.check(tables)
-        held = {block for of_sequence in tables for table in of_sequence for block in table}
-        assert self.pool.num_used == len(held - {NO_BLOCK})
-        assert self.pool.num_free + self.pool.num_used + self.pool.num_cached == self.pool.num_blocks
-
-    def check_prefix_cache(self) -> None:
-        """A node is known as long as any of its blocks or any behind it, and its blocks hold what it says."""
-        nodes = self.known_nodes()
-        assert self.sizes.prefix_caching or not nodes
-        num_children = Counter(node.key[0] for node in nodes)
-        in_flight = set(self.scheduler.reuse._blocks_in_flight) if self.in_flight is not None else set()
-        block_size = self.pool.block_size
-        for node in nodes:
-            root, before = self.content_of(node.key[0])
-            own = tuple(memoryview(node.key[1]).cast("i"))
-            assert self.content_of(node) == (root, (*before, *own)), "a node's content never changes"
-            assert node.num_children >= num_children[node]
-            assert node.num_children or any(block != NO_BLOCK for block in node.blocks)
-            for group, block in enumerate(node.blocks):
-                if block == NO_BLOCK:
-                    continue
-                assert self.pool.node_of(block) is node
-                if block not in in_flight:
-                    places = self.cache.places[block * block_size : (block + 1) * block_size]
-                    past = [(i, token, root.is_long, root.cache_salt) for i, token in enumerate(own, len(before))]
-                    expected = [of_group(place, group) for place in past]
-                    assert places == expected, "the cache never returns a block with other content"
-
-    def check_contents(self) -> None:
-        """What a running sequence counts as computed is there, and found by others as well."""
-        to_copy = {destination for _, destination in self.scheduler.reuse.copies}
-        for each in self.running():
-            num_computed = each.num_computed
-            for group, table in enumerate(each.sequence.block_tables):
-                if not to_copy.isdisjoint(table):
-                    continue
-                first = self.sizes.first_seen(group, num_computed)
-                expected = [of_group(place, group) for place in self.past(each, num_computed)[first:]]
-                assert self.cache.read(table, first, num_computed) == expected
-                if self.sizes.prefix_caching:
-                    for index in range(num_computed // self.pool.block_size):
-                        if table[index] != NO_BLOCK:
-                            node = self.pool.node_of(table[index])
-                            assert node is not None
-                            content = list(self.content_of(node)[1])
-                            assert content == each.token_ids[: (index + 1) * self.pool.block_size]
-
-    # --------------------------------------------------------------------------------- looking
 
     def running(self) -> list[Expected]:
         return [each for each in self.unfinished.values() if each.is_running]

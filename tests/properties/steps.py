@@ -1,0 +1,87 @@
+"""What must be true of a step: whom it admits and preempts, what its plan says, and how it spends the budget."""
+
+from typing import TYPE_CHECKING
+
+from inflight.plan import NO_BLOCK, Span, StepPlan
+from tests.properties.expected import Expected
+
+if TYPE_CHECKING:
+    from tests.properties.world import World
+
+
+def check_admissions(world: "World", preempted: list[Expected], admitted: list[Expected]) -> None:
+    """Victims are the worst that ran, for a better one if somebody came in; who comes in is the best that waits."""
+    order = world.service_order
+    survivors = [each for each in world.running() if each not in admitted]
+    if preempted and survivors:
+        assert max(map(order, survivors)) < min(map(order, preempted)), "the worst goes first"
+    if preempted and admitted:
+        assert world.sizes.aging_steps is not None, "blocks given back belong to those who asked for them"
+        assert min(map(order, admitted))[0] < min(map(order, preempted))[0], "only for a strictly better one"
+    waiting = [each for each in world.unfinished.values() if not each.is_running]
+    if admitted and waiting:
+        assert max(map(order, admitted)) < min(map(order, waiting)), "the best comes in first"
+
+
+def check_plan(world: "World", plan: StepPlan) -> None:
+    assert 1 <= plan.num_tokens <= world.sizes.budget
+    assert len(plan.spans) == len({span.sequence_id for span in plan.spans}) <= world.sizes.num_slots
+    assert len(plan.tables) == len(world.sizes.windows)
+    in_flight = set(world.scheduler.reuse._blocks_in_flight)
+    for span, *tables in zip(plan.spans, *plan.tables, strict=True):
+        expected = world.unfinished[span.sequence_id]
+        assert span.start == expected.num_computed
+        assert list(span.token_ids) == expected.token_ids[span.start : span.end] != []
+        assert span.sequence_length == len(expected.token_ids)
+        is_last = span.end == len(expected.token_ids)
+        assert span.num_logit_rows == len(span.scored_ids) + is_last <= span.length
+        prompt = expected.request.prompt_token_ids
+        assert list(span.scored_ids) == (prompt[expected.num_scored : span.end + 1] if expected.wants_scores else [])
+        world.reached["prompts scored in pieces"] += bool(span.scored_ids) and not is_last
+        assert tuple(tables) == expected.sequence.block_tables
+        for group, table in enumerate(tables):
+            assert len(table) * world.pool.block_size >= span.end
+            for block in table[span.start // world.pool.block_size :]:
+                if block not in in_flight:
+                    assert world.pool.node_of(block) is None, "what can be found is not written to"
+                    assert world.pool.num_holders(block) == 1, "nobody else reads what is written"
+            # One token more than is seen, for those who fork from it.
+            num_gone = world.sizes.first_seen(group, max(0, span.start - 1)) // world.pool.block_size
+            assert all(block == NO_BLOCK for block in table[:num_gone]), "what nobody sees is let go"
+            world.reached["blocks let go"] += num_gone
+    assert sum(each.length for each in scored(world, plan)) <= world.sizes.max_scored
+    assert all(world.pool.num_holders(destination) for _, destination in plan.copies), "a copy is for somebody"
+
+
+def scored(world: "World", plan: StepPlan) -> list[Span]:
+    """The spans of those whose prompts are being scored."""
+    return [span for span in plan.spans if world.unfinished[span.sequence_id].wants_scores]
+
+
+def check_budget(world: "World", plan: StepPlan, decodes: list[Expected], has_preempted: bool) -> None:
+    """Decodes first; prefills beside them within their own limit; and nothing is left that could be used."""
+    ends = {span.sequence_id: span.end for span in plan.spans}
+    decoding = {each.sequence_id for each in decodes}
+    assert decoding <= ends.keys(), "a decode never waits"
+    num_prefill = sum(span.length for span in plan.spans if span.sequence_id not in decoding)
+    limit = world.sizes.budget
+    if world.sizes.max_prefill is not None and decoding:
+        limit = world.sizes.max_prefill
+        assert num_prefill <= limit
+    if plan.num_tokens == world.sizes.budget or num_prefill >= min(limit, world.sizes.max_prefill or limit):
+        return
+    no_rows_left = sum(span.length for span in scored(world, plan)) == world.sizes.max_scored
+    for each in world.running():
+        if each.wants_scores and no_rows_left:
+            world.reached["prompts that waited for rows of logits"] += 1
+        elif each.sequence_id not in ends:
+            assert any(sibling.sequence_id < each.sequence_id for sibling in world.siblings(each))
+            assert each.sequence.num_blocks == 0
+            world.reached["steps waited for a sibling"] += 1
+        else:
+            assert has_preempted or ends[each.sequence_id] == len(each.token_ids)
+    waiting = [each for each in world.unfinished.values() if not each.is_running]
+    if waiting and not has_preempted:
+        best = min(waiting, key=world.service_order)
+        no_slot = len(world.running()) == world.sizes.num_slots
+        assert no_slot or world.sizes.layout.max_num_blocks(len(best.token_ids)) > world.pool.num_available

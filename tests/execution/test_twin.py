@@ -22,12 +22,15 @@ def of_real_size(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 
 @pytest.mark.parametrize(
     "of_real_size",
-    ["llama", "falcon", "gpt_oss", "gemma4_text", "mamba", "mamba2", "falcon_h1", "deepseek_v3", "helium", "codegen"],
+    [
+        *("llama", "falcon", "gpt_oss", "gemma4_text", "mamba", "mamba2", "falcon_h1", "deepseek_v3", "helium"),
+        *("codegen", "gemma3n_text", "pegasus", "xlstm", "zamba"),
+    ],
     indirect=True,
 )
 def test_models_of_real_sizes_have_small_twins(of_real_size: PreTrainedModel) -> None:
     twin = make_twin(of_real_size)
-    assert sum(weight.numel() for weight in twin.model.parameters()) < 100_000_000
+    assert sum(weight.numel() for weight in twin.model.parameters()) < 150_000_000
     assert {weight.dtype for weight in twin.model.parameters()} == {torch.float32}
     assert type(twin.model) is type(of_real_size)
     assert {type(module) for module in twin.model.modules()} == {type(module) for module in of_real_size.modules()}

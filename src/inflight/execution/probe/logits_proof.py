@@ -23,7 +23,6 @@ from inflight.execution.probe.attention_calls import num_embeddings
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.plan import Span, StepPlan
 
-PROOF_LENGTHS = (23, 11)
 PROOF_BLOCK_SIZE = 4
 NUM_PROOF_BLOCKS = 32
 NUM_PROOF_SLOTS = 2
@@ -33,20 +32,44 @@ MIN_EFFECT = 20
 """How many times the error what the context does to logits must be."""
 
 Step: TypeAlias = tuple[tuple[int, int, int], ...]
-STEPS: tuple[Step, ...] = (
-    ((0, 0, 9), (1, 0, 6)),
-    ((1, 6, 9), (0, 9, 20)),
-    ((0, 20, 21), (1, 9, 10)),
-    ((1, 10, 11), (0, 21, 22)),
-    ((0, 22, 23),),
+"""Of which prompt, from where, to where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What runs.
+
+    Attributes:
+        lengths: of the two prompts.
+        prefill_lengths: of what comes first of each; what follows comes token by token.
+        steps: what runs together.
+        slots: of the prompts, one run of the steps after the other.
+    """
+
+    lengths: tuple[int, int]
+    prefill_lengths: tuple[int, int]
+    steps: tuple[Step, ...]
+    slots: tuple[tuple[int, int], ...]
+
+
+PROOF = Workload(
+    lengths=(23, 11),
+    prefill_lengths=(20, 9),
+    steps=(
+        ((0, 0, 9), (1, 0, 6)),
+        ((1, 6, 9), (0, 9, 20)),
+        ((0, 20, 21), (1, 9, 10)),
+        ((1, 10, 11), (0, 21, 22)),
+        ((0, 22, 23),),
+    ),
+    slots=((0, 1), (1, 0)),
 )
-"""What runs in each step: of which prompt, from where, to where."""
-STEPS_IN_SHORT: tuple[Step, ...] = (((0, 0, 9), (1, 0, 9)), ((0, 9, 20), (1, 9, 10)))
-"""A chunk beside a whole prompt; the next chunk beside a decode."""
 CHUNKS = frozenset({(0, 9), (1, 6), (1, 9)})
 """Spans of which no logits are wanted in service, by prompt and end: so the second prompt's last token comes alone."""
-PREFILL_LENGTHS = (20, 9)
-"""Of each prompt; what follows comes token by token."""
+IN_SHORT = Workload(
+    lengths=(9, 7), prefill_lengths=(9, 6), steps=(((0, 0, 4), (1, 0, 6)), ((0, 4, 9), (1, 6, 7))), slots=((0, 1),)
+)
+"""Two chunks; the next chunk beside a decode. For what was proved before and is only compared."""
 
 
 class NotCausalError(ModelError):
@@ -59,7 +82,8 @@ class PlainModel:
 
     Attributes:
         model: that one.
-        prompts: of `PROOF_LENGTHS`.
+        workload: what it was run on.
+        prompts: its prompts.
         logits: `[L, V]` of each.
         noise: what rounding does to the logits, as far as it is seen from its embeddings rounded anew. Deep state
             spaces make much of it.
@@ -69,6 +93,7 @@ class PlainModel:
     """
 
     model: PreTrainedModel
+    workload: Workload
     prompts: tuple[tuple[int, ...], ...]
     logits: tuple[torch.Tensor, ...]
     noise: float
@@ -78,18 +103,18 @@ class PlainModel:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, model: PreTrainedModel) -> "PlainModel":
+    def of(cls, model: PreTrainedModel, workload: Workload = PROOF) -> "PlainModel":
         """Run it. Raises `NotFiniteError` if its logits are not finite."""
         vocab_size = num_embeddings(model)
         generator = torch.Generator().manual_seed(0)
         prompts = tuple(
-            tuple(torch.randint(vocab_size, (length,), generator=generator).tolist()) for length in PROOF_LENGTHS
+            tuple(torch.randint(vocab_size, (length,), generator=generator).tolist()) for length in workload.lengths
         )
         logits = tuple(_plain_logits(model, prompt) for prompt in prompts)
         if not all(torch.isfinite(each).all() for each in logits):
             raise NotFiniteError(model)
         noise = relative_error(_rounded_logits(model, prompts[0]), logits[0])
-        return cls(model, prompts, logits, noise, min(vocab_size, logits[0].shape[-1]))
+        return cls(model, workload, prompts, logits, noise, min(vocab_size, logits[0].shape[-1]))
 
     @torch.inference_mode()
     def with_effect(self) -> "PlainModel":
@@ -107,16 +132,18 @@ class PlainModel:
         model's own cache. (State spaces whose two ways of computing differ give others than in one forward pass.)
         Raises `ModelError` if the model has no cache."""
         try:
-            pairs = zip(self.prompts, PREFILL_LENGTHS, strict=True)
+            pairs = zip(self.prompts, self.workload.prefill_lengths, strict=True)
             logits = tuple(_generated_logits(self.model, prompt, length) for prompt, length in pairs)
         except Exception as error:
             raise ModelError(f"it does not run with its own cache: {type(error).__name__}: {error}") from error
         return replace(self, logits=logits, is_generated=True)
 
     def given_by(self, executor: Executor) -> "PlainModel":
-        """The same with the logits that an executor gives."""
+        """The same, in short, with the logits that an executor gives."""
         executor.allocate(NUM_PROOF_BLOCKS)
-        return replace(self, logits=_logits_of(executor, self.prompts, (0, 1)))
+        prompts = tuple(prompt[:length] for prompt, length in zip(self.prompts, IN_SHORT.lengths, strict=True))
+        logits = _logits_of(executor, prompts, IN_SHORT.steps, IN_SHORT.slots[0])
+        return replace(self, workload=IN_SHORT, prompts=prompts, logits=logits)
 
 
 def prove(executor: Executor, plain: PlainModel, tolerance: float) -> float:
@@ -135,30 +162,25 @@ def prove(executor: Executor, plain: PlainModel, tolerance: float) -> float:
     return error
 
 
-def compare(executor: Executor, plain: PlainModel, tolerance: float, *, in_short: bool = False) -> float:
-    """The executor's largest relative error. Raises `ModelError` if it is beyond `tolerance`.
-
-    Args:
-        in_short: in two steps, without exchanging slots, and with all logits asked for.
-    """
+def compare(executor: Executor, plain: PlainModel, tolerance: float) -> float:
+    """The executor's largest relative error. Raises `ModelError` if it is beyond `tolerance`."""
     executor.allocate(NUM_PROOF_BLOCKS)
     error = 0.0
-    for slots in ((0, 1),) if in_short else ((0, 1), (1, 0)):
-        logits = _logits_of(executor, plain.prompts, slots, STEPS_IN_SHORT if in_short else STEPS)
-        begun = (expected[: len(each)] for each, expected in zip(logits, plain.logits, strict=True))
-        error = max(error, *map(relative_error, logits, begun))
+    for slots in plain.workload.slots:
+        logits = _logits_of(executor, plain.prompts, plain.workload.steps, slots)
+        error = max(error, *map(relative_error, logits, plain.logits))
     if not error <= tolerance:
         raise ModelError(f"its logits differ by {error:.1e} of their size ({tolerance:.0e} is allowed)")
-    if not in_short:
+    if plain.workload is PROOF:
         _check_few_logits(executor, plain, tolerance)
     return error
 
 
 def _logits_of(
-    executor: Executor, prompts: Sequence[Sequence[int]], slots: Sequence[int], steps: Sequence[Step] = STEPS
+    executor: Executor, prompts: Sequence[Sequence[int]], steps: Sequence[Step], slots: Sequence[int]
 ) -> tuple[torch.Tensor, ...]:
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
-    for batch, spans in _steps(prompts, slots, executor.model.device, steps=steps):
+    for batch, spans in _steps(prompts, steps, slots, executor.model.device):
         rows = executor.forward(batch).split([span.length for span in spans])  # type: ignore[no-untyped-call]
         for span, row in zip(spans, rows, strict=True):
             logits[span.sequence_id].append(row)
@@ -168,8 +190,8 @@ def _logits_of(
 def _check_few_logits(executor: Executor, plain: PlainModel, tolerance: float) -> None:
     """As in service: of a chunk no logits are wanted, of a span's end one row."""
     actual = []
-    chunks = CHUNKS - {(1, PREFILL_LENGTHS[1])} if plain.is_generated else CHUNKS
-    for batch, spans in _steps(plain.prompts, (0, 1), executor.model.device, chunks):
+    chunks = CHUNKS - {(1, PROOF.prefill_lengths[1])} if plain.is_generated else CHUNKS
+    for batch, spans in _steps(plain.prompts, PROOF.steps, (0, 1), executor.model.device, chunks):
         rows = executor.forward(batch).split([span.num_logit_rows for span in spans])  # type: ignore[no-untyped-call]
         actual += [
             row for span, row in zip(spans, rows, strict=True) if span.end == len(plain.prompts[span.sequence_id])
@@ -181,10 +203,10 @@ def _check_few_logits(executor: Executor, plain: PlainModel, tolerance: float) -
 
 def _steps(
     prompts: Sequence[Sequence[int]],
+    steps: Sequence[Step],
     slots: Sequence[int],
     device: torch.device,
     chunks: Set[tuple[int, int]] | None = None,
-    steps: Sequence[Step] = STEPS,
 ) -> Iterator[tuple[RaggedBatch, tuple[Span, ...]]]:
     """The steps, over scattered blocks; with all logits, or with none of `chunks` and one of each other span."""
     tables = [array("i", range(number, NUM_PROOF_BLOCKS, len(prompts))) for number in range(len(prompts))]

@@ -20,8 +20,10 @@ from inflight.execution.probe.agreement import FULL_PRECISION, precision_of, rel
 from inflight.execution.probe.attention_calls import num_embeddings
 from inflight.execution.probe.limits import depends_on_row, own_limit
 from inflight.execution.probe.logits_proof import (
+    IN_SHORT,
     NOISE_MARGIN,
     NUM_PROOF_SLOTS,
+    PROOF,
     PROOF_BLOCK_SIZE,
     PlainModel,
     compare,
@@ -130,7 +132,7 @@ def why_not_to_pack(way: Way, twin: PlainModel) -> str | None:
     try:
         as_it_was = twin.given_by(_small(way, twin))
         pack_weights(twin.model)
-        compare(_small(way, as_it_was), as_it_was, _tolerance(twin), in_short=True)
+        compare(_small(way, as_it_was), as_it_was, _tolerance(twin))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -164,10 +166,10 @@ def prepare_own_attention(
     """
     way = verdict.way
     try:
-        plain = PlainModel.of(model)
+        plain = PlainModel.of(model, IN_SHORT if is_large else PROOF)
         if verdict.is_generated:
             plain = plain.as_generated()
-        error = _compare(way, plain, in_short=is_large)
+        error = _compare(way, plain)
     except ModelError:
         raise
     except Exception as failure:
@@ -175,7 +177,7 @@ def prepare_own_attention(
     if can_pack(model) and verdict.why_not_packed is None:
         try:
             pack_weights(model, let_go)
-            error = _compare(way, plain, in_short=is_large)
+            error = _compare(way, plain)
         except Exception as failure:
             raise RuntimeError(f"the weights of {type(model).__name__} could not be packed") from failure
     max_model_len, notes = own_limit(model.config.get_text_config())
@@ -201,12 +203,12 @@ def prepare_own_attention(
     )
 
 
-def _compare(way: Way, plain: PlainModel, *, in_short: bool = False) -> float:
+def _compare(way: Way, plain: PlainModel) -> float:
     """The relative error of the model itself: as much is allowed as rounding may do to it. Raises `ModelError` if there
     is more."""
     usual = FULL_PRECISION.logits if precision_of(plain.model) is FULL_PRECISION else ROUNDED
     tolerance = max(usual, NOISE_MARGIN * plain.noise)
-    return compare(_small(way, plain), plain, tolerance if tolerance < MISTAKEN else inf, in_short=in_short)
+    return compare(_small(way, plain), plain, tolerance if tolerance < MISTAKEN else inf)
 
 
 @torch.inference_mode()

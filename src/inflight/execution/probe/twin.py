@@ -6,6 +6,7 @@ experts; and the width, by fewer heads of the same size. A class that does not a
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import TypeAlias
@@ -19,11 +20,11 @@ from inflight.execution.probe.logits_proof import NotCausalError, PlainModel
 
 VOCAB_SIZE = 512
 MIN_LAYERS = 2
-MAX_HEADS, MAX_GROUPED_HEADS = 4, 8
-"""Without and with heads that share keys and values; of these two groups are left."""
+MAX_HEADS = 4
+"""In two groups, if heads share keys and values."""
 MIN_WIDTH = 64
 WIDTHS, NO_WIDTHS = ("hidden", "embd", "embed", "model", "dim"), ("head_dim", "max_position_embeddings")
-"""What the names of numbers contain that are as wide as the hidden state; and some that are not, though they do."""
+"""What the names of numbers contain that are as wide as the hidden state, or times as wide; and some that are not."""
 MAX_EXPERTS = 16
 MAX_PARAMETERS = 1_000_000_000
 FACTORS = (1.0, 4.0, 8.0, 16.0)
@@ -60,16 +61,16 @@ def _sensitive(model: PreTrainedModel, config: PreTrainedConfig) -> PlainModel:
             torch.manual_seed(0)
             twin = type(model)._from_config(copy.deepcopy(config), dtype=torch.float32).eval().requires_grad_(False)
         twin.to(model.device)
-        table = twin.get_input_embeddings().weight
+        tables = [module.weight for module in twin.modules() if isinstance(module, torch.nn.Embedding)]
         for name, weight in twin.named_parameters():
-            if weight.dim() >= 2 and weight is not table:
+            if weight.dim() >= 2 and not any(weight is table for table in tables):
                 weight.mul_(factor)
             elif name.endswith("dt_bias"):
                 weight.fill_(SLOW)
         plain = PlainModel.of(twin).with_effect()
         if plain.effect is not None and plain.effect >= ENOUGH:
             return plain
-        del twin, table, weight, plain  # before the next one is made
+        del twin, tables, weight, plain  # before the next one is made
     raise ModelError("its context does not matter")
 
 
@@ -101,27 +102,33 @@ def _number(config: PreTrainedConfig, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _fewer_layers(config: PreTrainedConfig, model: PreTrainedModel) -> None:
-    """So few of the first ones as have one of each kind; of those that share keys and values once more as many."""
-    num_layers, left = model.config.get_text_config().num_hidden_layers, _num_kinds(model)
+def _fewer_layers(config: PreTrainedConfig, model: PreTrainedModel, of_each_kind: int = 1) -> None:
+    """So few of the first ones as have so many of each kind; of those that share keys and values once more as many."""
+    num_layers, left = model.config.get_text_config().num_hidden_layers, _num_first(model, of_each_kind)
     if getattr(config, "num_kv_shared_layers", None):
         config.num_kv_shared_layers, left = left, 2 * left
     for name, value in _integers(config):
-        if "layer" in name and value == num_layers > left:
+        if ("layer" in name or "blocks" in name) and value == num_layers > left:
             setattr(config, name, left)
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == num_layers:
             setattr(config, name, value[:left])
 
 
-def _num_kinds(model: PreTrainedModel) -> int:
-    """How many of the first layers have one of each kind: by the modules they are made of, and by their type."""
+def _num_first(model: PreTrainedModel, of_each_kind: int) -> int:
+    """How many of the first layers have so many of each kind: by the modules they are made of, and by their type."""
     config = model.config.get_text_config()
     kinds: list[object] = list(getattr(config, "layer_types", None) or [None] * config.num_hidden_layers)
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == len(kinds):
             kinds = [(kind, frozenset(map(type, layer.modules()))) for kind, layer in zip(kinds, module, strict=True)]
-    return next((n for n in range(MIN_LAYERS, len(kinds) + 1) if set(kinds[:n]) == set(kinds)), MIN_LAYERS)
+    wanted = Counter({kind: min(of_each_kind, count) for kind, count in Counter(kinds).items()})
+    return next((n for n in range(MIN_LAYERS, len(kinds) + 1) if wanted <= Counter(kinds[:n])), MIN_LAYERS)
+
+
+def _layers_in_pairs(config: PreTrainedConfig, model: PreTrainedModel) -> None:
+    """Of classes whose layers share weights with others of their kind."""
+    _fewer_layers(config, model, of_each_kind=2)
 
 
 def _fewer_words(config: PreTrainedConfig, model: PreTrainedModel) -> None:
@@ -153,24 +160,26 @@ def _narrower(config: PreTrainedConfig, model: PreTrainedModel) -> None:
     else:
         num_groups = _number(config, "num_key_value_heads") or num_heads
         groups_left = min(num_groups, MAX_HEADS if num_groups == num_heads else 2)
-        left = groups_left * min(num_heads // num_groups, MAX_GROUPED_HEADS // groups_left)
-    # Whether heads are no parts of the width. (In a state space they are parts of what it is expanded to.)
-    is_free = head_size is not None and head_size * num_heads != width and hasattr(config, "num_attention_heads")
+        left = groups_left * min(num_heads // num_groups, MAX_HEADS // groups_left)
+    # Whether heads are no parts of the width, or of several. (In a state space: of what it is expanded to.)
+    is_free = head_size is not None and head_size * num_heads % width > 0 and hasattr(config, "num_attention_heads")
     new_width = min(width, max(MIN_WIDTH, left * (MIN_WIDTH if is_free else width // num_heads)))
     for name, value in _integers(config):
         counts_heads = "head" in name and not any(word in name for word in ("dim", "d_head", "size"))
         if counts_heads and value in (num_heads, num_groups):
             setattr(config, name, left if value == num_heads else groups_left)
-        elif value == width and any(word in name for word in WIDTHS) and name not in NO_WIDTHS:
-            setattr(config, name, new_width)
+        elif value % width == 0 and any(word in name for word in WIDTHS) and name not in NO_WIDTHS:
+            setattr(config, name, value // width * new_width)
         elif any(word in name for word in ("intermediate", "ffn", "inner")):
             setattr(config, name, min(value, 2 * new_width))
         elif "mamba" in name and (counts_heads or "d_ssm" in name) and value * new_width % width == 0:
             setattr(config, name, value * new_width // width)
         elif "groups" in name:
             setattr(config, name, min(value, left))
+    if isinstance(sizes := getattr(config, "intermediate_size", None), list):  # of each layer
+        config.intermediate_size = [min(size, 2 * new_width) for size in sizes]
 
 
 CUTS: tuple[Cut, ...] = (_fewer_layers, _fewer_words, _fewer_experts, _narrower)
-CHOICES_OF_CUTS = (CUTS, *combinations(CUTS, len(CUTS) - 1), CUTS[:2], CUTS[:1], ())
+CHOICES_OF_CUTS = (CUTS, (_layers_in_pairs, *CUTS[1:]), *combinations(CUTS, len(CUTS) - 1), CUTS[:2], CUTS[:1], ())
 """All that a class may allow, the smallest first."""

@@ -1,7 +1,7 @@
 """A linear layer whose weight is laid out once, at load, for how it will be read.
 
-Two kinds of layer do the same: `PanelLinear` runs our kernel, on CPUs that have AVX-512 (with BF16 and VNNI for these
-dtypes) and no matrix unit; `OneDnnLinear` runs oneDNN's prepacked operators everywhere else. `pack_linear` chooses.
+Two kinds of layer do the same: `PanelLinear` runs our kernel, on CPUs that have AVX-512 (with BF16 and VNNI, or AMX,
+for these dtypes); `OneDnnLinear` runs oneDNN's prepacked operators everywhere else. `pack_linear` chooses.
 
 A packed layer gives a row the same bits beside any number of other rows; of oneDNN's that is true from two rows on, as
 a single one takes another way, so nobody should run one.
@@ -101,10 +101,8 @@ def pack_linear(
 
 
 def has_panels(dtype: torch.dtype) -> bool:
-    """Whether our kernel is the best this CPU has for weights of a dtype: a matrix unit (AMX) is left to oneDNN."""
-    if not kernels_available() or (dtype != torch.float32 and torch.cpu._is_amx_tile_supported()):
-        return False
-    return bool(torch.ops.inflight.has_panels(dtype))
+    """Whether our kernel runs on this CPU, for weights of a dtype."""
+    return kernels_available() and bool(torch.ops.inflight.has_panels(dtype))
 
 
 class PanelLinear(PackedLinear):

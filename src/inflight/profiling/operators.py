@@ -110,6 +110,7 @@ class MarkedAttention:
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.name = backend.name
+        self.is_batch_invariant = backend.is_batch_invariant
         self.block_size = backend.block_size
         self._backend = backend
 

@@ -43,6 +43,7 @@ class CpuAttention:
     """
 
     name = "cpu"
+    is_batch_invariant = True
 
     def __init__(self, dtype: torch.dtype, block_size: int) -> None:
         if dtype not in STORED_DTYPES:

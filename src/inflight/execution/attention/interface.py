@@ -58,9 +58,13 @@ class AttentionBackend(Protocol):
     """Stores keys and values in blocks, and lets each query attend to those of its own sequence, causally.
 
     In every layer all writes of a step are finished before any read.
+
+    Attributes:
+        is_batch_invariant: whether what a query gets is the same bits, whatever runs beside it.
     """
 
     name: str
+    is_batch_invariant: bool
     block_size: int
 
     def bytes_per_block(self, spec: AttentionSpec) -> int:

@@ -78,6 +78,7 @@ class ReferenceAttention:
     """Attention as it is defined, in plain torch."""
 
     name = "reference"
+    is_batch_invariant = False  # torch's operators choose by sizes
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         self.device = device

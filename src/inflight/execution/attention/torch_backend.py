@@ -45,6 +45,7 @@ class TorchAttention(ReferenceAttention):
     """Attention by grouped gathers and `scaled_dot_product_attention`; storage as in the definition."""
 
     name = "torch"
+    is_batch_invariant = False  # torch's operators choose by sizes
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         super().__init__(device, dtype, block_size)

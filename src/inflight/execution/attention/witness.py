@@ -45,6 +45,7 @@ class WitnessedAttention:
 
     def __init__(self, witnessed: AttentionBackend, definition: ReferenceAttention, num_parts: int = 1) -> None:
         self.name = witnessed.name
+        self.is_batch_invariant = witnessed.is_batch_invariant
         self.block_size = definition.block_size
         self.num_parts = num_parts
         self.comparing = False

@@ -1,5 +1,6 @@
 // Some rows (eight with AVX-512) go through a panel together, with a register for every row and vector of outputs: its
 // weights are read once, in the order in which they lie, as fast as memory gives them. More rows find it in the L2 cache.
+// Where there is a matrix unit it multiplies what it can, all but float32.
 //
 // An output is one sum over the inputs in ascending order, whoever computes it and whichever rows are beside it.
 #include "linear.h"
@@ -18,6 +19,7 @@
 #include "convert.h"
 #include "parallel.h"
 #include "stored.h"
+#include "tiles.h"
 
 namespace inflight {
 namespace {
@@ -28,7 +30,6 @@ constexpr int kRowsAtOnce = 8;  // 16 sums, of 32 registers
 constexpr int kRowsAtOnce = 3;  // 12 sums, of 16 registers
 #endif
 constexpr int kVectors = kPanelOutputs / kLanes;
-constexpr int64_t kRowsOfBlock = 64;     // that one thread takes through a panel
 constexpr int64_t kSharesOfThread = 4;   // of all rows and panels
 constexpr int64_t kMinShareSize = 16384;  // rows times operands
 constexpr int kZeroPoint = 128;  // x86 multiplies unsigned by signed: rounded activations are shifted by this
@@ -138,27 +139,94 @@ constexpr auto rows_functions(std::integer_sequence<int, kRows...>) {
   return std::array{&run_rows<Kind, Weight, Output, kRows + 1>...};
 }
 
+// A thread's runs of items, of which each is a panel for some rows.
+template <class Kind, class Weight, class Output>
+struct Lanewise {
+  static constexpr int64_t kRowsOfItem = 64;
+
+  struct Rows {
+    const typename Kind::Stored* x;
+    Rows(const typename Kind::Stored* x, int64_t, int64_t) : x(x) {}
+  };
+
+  void operator()(const Rows& rows, int64_t num_rows, const Weight* panel, int64_t steps, int64_t first_row,
+                  int64_t first_output, const Finish<Output>& finish) const {
+    constexpr auto by_rows = rows_functions<Kind, Weight, Output>(std::make_integer_sequence<int, kRowsAtOnce>{});
+    const int64_t num_groups = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;  // as equal as can be
+    for (int64_t group = 0; group < num_groups; ++group) {
+      const int64_t low = num_rows * group / num_groups, high = num_rows * (group + 1) / num_groups;
+      by_rows[high - low - 1](rows.x, panel, steps, first_row + low, first_output, finish);
+    }
+  }
+};
+
+#ifdef INFLIGHT_TILES
+
+// The same with the matrix unit. A part of the panel stays in the L1 cache while all rows go through it.
+template <class Kind, class Weight, class Output>
+struct Tiled {
+  static constexpr int64_t kRowsOfItem = 256, kStepsOfPart = 128;
+  static constexpr bool kIsInt8 = Kind::kPack == 4;
+  using Lanes = std::conditional_t<kIsInt8, Ints, Floats>;
+  using Rows = TiledRows;
+
+  void operator()(const Rows& rows, int64_t num_rows, const Weight* panel, int64_t steps, int64_t first_row,
+                  int64_t first_output, const Finish<Output>& finish) {
+    alignas(64) std::conditional_t<kIsInt8, int32_t, float> sums[kRowsOfItem][kPanelOutputs];
+    std::memset(sums, 0, num_rows * sizeof sums[0]);
+    const auto* weights = reinterpret_cast<const char*>(panel);
+    for (int64_t done = 0; done < steps;) {
+      const int64_t left = steps - done, size = std::min<int64_t>(left, kTileOperands);
+      const int64_t count = std::min(left, kStepsOfPart) / size;
+      for (int64_t row = 0; row < num_rows; row += kGroupRows)
+        unit.template add_products<kIsInt8>(rows.at(first_row + row, done / kTileOperands),
+                                            int(std::min<int64_t>(kGroupRows, num_rows - row)),
+                                            weights + 4 * kPanelOutputs * done,
+                                            row + kGroupRows < num_rows ? 0 : 4 * kPanelOutputs * kStepsOfPart, count,
+                                            int(size), sums[row]);
+      done += count * size;
+    }
+    for (int64_t row = 0; row < num_rows; ++row)
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t first = first_output + v * kLanes, left = finish.out_features - first;
+        if (left <= 0) break;
+        finish(load<Lanes>(&sums[row][v * kLanes]), first_row + row, first, std::min<int64_t>(kLanes, left));
+      }
+  }
+
+  MatrixUnit unit;
+};
+
+#endif
+
+template <class Kind, class Weight, class Output>
+auto way_of() {
+#ifdef INFLIGHT_TILES
+  if constexpr (Kind::kPack > 1) return Tiled<Kind, Weight, Output>{};
+  else
+#endif
+    return Lanewise<Kind, Weight, Output>{};
+}
+
 // All rows and panels, on all of torch's threads; `x` is `[rows, in]` with `in` rounded up to whole operands.
 template <class Kind, class Weight, class Output>
 void run(const Linear& linear, const typename Kind::Stored* x, int64_t num_rows, const Finish<Output>& finish) {
-  constexpr auto by_rows = rows_functions<Kind, Weight, Output>(std::make_integer_sequence<int, kRowsAtOnce>{});
+  using Way = decltype(way_of<Kind, Weight, Output>());
   const int64_t num_panels = linear.panels.size(0), steps = linear.panels.size(1);
-  const int64_t num_blocks = (num_rows + kRowsOfBlock - 1) / kRowsOfBlock;
+  const int64_t num_blocks = (num_rows + Way::kRowsOfItem - 1) / Way::kRowsOfItem;
   const int64_t panel_size = steps * kPanelOutputs * Kind::kPack;
   const auto* panels = static_cast<const Weight*>(linear.panels.const_data_ptr());
   // Each thread gets several runs of neighbouring panels, so that a core that is held up holds up nobody else for long.
-  const int64_t num_items = num_blocks * num_panels, item_size = steps * std::min(num_rows, kRowsOfBlock);
+  const int64_t num_items = num_blocks * num_panels, item_size = steps * std::min(num_rows, Way::kRowsOfItem);
   const int64_t num_shares =
       std::clamp<int64_t>(num_items * item_size / kMinShareSize, 1, kSharesOfThread * at::get_num_threads());
+  const typename Way::Rows rows(x, num_rows, steps);
   for_each_item(num_shares, [&](int64_t share) {
+    Way way;
     for (int64_t item = num_items * share / num_shares; item < num_items * (share + 1) / num_shares; ++item) {
-      const int64_t panel = item % num_panels, first = item / num_panels * kRowsOfBlock;
-      const int64_t size = std::min(kRowsOfBlock, num_rows - first);
-      const int64_t num_groups = (size + kRowsAtOnce - 1) / kRowsAtOnce;  // as equal as can be
-      for (int64_t group = 0; group < num_groups; ++group) {
-        const int64_t low = size * group / num_groups, high = size * (group + 1) / num_groups;
-        by_rows[high - low - 1](x, panels + panel * panel_size, steps, first + low, panel * kPanelOutputs, finish);
-      }
+      const int64_t panel = item % num_panels, first = item / num_panels * Way::kRowsOfItem;
+      way(rows, std::min(Way::kRowsOfItem, num_rows - first), panels + panel * panel_size, steps, first,
+          panel * kPanelOutputs, finish);
     }
   });
 }
@@ -250,6 +318,9 @@ Linear::Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, 
 bool has_panels(at::ScalarType dtype) {
 #ifdef __AVX512F__
   if (dtype == at::kFloat) return true;
+#endif
+#ifdef INFLIGHT_TILES
+  if (!may_use_tiles()) return false;
 #endif
 #ifdef __AVX512BF16__
   if (dtype == at::kBFloat16) return true;

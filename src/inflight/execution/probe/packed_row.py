@@ -253,7 +253,10 @@ class PlainRun:
 
 
 def _is_batch_invariant(executor: PackedExecutor, vocab_size: int) -> bool:
-    """Whether a sequence's logits are the same bits computed at once and alone, and in pieces beside another one."""
+    """Whether a sequence's logits are the same bits computed at once and alone, and in pieces beside another one; as
+    far as a short one shows it."""
+    if not executor.backend.is_batch_invariant:
+        return False
     device, length = executor.model.device, INVARIANCE_LENGTH
     prompts = [[(7 * i + start) % vocab_size for i in range(length)] for start in (3, 1)]
     tables = [array("i", range(number, NUM_PROBE_BLOCKS, 2)) for number in range(2)]

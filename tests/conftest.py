@@ -2,6 +2,9 @@
 
 import os
 
+# Threads that wait leave their core to the other tests. (OpenMP reads it once: before torch is imported.)
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 from hypothesis import settings
 

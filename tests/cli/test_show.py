@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import zoo
+from tests.cli.conftest import Refused
 from tests.cli.test_cli import inflight
 
 PROMPTS = ("Once upon a time", "One morning", "In a quiet village there lived a clever fox named Felix")
@@ -60,11 +61,10 @@ def test_fewer_slots_than_prompts_leave_some_waiting() -> None:
         (["x", "--html", "/nowhere/at/all.html"], "the file '/nowhere/at/all.html' can not be written"),
     ],
 )
-def test_what_the_caller_got_wrong_is_one_sentence_and_exit_code_2(arguments: list[str], sentence: str) -> None:
-    done = inflight("show", *arguments)
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_the_caller_got_wrong_is_one_sentence_and_exit_code_2(
+    refused: Refused, arguments: list[str], sentence: str
+) -> None:
+    assert sentence in refused("show", *arguments).err
 
 
 def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import aiohttp
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 PATHS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
 PROMPTS = ("Tell me a story about a fox.", "One morning")
-SHORT, LONG, ENDLESS = 24, 240, 900
+SHORT, LONG, ENDLESS = 24, 160, 900
 FLAGS = {
     "type": "object",
     "properties": {"flags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1000}},

@@ -128,7 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=300, stateful_step_count=40)
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=40)
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,16 @@
 import copy
 import gc
 import weakref
+from typing import Literal
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from inflight.config import EngineConfig
+from inflight.engine import Engine
+from inflight.execution import packed_linear
 from inflight.execution.experts import pack_experts
 from inflight.execution.linears import (
     LinearCalls,
@@ -217,3 +221,14 @@ def test_activations_of_our_own(activation: nn.Module, dtype: torch.dtype) -> No
     assert float((actual.double() - expected).abs().max()) < (1e-6 if dtype == torch.float32 else 2e-2)
     alone = torch.ops.inflight.activate(x[:, 2:3, 40:].contiguous(), name, getattr(activation, "approximate", "none"))
     assert torch.equal(alone, actual[:, 2:3, 40:])
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_where_onednn_multiplies_a_model_is_not_compiled_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, quantization: Literal["int8"] | None
+) -> None:
+    monkeypatch.setattr(packed_linear, "has_panels", lambda dtype: False)
+    info = Engine(zoo.build("llama"), EngineConfig(num_blocks=20, compile="auto", quantization=quantization)).model_info
+    assert info.compile == "off"
+    (note,) = info.notes
+    assert note.startswith("the model is not compiled: this CPU has no AVX-512 for its dtype")

@@ -15,6 +15,7 @@ from inflight.execution.executors.cache_groups import BlockPart, Grouping
 from inflight.execution.executors.compiled import Forward, compile_forward, plain_forward
 from inflight.execution.executors.hook import attend_with, attention_sinks
 from inflight.execution.executors.longrope import length_of_its_own, longrope_length
+from inflight.execution.packed_linear import OneDnnLinear
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,8 @@ class PackedExecutor:
         caches = [cache for cache in self._caches if isinstance(cache, CpuCache)]
         if not caches:
             return "it needs the attention backend 'cpu'"
+        if any(isinstance(module, OneDnnLinear) for module in self.model.modules()):
+            return "this CPU has no AVX-512 for its dtype, and torch.compile can not take oneDNN's linear layers"
         if len(modules) != len(caches):
             return "a module attends more than once in a forward pass"
         if self._longrope_length is not None:

@@ -56,7 +56,7 @@ class TiledRows {
 };
 
 // One thread's unit, from now on until it is let go. Of its tiles 0 to 3 are sums, of two times sixteen rows and outputs
-// each; 4 and 5 rows of operands; 6 and 7 operands of outputs.
+// each; 4 and 5 rows of operands; 6 and 7 operands of outputs. (To the intrinsics they are literals: no loop over them.)
 class MatrixUnit {
  public:
   ~MatrixUnit() { _tile_release(); }

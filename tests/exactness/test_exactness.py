@@ -18,13 +18,17 @@ from tests.exactness.harness import (
 
 BUDGETS = (8, 64, 2048)
 BLOCK_SIZES = (1, 16, 32)
+LATIN_SQUARE = [
+    (name, budget, BLOCK_SIZES[(row + column) % 3])
+    for row, name in enumerate(zoo.ARCHITECTURES)
+    for column, budget in enumerate(BUDGETS)
+]
+"""Every model meets every budget and every block size; all nine pairs of them are met by several models."""
 TIGHT = 160  # tokens of a sequence that has the cache for itself, for requests of up to 124 each
 ROOMY = 16_384
 
 
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("name", "budget", "block_size"), LATIN_SQUARE)
 def test_exact_in_a_cache_so_small_that_sequences_are_preempted(name: str, budget: int, block_size: int) -> None:
     run = run_teacher_forced(
         zoo.build(name),
@@ -41,9 +45,7 @@ def test_exact_in_a_cache_so_small_that_sequences_are_preempted(name: str, budge
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-@pytest.mark.parametrize(
-    ("budget", "block_size", "backend"), [(64, 16, "torch"), (2048, 16, "torch"), (64, 8, "reference")]
-)
+@pytest.mark.parametrize(("budget", "block_size", "backend"), [(2048, 16, "torch"), (64, 8, "reference")])
 def test_exact_in_a_roomy_cache(name: str, budget: int, block_size: int, backend: str) -> None:
     run = run_teacher_forced(
         zoo.build(name),

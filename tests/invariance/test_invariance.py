@@ -30,14 +30,22 @@ PRECISIONS = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 }
+EVERY_WAY = [
+    *((name, precision) for name in ARCHITECTURES for precision in ("float32", "bfloat16")),
+    ("llama", "int8"),
+    ("qwen3_moe", "int8"),
+    ("llama", "int8 cache"),
+    ("gemma2", "int8 cache"),
+]
+"""Models and precisions that meet each configuration; the others meet them all in one run."""
 NUM_REQUESTS = 64
 COMMON = 48  # tokens that half of the requests begin with: three blocks
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "two at a time": {"max_num_seqs": 2},
+    "two at a time": {"max_num_seqs": 2, "num_requests": 24},
     "five at a time": {"max_num_seqs": 5},
     "64 at a time": {"max_num_seqs": 64},
-    "chunks of 1": {"max_num_seqs": 1, "max_num_batched_tokens": 1, "num_requests": 8},
-    "chunks of 7": {"max_num_seqs": 3, "max_num_batched_tokens": 7},
+    "chunks of 1": {"max_num_seqs": 1, "max_num_batched_tokens": 1, "num_requests": 6},
+    "chunks of 7": {"max_num_seqs": 3, "max_num_batched_tokens": 7, "num_requests": 24},
     "chunks of 33": {"max_num_seqs": 8, "max_num_batched_tokens": 33},
     "prefix hits": {"max_num_seqs": 4, "enable_prefix_caching": True},
     "a shared prefix in flight": {"max_num_seqs": 64, "enable_prefix_caching": True},
@@ -68,21 +76,33 @@ def requests() -> list[Reference]:
 REQUESTS = requests()
 
 
-def run_lessons(
-    model: PreTrainedModel, lessons: Sequence[Reference], **options: Any
-) -> tuple[dict[int, Tensor], Engine]:
-    """The logits of all lessons at each of their output positions."""
-    engine = Engine(model, EngineConfig(**options))
+def teach(engine: Engine, lessons: Sequence[Reference], *, alone: bool = False) -> dict[int, Tensor]:
+    """The logits of all lessons at each of their output positions; `alone`: one by one, behind no other's prefix."""
     teacher = Teacher(lessons)
     engine.runner.sampler = teacher  # type: ignore[assignment]
     for number, lesson in enumerate(lessons):
         params = SamplingParams(temperature=0, max_tokens=len(lesson.tokens), seed=number, ignore_eos=True)
-        engine.submit(engine.accept(str(number), lesson.prompt, params))
+        salt = str(number) if alone else None
+        engine.submit(engine.accept(str(number), lesson.prompt, params, cache_salt=salt))
+        if alone:
+            finish(engine)
+    finish(engine)
+    rows = {number: teacher.logits[number, 0] for number in range(len(lessons))}
+    return {number: torch.stack([each[i] for i in range(len(each))]) for number, each in rows.items()}
+
+
+def finish(engine: Engine) -> None:
     while engine.has_unfinished_requests:
         for output in engine.step():
             assert output.error is None, output.error
-    rows = {number: teacher.logits[number, 0] for number in range(len(lessons))}
-    return {number: torch.stack([each[i] for i in range(len(each))]) for number, each in rows.items()}, engine
+
+
+def run_lessons(
+    model: PreTrainedModel, lessons: Sequence[Reference], **options: Any
+) -> tuple[dict[int, Tensor], Engine]:
+    """Teach all lessons to an engine of their own."""
+    engine = Engine(model, EngineConfig(**options))
+    return teach(engine, lessons), engine
 
 
 def run(name: str, *, num_requests: int = NUM_REQUESTS, **options: Any) -> tuple[dict[int, Tensor], Engine]:
@@ -92,10 +112,9 @@ def run(name: str, *, num_requests: int = NUM_REQUESTS, **options: Any) -> tuple
 
 
 @cache
-def alone(name: str, precision: str, compile: str = "off") -> dict[int, Tensor]:
+def alone(name: str, precision: str) -> dict[int, Tensor]:
     """Each request by itself, one after the other."""
-    options = PRECISIONS[precision] | {"max_num_seqs": 1, "compile": compile}
-    return run(name, **options)[0]
+    return run(name, **PRECISIONS[precision], max_num_seqs=1)[0]
 
 
 def assert_same_bits(actual: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
@@ -114,8 +133,7 @@ def threads(number: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "precision"), EVERY_WAY)
 def test_the_bits_do_not_depend_on_company(name: str, precision: str, configuration: str) -> None:
     options = PRECISIONS[precision] | configured(name, configuration)
     logits, engine = run(name, **options)
@@ -126,16 +144,35 @@ def test_the_bits_do_not_depend_on_company(name: str, precision: str, configurat
     assert bool(stats.num_cached_tokens) == bool(options.get("enable_prefix_caching"))
 
 
+def mixed(name: str) -> dict[str, Any]:
+    """In chunks, behind prefixes of others, and preempted, all at once."""
+    num_blocks = configured(name, "preemption")["num_blocks"] // 2  # prefixes are shared
+    return {"num_blocks": num_blocks, "max_num_batched_tokens": 33, "enable_prefix_caching": True}
+
+
+def assert_mixed(engine: Engine) -> None:
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().num_cached_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), sorted({(n, p) for n in ARCHITECTURES for p in PRECISIONS} - {*EVERY_WAY})
+)
+def test_the_bits_do_not_depend_on_company_of_all_kinds_at_once(name: str, precision: str) -> None:
+    logits, engine = run(name, **PRECISIONS[precision], **mixed(name))
+    assert_same_bits(logits, alone(name, precision))
+    assert engine.model_info.is_batch_invariant
+    assert_mixed(engine)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_bits_do_not_depend_on_the_number_of_threads(name: str, precision: str) -> None:
     options = PRECISIONS[precision] | {"max_num_seqs": 16, "max_num_batched_tokens": 300}
-    with threads(1):
-        one, _ = run(name, **options)
+    expected = alone(name, precision)  # with one thread
     with threads(2):
-        two, _ = run(name, **options)
-    assert_same_bits(two, one)
-    assert_same_bits(one, alone(name, precision))
+        actual, _ = run(name, **options)
+    assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -186,11 +223,10 @@ def test_the_definition_does_not_keep_the_promise_and_says_so() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2", "qwen3_moe"])
 def test_a_compiled_model_keeps_the_promise_against_itself(name: str) -> None:
-    """In chunks, behind prefixes of others, preempted: all in one run, since it takes long to compile a model."""
-    num_blocks = configured(name, "preemption")["num_blocks"] * 5 // 8  # prefixes are shared
-    options = {"num_blocks": num_blocks, "max_num_batched_tokens": 33, "enable_prefix_caching": True}
-    logits, engine = run(name, **PRECISIONS["bfloat16"], **options, compile="auto")
+    """All kinds of company in one run of one engine, since it takes long to compile a model."""
+    engine = Engine(zoo.build(name), EngineConfig(**PRECISIONS["bfloat16"], **mixed(name), compile="auto"))
     assert engine.model_info.compile == "auto", engine.model_info.notes
-    assert_same_bits(logits, alone(name, "bfloat16", "auto"))
-    assert engine.stats().num_preemptions > 0
-    assert engine.stats().num_cached_tokens > 0
+    expected = teach(engine, REQUESTS, alone=True)
+    assert engine.stats().num_cached_tokens == 0
+    assert_same_bits(teach(engine, REQUESTS), expected)
+    assert_mixed(engine)

@@ -96,7 +96,7 @@ def test_reference_is_the_definition(name: str) -> None:
     call = Call(SPECS[name], HISTORY, torch.float32, seed=1)
     for step, outputs in zip(HISTORY.steps, run(backend_of("reference", HISTORY), HISTORY, [call]), strict=True):
         assert outputs[0].shape == (len(rows(call.queries, step)), call.spec.num_heads, call.spec.value_head_size)
-        assert relative_error(outputs[0], naive(HISTORY, call, step)) < 1e-6
+        assert relative_error(outputs[0], naive(HISTORY, call, step)) < 1e-5
 
 
 @settings(max_examples=15)
@@ -104,7 +104,7 @@ def test_reference_is_the_definition(name: str) -> None:
 def test_reference_is_the_definition_for_random_histories(world: World, spec: AttentionSpec, seed: int) -> None:
     call = Call(spec, world, torch.float32, seed)
     for step, outputs in zip(world.steps, run(backend_of("reference", world), world, [call]), strict=True):
-        assert relative_error(outputs[0], naive(world, call, step)) < 1e-6
+        assert relative_error(outputs[0], naive(world, call, step)) < 1e-5
 
 
 # -------------------------------------------------------------- the fast ones against the definition

@@ -97,7 +97,7 @@ def test_a_long_sequence_holds_its_windows_only(name: str) -> None:
     assert info.kv_bytes_per_lasting_token * len(groups) == info.kv_bytes_per_token * groups.count(ALL_TOKENS)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("name", ["gemma4_large", "gemma4_few_global"])
 def test_windows_are_let_go_where_calls_differ_in_shape(name: str, backend: str) -> None:
     """Two narrow calls lie in the blocks of a wide one; in chunks, preempted, behind shared prefixes, forked."""

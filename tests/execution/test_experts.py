@@ -11,6 +11,7 @@ from inflight.execution.experts import PackedExperts
 from inflight.execution.packed_linear import has_panels
 from inflight.execution.probe.agreement import relative_error
 from tests import zoo
+from tests.execution import this_cpu
 
 NUM_TOKENS = 40
 
@@ -33,6 +34,8 @@ def tokens(module: Any, dtype: torch.dtype, num_chosen: int = 2) -> tuple[torch.
     [(torch.float32, False, 1e-6), (torch.bfloat16, False, 1e-2), (torch.bfloat16, True, 5e-2)],
 )
 def test_each_choice_gives_what_its_expert_gives(dtype: torch.dtype, quantized: bool, tolerance: float) -> None:
+    this_cpu.needs(dtype)
+    this_cpu.needs(torch.int8 if quantized else dtype)
     module = mixture(dtype=dtype)
     states, chosen = tokens(module, dtype)
     expected = []
@@ -49,6 +52,8 @@ def test_each_choice_gives_what_its_expert_gives(dtype: torch.dtype, quantized: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_token_gets_the_same_bits_in_any_company(dtype: torch.dtype, quantized: bool) -> None:
+    this_cpu.needs(dtype)
+    this_cpu.needs(torch.int8 if quantized else dtype)
     module = mixture(dtype=dtype)
     states, chosen = tokens(module, dtype)
     packed = PackedExperts(module, quantized=quantized)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from inflight.config import EngineConfig
 from inflight.engine import Engine
+from inflight.errors import ModelError
 from inflight.execution import packed_linear
 from inflight.execution.experts import pack_experts
 from inflight.execution.linears import (
@@ -23,8 +24,9 @@ from inflight.execution.linears import (
     pack_linears,
     watch_linears,
 )
-from inflight.execution.packed_linear import OneDnnLinear, PackedLinear, PanelLinear, has_panels, quantise
+from inflight.execution.packed_linear import OneDnnLinear, PackedLinear, PanelLinear, has_panels, quantise, sums_int8
 from tests import zoo
+from tests.execution import this_cpu
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(64, 64), (300, 96), (33, 40), (256, 64), (96, 768), (70, 33)]
@@ -34,6 +36,7 @@ KINDS = [PanelLinear, OneDnnLinear]
 def needs(kind: type[PackedLinear], dtype: torch.dtype) -> None:
     if kind is PanelLinear and not has_panels(dtype):
         pytest.skip("this CPU has no instructions for it")
+    this_cpu.needs(dtype)
 
 
 def random_weight(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -79,7 +82,9 @@ def test_a_packed_layer_is_the_layer(
 def test_an_activation_is_part_of_the_layer(
     activation: nn.Module, dtype: torch.dtype, kind: type[PackedLinear], quantized: bool
 ) -> None:
-    needs(kind, torch.int8 if quantized else dtype)
+    needs(kind, dtype)
+    if quantized:
+        needs(kind, torch.int8)
     weight, x = random_weight((50, 64), dtype), random_weight((5, 64), dtype)
     name = {"ReLU": "relu", "SiLU": "swish"}.get(type(activation).__name__, "gelu")
     layer = kind(weight, None, name, getattr(activation, "approximate", "none"), quantized=quantized)
@@ -95,6 +100,7 @@ def test_panels_give_a_row_the_same_bits_in_any_company(
     shape: tuple[int, int], quantized: bool, dtype: torch.dtype
 ) -> None:
     needs(PanelLinear, torch.int8 if quantized else dtype)
+    this_cpu.needs(dtype)
     layer = PanelLinear(random_weight(shape, dtype), None, "none", "none", quantized=quantized)
     x = random_weight((200, shape[1]), dtype)
     together = layer(x)
@@ -109,6 +115,7 @@ def test_int8_is_near_and_rows_are_strangers(
     shape: tuple[int, int], dtype: torch.dtype, kind: type[PackedLinear]
 ) -> None:
     needs(kind, torch.int8)
+    this_cpu.needs(dtype)
     weight, bias = random_weight(shape, dtype), random_weight((1, shape[0]), dtype)[0]
     x = random_weight((9, shape[1]), dtype)
     layer = kind(weight, bias, "none", "none", quantized=True)
@@ -196,6 +203,8 @@ def test_siblings_and_activations_are_replaced() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])
 def test_a_tied_embedding_reads_the_head(name: str, quantized: bool) -> None:
     """Gemma's embedding is a subclass that scales what it looked up."""
+    if quantized:
+        this_cpu.needs(torch.int8)
     model = copy.deepcopy(zoo.build(name))
     embedding, tokens = model.get_input_embeddings(), torch.arange(zoo.VOCAB_SIZE).view(2, -1)
     expected = embedding(tokens)
@@ -218,7 +227,8 @@ def test_activations_of_our_own(activation: nn.Module, dtype: torch.dtype) -> No
     name = {"ReLU": "relu", "SiLU": "swish"}.get(type(activation).__name__, "gelu")
     actual = torch.ops.inflight.activate(x, name, getattr(activation, "approximate", "none"))
     expected = activation(x.double())
-    assert float((actual.double() - expected).abs().max()) < (1e-6 if dtype == torch.float32 else 2e-2)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
     alone = torch.ops.inflight.activate(x[:, 2:3, 40:].contiguous(), name, getattr(activation, "approximate", "none"))
     assert torch.equal(alone, actual[:, 2:3, 40:])
 
@@ -227,8 +237,16 @@ def test_activations_of_our_own(activation: nn.Module, dtype: torch.dtype) -> No
 def test_where_onednn_multiplies_a_model_is_not_compiled_and_says_why(
     monkeypatch: pytest.MonkeyPatch, quantization: Literal["int8"] | None
 ) -> None:
+    if quantization:
+        this_cpu.needs(torch.int8)
     monkeypatch.setattr(packed_linear, "has_panels", lambda dtype: False)
     info = Engine(zoo.build("llama"), EngineConfig(num_blocks=20, compile="auto", quantization=quantization)).model_info
     assert info.compile == "off"
     (note,) = info.notes
     assert note.startswith("the model is not compiled: this CPU has no AVX-512 for its dtype")
+
+
+@pytest.mark.skipif(sums_int8(), reason="this CPU can")
+def test_where_int8_would_overflow_it_is_refused() -> None:
+    with pytest.raises(ModelError, match="needs a CPU that sums int8 in 32 bits"):
+        Engine(zoo.build("llama"), EngineConfig(num_blocks=20, quantization="int8"))

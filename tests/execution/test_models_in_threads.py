@@ -21,7 +21,7 @@ from tests.execution.probed_models import probe
 
 def in_threads(*works: Callable[[threading.Barrier], Any]) -> list[Any]:
     """Results of functions that run at the same time; each is given a barrier to keep step with the others."""
-    barrier = threading.Barrier(len(works), timeout=60)
+    barrier = threading.Barrier(len(works), timeout=600)
     results: list[Any] = [None] * len(works)
 
     def run(number: int) -> None:

@@ -20,6 +20,7 @@ from inflight.execution.probe.choice import EARLIER, ITSELF, PACKED, TWIN, Choic
 from inflight.execution.probe.logits_proof import PlainModel
 from inflight.execution.probe.verdict import Verdict, VerdictCache, Way, verdict_key
 from tests import others, zoo
+from tests.execution import this_cpu
 
 BUILD = dict.fromkeys(zoo.ARCHITECTURES, zoo.build) | dict.fromkeys(others.ALL | others.OTHERS, others.build)
 
@@ -60,7 +61,7 @@ def test_a_twin_shows_what_the_model_itself_would(name: str, monkeypatch: pytest
     assert (itself.proved_on, by_twin.proved_on) == (ITSELF, ITSELF if in_one_piece else TWIN)
     assert by_twin.report.specs == itself.report.specs
     assert by_twin.report.max_model_len == itself.report.max_model_len
-    assert by_twin.report.logits_error < 1e-5 or name == "deep"
+    assert by_twin.report.logits_error < 2e-5 or name == "deep"
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "qwen3_next", "rwkv"])
@@ -146,6 +147,7 @@ def test_weights_that_can_not_be_packed_are_no_verdict(
         for weight in model.parameters():
             weight.mul_(-1)
 
+    this_cpu.needs(torch.bfloat16)
     verdicts = VerdictCache(tmp_path)
     monkeypatch.setattr(packed_row, "pack_experts", spoil)
     with pytest.raises(RuntimeError, match="the weights of LlamaForCausalLM could not be packed"):

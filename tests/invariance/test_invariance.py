@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 
 from inflight.config import EngineConfig
 from inflight.engine import Engine
+from inflight.execution.packed_linear import has_panels
 from inflight.params import SamplingParams
 from tests import zoo
 from tests.exactness.harness import Reference, Teacher
+from tests.execution import this_cpu
 
 ARCHITECTURES = ["llama", "gpt2", "mistral", "gemma2", "gpt_oss", "qwen3_moe"]
 """A Llama, a GPT-2, sliding windows, softcap, sinks, and mixtures of experts."""
@@ -105,6 +107,11 @@ def run_lessons(
     return teach(engine, lessons), engine
 
 
+def needs(precision: str) -> None:
+    this_cpu.needs(torch.float32 if precision == "float32" else torch.bfloat16)
+    this_cpu.needs(torch.int8 if precision == "int8" else torch.float32)
+
+
 def run(name: str, *, num_requests: int = NUM_REQUESTS, **options: Any) -> tuple[dict[int, Tensor], Engine]:
     """The same for a zoo model and all requests."""
     options = {"num_blocks": 500, "enable_prefix_caching": False} | options
@@ -135,6 +142,7 @@ def threads(number: int) -> Iterator[None]:
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 @pytest.mark.parametrize(("name", "precision"), EVERY_WAY)
 def test_the_bits_do_not_depend_on_company(name: str, precision: str, configuration: str) -> None:
+    needs(precision)
     options = PRECISIONS[precision] | configured(name, configuration)
     logits, engine = run(name, **options)
     assert_same_bits(logits, alone(name, precision))
@@ -159,6 +167,7 @@ def assert_mixed(engine: Engine) -> None:
     ("name", "precision"), sorted({(n, p) for n in ARCHITECTURES for p in PRECISIONS} - {*EVERY_WAY})
 )
 def test_the_bits_do_not_depend_on_company_of_all_kinds_at_once(name: str, precision: str) -> None:
+    needs(precision)
     logits, engine = run(name, **PRECISIONS[precision], **mixed(name))
     assert_same_bits(logits, alone(name, precision))
     assert engine.model_info.is_batch_invariant
@@ -168,6 +177,7 @@ def test_the_bits_do_not_depend_on_company_of_all_kinds_at_once(name: str, preci
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_bits_do_not_depend_on_the_number_of_threads(name: str, precision: str) -> None:
+    needs(precision)
     options = PRECISIONS[precision] | {"max_num_seqs": 16, "max_num_batched_tokens": 300}
     expected = alone(name, precision)  # with one thread
     with threads(2):
@@ -179,6 +189,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(name: str, precision: s
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_the_bits_do_not_depend_on_company_over_several_tiles(name: str, precision: str) -> None:
     """Longer than the kernel's tiles of 256 positions, which sequences share and threads divide."""
+    needs(precision)
     rng = random.Random(1)
     common = [rng.randrange(zoo.VOCAB_SIZE) for _ in range(530)]
     lessons = [
@@ -221,6 +232,7 @@ def test_the_definition_does_not_keep_the_promise_and_says_so() -> None:
     assert not engine.model_info.is_batch_invariant
 
 
+@pytest.mark.skipif(not has_panels(torch.bfloat16), reason="nothing is compiled on this CPU")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2", "qwen3_moe"])
 def test_a_compiled_model_keeps_the_promise_against_itself(name: str) -> None:
     """All kinds of company in one run of one engine, since it takes long to compile a model."""

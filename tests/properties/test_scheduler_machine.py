@@ -128,14 +128,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=40)
+TestScheduler.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 @pytest.fixture(scope="module")
 def reached() -> Counter[str]:
     """What happened in a few worlds of the soak, always the same."""
     total: Counter[str] = Counter()
-    for number in range(60):
+    for number in range(100):
         total += soak_one_world(f"reached/{number}")
     return total
 

@@ -24,6 +24,7 @@ from inflight.execution.logits.logprobs import Scorer
 from inflight.execution.logits.token_mask import TokenMasks
 from inflight.execution.mapped_memory import let_go_of_file_pages
 from inflight.execution.model import ModelSource, available_cache_memory, load_model, release_checkpoint
+from inflight.execution.packed_linear import sums_int8
 from inflight.execution.probe.choice import Choice, choose_executor
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampler import INVALID_TOKEN, Sampler
@@ -56,6 +57,10 @@ class ModelRunner:
             raise ModelError(
                 f"quantization {config.quantization!r} needs float32, or bfloat16 where the CPU supports it, on a CPU; "
                 f"not {dtype} on {device}"
+            )
+        if config.quantization is not None and not sums_int8():
+            raise ModelError(
+                f"quantization {config.quantization!r} needs a CPU that sums int8 in 32 bits (VNNI or AMX)"
             )
         is_loaded = device.type == "cpu" and not isinstance(source, PreTrainedModel)  # by us: no caller's memory
         choice = choose_executor(self.model, config, let_go_of_file_pages if is_loaded else None)

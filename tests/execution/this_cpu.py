@@ -1,0 +1,14 @@
+"""What this CPU can do, for tests of what not all can."""
+
+import pytest
+import torch
+
+from inflight.execution.packed_linear import sums_int8
+
+
+def needs(dtype: torch.dtype) -> None:
+    """Skip the test unless linear layers of a dtype are packed here."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU has no instructions for bfloat16")
+    if dtype == torch.int8 and not sums_int8():
+        pytest.skip("this CPU cuts off sums of int8")

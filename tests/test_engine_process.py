@@ -174,7 +174,7 @@ class _Engines:
         return self.started[-1]
 
     def session(self) -> Session:
-        return self.supervisor.start().result(10)
+        return self.supervisor.start().result(60)
 
     def crash(self, *events: Event) -> None:
         """Let the engine that runs say something, and die."""
@@ -182,7 +182,7 @@ class _Engines:
         for event in events:
             self.started[-1].events.put(event)
         self.started[-1].events.put(None)
-        session._thread.join(10)
+        session._thread.join(60)
 
 
 @pytest.fixture
@@ -239,14 +239,14 @@ def test_an_engine_that_breaks_says_why(engines: _Engines) -> None:
 def test_an_engine_that_dies_three_times_in_a_row_is_given_up_until_it_is_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engines = _Engines(monkeypatch, restart_delays=(50.0, 100.0))
+    engines = _Engines(monkeypatch, restart_delays=(5_000.0, 10_000.0))
     for _ in range(3):
         engines.crash()
     for _ in range(2):
         with pytest.raises(EngineDeadError, match=r"died 3 times in a row .* killed by SIGTEST"):
             engines.supervisor.start()
     assert len(engines.started) == 3
-    assert engines.delays == [0.0, pytest.approx(50, abs=10), pytest.approx(100, abs=10)]
+    assert engines.delays == [0.0, pytest.approx(5_000, abs=1_000), pytest.approx(10_000, abs=1_000)]
     engines.supervisor.stop()
     assert engines.session().ready == READY
     assert engines.delays[3:] == [0.0]
@@ -313,7 +313,7 @@ def test_an_engine_that_can_not_be_loaded_says_so(events: list[Event], error: ty
     supervisor = Supervisor(connect, (0.0, 0.0))
     for _ in range(2):
         with pytest.raises(error, match=sentence):
-            supervisor.start().result(10)
+            supervisor.start().result(60)
     assert supervisor.num_crashes == (0 if error is ModelError else 2)
 
 
@@ -322,7 +322,7 @@ def test_an_engine_that_can_not_be_started_at_all_says_so() -> None:
         raise OSError("no more processes")
 
     with pytest.raises(EngineDeadError, match="no more processes"):
-        Supervisor(connect).start().result(10)
+        Supervisor(connect).start().result(60)
 
 
 def test_who_gives_up_waiting_for_the_start_does_not_cancel_it_for_the_others() -> None:
@@ -380,7 +380,7 @@ def test_a_request_of_a_loop_that_was_closed_is_aborted(engines: _Engines) -> No
     address = loop.run_until_complete(leave())
     loop.close()
     engines.started[0].events.put(Outputs([SequenceOutput(address, 0, [1])]))
-    assert engines.started[0].commands.get(timeout=10) == Abort(address)
+    assert engines.started[0].commands.get(timeout=60) == Abort(address)
 
     async def others() -> None:
         with session.mailbox() as mailbox:

@@ -2,11 +2,20 @@
 
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from traitlets.config import Config
+
+SMALLER = """
+from functools import partial
+from inflight.lessons import static_bench
+static_bench.GPT2Config = partial(static_bench.GPT2Config, n_layer=2, n_embd=256, n_head=4)
+"""
+"""Run before the last cell: what that shows costs most of a minute with all of GPT-2, and is the same with less."""
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "continuous_batching.ipynb"
 
@@ -18,11 +27,21 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
     which_python = nbformat.v4.new_code_cell("import sys; print(sys.executable)", id="which-python")  # type: ignore[no-untyped-call]
     notebook.cells.append(which_python)
-    with pytest.MonkeyPatch.context() as patch:
+    (last,) = (place for place, cell in enumerate(notebook.cells) if cell.id == "gpt2")
+    notebook.cells.insert(last, nbformat.v4.new_code_cell(SMALLER))  # type: ignore[no-untyped-call]
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as sockets:  # their names have to be short
         patch.setenv("OMP_NUM_THREADS", "1")  # one process a core, as in the whole suite
         patch.setenv("IPYTHONDIR", str(folder / "ipython"))
         patch.setenv("JUPYTER_RUNTIME_DIR", str(folder / "runtime"))
-        NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
+        NotebookClient(
+            notebook,
+            timeout=600,
+            startup_timeout=300,
+            iopub_timeout=120,
+            kernel_name="python3",
+            resources={"metadata": {"path": folder}},
+            config=Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),  # no port, then none is taken
+        ).execute()
     return {cell.id: cell for cell in notebook.cells}
 
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -163,9 +164,12 @@ def _measure(model: Model, requests: list[Request]) -> Measured:
 
 
 def _take_standard_output() -> TextIO:
-    """Standard output for answers alone; whoever else writes to it writes to standard error from now on."""
+    """Standard output for answers alone; whoever else writes to it writes to standard error from now on, line by line:
+    what comes last there is why a runner ended."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     return answers
 
 

@@ -8,6 +8,8 @@ from inflight.outputs import RequestOutput
 PROMPTS: list[str | list[int]] = ["Once upon a time", "In a quiet village", "The fox", [5, 6, 7]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, n=64, max_tokens=900, ignore_eos=True)
+"""Takes far longer than any test is held up: it is still running whenever one ends it."""
 
 
 async def last(llm: AsyncLLM, *args: Any, **options: Any) -> RequestOutput:

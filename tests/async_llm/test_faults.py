@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from inflight import AsyncLLM, EngineDeadError
 from inflight.engine_process.connection import ProcessConnection
 from inflight.plan import StepPlan, StepTokens
 from tests import zoo
-from tests.async_llm.helpers import GREEDY, LONG, PROMPTS, idle, last
+from tests.async_llm.helpers import ENDLESS, GREEDY, LONG, PROMPTS, idle, last
 from tests.coroutines import run
 from tests.stepper import Stepper
 
@@ -28,11 +29,12 @@ def test_when_the_engine_is_killed_every_caller_hears_and_the_next_call_starts_i
 
     async def check() -> None:
         num_crashes = (await llm.stats()).num_crashes
+        params = replace(LONG, max_tokens=900)  # none can end before the engine does
         num_begun, all_run = 0, asyncio.Event()
 
         async def follow(number: int) -> None:
             nonlocal num_begun
-            async for _ in llm.generate([number + 4, 5], LONG, str(number)):
+            async for _ in llm.generate([number + 4, 5], params, str(number)):
                 num_begun += 1
                 if num_begun > 200:
                     all_run.set()
@@ -101,7 +103,7 @@ def test_an_engine_whose_loop_breaks_is_made_anew(monkeypatch: pytest.MonkeyPatc
 
 def test_stopping_ends_what_is_unfinished_and_the_next_call_starts_anew(llm: AsyncLLM) -> None:
     async def check() -> None:
-        stream = llm.generate(PROMPTS[0], LONG)
+        stream = llm.generate(PROMPTS[0], ENDLESS)
         await anext(stream)
         await llm.stop()
         with pytest.raises(EngineDeadError, match="was stopped"):

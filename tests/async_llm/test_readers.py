@@ -15,13 +15,13 @@ from tests.coroutines import run
 def test_a_slow_reader_gets_more_at_once_and_holds_up_nobody(llm: AsyncLLM) -> None:
     async def check() -> None:
         slow = llm.generate(PROMPTS[0], LONG)
-        await anext(slow)
+        first = await anext(slow)
         fast = await last(llm, PROMPTS[0], LONG)
         while (await llm.stats()).num_running:
             pass
         rest = [output async for output in slow]
-        assert len(rest) == 1
-        assert rest[0].outputs == fast.outputs
+        assert len(rest) == (not first.finished)  # it was there at once, if this test was held up
+        assert [first, *rest][-1].outputs == fast.outputs
 
     run(check())
 
@@ -60,7 +60,7 @@ print([asyncio.run(answer()) for _ in range(2)])
 
 def test_it_works_from_a_plain_script(tmp_path: Path, offline: LLM) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     (expected,) = offline.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
     assert done.stdout == f"once\n{[expected.outputs[0].text] * 2}\n"
     assert done.returncode == 0

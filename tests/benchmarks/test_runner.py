@@ -25,7 +25,7 @@ def test_a_round(tmp_path: Path) -> None:
         assert runner.loaded.options == {"slots": 8}
         assert runner.loaded.versions["python"].startswith("3.")
         assert runner.loaded.versions["a-package-that-nobody-has"] == "not installed"
-        assert 0 < runner.loaded.memory_after_import <= runner.loaded.memory_after_load
+        assert min(runner.loaded.memory_after_import, runner.loaded.memory_after_load) > 1 << 20
         for _ in range(2):
             measured = runner.run(requests)
             assert [each.num_output_tokens for each in measured.requests] == [r.num_output_tokens for r in requests]

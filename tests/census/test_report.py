@@ -1,7 +1,6 @@
 """Findings as documents, processes of their own, and the command."""
 
 import json
-import os
 import select
 import subprocess
 import sys
@@ -108,12 +107,9 @@ def test_what_the_peer_never_answers_does_not_lose_the_finding(monkeypatch: pyte
 
 def test_the_command_examines_two_classes(tmp_path: Path) -> None:
     path = tmp_path / "census.md"
-    command = [sys.executable, "-m", "inflight", "census", "--class", "gpt2", "--class", "BloomForCausalLM"]
-    command += ["--output", str(path), "--jobs", "2"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}, timeout=120
-    )
-    assert (done.returncode, done.stdout) == (0, "")
+    arguments = ["census", "--class", "gpt2", "--class", "BloomForCausalLM", "--jobs", "2", "--timeout", "600"]
+    done = CliRunner().invoke(app, [*arguments, "--output", str(path)])
+    assert (done.exit_code, done.stdout) == (0, "")
     assert "gpt2: exact packed\n" in done.stderr
     assert "2 of 2 decoder-only causal language models are exact (1 packed, 1 rows)." in path.read_text()
 

@@ -7,15 +7,15 @@ import pytest
 from click.testing import CliRunner
 
 from inflight.cli import app
-from tests.cli.test_cli import inflight
+from tests.command import Command
 
 SAMPLED = ("--temperature", 0.8, "--top-k", 5)
 
 
-def test_a_table_a_picture_and_json(tmp_path: Path) -> None:
+def test_a_table_a_picture_and_json(command: Command, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     png, values = tmp_path / "profile.png", tmp_path / "profile.json"
-    done = inflight("profile", "--num-seqs", 2, "--context", 20, "--steps", 1, *SAMPLED, "--png", png, "--json", values)
+    done = command("profile", "--num-seqs", 2, "--context", 20, "--steps", 1, *SAMPLED, "--png", png, "--json", values)
     assert (done.returncode, done.stderr) == (0, "")
     for word in ("linears", "attention", "small operators", "sampler", "scheduler", "weights and cache read once"):
         assert word in done.stdout

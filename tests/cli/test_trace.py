@@ -1,8 +1,6 @@
 """`inflight generate --record` and `inflight trace`, as a user runs them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ from click.testing import CliRunner
 
 from inflight.cli import app
 from inflight.observe.recorder import read_recording
+from tests.command import Command
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +24,9 @@ def test_many_prompts_are_recorded(recording: Path) -> None:
     assert len(read_recording(recording).arrivals) == 2
 
 
-def test_one_streamed_prompt_is_recorded(tmp_path: Path) -> None:
-    arguments = ["generate", "Once upon a time", "--max-tokens", "5", "--record", str(tmp_path / "run")]
-    subprocess.run([sys.executable, "-m", "inflight", *arguments], check=True, capture_output=True)
+def test_one_streamed_prompt_is_recorded(command: Command, tmp_path: Path) -> None:
+    done = command("generate", "Once upon a time", "--max-tokens", 5, "--record", tmp_path / "run")
+    assert done.returncode == 0
     assert [len(step.spans) for step in read_recording(tmp_path / "run").steps] == [1] * 5
 
 

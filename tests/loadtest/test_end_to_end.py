@@ -11,13 +11,9 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
+from tests.command import Command
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
-
-
-def inflight(*arguments: object, stdin: str = "") -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "inflight", *map(str, arguments)]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +31,11 @@ def server() -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_a_load_is_answered_in_full_and_the_engines_time_is_seen(server: tuple[str, int], endpoint: str) -> None:
+def test_a_load_is_answered_in_full_and_the_engines_time_is_seen(
+    command: Command, server: tuple[str, int], endpoint: str
+) -> None:
     url, pid = server
-    done = inflight(
+    done = command(
         "bench", "serve", "--base-url", url, "--endpoint", endpoint, "--num-requests", 40, "--random-input-len", 20,
         "--random-output-len", "uniform:1:16", "--request-rate", 100, "--server-pid", pid, "--json",
     )  # fmt: skip
@@ -55,10 +53,10 @@ def test_a_load_is_answered_in_full_and_the_engines_time_is_seen(server: tuple[s
         assert len(request["token_times"]) <= request["num_output_tokens"]
 
 
-def test_a_chat_over_http_is_that_of_the_library(server: tuple[str, int]) -> None:
+def test_a_chat_over_http_is_that_of_the_library(command: Command, server: tuple[str, int]) -> None:
     url, _ = server
     said = ["Tell me a story about a fox.", "Tell me another one."]
-    done = inflight("chat", "--url", url, "--temperature", 0, "--max-tokens", 40, stdin="\n".join(said))
+    done = command("chat", "--url", url, "--temperature", 0, "--max-tokens", 40, stdin="\n".join(said))
     llm, messages, expected = LLM(), list[dict[str, str]](), ""
     for line in said:
         messages.append({"role": "user", "content": line})

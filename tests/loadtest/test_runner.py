@@ -11,6 +11,7 @@ from aiohttp import web
 from inflight.loadtest.runner import LoadRequest, Record, Tally, allow_connections, run_load
 from inflight.openai_client import OpenAIClient
 from tests.loadtest.fake_server import Exchange, FakeServer, chat_chunk, refuse, text_chunk, usage_chunk
+from tests.ports import port_of_nobody
 
 PATH = "/v1/completions"
 
@@ -269,7 +270,6 @@ async def nothing(exchange: Exchange) -> None:
         (garbage, "an event can not be read: {not json"),
         (no_stream, "the answer ended unfinished (application/json)"),
         (nothing, "the answer is empty"),
-        (hold, "not finished within 0.2 s"),
     ],
 )
 def test_a_failure_has_a_reason_and_harms_no_other_request(behave: Any, reason: str) -> None:
@@ -287,7 +287,6 @@ def test_a_failure_has_a_reason_and_harms_no_other_request(behave: Any, reason: 
                 client,
                 PATH,
                 planned,
-                timeout=0.2 if behave is hold else 60.0,
                 watch=lambda tally: tallies.append((tally.num_completed, tally.num_failed)),
             )
         assert [record.failure for record in records] == [None, reason, None]
@@ -297,16 +296,31 @@ def test_a_failure_has_a_reason_and_harms_no_other_request(behave: Any, reason: 
     run(check())
 
 
+def test_a_request_that_takes_too_long_has_failed_and_harms_no_other() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await (hold(exchange) if exchange.body["max_tokens"] == 7 else exchange.answer())
+
+    async def check() -> None:
+        async with FakeServer(behave).running() as server, OpenAIClient(server.url) as client:
+            held, others = await asyncio.gather(
+                run_load(client, PATH, requests(0.0, num_output_tokens=7), timeout=0.2),
+                run_load(client, PATH, requests(0.0, 0.0)),
+            )
+        assert [record.failure for record in (*held, *others)] == ["not finished within 0.2 s", None, None]
+        assert held[0].finished >= held[0].sent
+
+    run(check())
+
+
 def test_a_server_that_is_not_there_is_a_reason_too() -> None:
     async def check() -> None:
-        async with FakeServer().running() as server:
-            url = server.url
-        async with OpenAIClient(url) as client:
+        async with OpenAIClient(f"http://127.0.0.1:{port}") as client:
             (record,) = await run_load(client, PATH, requests(0.0))
         assert record.failure is not None
         assert record.failure.startswith("can not connect: ")
 
-    run(check())
+    with port_of_nobody() as port:
+        run(check())
 
 
 def test_a_thousand_streams_at_once() -> None:

@@ -25,6 +25,7 @@ class Stepper:
         self.engines: list[Engine] = []
         self.error: Exception | None = None
         self._permits = threading.Semaphore(0)
+        self._is_held = threading.Event()
         self._is_free = False
         monkeypatch.setattr("inflight.async_llm.Engine", self._make)
         self.llm = AsyncLLM(zoo.build("gpt2"), byte_level().inner, in_process=True, restart_delays=(0.0,), **options)
@@ -34,6 +35,10 @@ class Stepper:
         self._is_free = num_steps is None
         self._permits.release(num_steps or 1)
 
+    def wait_until_held(self) -> None:
+        """Return once a step waits for its leave: what the engine is told from now on, it hears of after that step."""
+        assert self._is_held.wait(60)
+
     def _make(self, *args: Any) -> Engine:
         engine = Engine(*args)
         self.run, engine.runner.run = engine.runner.run, self._wait  # type: ignore[method-assign]
@@ -42,7 +47,9 @@ class Stepper:
 
     def _wait(self, plan: StepPlan, masks: Any) -> StepTokens:
         if not self._is_free:
+            self._is_held.set()
             self._permits.acquire(timeout=100)
+            self._is_held.clear()
         if self.error is not None:
             raise self.error
         return self.run(plan, masks)

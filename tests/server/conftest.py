@@ -1,10 +1,10 @@
-"""The embedded model served, once for all tests that leave it as it was."""
+"""The embedded model served, and the same without a server: each once for all tests that leave it as it was."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from inflight import AsyncLLM
+from inflight import LLM, AsyncLLM
 from tests.server.serving import RunningServer
 
 
@@ -27,3 +27,8 @@ def server(shared_server: RunningServer) -> Iterator[RunningServer]:
     shared_server.observer.take_reasons()
     yield shared_server
     shared_server.check_idle()
+
+
+@pytest.fixture(scope="session")
+def offline() -> LLM:
+    return LLM()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -124,6 +125,13 @@ class RunningServer:
             connection.settimeout(60)
             connection.connect(("127.0.0.1", self.port))
             yield connection
+
+    def wait_for_calls(self, number: int) -> None:
+        """Return once so many requests have been sent to the engine and have not ended."""
+        end = time.monotonic() + 60
+        while sum(call._session is not None for call in list(self.llm._calls.values())) < number:
+            assert time.monotonic() < end
+            time.sleep(0.001)
 
     def check_idle(self) -> None:
         """Return once nothing runs any more, and see that nothing was kept."""

@@ -13,8 +13,8 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 20}
 
 
 @pytest.fixture(scope="module")
-def expected() -> str:
-    (output,) = LLM().chat([HELLO], SamplingParams(**GREEDY), use_tqdm=False)  # type: ignore[list-item]
+def expected(offline: LLM) -> str:
+    (output,) = offline.chat([HELLO], SamplingParams(**GREEDY), use_tqdm=False)  # type: ignore[list-item]
     return output.outputs[0].text
 
 

@@ -2,20 +2,17 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
 
 from inflight import LLM, SamplingParams
-from tests.server.serving import RunningServer
+from tests.server.serving import RunningServer, read_until, send
+from tests.stepper import Stepper
 
 PROMPT = "Once upon a time"
 GREEDY = {"temperature": 0, "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def offline() -> LLM:
-    return LLM()
 
 
 def text_of(offline: LLM, prompt: Any, **params: Any) -> str:
@@ -97,8 +94,26 @@ def test_the_usage_so_far_with_every_chunk(server: RunningServer) -> None:
     )
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts)
-    assert counts[0] < counts[-1] == 12
+    assert counts[-1] == 12
     assert {event["usage"]["prompt_tokens"] for event in events} == {5}
+
+
+def test_the_usage_grows_with_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Stepper(monkeypatch)
+    body = {"prompt": [5, 6, 7], "max_tokens": 12, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    with RunningServer(steps.llm) as server, server.connection() as connection:
+        steps.allow(1)
+        send(connection, "/v1/completions", **body)
+        begin = read_until(connection, b"}\n\n")
+        assert re.findall(rb'"completion_tokens": ?(\d+)', begin) == [b"1"]
+        steps.allow()
+        end = read_until(connection, b"data: [DONE]")
+        counts = [int(count) for count in re.findall(rb'"completion_tokens": ?(\d+)', end)]
+        assert counts == sorted(counts)
+        assert counts[0] > 1
+        assert counts[-1] == 12
+        server.check_idle()
 
 
 def test_async_streams_side_by_side(server: RunningServer, offline: LLM) -> None:
@@ -150,9 +165,11 @@ def test_what_shapes_the_choice_of_tokens_reaches_the_engine(server: RunningServ
     assert text(logit_bias={str(comma): 100}) == "," * 12
     assert "there" in text()
     assert "there" not in text(bad_words=["there"])
+    plain = text(max_tokens=40)
     for penalty in ({"repetition_penalty": 100.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}):
-        assert text(**penalty, max_tokens=80) == text_of(offline, PROMPT, **penalty, max_tokens=80)
-        assert text(**penalty, max_tokens=80) != text(max_tokens=80)
+        answer = text(**penalty, max_tokens=40)
+        assert answer == text_of(offline, PROMPT, **penalty, max_tokens=40)
+        assert answer != plain
     for choice in ({"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5}, {"temperature": 3.0}):
         chosen = {"temperature": 1.5, "seed": 7, "top_p": 1.0, **choice}
         assert text(**chosen) == text_of(offline, PROMPT, **chosen)

@@ -25,8 +25,8 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def expected() -> str:
-    (output,) = LLM().chat([HELLO], SamplingParams(temperature=0, max_tokens=NUM_TOKENS), use_tqdm=False)  # type: ignore[list-item]
+def expected(offline: LLM) -> str:
+    (output,) = offline.chat([HELLO], SamplingParams(temperature=0, max_tokens=NUM_TOKENS), use_tqdm=False)  # type: ignore[list-item]
     return output.outputs[0].text
 
 

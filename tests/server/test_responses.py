@@ -22,17 +22,17 @@ GREEDY: dict[str, Any] = {"model": "stories", "temperature": 0, "max_output_toke
 LOGPROBS: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
 
 
-def answer_to(*texts: str) -> str:
+def answer_to(offline: LLM, *texts: str) -> str:
     """What the model says in a chat in which user and assistant take turns."""
     chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
-    (output,) = LLM().chat([chat], params, use_tqdm=False)
+    (output,) = offline.chat([chat], params, use_tqdm=False)
     return output.outputs[0].text
 
 
 @pytest.fixture(scope="module")
-def expected() -> str:
-    return answer_to(ASK)
+def expected(offline: LLM) -> str:
+    return answer_to(offline, ASK)
 
 
 def test_a_text_is_answered(server: RunningServer, expected: str) -> None:
@@ -105,11 +105,11 @@ def test_streams_as_clients_put_them_together(server: RunningServer, expected: s
     asyncio.run(check())
 
 
-def test_a_conversation_goes_on(server: RunningServer, expected: str) -> None:
+def test_a_conversation_goes_on(server: RunningServer, offline: LLM, expected: str) -> None:
     client = server.client
     first = client.responses.create(input=ASK, **GREEDY)
     second = client.responses.create(input="And then?", previous_response_id=first.id, **GREEDY)
-    reply = answer_to(ASK, expected, "And then?")
+    reply = answer_to(offline, ASK, expected, "And then?")
     assert (second.output_text, second.previous_response_id) == (reply, first.id)
     by_hand = client.responses.create(
         input=[{"role": "user", "content": ASK}, *first.output, {"role": "user", "content": "And then?"}],  # type: ignore[list-item]
@@ -118,7 +118,7 @@ def test_a_conversation_goes_on(server: RunningServer, expected: str) -> None:
     assert by_hand.output_text == reply
     client.responses.delete(first.id)
     third = client.responses.create(input="Why?", previous_response_id=second.id, **GREEDY)
-    assert third.output_text == answer_to(ASK, expected, "And then?", reply, "Why?")
+    assert third.output_text == answer_to(offline, ASK, expected, "And then?", reply, "Why?")
 
 
 def test_what_is_kept_and_what_is_not(server: RunningServer) -> None:

@@ -4,13 +4,18 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
 
 from inflight import AsyncLLM
+from inflight.engine import Engine
 from inflight.engine_process.connection import ProcessConnection
-from tests.server.serving import HELLO, RunningServer, raw_request, read_until
+from inflight.engine_process.messages import Load
+from tests import zoo
+from tests.server.serving import HELLO, RunningServer, read_until, send
+from tests.text.tokenizers_for_tests import byte_level
 
 
 def test_the_model_by_any_of_its_names(server: RunningServer) -> None:
@@ -24,6 +29,7 @@ def test_the_model_by_any_of_its_names(server: RunningServer) -> None:
 
 
 def test_health_and_version(server: RunningServer) -> None:
+    server.complete(prompt="a", max_tokens=1)  # loaded, then
     assert server.http.get("/health").status_code == 200
     assert set(server.http.get("/version").json()) == {"version"}
 
@@ -58,26 +64,28 @@ def test_tokens_of_texts_and_back(server: RunningServer) -> None:
         assert message in response.json()["error"]["message"]
 
 
-def kill_engine(llm: AsyncLLM) -> None:
-    session = llm._supervisor._session
-    assert session is not None
-    assert isinstance(session._connection, ProcessConnection)
-    os.kill(session._connection.pid, signal.SIGKILL)
+def test_when_the_engine_dies_everybody_hears_and_it_comes_back_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_start, engines = threading.Event(), []
 
+    def connect(load: Load) -> ProcessConnection:
+        assert may_start.wait(60)
+        engines.append(ProcessConnection(load))
+        return engines[-1]
 
-def test_when_the_engine_dies_everybody_hears_and_it_comes_back_by_itself() -> None:
-    with RunningServer(AsyncLLM(num_blocks=2000)) as server:
+    monkeypatch.setattr("inflight.async_llm.ProcessConnection", connect)
+    with RunningServer(AsyncLLM(num_blocks=2000, restart_delays=(0.0,)), keep_alive_interval=0.05) as server:
         assert server.http.get("/health").status_code == 503  # it is still loading
+        may_start.set()
         assert server.complete(prompt="a", max_tokens=1)  # which a request waits for
         assert server.http.get("/health").status_code == 200
-        body = {"prompt": [5], "max_tokens": 1000, "ignore_eos": True}
+        may_start.clear()
+        os.kill(engines[0].pid, signal.SIGSTOP)  # so that nothing is finished
         with server.connection() as streaming, server.connection() as waiting:
-            streaming.sendall(raw_request("/v1/completions", json.dumps({**body, "stream": True}).encode()))
-            waiting.sendall(raw_request("/v1/completions", json.dumps(body).encode()))
-            read_until(streaming, b"data: ")
-            while len(server.observer.running) < 2:
-                pass
-            kill_engine(server.llm)
+            send(streaming, "/v1/completions", prompt=[5], stream=True)
+            send(waiting, "/v1/completions", prompt=[5])
+            read_until(streaming, b": keep-alive")
+            server.wait_for_calls(2)
+            os.kill(engines[0].pid, signal.SIGKILL)
             answer = read_until(streaming, b"\r\n0\r\n\r\n")
             last = json.loads(answer.split(b"data: ")[-1].split(b"\n\n")[0])
             assert last["error"]["code"] == "engine_dead"
@@ -88,6 +96,7 @@ def test_when_the_engine_dies_everybody_hears_and_it_comes_back_by_itself() -> N
         response = server.http.get("/health")
         assert response.status_code == 503
         assert response.json()["error"]["message"] == "the engine is loading"
+        may_start.set()
         assert server.complete(prompt="a", max_tokens=1)
         assert server.http.get("/health").status_code == 200
         server.check_idle()
@@ -95,21 +104,23 @@ def test_when_the_engine_dies_everybody_hears_and_it_comes_back_by_itself() -> N
         assert asyncio.run(server.llm.stats()).num_crashes == 1
 
 
-def test_an_engine_that_can_not_be_had_is_said_to_be_so() -> None:
-    with RunningServer(AsyncLLM(restart_delays=())) as server:
+def test_an_engine_that_can_not_be_had_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Engine) -> None:
+        raise KeyError("lost")
+
+    llm = AsyncLLM(zoo.build("gpt2"), byte_level().inner, in_process=True, restart_delays=())
+    with RunningServer(llm) as server:
         assert server.complete(prompt="a", max_tokens=1)
-        kill_engine(server.llm)
-        while (response := server.http.get("/health")).status_code == 200:
-            pass
-        for answer in (response, server.http.post("/v1/completions", json={"prompt": "a"})):
+        monkeypatch.setattr(Engine, "step", broken)
+        ask = {"prompt": "a", "max_tokens": 1}
+        assert server.http.post("/v1/completions", json=ask).status_code == 503
+        for answer in (server.http.get("/health"), server.http.post("/v1/completions", json=ask)):
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "engine_dead"
             assert "1 times in a row" in answer.json()["error"]["message"]
 
 
-def test_a_model_without_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests import zoo
-
+def test_a_model_without_a_tokenizer() -> None:
     with RunningServer(AsyncLLM(zoo.build("gpt2"), in_process=True)) as server:
         (choice,) = server.complete(prompt=[5, 6], max_tokens=3, return_token_ids=True, logprobs=1, echo=True)[
             "choices"

@@ -174,9 +174,9 @@ class Session:
             try:
                 loop.call_soon_threadsafe(_empty, sack)
             except RuntimeError:  # the loop was closed, and with it everybody who read there
-                for mailbox, _ in sack:
-                    del self._mailboxes[mailbox.address]
-                    self.send(Abort(mailbox.address))
+                for address in {mailbox.address for mailbox, _ in sack}:  # one may have several letters
+                    self._mailboxes.pop(address, None)
+                    self.send(Abort(address))
 
 
 def _empty(sack: list[tuple[Mailbox, object]]) -> None:

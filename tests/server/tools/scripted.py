@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -63,7 +64,8 @@ def cut_by_chance(text: str, seed: int) -> list[str]:
 
 
 class ScriptedLLM(AsyncLLM):
-    """Says what it is told to, if it is told; keeps the prompt that it was asked with last."""
+    """Says what it is told to, if it is told, else what the model says, in any order of tests the same; keeps the
+    prompt that it was asked with last."""
 
     script: Sequence[str] | None = None
     prompt: str = ""
@@ -71,6 +73,7 @@ class ScriptedLLM(AsyncLLM):
     async def stream(self, prompt: Any, params: Any = None, request_id: Any = None, **options: Any) -> Any:  # type: ignore[override]
         self.prompt = self.tokenizer.decode(prompt, skip_special_tokens=False) if self.tokenizer else ""
         if self.script is None:
+            params = params if params.seed is not None else replace(params, seed=0)
             async for delta in super().stream(prompt, params, request_id, **options):
                 yield delta
             return

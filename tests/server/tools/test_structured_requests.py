@@ -18,7 +18,7 @@ class Animal(BaseModel):
 
 
 SCHEMA = {**Animal.model_json_schema(), "additionalProperties": False}
-SAMPLED: dict[str, Any] = {"temperature": 1.0, "max_tokens": 200}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 0, "max_tokens": 200}
 
 
 def chat(server: RunningServer, **fields: Any) -> str:
@@ -35,8 +35,7 @@ def test_a_pydantic_model_is_what_comes_back(server: RunningServer) -> None:
             model="stories",
             messages=HELLO,  # type: ignore[arg-type]
             response_format=Animal,
-            seed=seed,
-            **SAMPLED,
+            **{**SAMPLED, "seed": seed},
         )
         assert isinstance(answer.choices[0].message.parsed, Animal)
 
@@ -46,8 +45,7 @@ def test_a_pydantic_model_in_a_stream(server: RunningServer) -> None:
         model="stories",
         messages=HELLO,  # type: ignore[arg-type]
         response_format=Animal,
-        seed=1,
-        **SAMPLED,
+        **{**SAMPLED, "seed": 1},
     ) as events:
         texts = [event.delta for event in events if event.type == "content.delta"]
         answer = events.get_final_completion()

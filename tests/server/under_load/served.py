@@ -21,7 +21,7 @@ LIMITS = {
     "--max-requests": MAX_REQUESTS,
     "--max-num-waiting": MAX_WAITING,
     "--max-num-seqs": MAX_SEQS,
-    "--max-stall": 2,
+    "--max-stall": 5,
     "--num-blocks": 150,
     "--grace-period": 100,
 }
@@ -32,7 +32,8 @@ class Served:
     """The command, running.
 
     Attributes:
-        right: the text that is right for an API, a prompt, and a number of tokens: what it gives when it is alone.
+        right: the text that is right for an API, a prompt, and a number of tokens: what it gives when it is alone (a
+            long one: when nothing goes wrong).
     """
 
     process: asyncio.subprocess.Process
@@ -43,11 +44,16 @@ class Served:
 
     async def learn(self) -> None:
         """What is right."""
+
+        async def learn_one(path: str, prompt: str, max_tokens: int) -> None:
+            answer = await ask(self.client, path, question(path, prompt, max_tokens))
+            assert answer.is_whole, answer
+            self.right[path, prompt, max_tokens] = answer.text
+
         for path in PATHS:
-            for prompt, max_tokens in ((PROMPTS[0], SHORT), (PROMPTS[1], SHORT), (PROMPTS[0], LONG)):
-                answer = await ask(self.client, path, question(path, prompt, max_tokens))
-                assert answer.is_whole, answer
-                self.right[path, prompt, max_tokens] = answer.text
+            for prompt in PROMPTS:
+                await learn_one(path, prompt, SHORT)
+        await asyncio.gather(*(learn_one(path, PROMPTS[0], LONG) for path in PATHS))
 
     async def health(self) -> int:
         async with self.client.get("/health") as answer:

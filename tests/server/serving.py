@@ -79,6 +79,7 @@ class RunningServer:
         self.llm = llm
         self.observer = RecordedRequests()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as the loop that is served in sets it
         if send_buffer is not None:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.port = self._listener.getsockname()[1]

@@ -5,7 +5,9 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+import torch
 
+from inflight.execution.packed_linear import has_panels
 from tests import zoo
 from tests.command import Command
 
@@ -33,6 +35,7 @@ def test_one_step_on_the_terminal_as_a_page_and_as_a_picture(command: Command, t
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.skipif(not has_panels(torch.int8), reason="nothing is compiled on this CPU")
 def test_a_compiled_model_is_shown_as_well(command: Command) -> None:
     done = command("show", "Once upon a time", "--step", 1, "--compile", "auto", "--quantization", "int8")
     assert done.returncode == 0

@@ -50,8 +50,8 @@ def make_references(name: str, model: PreTrainedModel) -> list[Reference]:
     lengths, rng = random.Random(name), random.Random(name)
     made = []
     for number in range(NUM_REQUESTS):
-        odd = (1, 2, 7, 16, 17, 31, 32, 33, 50, 64, 90)
-        length = lengths.choice(odd) if number % 2 else lengths.randint(1, 100)
+        at_edges = (1, 2, 7, 16, 17, 31, 32, 33, 50, 64, 90)  # of blocks and windows
+        length = lengths.choice(at_edges) if number % 2 else lengths.randint(1, 100)
         num_tokens = lengths.randint(1, 24)
         while True:
             prompt = [rng.randrange(zoo.VOCAB_SIZE) for _ in range(length)]

@@ -33,10 +33,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.attention import AttentionSpec, CpuAttention, CpuCache
-from inflight.execution.native import kernels_available
+from inflight.execution.kernels import kernels_available
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.plan import Span, StepPlan
 from inflight.profiling.machine import MachineMeter, last_level_cache_bytes
 
 RESULTS = Path(__file__).resolve().parent / "results"

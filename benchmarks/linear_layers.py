@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds only its own folder
 
 from benchmarks.compare import RESULTS, describe_machine
-from inflight.execution.packed_linear import OneDnnLinear, PackedLinear, PanelLinear, has_panels
+from inflight.execution.weights.packed_linear import OneDnnLinear, PackedLinear, PanelLinear, has_panels
 
 SHAPES = ((576, 1536), (1024, 3072), (2048, 8192), (1024, 30000))
 """Inputs and outputs."""

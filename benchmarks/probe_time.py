@@ -40,10 +40,10 @@ class Load:
 
 def load(folder: str, remembered: str) -> Load:
     """Load a model in this process, which has run nothing before; verdicts are in the folder `remembered`."""
-    from inflight.config import EngineConfig
+    from inflight.contracts.config import EngineConfig
     from inflight.execution import model_runner
-    from inflight.execution.probe import own_attention, packed_row
-    from inflight.execution.probe.verdict import VerdictCache
+    from inflight.execution.preparation import own_attention, packed_row
+    from inflight.execution.preparation.verdict import VerdictCache
 
     seconds = {"choosing": 0.0, "packing": 0.0}
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inflight.config import EngineConfig
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.plan import Span, StepPlan
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.plan import Span, StepPlan
 from tools.train_demo_model import write_documents
 
 HELD_OUT_SEED = 987_654

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from inflight import LLM
-from inflight.cache_group import CacheLayout
+from inflight.contracts.cache_layout import CacheLayout
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.record import StepRecord
+from inflight.engine.step_watch import StepWatch
 from inflight.observe.recorder import Recorder, describe_machine
-from inflight.observe.step_watch import StepWatch
-from inflight.params import SamplingParams
-from inflight.record import StepRecord
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request

@@ -10,8 +10,8 @@ import statistics
 import time
 from array import array
 
-from inflight.cache_group import CacheLayout
-from inflight.plan import StepPlan
+from inflight.contracts.cache_layout import CacheLayout
+from inflight.contracts.plan import StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request

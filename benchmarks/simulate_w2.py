@@ -17,12 +17,12 @@ from typing import TypeAlias
 
 import torch
 
-from inflight.config import EngineConfig
-from inflight.engine import Engine
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.params import SamplingParams
+from inflight.engine.engine import Engine
 from inflight.lessons.static_bench import gpt2_with_random_weights
 from inflight.observe.recorder import Recorder, Recording, describe_machine, read_recording
 from inflight.observe.run_report import report_of
-from inflight.params import SamplingParams
 from inflight.simulate import SimulatedRequest, fit_cost, simulate
 from inflight.simulate.fitting import load_of, timed_steps
 

@@ -58,7 +58,7 @@ class Measured:
 def measure(folder: str, case: Case) -> Measured:
     """Run a case in this process, which has run nothing before."""
     from inflight import LLM, SamplingParams
-    from inflight.execution.executors import cache_groups
+    from inflight.execution.attention import grouping as cache_groups
 
     if not case.uses_windows:
         cache_groups.MAX_GROUPS = 0

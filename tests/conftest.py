@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from inflight.execution.native import kernels_available
+from inflight.execution.kernels import kernels_available
 from inflight.grammar import compiler
 
 # The same examples in every run, however slow the machine is, and whatever modules a worker has imported before.

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from inflight import AsyncLLM
-from inflight.engine import Engine
-from inflight.plan import StepPlan, StepTokens
+from inflight.contracts.plan import StepPlan, StepTokens
+from inflight.engine.engine import Engine
 from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level
 

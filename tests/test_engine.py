@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inflight.config import EngineConfig
-from inflight.engine import Engine
-from inflight.outputs import SequenceOutput
-from inflight.params import SamplingParams
-from inflight.plan import StepPlan, StepTokens
-from inflight.record import StepRecord
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.outputs import SequenceOutput
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import StepPlan, StepTokens
+from inflight.contracts.record import StepRecord
+from inflight.engine.engine import Engine
 from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level
 

@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inflight.cache_group import ALL_TOKENS
-from inflight.config import EngineConfig
+from inflight.contracts.cache_layout import ALL_TOKENS
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import EngineDeadError, ModelError, QueueFullError
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.outputs import SequenceOutput
+from inflight.contracts.params import SamplingParams
 from inflight.demo_model import DEMO_MODEL
-from inflight.engine_process.connection import ProcessConnection
-from inflight.engine_process.messages import (
+from inflight.engine.process.connection import ProcessConnection
+from inflight.engine.process.protocol import (
     Abort,
     AskStats,
     Command,
@@ -32,12 +36,8 @@ from inflight.engine_process.messages import (
     read_event,
     to_frame,
 )
-from inflight.engine_process.session import Session
-from inflight.engine_process.supervisor import Supervisor
-from inflight.errors import EngineDeadError, ModelError, QueueFullError
-from inflight.model_info import ModelInfo
-from inflight.outputs import SequenceOutput
-from inflight.params import SamplingParams
+from inflight.engine.process.session import Session
+from inflight.engine.process.supervisor import Supervisor
 
 INFO = ModelInfo(
     model_class="Model",
@@ -117,7 +117,7 @@ def test_an_event_arrives_as_it_was_and_half_of_one_is_the_end() -> None:
 
 def test_what_is_printed_in_the_engines_process_does_not_disturb_its_messages() -> None:
     script = (
-        "import os; from inflight.engine_process.__main__ import _take_over_standard_streams as take\n"
+        "import os; from inflight.engine.process.__main__ import _take_over_standard_streams as take\n"
         "incoming, outgoing = take(); print('printed', flush=True); os.system('echo echoed; cat')\n"
         "outgoing.write(incoming.read().upper())"
     )
@@ -165,7 +165,7 @@ class _Engines:
                 engines.delays.append(delay)
                 super().__init__(connect, 0.0, on_end)
 
-        monkeypatch.setattr("inflight.engine_process.supervisor.Session", NoDelay)
+        monkeypatch.setattr("inflight.engine.process.supervisor.Session", NoDelay)
         self.supervisor = Supervisor(self._connect, restart_delays)
 
     def _connect(self) -> _Engine:

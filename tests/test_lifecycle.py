@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
-from inflight.config import EngineConfig
-from inflight.engine import Engine
-from inflight.errors import InvalidRequestError, QueueFullError
-from inflight.outputs import SequenceOutput
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import InvalidRequestError, QueueFullError
+from inflight.contracts.outputs import SequenceOutput
+from inflight.engine.engine import Engine
 from tests import zoo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from inflight import LLM, AsyncLLM, SamplingParams
-from inflight.engine import Engine
-from inflight.errors import InvalidRequestError
-from inflight.outputs import Logprob, TokenLogprobs
-from inflight.plan import StepPlan, StepTokens
+from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.outputs import Logprob, TokenLogprobs
+from inflight.contracts.plan import StepPlan, StepTokens
+from inflight.engine.engine import Engine
 from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level
 

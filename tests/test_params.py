@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from inflight.config import EngineConfig
-from inflight.errors import UnknownOptionError
-from inflight.params import MAX_SEED, SamplingParams
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import UnknownOptionError
+from inflight.contracts.params import MAX_SEED, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 

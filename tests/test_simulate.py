@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inflight.cache_group import ALL_TOKENS
-from inflight.config import EngineConfig
+from inflight.contracts.cache_layout import ALL_TOKENS
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.record import StepRecord
 from inflight.observe.recorder import Recorder, Recording, read_recording
 from inflight.observe.run_report import Percentiles, RunLog, RunReport, report_of
-from inflight.plan import Span, StepPlan
-from inflight.record import StepRecord
 from inflight.simulate import Lengths, SimulatedRequest, StepCost, SyntheticLoad, fit_cost, replay, simulate
 from inflight.simulate.fitting import choose_knots, load_of, timed_steps
 from inflight.simulate.simulator import Simulation, load_of_plan

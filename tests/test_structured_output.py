@@ -11,10 +11,10 @@ import jsonschema
 import pytest
 
 from inflight import LLM, AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutput
-from inflight.engine import AcceptedRequest, Engine
+from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.plan import StepPlan
+from inflight.engine.engine import AcceptedRequest, Engine
 from inflight.grammar import matcher
-from inflight.outputs import RequestOutput
-from inflight.plan import StepPlan
 from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level
 
@@ -251,7 +251,7 @@ def test_a_request_that_can_not_even_be_looked_at_ends_no_engine(monkeypatch: py
     async def run() -> None:
         async with AsyncLLM(in_process=True) as llm:
             with monkeypatch.context() as patch:
-                patch.setattr("inflight.engine.Engine.accept", lambda *_, **__: 1 // 0)
+                patch.setattr("inflight.engine.engine.Engine.accept", lambda *_, **__: 1 // 0)
                 with pytest.raises(InvalidRequestError, match="ZeroDivisionError"):
                     _ = [output async for output in llm.generate(PROMPT)]
             assert [output async for output in llm.generate(PROMPT, SamplingParams(max_tokens=2))]

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from inflight.async_llm import AsyncLLM
     from inflight.callback_llm import CallbackLLM
-    from inflight.config import EngineConfig
-    from inflight.errors import EngineDeadError, InvalidRequestError, ModelError, QueueFullError
+    from inflight.contracts.config import EngineConfig
+    from inflight.contracts.errors import EngineDeadError, InvalidRequestError, ModelError, QueueFullError
+    from inflight.contracts.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
+    from inflight.contracts.params import SamplingParams
+    from inflight.contracts.record import EngineStats
+    from inflight.contracts.structured_output import StructuredOutput
     from inflight.llm import LLM
-    from inflight.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
-    from inflight.params import SamplingParams
-    from inflight.record import EngineStats
-    from inflight.structured_output import StructuredOutput
 
 __version__ = "0.1.0.dev0"
 
@@ -29,18 +29,18 @@ _HOMES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "CallbackLLM": "callback_llm",
-    "SamplingParams": "params",
-    "EngineConfig": "config",
-    "RequestOutput": "outputs",
-    "CompletionOutput": "outputs",
-    "Logprob": "outputs",
-    "TextDelta": "outputs",
-    "InvalidRequestError": "errors",
-    "ModelError": "errors",
-    "QueueFullError": "errors",
-    "EngineDeadError": "errors",
-    "EngineStats": "record",
-    "StructuredOutput": "structured_output",
+    "SamplingParams": "contracts.params",
+    "EngineConfig": "contracts.config",
+    "RequestOutput": "contracts.outputs",
+    "CompletionOutput": "contracts.outputs",
+    "Logprob": "contracts.outputs",
+    "TextDelta": "contracts.outputs",
+    "InvalidRequestError": "contracts.errors",
+    "ModelError": "contracts.errors",
+    "QueueFullError": "contracts.errors",
+    "EngineDeadError": "contracts.errors",
+    "EngineStats": "contracts.record",
+    "StructuredOutput": "contracts.structured_output",
 }
 
 __all__ = [

@@ -17,14 +17,20 @@ from typing import Any, Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inflight.config import EngineConfig
-from inflight.engine import Engine
-from inflight.engine_process.connection import Connection, ProcessConnection, ThreadConnection
-from inflight.engine_process.messages import Abort, AskStats, Generate, Load, Ready
-from inflight.engine_process.session import Session
-from inflight.engine_process.supervisor import RESTART_DELAYS, Supervisor
-from inflight.errors import InvalidRequestError, ModelError
-from inflight.execution.model import ModelSource, check_source
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import InvalidRequestError, ModelError
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.options import MAX_FLOAT, check_number, refuse_unknown_options
+from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta, TokenScore
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.record import EngineStats
+from inflight.engine.admission import make_request
+from inflight.engine.engine import Engine
+from inflight.engine.process.connection import Connection, ProcessConnection, ThreadConnection
+from inflight.engine.process.protocol import Abort, AskStats, Generate, Load, Ready
+from inflight.engine.process.session import Session
+from inflight.engine.process.supervisor import RESTART_DELAYS, Supervisor
+from inflight.execution.hf.load import ModelSource, check_source
 from inflight.inputs import (
     TEMPLATE_OPTIONS,
     Prompt,
@@ -35,12 +41,6 @@ from inflight.inputs import (
     model_source,
     read_prompt,
 )
-from inflight.model_info import ModelInfo
-from inflight.options import MAX_FLOAT, check_number, refuse_unknown_options
-from inflight.outputs import RequestOutput, SequenceOutput, TextDelta, TokenScore
-from inflight.params import SamplingParams
-from inflight.record import EngineStats
-from inflight.scheduling.door import make_request
 from inflight.text.collector import Collector
 
 

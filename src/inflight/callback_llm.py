@@ -13,12 +13,12 @@ from itertools import count
 from typing import Any, TypeVar
 
 from inflight.async_llm import AsyncLLM
-from inflight.errors import EngineDeadError
-from inflight.execution.model import ModelSource
+from inflight.contracts.errors import EngineDeadError
+from inflight.contracts.outputs import RequestMetrics, RequestOutput, TextDelta
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.record import EngineStats
+from inflight.execution.hf.load import ModelSource
 from inflight.inputs import Prompt, TokenizerSource
-from inflight.outputs import RequestMetrics, RequestOutput, TextDelta
-from inflight.params import SamplingParams
-from inflight.record import EngineStats
 
 logger = logging.getLogger(__name__)
 

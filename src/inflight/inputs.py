@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inflight.config import EngineConfig
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import InvalidRequestError, ModelError
+from inflight.contracts.options import refuse_unknown_options
 from inflight.demo_model import DEMO_MODEL
-from inflight.errors import InvalidRequestError, ModelError
-from inflight.options import refuse_unknown_options
 from inflight.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]

@@ -13,9 +13,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from inflight.engine import AcceptedRequest, Engine
-from inflight.errors import InvalidRequestError
-from inflight.execution.model import ModelSource, check_source
+from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.options import refuse_unknown_options
+from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta
+from inflight.contracts.params import SamplingParams
+from inflight.engine.engine import AcceptedRequest, Engine
+from inflight.execution.hf.load import ModelSource, check_source
 from inflight.inputs import (
     TEMPLATE_OPTIONS,
     Messages,
@@ -26,11 +30,7 @@ from inflight.inputs import (
     model_source,
     read_prompt,
 )
-from inflight.model_info import ModelInfo
 from inflight.observe.progress import with_progress
-from inflight.options import refuse_unknown_options
-from inflight.outputs import RequestOutput, SequenceOutput, TextDelta
-from inflight.params import SamplingParams
 from inflight.text.collector import Collector
 
 

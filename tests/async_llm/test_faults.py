@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from inflight import AsyncLLM, EngineDeadError
-from inflight.engine_process.connection import ProcessConnection
-from inflight.plan import StepPlan, StepTokens
+from inflight.contracts.plan import StepPlan, StepTokens
+from inflight.engine.process.connection import ProcessConnection
 from tests import zoo
 from tests.async_llm.helpers import ENDLESS, GREEDY, LONG, PROMPTS, idle, last
 from tests.coroutines import run

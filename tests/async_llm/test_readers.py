@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from inflight import LLM, AsyncLLM, SamplingParams
-from inflight.outputs import RequestOutput
+from inflight.contracts.outputs import RequestOutput
 from tests.async_llm.helpers import GREEDY, LONG, PROMPTS, last
 from tests.coroutines import run
 

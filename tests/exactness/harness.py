@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inflight.cache_group import ALL_TOKENS, CacheGroup, CacheLayout
-from inflight.config import EngineConfig
-from inflight.engine import Engine
+from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup, CacheLayout
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.record import StepRecord
+from inflight.engine.engine import Engine
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.params import SamplingParams
-from inflight.record import StepRecord
 from tests import zoo
 
 NUM_REQUESTS = 40

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from inflight.config import EngineConfig
-from inflight.engine import Engine
-from inflight.params import SamplingParams
-from inflight.plan import StepPlan, StepTokens
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import StepPlan, StepTokens
+from inflight.engine.engine import Engine
 from tests import zoo
 from tests.exactness.harness import (
     Reference,

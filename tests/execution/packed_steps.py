@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.attention import AttentionBackend, make_backend
+from inflight.execution.attention.grouping import Grouping
 from inflight.execution.executors import PackedExecutor
-from inflight.execution.executors.cache_groups import Grouping
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.plan import Span, StepPlan
 from tests import zoo
 from tests.execution.probed_models import own_copy, probe_own
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.attention import AttentionBackend, AttentionSpec, make_backend
 from inflight.execution.attention.interface import PagedCache
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.plan import Span, StepPlan
 
 CPU = torch.device("cpu")
 NUM_CACHE_GROUPS = 2

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from inflight.config import EngineConfig
+from inflight.contracts.config import EngineConfig
 from inflight.execution.attention import make_backend
-from inflight.execution.model import load_model
-from inflight.execution.probe.packed_row import MakeBackend, prepare_packed, prove_packed
-from inflight.execution.probe.report import ProbeReport
+from inflight.execution.hf.load import load_model
+from inflight.execution.preparation.packed_row import MakeBackend, prepare_packed, prove_packed
+from inflight.execution.preparation.report import ProbeReport
 from tests import zoo
 
 every_architecture = pytest.mark.parametrize("name", zoo.ARCHITECTURES)

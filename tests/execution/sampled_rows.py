@@ -13,10 +13,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.execution.sampler import Sampler
-from inflight.params import SamplingParams
-from inflight.plan import Span, StepPlan
+from inflight.execution.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 64

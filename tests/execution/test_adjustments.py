@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from inflight.execution.logits.adjustments import NO_EDITS, Adjuster, adjust
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.execution.sampler import INVALID_TOKEN, Sampler
-from inflight.params import SamplingParams
-from inflight.plan import Span, StepPlan
+from inflight.execution.sampling.adjustments import NO_EDITS, Adjuster, adjust
+from inflight.execution.sampling.sampler import INVALID_TOKEN, Sampler
 
 VOCAB_SIZE = 40
 tokens = st.integers(0, VOCAB_SIZE - 1)

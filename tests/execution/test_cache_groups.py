@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from inflight import LLM, SamplingParams
-from inflight.cache_group import ALL_TOKENS, CacheGroup
+from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup
 from inflight.execution.attention import AttentionSpec
-from inflight.execution.executors.cache_groups import group_calls
+from inflight.execution.attention.grouping import group_calls
 from tests import others, zoo
 
 

@@ -9,13 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from inflight import LLM, ModelError, SamplingParams
-from inflight.execution.probe import own_attention
-from inflight.execution.probe.agreement import relative_error
-from inflight.execution.probe.logits_proof import PlainModel, prove
-from inflight.execution.probe.own_attention import make_executor
-from inflight.execution.probe.verdict import Way
+from inflight.contracts.plan import Span, StepPlan
+from inflight.execution.preparation import own_attention
+from inflight.execution.preparation.agreement import relative_error
+from inflight.execution.preparation.logits_proof import PlainModel, prove
+from inflight.execution.preparation.own_attention import make_executor
+from inflight.execution.preparation.verdict import Way
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.plan import Span, StepPlan
 from inflight.profiling.decode_profile import profile_decode
 from tests import others, zoo
 

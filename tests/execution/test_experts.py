@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from inflight.execution.experts import PackedExperts
-from inflight.execution.packed_linear import has_panels
-from inflight.execution.probe.agreement import relative_error
+from inflight.execution.preparation.agreement import relative_error
+from inflight.execution.weights.experts import PackedExperts
+from inflight.execution.weights.packed_linear import has_panels
 from tests import zoo
 from tests.execution import this_cpu
 

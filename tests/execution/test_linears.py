@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from inflight.config import EngineConfig
-from inflight.engine import Engine
-from inflight.errors import ModelError
-from inflight.execution import packed_linear
-from inflight.execution.experts import pack_experts
-from inflight.execution.linears import (
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
+from inflight.engine.engine import Engine
+from inflight.execution.weights import packed_linear
+from inflight.execution.weights.experts import pack_experts
+from inflight.execution.weights.linears import (
     LinearCalls,
     PackedEmbedding,
     RowActivation,
@@ -24,7 +24,14 @@ from inflight.execution.linears import (
     pack_linears,
     watch_linears,
 )
-from inflight.execution.packed_linear import OneDnnLinear, PackedLinear, PanelLinear, has_panels, quantise, sums_int8
+from inflight.execution.weights.packed_linear import (
+    OneDnnLinear,
+    PackedLinear,
+    PanelLinear,
+    has_panels,
+    quantise,
+    sums_int8,
+)
 from tests import zoo
 from tests.execution import this_cpu
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.execution.logits.logprobs import ROWS_AT_ONCE, Scorer, score_rows
+from inflight.contracts.outputs import TokenScore
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.outputs import TokenScore
-from inflight.params import SamplingParams
-from inflight.plan import Span, StepPlan
+from inflight.execution.sampling.logprobs import ROWS_AT_ONCE, Scorer, score_rows
 
 VOCAB_SIZE = 3000
 

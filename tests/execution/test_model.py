@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inflight.config import EngineConfig
-from inflight.errors import ModelError
-from inflight.execution.model import available_cache_memory, has_fast_bfloat16, load_model, resolve_device
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
+from inflight.execution.hf.load import available_cache_memory, has_fast_bfloat16, load_model, resolve_device
 from tests import zoo
 
 FAST_DTYPE = torch.bfloat16 if has_fast_bfloat16() else torch.float32

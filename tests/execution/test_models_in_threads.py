@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from inflight import LLM
 from inflight.execution.attention import AttentionSpec, TorchAttention
 from inflight.execution.attention.interface import PagedCache
-from inflight.execution.probe.report import ProbeReport
+from inflight.execution.preparation.report import ProbeReport
 from inflight.execution.ragged_batch import RaggedBatch
 from tests import zoo
 from tests.execution.packed_steps import BLOCK_SIZE, CHUNK, assert_packed_is_plain, packed_executor, packed_logits

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.execution import native
+from inflight.execution import kernels as native
 
 COMMAND = [sys.executable, "-m", "inflight", "generate", "Once upon a time", "--max-tokens", "12", "--temperature", "0"]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from inflight.config import EngineConfig
-from inflight.errors import ModelError
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
 from inflight.execution.model_runner import ModelRunner
 from tests import zoo
 from tests.execution.probed_models import default_model, every_architecture, probe, tiny_gqa

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inflight.errors import ModelError
+from inflight.contracts.errors import ModelError
 from inflight.execution.attention import AttentionSpec, TorchAttention, reference
 from inflight.execution.attention.interface import PagedCache
-from inflight.execution.probe.report import ProbeReport
+from inflight.execution.preparation.report import ProbeReport
 from inflight.execution.ragged_batch import RaggedBatch
 from tests import zoo
 from tests.execution.probed_models import default_model, own_copy, probe, probe_own

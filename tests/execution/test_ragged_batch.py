@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inflight.contracts.plan import BlockTable, Span, StepPlan
 from inflight.execution.ragged_batch import RaggedBatch, ragged_arange
-from inflight.plan import BlockTable, Span, StepPlan
 
 CPU = torch.device("cpu")
 

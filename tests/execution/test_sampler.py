@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from inflight.execution.sampler import INVALID_TOKEN, Sampler
-from inflight.params import SamplingParams
-from inflight.plan import Span
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import Span
+from inflight.execution.sampling.sampler import INVALID_TOKEN, Sampler
 from tests.execution.sampled_rows import (
     CPU,
     FILTERED,

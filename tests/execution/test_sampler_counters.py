@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.execution import sampler as sampler_module
-from inflight.execution.sampler import counter_uniform
-from inflight.params import SamplingParams
+from inflight.contracts.params import SamplingParams
+from inflight.execution.sampling import sampler as sampler_module
+from inflight.execution.sampling.sampler import counter_uniform
 from tests.execution.goodness_of_fit import assert_fits
 from tests.execution.sampled_rows import FILTERED, GREEDY, LARGEST_UNIFORM, NUM_SLOTS, Row, random_logits, sample
 

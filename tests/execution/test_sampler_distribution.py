@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.execution.sampler import draw, top_k_filter
-from inflight.params import SamplingParams
+from inflight.contracts.params import SamplingParams
+from inflight.execution.sampling.sampler import draw, top_k_filter
 from tests.execution.goodness_of_fit import assert_fits, chi_square_limit
 from tests.execution.sampled_rows import (
     INFINITY,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from inflight.execution import sampler as sampler_module
-from inflight.execution.sampler import draw, min_p_filter, top_k_filter, top_p_filter
-from inflight.params import SamplingParams
+from inflight.contracts.params import SamplingParams
+from inflight.execution.sampling import sampler as sampler_module
+from inflight.execution.sampling.sampler import draw, min_p_filter, top_k_filter, top_p_filter
 from tests.execution.sampled_rows import (
     FILTERED,
     GREEDY,

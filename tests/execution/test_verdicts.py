@@ -12,13 +12,13 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from inflight import LLM, ModelError, SamplingParams
-from inflight.config import EngineConfig
+from inflight.contracts.config import EngineConfig
 from inflight.execution.executors import PackedExecutor, RowsExecutor
-from inflight.execution.model import load_model
-from inflight.execution.probe import choice, own_attention, packed_row, verdict
-from inflight.execution.probe.choice import EARLIER, ITSELF, PACKED, TWIN, Choice, choose_executor
-from inflight.execution.probe.logits_proof import PlainModel
-from inflight.execution.probe.verdict import Verdict, VerdictCache, Way, verdict_key
+from inflight.execution.hf.load import load_model
+from inflight.execution.preparation import choice, own_attention, packed_row, verdict
+from inflight.execution.preparation.choice import EARLIER, ITSELF, PACKED, TWIN, Choice, choose_executor
+from inflight.execution.preparation.logits_proof import PlainModel
+from inflight.execution.preparation.verdict import Verdict, VerdictCache, Way, verdict_key
 from tests import others, zoo
 from tests.execution import this_cpu
 

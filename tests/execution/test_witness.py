@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.config import EngineConfig
-from inflight.engine import Engine
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import Span, StepPlan
+from inflight.engine.engine import Engine
 from inflight.execution.attention import AttentionBackend, AttentionSpec, ReferenceAttention, TorchAttention
 from inflight.execution.attention.interface import PagedCache
 from inflight.execution.attention.witness import WitnessedAttention
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.params import SamplingParams
-from inflight.plan import Span, StepPlan
 from tests import zoo
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from inflight import LLM, SamplingParams
-from inflight.config import EngineConfig
-from inflight.engine import Engine
+from inflight.contracts.config import EngineConfig
+from inflight.engine.engine import Engine
 from tests import zoo
 from tests.exactness.harness import (
     Reference,

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from inflight.contracts.structured_output import StructuredOutput
 from inflight.grammar import GrammarCompiler, GrammarMatcher
-from inflight.structured_output import StructuredOutput
 from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.tokenizer import Tokenizer
 from tests.text.tokenizers_for_tests import ALL

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from inflight.errors import InvalidRequestError
+from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.structured_output import MAX_CHARACTERS, StructuredOutput
 from inflight.grammar import compiler as compiler_module
-from inflight.structured_output import MAX_CHARACTERS, StructuredOutput
 from tests.grammar.helpers import TOKENIZERS, allowed, compiler, matcher, spelled, write
 
 BYTE_LEVEL = TOKENIZERS["byte_level"]

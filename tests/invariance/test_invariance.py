@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inflight.config import EngineConfig
-from inflight.engine import Engine
-from inflight.execution.packed_linear import has_panels
-from inflight.params import SamplingParams
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.params import SamplingParams
+from inflight.engine.engine import Engine
+from inflight.execution.weights.packed_linear import has_panels
 from tests import zoo
 from tests.exactness.harness import Reference, Teacher
 from tests.execution import this_cpu

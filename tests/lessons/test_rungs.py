@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from inflight.config import EngineConfig
-from inflight.engine import Engine
+from inflight.contracts.config import EngineConfig
+from inflight.engine.engine import Engine
 from inflight.lessons import engine_batching, padded_batching, ragged_batching, shared_prefix, static_batching
 from inflight.lessons.run import LessonRequest, ProgressBar, Run
 from tests import zoo

@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from inflight.config import EngineConfig
-from inflight.engine import Engine
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.record import StepRecord
+from inflight.engine.engine import Engine
 from inflight.observe.recorder import Recorder, observe_with
-from inflight.params import SamplingParams
-from inflight.record import StepRecord
 from tests import zoo
 
 SHARED = list(range(100, 112))

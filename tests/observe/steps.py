@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from inflight.config import EngineConfig
-from inflight.engine import Engine
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.params import SamplingParams
+from inflight.engine.engine import Engine
 from inflight.observe.step_capture import StepCapture
 from inflight.observe.step_view import StepView
-from inflight.params import SamplingParams
 from tests import others, zoo
 
 MIXED = ([7, 8, 9], list(range(10, 19)), list(range(20, 50)))

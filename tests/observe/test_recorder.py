@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from inflight.config import EngineConfig
-from inflight.engine import Engine
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.record import ArrivalRecord, StepRecord
+from inflight.engine.engine import Engine
 from inflight.observe.recorder import Recorder, read_recording
 from inflight.observe.run_report import report_of, sequence_times
-from inflight.record import ArrivalRecord, StepRecord
 from tests import zoo
 from tests.observe.recordings import NUM_TOKENS, PROMPTS, params, run_recorded
 

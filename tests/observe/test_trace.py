@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from inflight.config import EngineConfig
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.record import PreemptionRecord, SpanKind, SpanRecord, StepRecord
 from inflight.observe.pictures import save_png
 from inflight.observe.recorder import Recording, read_recording
 from inflight.observe.trace import Stretch, chrome_events, stretches, write_chrome_trace
 from inflight.observe.trace_figure import trace_figure
 from inflight.observe.trace_page import page_data, write_page
-from inflight.record import PreemptionRecord, SpanKind, SpanRecord, StepRecord
 from tests.observe.recordings import run_recorded
 
 EMPTY = StepRecord(0, 0.0, 1.0, (), 0, 0, 0, 0, 0, 0, 0, 8)

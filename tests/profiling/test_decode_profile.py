@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from inflight.config import EngineConfig
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.params import SamplingParams
 from inflight.demo_model import DEMO_MODEL
-from inflight.engine import Engine
-from inflight.params import SamplingParams
+from inflight.engine.engine import Engine
 from inflight.profiling import StepProfile, profile_decode
 
 PARTS = [

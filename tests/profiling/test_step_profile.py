@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from inflight.execution.attention import AttentionSpec, CpuAttention, ReferenceAttention
-from inflight.execution.native import kernels_available
-from inflight.execution.packed_linear import pack_linear
+from inflight.execution.kernels import kernels_available
+from inflight.execution.weights.packed_linear import pack_linear
 from inflight.profiling import Machine
 from inflight.profiling.operators import OperatorTimes
 from inflight.profiling.phases import PhaseTimes, timed_calls

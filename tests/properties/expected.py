@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from inflight.cache_group import CacheGroup, CacheLayout
-from inflight.outputs import FinishReason
-from inflight.plan import StepPlan
+from inflight.contracts.cache_layout import CacheGroup, CacheLayout
+from inflight.contracts.outputs import FinishReason
+from inflight.contracts.plan import StepPlan
 from inflight.scheduling.sequence import Request, Sequence
 
 

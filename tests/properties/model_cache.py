@@ -8,7 +8,7 @@ use it, whoever computed it. A block that was let go too early, or shared with t
 from array import array
 from typing import TypeAlias
 
-from inflight.plan import NO_BLOCK, StepPlan
+from inflight.contracts.plan import NO_BLOCK, StepPlan
 from tests.properties.expected import Sizes
 
 Place: TypeAlias = tuple[int, int, bool, str | None]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.cache_group import CacheLayout
+from inflight.contracts.cache_layout import CacheLayout
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request, Sequence

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 
 import pytest
 
-from inflight.plan import StepPlan
+from inflight.contracts.plan import StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import Node, Parent, Root
 from inflight.scheduling.scheduler import Scheduler

@@ -3,8 +3,8 @@
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from inflight.cache_group import ALL_TOKENS, CacheGroup, CacheLayout
-from inflight.plan import StepPlan
+from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup, CacheLayout
+from inflight.contracts.plan import StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.scheduler import Progress, Scheduler
 from inflight.scheduling.sequence import Request

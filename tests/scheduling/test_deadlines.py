@@ -1,6 +1,6 @@
 """`Deadlines`: in order of time, each once."""
 
-from inflight.scheduling.deadlines import Deadlines
+from inflight.engine.deadlines import Deadlines
 
 
 def test_requests_are_due_once_when_their_time_has_come() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inflight.cache_group import ALL_TOKENS
-from inflight.errors import InvalidRequestError
-from inflight.model_info import ModelInfo
-from inflight.params import SamplingParams
-from inflight.scheduling.door import make_request
+from inflight.contracts.cache_layout import ALL_TOKENS
+from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.params import SamplingParams
+from inflight.engine.admission import make_request
 from inflight.scheduling.sequence import Request
 
 EOS = 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from inflight.scheduling.prefill_limit import MIN_TOKENS, PrefillLimit
+from inflight.engine.prefill_limit import MIN_TOKENS, PrefillLimit
 
 
 def test_it_allows_everything_until_it_has_seen_decodes_and_prefills() -> None:

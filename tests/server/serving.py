@@ -15,11 +15,11 @@ import openai
 import uvicorn
 
 from inflight import AsyncLLM
-from inflight.outputs import RequestOutput
-from inflight.params import SamplingParams
+from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.params import SamplingParams
 from inflight.server.app import create_app
-from inflight.server.observer import EndReason, RequestObserver
-from inflight.server.settings import ServerSettings
+from inflight.server.serving.observer import EndReason, RequestObserver
+from inflight.server.serving.settings import ServerSettings
 
 HELLO = [{"role": "user", "content": "Tell me a story about a fox."}]
 TEMPLATE = (

@@ -1,7 +1,7 @@
 """The forms of log-probabilities, from made-up outputs: order, ties, infinities, tokens whose texts are the same."""
 
-from inflight.outputs import Logprob
-from inflight.server import logprobs
+from inflight.contracts.outputs import Logprob
+from inflight.server.openai import logprobs
 
 POSITIONS = [
     None,

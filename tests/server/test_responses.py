@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from inflight import LLM, AsyncLLM, SamplingParams
-from inflight.server.responses_store import ResponseStore, StoredResponse
+from inflight.server.responses.store import ResponseStore, StoredResponse
 from tests import zoo
 from tests.server.serving import TEMPLATE, RunningServer, read_until, send
 from tests.stepper import Stepper

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from inflight import AsyncLLM
-from inflight.engine import Engine
-from inflight.engine_process.connection import ProcessConnection
-from inflight.engine_process.messages import Load
+from inflight.engine.engine import Engine
+from inflight.engine.process.connection import ProcessConnection
+from inflight.engine.process.protocol import Load
 from tests import zoo
 from tests.server.serving import HELLO, RunningServer, read_until, send
 from tests.text.tokenizers_for_tests import byte_level

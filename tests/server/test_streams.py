@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from inflight import AsyncLLM
-from inflight.server.settings import ServerSettings
+from inflight.server.serving.settings import ServerSettings
 from tests.server.serving import TEMPLATE, RunningServer, raw_request, read_until, send
 from tests.stepper import Stepper
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.errors import InvalidRequestError, ModelError
+from inflight.contracts.errors import InvalidRequestError, ModelError
 from inflight.text import Tokenizer
 from tests.text.tokenizers_for_tests import ALL, byte_fallback
 

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from inflight.config import EngineConfig
+from inflight.contracts.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
-from inflight.engine import Engine
+from inflight.engine.engine import Engine
 from inflight.lessons.methods import Setting
 from inflight.lessons.race import Race, mixed_requests, run_race
 from inflight.lessons.run import LessonRequest, Run

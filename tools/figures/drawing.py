@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from inflight.engine import Engine
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.record import StepRecord
+from inflight.engine.engine import Engine
 from inflight.lessons.run import LessonRequest
 from inflight.observe.pictures import save_png
-from inflight.params import SamplingParams
-from inflight.record import StepRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,9 +5,11 @@ from functools import partial
 
 import torch
 
-from inflight.config import EngineConfig
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.record import StepRecord
 from inflight.demo_model import DEMO_MODEL
-from inflight.engine import Engine
+from inflight.engine.engine import Engine
 from inflight.lessons import shared_prefix, static_batching
 from inflight.lessons.methods import warm_up
 from inflight.lessons.race import mixed_requests
@@ -15,8 +17,6 @@ from inflight.lessons.run import LessonRequest
 from inflight.lessons.static_bench import gpt2_with_random_weights
 from inflight.llm import LLM
 from inflight.observe.pictures import new_figure
-from inflight.params import SamplingParams
-from inflight.record import StepRecord
 from tools.figures.drawing import ALARM, DECODE, INK, PADDING, PREFILL, Drawing, steps_of, tidy
 
 MAX_TOKENS = 400

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from inflight.config import EngineConfig
-from inflight.engine import Engine
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.record import StepRecord
+from inflight.engine.engine import Engine
 from inflight.lessons.run import LessonRequest
 from inflight.lessons.static_bench import gpt2_with_random_weights
 from inflight.observe.pictures import new_figure
-from inflight.record import StepRecord
 from tools.figures.drawing import ALARM, DECODE, INK, PREFILL, Drawing, steps_of, tidy
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """One step of the engine as `inflight show` draws it: who may attend to what."""
 
+from inflight.contracts.params import SamplingParams
 from inflight.llm import LLM
 from inflight.observe.step_capture import StepCapture
 from inflight.observe.step_figure import step_figure
-from inflight.params import SamplingParams
 from tools.figures.drawing import Drawing
 
 BUDGET, STEP = 14, 1

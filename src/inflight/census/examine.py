@@ -17,9 +17,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from inflight.census.finding import Finding, Outcome, first_line
 from inflight.census.sensitive import FIRST_ORDINARY_TOKEN, build, plain_logits, sensitive_model, vocab_size
 from inflight.census.tiny_configs import model_class, tiny_config
+from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.params import SamplingParams
 from inflight.llm import LLM
-from inflight.outputs import RequestOutput
-from inflight.params import SamplingParams
 
 NEAR_TIE = 1e-4
 NUM_REQUESTS = 8

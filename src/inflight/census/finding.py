@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
-from inflight.errors import ModelError
+from inflight.contracts.errors import ModelError
 
 Outcome: TypeAlias = Literal["exact", "wrong", "refused", "failed", "not causal", "not built"]
 """Of a decoder-only causal LM: every token is the plain model's; some are not; the engine does not take the model; an

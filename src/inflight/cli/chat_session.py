@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from inflight.openai_client import OpenAIClient, ServerError
 
 if TYPE_CHECKING:
+    from inflight.contracts.params import SamplingParams
     from inflight.llm import LLM
-    from inflight.params import SamplingParams
 
 HELP = """\
 /help              this

@@ -13,12 +13,12 @@ import click
 
 from inflight.cli.options import engine_options, engine_values, quiet_libraries, sampling_options, sampling_values
 from inflight.cli.prompts import PromptLine, read_prompts
-from inflight.errors import InvalidRequestError
+from inflight.contracts.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from inflight.contracts.outputs import RequestOutput, TextDelta
+    from inflight.contracts.params import SamplingParams
     from inflight.llm import LLM
-    from inflight.outputs import RequestOutput, TextDelta
-    from inflight.params import SamplingParams
 
 
 @click.command()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from inflight.config import (
+from inflight.contracts.config import (
     ATTENTION_BACKENDS,
     COMPILE_MODES,
     DTYPES,
@@ -23,7 +23,7 @@ from inflight.config import (
     QUANTIZATIONS,
     EngineConfig,
 )
-from inflight.params import SamplingParams
+from inflight.contracts.params import SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

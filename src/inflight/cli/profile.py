@@ -37,11 +37,11 @@ def profile(
     quiet_libraries()
     from rich.console import Console
 
-    from inflight.config import EngineConfig
-    from inflight.engine import Engine
+    from inflight.contracts.config import EngineConfig
+    from inflight.contracts.params import SamplingParams
+    from inflight.engine.engine import Engine
     from inflight.inputs import model_source
     from inflight.observe.pictures import save_png
-    from inflight.params import SamplingParams
     from inflight.profiling import profile_decode
     from inflight.profiling.figure import profile_figure
     from inflight.profiling.table import profile_table

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from inflight.errors import InvalidRequestError
+from inflight.contracts.errors import InvalidRequestError
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 

@@ -41,7 +41,7 @@ def race(
     quiet_libraries()
     from rich.console import Console
 
-    from inflight.config import EngineConfig
+    from inflight.contracts.config import EngineConfig
     from inflight.lessons.methods import Setting
     from inflight.lessons.race import mixed_requests, run_race, write_html, write_png
 

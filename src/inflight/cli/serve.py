@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from inflight.cli.options import engine_options, engine_values, quiet_libraries
-from inflight.errors import EngineDeadError
+from inflight.contracts.errors import EngineDeadError
 from inflight.server.tools.call_format import CALL_FORMATS
 
 KEYS_VARIABLE = "INFLIGHT_API_KEYS"
@@ -57,7 +57,7 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
     from inflight.server.operations.logs import set_up_logging
     from inflight.server.operations.settings import OperatorSettings
     from inflight.server.run import listen, serve_until_told
-    from inflight.server.settings import ServerSettings
+    from inflight.server.serving.settings import ServerSettings
 
     name, *aliases = _names(model, served_model_names)
     settings = ServerSettings(model_name=name, model_aliases=tuple(aliases), **_given(options, ServerSettings))
@@ -87,7 +87,7 @@ def _given(options: dict[str, Any], owner: type[Any]) -> dict[str, Any]:
 
 def _names(model: str | None, served: tuple[str, ...]) -> list[str]:
     """What the model is called, and what else it may be: its own name is always one of them."""
-    from inflight.server.settings import DEMO_MODEL_NAME
+    from inflight.server.serving.settings import DEMO_MODEL_NAME
 
     own = [DEMO_MODEL_NAME] if model is None else [model]
     if model is not None and Path(model).expanduser().is_dir():

@@ -40,12 +40,12 @@ def show(
     quiet_libraries()
     from rich.console import Console
 
+    from inflight.contracts.params import SamplingParams
     from inflight.llm import LLM
     from inflight.observe.pictures import save_png, to_html, write_html
     from inflight.observe.step_capture import StepCapture
     from inflight.observe.step_drawing import StepDrawing
     from inflight.observe.step_figure import step_figure
-    from inflight.params import SamplingParams
 
     defaults = {"max_num_seqs": len(prompts), "kv_cache_memory": CACHE_MEMORY, "dtype": "float32"}
     llm = LLM(model, **{**defaults, **engine_values(options)})

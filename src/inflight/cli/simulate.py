@@ -48,7 +48,7 @@ def simulate(
         raise click.UsageError("give either --trace FILE or --synthetic")
     from rich.console import Console
 
-    from inflight.config import EngineConfig
+    from inflight.contracts.config import EngineConfig
     from inflight.observe.recorder import Recorder, read_recording
     from inflight.simulate import Lengths, StepCost, SyntheticLoad, fit_cost, replay
     from inflight.simulate import simulate as run

@@ -11,26 +11,26 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from inflight.cache_group import ALL_TOKENS, CacheLayout
-from inflight.config import EngineConfig
-from inflight.errors import ModelError
+from inflight.contracts.cache_layout import ALL_TOKENS, CacheLayout
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import StepPlan, StepTokens
 from inflight.execution.attention import AttentionSpec, ReferenceAttention
 from inflight.execution.attention.witness import WitnessedAttention
 from inflight.execution.executors import PackedExecutor
-from inflight.execution.executors.hook import use_attention
-from inflight.execution.executors.longrope import longrope_length
-from inflight.execution.linears import can_pack
-from inflight.execution.logits.logprobs import Scorer
-from inflight.execution.logits.token_mask import TokenMasks
+from inflight.execution.hf.hook import use_attention
+from inflight.execution.hf.load import ModelSource, available_cache_memory, load_model, release_checkpoint
+from inflight.execution.hf.longrope import longrope_length
 from inflight.execution.mapped_memory import let_go_of_file_pages
-from inflight.execution.model import ModelSource, available_cache_memory, load_model, release_checkpoint
-from inflight.execution.packed_linear import sums_int8
-from inflight.execution.probe.choice import Choice, choose_executor
+from inflight.execution.preparation.choice import Choice, choose_executor
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.execution.sampler import INVALID_TOKEN, Sampler
-from inflight.model_info import ModelInfo
-from inflight.params import SamplingParams
-from inflight.plan import StepPlan, StepTokens
+from inflight.execution.sampling.logprobs import Scorer
+from inflight.execution.sampling.sampler import INVALID_TOKEN, Sampler
+from inflight.execution.sampling.token_mask import TokenMasks
+from inflight.execution.weights.linears import can_pack
+from inflight.execution.weights.packed_linear import sums_int8
 
 NOT_HONOURED = {
     *("num_beams", "penalty_alpha", "guidance_scale", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),

@@ -20,11 +20,11 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
-from inflight.errors import InvalidRequestError
+from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.matcher import GrammarError, GrammarMatcher, reason
 from inflight.grammar.vocabulary import Vocabulary
-from inflight.structured_output import StructuredOutput
 from inflight.text.tokenizer import Tokenizer
 
 MAX_KEPT = 128

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from inflight.errors import InvalidRequestError
-from inflight.execution.logits.token_mask import TokenMasks
+from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import StepPlan
+from inflight.execution.sampling.token_mask import TokenMasks
 from inflight.grammar.compiler import GrammarCompiler
 from inflight.grammar.mask_worker import MaskHandle, MaskWorker
 from inflight.grammar.matcher import GrammarMatcher
-from inflight.model_info import ModelInfo
-from inflight.params import SamplingParams
-from inflight.plan import StepPlan
 from inflight.text.tokenizer import Tokenizer
 
 MAX_THREADS = 4

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from inflight.errors import InvalidRequestError
+from inflight.contracts.errors import InvalidRequestError
 
 # One space, or a line break and the next line's indentation: what people and models write. Without a bound a model may
 # write spaces until its tokens are used up.

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from inflight.engine import Engine
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.record import StepRecord
+from inflight.engine.engine import Engine
 from inflight.lessons.run import LessonRequest, Run
-from inflight.params import SamplingParams
-from inflight.record import StepRecord
 
 
 def run(

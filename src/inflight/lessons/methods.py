@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from inflight.config import EngineConfig
-from inflight.engine import Engine
-from inflight.execution.model import ModelSource, load_model
+from inflight.contracts.config import EngineConfig
+from inflight.engine.engine import Engine
+from inflight.execution.hf.load import ModelSource, load_model
 from inflight.lessons import engine_batching, padded_batching, ragged_batching, static_batching
 from inflight.lessons.run import LessonRequest, Run
 

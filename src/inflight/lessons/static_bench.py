@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from inflight.config import EngineConfig
+from inflight.contracts.config import EngineConfig
 from inflight.lessons import shared_prefix, static_batching
 from inflight.lessons.methods import Method, Setting, warm_up
 from inflight.lessons.run import LessonRequest

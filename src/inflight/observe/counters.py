@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from inflight.record import StepRecord
+from inflight.contracts.record import StepRecord
 
 
 @dataclass(slots=True)

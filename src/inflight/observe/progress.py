@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from tqdm.auto import tqdm
 
-from inflight.outputs import TextDelta
+from inflight.contracts.outputs import TextDelta
 
 
 def with_progress(deltas: Iterable[TextDelta], num_prompts: int, *, enabled: bool = True) -> Iterator[TextDelta]:

@@ -17,10 +17,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from inflight.cache_group import ALL_TOKENS, CacheGroup
-from inflight.config import EngineConfig
-from inflight.model_info import ModelInfo
-from inflight.record import ArrivalRecord, PreemptionRecord, SpanRecord, StepRecord
+from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.record import ArrivalRecord, PreemptionRecord, SpanRecord, StepRecord
 
 FORMAT = 1
 STEP_FIELDS = [field.name for field in fields(StepRecord) if field.name != "arrivals"]

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
+from inflight.contracts.record import StepRecord
 from inflight.execution.attention.witness import WitnessedAttention
 from inflight.observe.step_view import StepView, view_span, view_step
-from inflight.record import StepRecord
 
 
 class StepCapture:

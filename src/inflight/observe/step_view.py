@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from inflight.contracts.record import SpanKind, SpanRecord, StepRecord
 from inflight.execution.attention.reference import ragged_mask
 from inflight.execution.attention.witness import WitnessedCall
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.record import SpanKind, SpanRecord, StepRecord
 
 COLOURS = ("#2f7fe0", "#e8590c", "#2b9a45", "#ae3ec9", "#c28100", "#0c8599", "#d6336c", "#7a6bdf")
 """One a sequence; all can be read on white and on black."""

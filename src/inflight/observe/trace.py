@@ -14,8 +14,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from inflight.contracts.record import StepRecord
 from inflight.observe.recorder import Recording
-from inflight.record import StepRecord
 
 StretchKind: TypeAlias = Literal["prefill", "chunk", "decode", "waiting", "preempted"]
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import torch
 
-from inflight.engine import Engine
-from inflight.params import SamplingParams
+from inflight.contracts.params import SamplingParams
+from inflight.engine.engine import Engine
 from inflight.profiling.machine import MachineMeter
 from inflight.profiling.operators import OperatorTimes, profile_operators
 from inflight.profiling.phases import PhaseTimes, time_phases

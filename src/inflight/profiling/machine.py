@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from inflight.execution.packed_linear import pack_linear
+from inflight.execution.weights.packed_linear import pack_linear
 
 MIN_READ_BYTES = 256 * 2**20
 MAX_READ_BYTES = 2 * 2**30

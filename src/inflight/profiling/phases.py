@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.engine import Engine
+from inflight.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from inflight.model_info import ModelInfo
+from inflight.contracts.model_info import ModelInfo
 from inflight.profiling.machine import Machine
 from inflight.profiling.operators import OperatorTimes
 from inflight.profiling.phases import PhaseTimes

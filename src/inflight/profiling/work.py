@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from inflight.execution.attention import AttentionBackend, AttentionSpec
-from inflight.execution.experts import PackedExperts
-from inflight.execution.linears import SiblingLinear
-from inflight.execution.packed_linear import PackedLinear
+from inflight.execution.weights.experts import PackedExperts
+from inflight.execution.weights.linears import SiblingLinear
+from inflight.execution.weights.packed_linear import PackedLinear
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from inflight.cache_group import ALL_TOKENS, CacheLayout
-from inflight.plan import NO_BLOCK, BlockTable
+from inflight.contracts.cache_layout import ALL_TOKENS, CacheLayout
+from inflight.contracts.plan import NO_BLOCK, BlockTable
 from inflight.scheduling.prefix_cache import Key, Node, PrefixCache
 
 BlockTables: TypeAlias = tuple[BlockTable, ...]

@@ -16,7 +16,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from inflight.plan import NO_BLOCK
+from inflight.contracts.plan import NO_BLOCK
 
 
 class Root(NamedTuple):

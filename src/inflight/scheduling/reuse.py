@@ -9,7 +9,7 @@ they are forgotten, and whoever counted on it starts over. Knows nothing of budg
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from inflight.plan import NO_BLOCK
+from inflight.contracts.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import Node, Root, make_key
 from inflight.scheduling.sequence import Sequence

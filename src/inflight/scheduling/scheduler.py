@@ -25,10 +25,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Self
 
-from inflight.cache_group import CacheLayout
-from inflight.config import EngineConfig
-from inflight.outputs import FinishReason
-from inflight.plan import NO_BLOCK, Span, StepPlan
+from inflight.contracts.cache_layout import CacheLayout
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.outputs import FinishReason
+from inflight.contracts.plan import NO_BLOCK, Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from inflight.outputs import FinishReason
+from inflight.contracts.outputs import FinishReason
 from inflight.scheduling.block_pool import BlockTables
 from inflight.scheduling.prefix_cache import Parent, Root
 

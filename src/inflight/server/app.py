@@ -9,13 +9,17 @@ from fastapi import FastAPI
 
 from inflight import __version__
 from inflight.async_llm import AsyncLLM
-from inflight.server import chat, completions, messages, messages_errors, responses, status, tokenization
-from inflight.server.api_errors import add_error_handlers
-from inflight.server.observer import RequestObserver
-from inflight.server.readiness import keep_running
-from inflight.server.responses_store import ResponseStore
-from inflight.server.service import Service
-from inflight.server.settings import ServerSettings
+from inflight.server.anthropic import endpoint as messages
+from inflight.server.anthropic import errors as messages_errors
+from inflight.server.openai import chat, completions, tokenization
+from inflight.server.responses import endpoint as responses
+from inflight.server.responses.store import ResponseStore
+from inflight.server.serving import status
+from inflight.server.serving.observer import RequestObserver
+from inflight.server.serving.readiness import keep_running
+from inflight.server.serving.service import Service
+from inflight.server.serving.settings import ServerSettings
+from inflight.server.wire.api_errors import add_error_handlers
 
 
 def create_app(llm: AsyncLLM, settings: ServerSettings, observer: RequestObserver | None = None) -> FastAPI:

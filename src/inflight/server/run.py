@@ -10,13 +10,13 @@ from collections.abc import Callable
 import uvicorn
 
 from inflight.async_llm import AsyncLLM
-from inflight.errors import EngineDeadError, ModelError
+from inflight.contracts.errors import EngineDeadError, ModelError
 from inflight.server.app import create_app
 from inflight.server.operations.heads import LimitedHeads
 from inflight.server.operations.lifecycle import Drain, DrainingServer
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.stack import Operations
-from inflight.server.settings import ServerSettings
+from inflight.server.serving.settings import ServerSettings
 
 BACKLOG = 2048
 """Connections that may wait to be accepted: a thousand clients come at once."""

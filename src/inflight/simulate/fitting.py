@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from inflight.contracts.record import StepRecord
 from inflight.observe.recorder import Recording
-from inflight.record import StepRecord
 from inflight.simulate.step_cost import StepCost, StepLoad
 
 ROUNDS = 8

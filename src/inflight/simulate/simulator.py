@@ -11,13 +11,13 @@ its decisions are the same, and a million of them take no memory.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from inflight.cache_group import ALL_TOKENS, CacheLayout
-from inflight.config import EngineConfig
-from inflight.model_info import ModelInfo
+from inflight.contracts.cache_layout import ALL_TOKENS, CacheLayout
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.plan import StepPlan
+from inflight.contracts.record import ArrivalRecord, StepRecord
+from inflight.engine.step_watch import StepWatch
 from inflight.observe.run_report import RunLog, RunReport
-from inflight.observe.step_watch import StepWatch
-from inflight.plan import StepPlan
-from inflight.record import ArrivalRecord, StepRecord
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request, Sequence
 from inflight.simulate.requests import SimulatedRequest

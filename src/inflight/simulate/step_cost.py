@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from inflight.options import check_number, refuse_unknown_options
+from inflight.contracts.options import check_number, refuse_unknown_options
 
 RATES = ("per_logit_row", "per_context_token", "per_attended_key")
 

@@ -6,7 +6,7 @@ Runs in the caller's process. Knows tokens and texts, nothing of steps or of oth
 import time
 from dataclasses import replace
 
-from inflight.outputs import (
+from inflight.contracts.outputs import (
     CompletionOutput,
     Logprob,
     RequestMetrics,
@@ -16,7 +16,7 @@ from inflight.outputs import (
     TokenLogprobs,
     TokenScore,
 )
-from inflight.params import SamplingParams
+from inflight.contracts.params import SamplingParams
 from inflight.text.output_text import OutputText
 from inflight.text.tokenizer import Tokenizer
 

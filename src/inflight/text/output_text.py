@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inflight.outputs import FinishReason
-from inflight.params import SamplingParams
+from inflight.contracts.outputs import FinishReason
+from inflight.contracts.params import SamplingParams
 from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.stop_strings import StopStrings
 from inflight.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inflight.errors import InvalidRequestError, ModelError
+from inflight.contracts.errors import InvalidRequestError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,9 +16,9 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from prometheus_client.parser import text_string_to_metric_families
 
 from inflight import AsyncLLM, EngineDeadError, ModelError, SamplingParams
-from inflight.engine import Engine
-from inflight.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from inflight.record import EngineStats
+from inflight.contracts.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from inflight.contracts.record import EngineStats
+from inflight.engine.engine import Engine
 from inflight.server.operations import metrics as metrics_module
 from inflight.server.operations.metrics import Metrics
 from tests import zoo

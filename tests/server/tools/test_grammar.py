@@ -7,14 +7,14 @@ from typing import Any
 import jsonschema
 import pytest
 
+from inflight.contracts.structured_output import StructuredOutput
 from inflight.demo_model import DEMO_MODEL
 from inflight.grammar import GrammarCompiler
-from inflight.server.api_errors import ApiError
 from inflight.server.tools.call_format import HERMES, LLAMA3, MISTRAL, PLAIN, CallFormat
 from inflight.server.tools.fields import ToolFields
 from inflight.server.tools.grammar import calls_grammar, schema_of
 from inflight.server.tools.tool_use import ToolUse, tool_use
-from inflight.structured_output import StructuredOutput
+from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from tests.grammar.helpers import compiler, spelled, walk, write
 from tests.server.tools.test_call_parser import put_together

@@ -7,8 +7,8 @@ import anthropic
 import pytest
 from anthropic.types import Message, ToolUseBlock
 
-from inflight.server.api_errors import ApiError
-from inflight.server.messages_request import CountRequest
+from inflight.server.anthropic.request import CountRequest
+from inflight.server.wire.api_errors import ApiError
 from tests.server.serving import HELLO, RunningServer
 from tests.server.tools.scripted import (
     CALL,

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion
 
 from inflight import AsyncLLM
 from inflight.demo_model import DEMO_MODEL
-from inflight.server.settings import ServerSettings
+from inflight.server.serving.settings import ServerSettings
 from tests.server.serving import HELLO, RunningServer
 from tests.server.tools.scripted import (
     CALL,

@@ -2,12 +2,12 @@
 
 import torch
 
-from inflight.errors import ModelError
+from inflight.contracts.errors import ModelError
 from inflight.execution.attention.cpu_backend import CpuAttention, CpuCache
 from inflight.execution.attention.interface import AttentionBackend, AttentionSpec
 from inflight.execution.attention.reference import ReferenceAttention
 from inflight.execution.attention.torch_backend import TorchAttention
-from inflight.execution.native import kernels_available
+from inflight.execution.kernels import kernels_available
 
 __all__ = [
     "AttentionBackend",

@@ -1,4 +1,4 @@
-"""`CpuAttention`: attention in C++, reading the cache's blocks in place (`execution/native/attend_tile.h` has the
+"""`CpuAttention`: attention in C++, reading the cache's blocks in place (`execution/kernels/attend_tile.h` has the
 arithmetic and the layout, `attention.cpp` who computes what).
 
 A token's result has the same bits whatever runs beside it, however its prompt was chunked, wherever its blocks lie and

@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from inflight.execution.attention import CpuCache
-from inflight.execution.executors.hook import use_attention
-from inflight.execution.native import cache_folder
+from inflight.execution.hf.hook import use_attention
+from inflight.execution.kernels import cache_folder
 
 Forward: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Token ids `[T]`, positions `[T]` and logit rows `[R]` to logits `[R, V]`; T and R are at least `MIN_ROWS`."""

@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from inflight.execution.attention import AttentionBackend, CpuCache
+from inflight.execution.attention.grouping import BlockPart, Grouping
 from inflight.execution.attention.interface import PagedCache
-from inflight.execution.executors.cache_groups import BlockPart, Grouping
 from inflight.execution.executors.compiled import Forward, compile_forward, plain_forward
-from inflight.execution.executors.hook import attend_with, attention_sinks
-from inflight.execution.executors.longrope import length_of_its_own, longrope_length
-from inflight.execution.packed_linear import OneDnnLinear
+from inflight.execution.hf.hook import attend_with, attention_sinks
+from inflight.execution.hf.longrope import length_of_its_own, longrope_length
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
+from inflight.execution.weights.packed_linear import OneDnnLinear
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from inflight.cache_group import ALL_TOKENS
-from inflight.errors import ModelError
-from inflight.execution.executors.model_call import ModelCall
-from inflight.execution.executors.paged_cache import PagedCache, Rows, bytes_of, check_layers, places_of
+from inflight.contracts.cache_layout import ALL_TOKENS
+from inflight.contracts.errors import ModelError
+from inflight.contracts.plan import Span
 from inflight.execution.executors.whole_prompts import TokensBySlot
+from inflight.execution.hf.model_call import ModelCall
+from inflight.execution.hf.row_cache import PagedCache, Rows, bytes_of, check_layers, places_of
 from inflight.execution.ragged_batch import RaggedBatch, to_device
-from inflight.plan import Span
 
 MOST_PADDED = 1.5
 """How many times their tokens the places of rows may be that run together."""

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from inflight.cache_group import ALL_TOKENS
-from inflight.execution.executors.model_call import ModelCall
+from inflight.contracts.cache_layout import ALL_TOKENS
+from inflight.contracts.plan import Span
 from inflight.execution.executors.whole_prompts import TokensBySlot
+from inflight.execution.hf.model_call import ModelCall
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.plan import Span
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from inflight.contracts.plan import Span
 from inflight.execution.ragged_batch import IntArray
-from inflight.plan import Span
 
 
 class TokensBySlot:

@@ -13,10 +13,10 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from inflight.outputs import RequestOutput
-from inflight.server.observer import EndReason, RequestObserver
+from inflight.contracts.outputs import RequestOutput
 from inflight.server.operations.answered import run_watched
 from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
+from inflight.server.serving.observer import EndReason, RequestObserver
 
 logger = logging.getLogger("inflight.access")
 

@@ -18,12 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from inflight.outputs import RequestOutput
-from inflight.params import SamplingParams
-from inflight.record import EngineStats
-from inflight.server.observer import EndReason, RequestObserver
+from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.record import EngineStats
 from inflight.server.operations.answered import run_watched
 from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
+from inflight.server.serving.observer import EndReason, RequestObserver
 
 SECONDS_FOR_ENGINE = 1.0
 """How long a scrape waits for the engine, which answers between two steps."""

@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from inflight.options import MAX_FLOAT, check_choice, check_integer, check_number, check_switch, strict_options
+from inflight.contracts.options import (
+    MAX_FLOAT,
+    check_choice,
+    check_integer,
+    check_number,
+    check_switch,
+    strict_options,
+)
 
 LOG_FORMATS = ("text", "json")
 MAX_BODY_SIZE = 32 * 2**20

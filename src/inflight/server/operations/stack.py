@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from inflight.outputs import RequestOutput
-from inflight.params import SamplingParams
-from inflight.record import EngineStats
-from inflight.server.observer import EndReason, RequestObserver
+from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.record import EngineStats
 from inflight.server.operations.access_log import AccessLog
 from inflight.server.operations.api_keys import ApiKeys, read_api_keys
 from inflight.server.operations.lifecycle import Drain
@@ -25,6 +24,7 @@ from inflight.server.operations.metrics import Metrics
 from inflight.server.operations.request_ids import RequestIds
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.tracing import Tracing, exporting_provider
+from inflight.server.serving.observer import EndReason, RequestObserver
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight import __version__
-from inflight.outputs import RequestOutput
-from inflight.params import SamplingParams
-from inflight.server.observer import EndReason, RequestObserver
+from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.params import SamplingParams
 from inflight.server.operations.refusals import header_of, path_of
+from inflight.server.serving.observer import EndReason, RequestObserver
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from inflight.outputs import FinishReason
+from inflight.contracts.outputs import FinishReason
 from inflight.server.tools.call_parser import CallDelta, CallParser, Piece
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from inflight.server.api_errors import ApiError
-from inflight.server.strict_model import Many, StrictModel
+from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.strict_model import Many, StrictModel
 
 MAX_TOOLS = 256
 

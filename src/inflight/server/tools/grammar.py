@@ -8,10 +8,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from inflight.contracts.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.server.tools.call_format import CallFormat
 from inflight.server.tools.call_parser import head_of
-from inflight.structured_output import StructuredOutput
 
 Schema: TypeAlias = Mapping[str, Any]
 """One that was checked, and can be enforced as far as that shows."""

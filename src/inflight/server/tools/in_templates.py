@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from inflight.server.api_errors import ApiError
+from inflight.server.wire.api_errors import ApiError
 
 
 def call_for_template(call_id: str | None, name: str, arguments: str, where: str) -> dict[str, Any]:

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.errors import InvalidRequestError
+from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
-from inflight.server.api_errors import ApiError
 from inflight.server.tools.call_format import CALL_FORMATS, PLAIN, CallFormat, format_of_template
 from inflight.server.tools.call_parser import CallParser
 from inflight.server.tools.fields import Tool, ToolFields
 from inflight.server.tools.grammar import Schema, any_object, calls_grammar, schema_of
-from inflight.structured_output import StructuredOutput
+from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 
 

@@ -1,0 +1,104 @@
+"""`EngineConfig`: every choice about the engine that a caller can make. Plain data, checked when made."""
+
+from dataclasses import dataclass
+
+from inflight.contracts.options import check_choice, check_integer, check_switch, strict_options
+from inflight.contracts.params import MAX_SEED
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+POLICIES = ("fcfs", "priority")
+QUANTIZATIONS = ("int8",)
+COMPILE_MODES = ("off", "auto", "max")
+KV_CACHE_DTYPES = ("auto", "int8")
+EXECUTORS = ("auto", "packed", "rows", "sequential")
+ATTENTION_BACKENDS = ("auto", "reference", "torch", "cpu")
+
+
+@strict_options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How a model is loaded and how its requests are batched.
+
+    Attributes:
+        dtype: of weights, activations and cache. "auto" takes the checkpoint's; on a CPU bfloat16 where that has
+            arithmetic of its own (AVX512-BF16, AMX), else float32. A loaded model keeps its own.
+        device: "auto" (CUDA, else MPS, else CPU) or a torch device such as "cuda:1".
+        load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the config alone.
+        trust_remote_code: whether Python code that comes with a checkpoint may run.
+        revision: branch, tag or commit of a hub repository.
+        executor: the way through the model: "packed" (all tokens of a step in one row), "rows" (batches of rows, by the
+            model's own attention), "sequential" (one sequence after the other), or "auto" (the first of them that is
+            proved exact). One that is given is proved, too.
+        remember_verdicts: whether what was proved on a small copy of a model's class is kept for the next load (in
+            `~/.cache/inflight/verdicts`), as long as class, configuration, versions and machine are the same.
+        attention_backend: "reference" (the definition, slow), "torch" (any device), "cpu" (our kernels), or "auto" (the
+            best here).
+        kv_cache_dtype: of keys and values: "auto" (the model's) or "int8" (with a scale for each token and head; half
+            of bfloat16's memory, not exact; only with the "cpu" backend).
+        quantization: None, or "int8": weights with a scale for each output channel, activations with one for each row;
+            from any checkpoint, on a CPU with our kernels. A quarter of float32's memory; not exact.
+        compile: "off", "auto" (through `torch.compile`: faster steps after up to a minute, once) or "max" (faster
+            still, longer to compile). On a CPU with our kernels; a model that can not be compiled runs as with "off".
+        max_model_len: most tokens a sequence can have, prompt and output; None: what the model was made for.
+        max_num_seqs: most sequences that run at once, the number of slots.
+        max_num_batched_tokens: the token budget of a step.
+        max_prefill_tokens_per_step: how many tokens of a step may be prefill while other sequences decode, so that a
+            long prompt does not stall them; None: no limit offline, in `AsyncLLM` derived from measured speed.
+        policy: "fcfs" (first come, first served) or "priority" (lower `priority` runs first, and may preempt).
+        aging_steps: with "priority", a waiting request gains one priority for each so many steps.
+        max_num_waiting: a request is refused while so many sequences wait; None: no limit.
+        enable_prefix_caching: whether blocks of the cache are found again by their content.
+        block_size: tokens in a block of the cache.
+        num_blocks: blocks in the cache; None: as many as `kv_cache_memory` holds. A sequence takes one for each
+            `block_size` tokens; of a model with sliding windows one in each of its groups of layers.
+        kv_cache_memory: bytes for keys and values; None: 90 % of what is free on a CUDA device, else up to a quarter
+            of the machine's memory, which a CPU only touches as it is needed. Not looked at with `num_blocks`.
+        seed: of the random streams of requests without a seed of their own, and of dummy weights.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    trust_remote_code: bool = False
+    revision: str | None = None
+    executor: str = "auto"
+    remember_verdicts: bool = True
+    attention_backend: str = "auto"
+    kv_cache_dtype: str = "auto"
+    quantization: str | None = None
+    compile: str = "off"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_prefill_tokens_per_step: int | None = None
+    policy: str = "fcfs"
+    aging_steps: int = 100
+    max_num_waiting: int | None = None
+    enable_prefix_caching: bool = True
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.device, str):
+            raise ValueError(f"device is {self.device!r}; it must be 'auto' or the name of a device, such as 'cuda:1'")
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_choice("executor", self.executor, EXECUTORS)
+        check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        if self.quantization is not None:
+            check_choice("quantization", self.quantization, QUANTIZATIONS)
+        check_choice("compile", self.compile, COMPILE_MODES)
+        check_choice("policy", self.policy, POLICIES)
+        optional = ("max_model_len", "num_blocks", "kv_cache_memory", "max_prefill_tokens_per_step", "max_num_waiting")
+        for name in optional:
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "aging_steps", "block_size"):
+            check_integer(name, getattr(self, name), 1)
+        check_integer("seed", self.seed, 0, MAX_SEED)
+        for name in ("trust_remote_code", "enable_prefix_caching", "remember_verdicts"):
+            check_switch(name, getattr(self, name))

@@ -1,0 +1,147 @@
+"""`SamplingParams`: how one request wants its tokens chosen and when it ends. Plain data, checked when made."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from inflight.contracts.options import check_integer, check_number, check_switch, strict_options
+from inflight.contracts.structured_output import StructuredOutput
+
+MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1
+MAX_LOGPROBS = 1000
+MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256
+
+
+@strict_options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends. Names and meanings are vLLM's.
+
+    Logits are changed in this order: bad words, `min_tokens`, `logit_bias`, repetition, frequency and presence penalty,
+    temperature, top-k, top-p, min-p (each sees what the one before left). Log-probabilities are the model's own, before
+    all of that.
+
+    Attributes:
+        n: how many sequences to generate for the prompt; each has its own random stream.
+        temperature: divides the logits; 0 means greedy (the most likely token, no randomness).
+        top_p: keep the smallest set of most likely tokens whose probability reaches this, in (0, 1].
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: drop tokens less likely than this share of the most likely one's probability, in [0, 1].
+        presence_penalty: taken from the logits of tokens that the output has already, in [-2, 2].
+        frequency_penalty: the same for each time that the output has them, in [-2, 2].
+        repetition_penalty: logits of tokens that prompt or output have are divided by it if they are positive, else
+            multiplied with it; in [0.01, 100], and 1 is none (Keskar et al., 2019).
+        logit_bias: what is added to the logits of token ids.
+        bad_words: texts that are not generated: their last token is never chosen behind the others.
+        logprobs: how many of the likeliest tokens' log-probabilities to tell at each output token, beside its own; 0:
+            its own alone; None: none.
+        prompt_logprobs: the same for each prompt token but the first. The prompt is computed as a whole then, whatever
+            the prefix cache has.
+        structured_output: what the whole output has to look like: JSON of a schema, a regular expression, … Tokens are
+            chosen from those that can lead there, whatever else shapes their distribution.
+        seed: makes the request's random numbers its own: the same tokens whatever else runs. None: the engine's
+            seed and the order of arrival decide.
+        max_tokens: the most tokens to generate; None: until a stop or the context is full.
+        min_tokens: neither EOS nor a stop token is chosen, and no stop string looked for, before so many tokens.
+        stop: strings that end the text; the text is cut just before the first that appears.
+        stop_token_ids: token ids that end the sequence, besides the model's EOS ids.
+        ignore_eos: go on past the model's EOS ids.
+        include_stop_str_in_output: keep the stop string at the end of the text.
+        skip_special_tokens: leave special tokens out of the text.
+        truncate_prompt_tokens: keep only the last so many tokens of the prompt.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("n", self.n, 1, MAX_COUNT)
+        check_number("temperature", self.temperature, "a finite number of at least 0", 0.0, float("inf"))
+        check_number("top_p", self.top_p, "a number above 0 and at most 1", 0.0, 1.0, above=True)
+        check_integer("top_k", self.top_k, -1, MAX_COUNT)
+        check_number("min_p", self.min_p, "a number from 0 to 1", 0.0, 1.0)
+        for name in ("presence_penalty", "frequency_penalty"):
+            check_number(name, getattr(self, name), "a number from -2 to 2", -2.0, 2.0)
+        repetition = self.repetition_penalty
+        check_number("repetition_penalty", repetition, "a number from 0.01 to 100", 0.01, 100.0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.structured_output is not None and not isinstance(self.structured_output, StructuredOutput):
+            raise ValueError(f"structured_output is {self.structured_output!r}; it must be a StructuredOutput")
+        self._check_logit_bias()
+        self._check_bad_words()
+        if self.seed is not None:
+            check_integer("seed", self.seed, 0, MAX_SEED)
+        if self.max_tokens is not None:
+            check_integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        check_integer("min_tokens", self.min_tokens, 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
+        if self.truncate_prompt_tokens is not None:
+            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_COUNT)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            check_switch(name, getattr(self, name))
+        if self.stop is not None and not isinstance(self.stop, Sequence):
+            raise ValueError(f"stop is {self.stop!r}; it must be a non-empty string or a list of such strings")
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop contains {text!r}; it must be a non-empty string or a list of such strings")
+        if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, Sequence):
+            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids")
+        for token_id in self.stop_token_ids or ():
+            check_integer("a member of stop_token_ids", token_id, 0)
+
+    def _check_logit_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias is {self.logit_bias!r}; it must be a dict of token ids and numbers")
+        for token_id, bias in self.logit_bias.items():
+            check_integer("a token id of logit_bias", token_id, 0)
+            check_number(f"logit_bias[{token_id}]", bias, "a number from -100 to 100", -100.0, 100.0)
+
+    def _check_bad_words(self) -> None:
+        if self.bad_words is None:
+            return
+        if isinstance(self.bad_words, str) or not isinstance(self.bad_words, Sequence):
+            raise ValueError(f"bad_words is {self.bad_words!r}; it must be a list of non-empty strings")
+        for word in self.bad_words:
+            if not isinstance(word, str) or not 0 < len(word) <= MAX_BAD_WORD:
+                raise ValueError(
+                    f"bad_words contains {word!r}; it must be a list of strings of 1 to {MAX_BAD_WORD} characters"
+                )
+            if any("\ud800" <= character <= "\udfff" for character in word):
+                raise ValueError(f"bad_words contains {word!r}; it must be text that UTF-8 can write")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise ValueError(f"bad_words has {len(self.bad_words)} strings; it must be at most {MAX_BAD_WORDS}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, empty if there is none."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0

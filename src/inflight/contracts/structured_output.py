@@ -1,0 +1,77 @@
+"""`StructuredOutput`: what a request's text must look like. Plain data, checked when made.
+
+Decides nothing about grammars: whether a schema, a regex or a grammar can be enforced is `inflight.grammar`'s to say.
+"""
+
+from dataclasses import dataclass
+
+from inflight.contracts.options import check_switch, strict_options
+
+MAX_CHARACTERS = 2**18
+"""The longest description that is looked at; what it may cost to compile has limits of its own."""
+
+_TEXTS = ("json_schema", "regex", "grammar")
+_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
+@strict_options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """What the whole output of a sequence must be: exactly one of these is given.
+
+    Attributes:
+        json_schema: JSON that this JSON schema (its text) accepts.
+        json_object: any JSON object.
+        regex: text that this regular expression matches as a whole (syntax of Rust's `regex`: no look-around and no
+            backreferences).
+        choice: one of these strings.
+        grammar: text of this context-free grammar, in Lark's notation or GBNF's (`root ::= ...`).
+    """
+
+    json_schema: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        check_switch("json_object", self.json_object)
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured output needs exactly one of {', '.join(_KINDS)}; "
+                f"{' and '.join(given) + ' are' if given else 'none is'} given"
+            )
+        for name in _TEXTS:
+            if getattr(self, name) is not None:
+                _check_text(name, getattr(self, name))
+        if self.choice is not None:
+            self._check_choice()
+
+    def _check_choice(self) -> None:
+        if not isinstance(self.choice, list | tuple) or not self.choice:
+            raise ValueError(f"choice is {self.choice!r}; it must be a list of at least one string")
+        for text in self.choice:
+            _check_text("a member of choice", text)
+        if sum(map(len, self.choice)) > MAX_CHARACTERS:
+            raise ValueError(f"choice has more than {MAX_CHARACTERS} characters in all; so many are accepted")
+        object.__setattr__(self, "choice", tuple(self.choice))
+
+    @property
+    def kind(self) -> str:
+        """The name of the one that is given."""
+        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+
+    @property
+    def num_characters(self) -> int:
+        """How long the description is."""
+        return len(self.json_schema or self.regex or self.grammar or "") + sum(map(len, self.choice or ()))
+
+
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"{name} is {text!r}; it must be a string")
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"{name} has {len(text)} characters; at most {MAX_CHARACTERS} are accepted")
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{name} has half of a surrogate pair in it; it must be text that UTF-8 can write")

@@ -1,0 +1,108 @@
+"""The door: decides whether a request may come in, and resolves what it left open against the model.
+
+Everything that could go wrong because of what a caller gave is refused here, in one sentence with the value and what
+would be accepted; behind the door nothing is checked again.
+"""
+
+import operator
+from collections.abc import Sequence as SequenceOf
+
+from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.params import SamplingParams
+from inflight.scheduling.sequence import Request
+
+MAX_PRIORITY = 2**31 - 1
+
+
+def make_request(
+    request_id: str,
+    prompt_token_ids: SequenceOf[int],
+    params: SamplingParams,
+    info: ModelInfo,
+    *,
+    priority: int = 0,
+    cache_salt: str | None = None,
+) -> Request:
+    """A request that the scheduler can run to its end, or `InvalidRequestError`."""
+    prompt = _token_ids("the prompt", prompt_token_ids, info.vocab_size)
+    if params.truncate_prompt_tokens is not None:
+        prompt = prompt[-params.truncate_prompt_tokens :]
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty; it must have at least one token")
+    if len(prompt) >= info.max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt)} tokens; with at least one to be generated, at most "
+            f"{info.max_model_len - 1} are accepted (max_model_len is {info.max_model_len})"
+        )
+    if not _is_integer(priority) or abs(operator.index(priority)) > MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"priority is {priority!r}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}, lower runs first"
+        )
+    if cache_salt is not None and not _is_text(cache_salt):
+        raise InvalidRequestError(f"cache_salt is {cache_salt!r}; it must be text that UTF-8 can write")
+    _token_ids("logit_bias", list(params.logit_bias or ()), info.vocab_size)
+    stop_token_ids = set(_token_ids("stop_token_ids", params.stop_token_ids or (), info.vocab_size))
+    if not params.ignore_eos:
+        stop_token_ids.update(info.eos_token_ids)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        max_num_tokens=_max_num_tokens(len(prompt), params.max_tokens, info),
+        min_output_tokens=params.min_tokens,
+        stop_token_ids=frozenset(stop_token_ids),
+        num_sequences=params.n,
+        priority=operator.index(priority),
+        cache_salt=cache_salt,
+        scores_prompt=params.prompt_logprobs is not None,
+    )
+
+
+def _max_num_tokens(prompt_len: int, max_tokens: int | None, info: ModelInfo) -> int:
+    """Tokens after which a sequence ends: what was asked for, but never beyond the model's length."""
+    capacity = info.max_cached_len + 1  # the last token generated needs no place in the cache
+    if max_tokens is None and prompt_len < capacity:
+        return min(info.max_model_len, capacity)
+    wanted = min(info.max_model_len, prompt_len + (max_tokens or 1))
+    if wanted > capacity:
+        raise InvalidRequestError(
+            f"the prompt has {prompt_len} tokens and would grow to {wanted}; the whole cache can only serve a sequence "
+            f"of {capacity} ({info.num_blocks} blocks of {info.block_size} tokens)"
+        )
+    return wanted
+
+
+def _token_ids(name: str, token_ids: SequenceOf[int], vocab_size: int) -> list[int]:
+    try:
+        given = list(token_ids)
+    except TypeError:
+        raise InvalidRequestError(f"{name} is {token_ids!r}; it must be a list of token ids") from None
+    try:
+        ids = list(map(operator.index, given))
+    except TypeError:
+        wrong = next(token_id for token_id in given if not _is_integer(token_id))
+        raise InvalidRequestError(f"{name} contains {wrong!r}, which is not a token id (an integer)") from None
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong_id = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequestError(
+            f"{name} contains token id {wrong_id}; the model's vocabulary has the ids from 0 to {vocab_size - 1}"
+        )
+    return ids
+
+
+def _is_text(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_integer(value: object) -> bool:
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,128 @@
+"""`serve`: an engine run by messages. Between steps it takes in whatever commands have come; idle, it waits for one.
+
+Runs in a process of its own or in a thread, and does not know which. Grammars are compiled beside it.
+"""
+
+import logging
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from inflight.contracts.errors import InvalidRequestError, ModelError, QueueFullError
+from inflight.contracts.outputs import SequenceOutput
+from inflight.engine.engine import AcceptedRequest, Engine
+from inflight.engine.prefill_limit import PrefillLimit
+from inflight.engine.process.protocol import (
+    Abort,
+    AskStats,
+    Command,
+    Commands,
+    Event,
+    Failed,
+    Generate,
+    Outputs,
+    Ready,
+    Refused,
+    Stats,
+)
+
+logger = logging.getLogger(__name__)
+
+NUM_COMPILING = 2
+"""Grammars at a time."""
+
+
+def serve(load: Callable[[], Engine], commands: Commands, send: Callable[[Event], None]) -> bool:
+    """Make an engine and run it until None comes. Whether all went well; what went wrong is the last event."""
+    try:
+        engine = load()
+        send(Ready(engine.model_info, engine.default_sampling_params()))
+        _Loop(engine, commands, send).run()
+    except ModelError as error:
+        send(Failed(str(error), is_model_error=True))
+        return False
+    except Exception as error:
+        logger.exception("the engine broke")
+        send(Failed(repr(error)))
+        return False
+    return True
+
+
+class _Loop:
+    def __init__(self, engine: Engine, commands: Commands, send: Callable[[Event], None]) -> None:
+        self.engine = engine
+        self.commands = commands
+        self.send = send
+        engine.prefill_limit = PrefillLimit()  # somebody waits for every token
+        self._pool = ThreadPoolExecutor(NUM_COMPILING, "inflight: grammars")
+        self._compiling: set[str] = set()
+
+    def run(self) -> None:
+        """Step and obey until None comes."""
+        try:
+            while True:
+                for command in self._arrived():
+                    if command is None:
+                        return
+                    self._obey(command)
+                self._tell(self.engine.step())
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _arrived(self) -> Iterator[Command | Callable[[], None] | None]:
+        """The commands that have come; as long as there is nothing to compute, those to come."""
+        try:
+            while True:
+                yield self.commands.get(block=not self.engine.has_unfinished_requests)
+        except queue.Empty:
+            return
+
+    def _obey(self, command: Command | Callable[[], None]) -> None:
+        match command:
+            case Generate():
+                self._try_to(command.request_id, lambda: self._take_in(command))
+            case Abort():
+                self._compiling.discard(command.request_id)
+                self._tell(self.engine.abort(command.request_id))
+            case AskStats():
+                self.send(Stats(command.request_id, self.engine.stats()))
+            case _:
+                command()
+
+    def _take_in(self, asked: Generate) -> None:
+        """Submit a request, or have its grammar compiled first."""
+        engine, request_id = self.engine, asked.request_id
+        accepted = engine.accept(
+            request_id,
+            asked.prompt_token_ids,
+            asked.params,
+            priority=asked.priority,
+            cache_salt=asked.cache_salt,
+            deadline=asked.deadline,
+        )
+        if asked.params.structured_output is None:
+            engine.submit(accepted)
+            return
+        engine.check_room(accepted)
+        self._compiling.add(request_id)
+        compiled = self._pool.submit(engine.compile, accepted)
+        compiled.add_done_callback(lambda _: self.commands.put(lambda: self._submit_compiled(request_id, compiled)))
+
+    def _submit_compiled(self, request_id: str, compiled: "Future[AcceptedRequest]") -> None:
+        if request_id in self._compiling:  # else it was aborted meanwhile
+            self._compiling.remove(request_id)
+            self._try_to(request_id, lambda: self.engine.submit(compiled.result()))
+
+    def _try_to(self, request_id: str, take_in: Callable[[], None]) -> None:
+        """Take in a request, or refuse it: what one request made go wrong ends nobody else's."""
+        try:
+            take_in()
+        except (InvalidRequestError, QueueFullError) as error:
+            self.send(Refused(request_id, type(error).__name__, str(error)))
+        except Exception as error:
+            logger.exception("a request could not be looked at")
+            self.send(Refused(request_id, InvalidRequestError.__name__, f"the request can not be run: {error!r}"))
+
+    def _tell(self, outputs: list[SequenceOutput]) -> None:
+        if outputs:
+            self.send(Outputs(outputs))

@@ -1,0 +1,135 @@
+"""What a caller and an engine's loop say to each other, and how it is written to a pipe.
+
+A frame is the length of what follows (4 bytes, little-endian) and one message in MessagePack that names its type.
+Times are of `time.monotonic()`, which all processes of a machine share. `request_id`s are the caller's side's own
+(`Session` gives each out once), not those of its callers: so what is still on its way for a request that was left
+is never taken for another's.
+"""
+
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import IO, Any, TypeAlias
+
+import msgspec
+
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.outputs import SequenceOutput
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.record import EngineStats
+
+LENGTH_BYTES = 4
+
+
+class Load(msgspec.Struct, tag=True, frozen=True):
+    """The first frame that an engine process gets: which engine to make (hub ids or folders)."""
+
+    model: str
+    tokenizer: str | None
+    config: EngineConfig
+
+
+class Generate(msgspec.Struct, tag=True, frozen=True):
+    """Run a request, and tell of each of its sequences until it has ended."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+    deadline: float | None = None
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """End a request, if it is unfinished."""
+
+    request_id: str
+
+
+class AskStats(msgspec.Struct, tag=True, frozen=True):
+    """Answer with `Stats` of the same `request_id`."""
+
+    request_id: str
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The engine is loaded."""
+
+    model_info: ModelInfo
+    default_params: SamplingParams
+
+
+class Outputs(msgspec.Struct, tag=True, frozen=True):
+    """What one step, or an abort, gave all its sequences."""
+
+    outputs: list[SequenceOutput]
+
+
+class Stats(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `AskStats`."""
+
+    request_id: str
+    stats: EngineStats
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """A request was not taken in; `error` is the name of the class to raise."""
+
+    request_id: str
+    error: str
+    message: str
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The engine could not be made (a `ModelError`), or its loop broke; nothing follows."""
+
+    message: str
+    is_model_error: bool = False
+
+
+Command: TypeAlias = Generate | Abort | AskStats
+Event: TypeAlias = Ready | Outputs | Stats | Refused | Failed
+Commands: TypeAlias = "SimpleQueue[Command | Callable[[], None] | None]"
+"""What an engine's loop is to do next: what it was told, what it has put off itself; None: to end."""
+
+
+def _plain(value: Any) -> Any:
+    """What MessagePack has no type for: a number of numpy's, or some sequence."""
+    return float(value) if isinstance(value, float) else list(value)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_load_decoder = msgspec.msgpack.Decoder(Load)
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def to_frame(message: Load | Command | Event) -> bytes:
+    """A message as it is written."""
+    payload = _encoder.encode(message)
+    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+
+
+def read_load(stream: IO[bytes]) -> Load | None:
+    """The frame that comes first; None at the end of the stream."""
+    payload = _read_payload(stream)
+    return None if payload is None else _load_decoder.decode(payload)
+
+
+def read_command(stream: IO[bytes]) -> Command | None:
+    """The next command; None at the end of the stream."""
+    payload = _read_payload(stream)
+    return None if payload is None else _command_decoder.decode(payload)
+
+
+def read_event(stream: IO[bytes]) -> Event | None:
+    """The next event; None at the end of the stream, even if it comes in the middle of a frame."""
+    payload = _read_payload(stream)
+    return None if payload is None else _event_decoder.decode(payload)
+
+
+def _read_payload(stream: IO[bytes]) -> bytes | None:
+    header = stream.read(LENGTH_BYTES)
+    length = int.from_bytes(header, "little")
+    payload = stream.read(length)
+    return payload if len(header) == LENGTH_BYTES and len(payload) == length else None

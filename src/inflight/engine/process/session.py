@@ -1,0 +1,189 @@
+"""`Session`: one engine from its start to its end, and everybody who waits to hear from it.
+
+A thread listens to the engine. It hands each event loop all that one step gave its readers in one call, so a step costs
+a loop one wake-up, and puts it into mailboxes: a reader who is slow finds more in his, and holds up nobody.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from inflight.contracts import errors
+from inflight.contracts.errors import EngineDeadError, ModelError
+from inflight.engine.process.connection import SECONDS_TO_END, Connection
+from inflight.engine.process.protocol import Abort, Command, Event, Failed, Outputs, Ready, Refused, Stats
+
+
+class Mailbox:
+    """What has come for one request and was not read yet. Belongs to the event loop that it was made in.
+
+    Attributes:
+        address: the `request_id` to give in commands.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.loop = asyncio.get_running_loop()
+        self._mail: list[Any] = []
+        self._has_mail = asyncio.Event()
+
+    async def read(self) -> list[Any]:
+        """Wait until there is something, and take all of it. Raises the error that has come, if one has."""
+        await self._has_mail.wait()
+        self._has_mail.clear()
+        mail, self._mail = self._mail, []
+        if isinstance(mail[-1], Exception):
+            raise mail[-1]
+        return mail
+
+    def put(self, item: object) -> None:
+        """To be called in the mailbox's own loop."""
+        self._mail.append(item)
+        self._has_mail.set()
+
+
+class Session:
+    """One engine.
+
+    Args:
+        connect: starts it.
+        delay: seconds to wait before that.
+        on_end: told of the end, and the error that everybody who still waits is about to get; called in a thread.
+
+    Attributes:
+        started: done when the engine is loaded (this session) or could not be (its error).
+        ready: what it said when it was loaded.
+        has_served: whether a request has come to its end in it.
+        is_stopped: whether it was told to end.
+    """
+
+    ready: Ready
+
+    def __init__(
+        self, connect: Callable[[], Connection], delay: float, on_end: Callable[["Session", Exception], None]
+    ) -> None:
+        self.started: Future[Session] = Future()
+        self.started.set_running_or_notify_cancel()  # many may wait, and one who gives up must not cancel it for all
+        self.has_served = False
+        self._connect, self._delay, self._on_end = connect, delay, on_end
+        self._connection: Connection | None = None
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._addresses = count()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="inflight: from the engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopping.is_set()
+
+    @contextmanager
+    def mailbox(self) -> Iterator[Mailbox]:
+        """A new mailbox, until the block ends. Raises `EngineDeadError` if the engine has died."""
+        with self._lock:
+            if self._error is not None:
+                raise _copy(self._error)
+            mailbox = Mailbox(str(next(self._addresses)))
+            self._mailboxes[mailbox.address] = mailbox
+        try:
+            yield mailbox
+        finally:
+            self._mailboxes.pop(mailbox.address, None)
+
+    def send(self, command: Command) -> None:
+        """Queue a command for the engine; if it has died nothing happens."""
+        assert self._connection is not None
+        self._connection.send(command)
+
+    def stop(self) -> None:
+        """Let the engine end, in whatever state it is; returns at once."""
+        self._stopping.set()
+        if self._connection is not None:
+            self._connection.close()
+
+    def join(self) -> None:
+        """Wait until a stopped engine has ended; one that does not is killed."""
+        self._thread.join(SECONDS_TO_END)
+        if self._thread.is_alive() and self._connection is not None:
+            self._connection.kill()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            error = self._listen()
+        except Exception as failure:  # no process could be started, or what it wrote could not be read
+            error = EngineDeadError(f"the engine could not be started or understood: {failure!r}")
+            if self._connection is not None:
+                self._connection.kill()
+        self._on_end(self, error)
+        with self._lock:
+            self._error = error
+            addresses = list(self._mailboxes)
+        self._post((address, _copy(error)) for address in addresses)
+        if not self.started.done():
+            self.started.set_exception(error)
+
+    def _listen(self) -> Exception:
+        """Start the engine and hear it to its end; why it ended."""
+        stopped = EngineDeadError("the engine was stopped")
+        if self._stopping.wait(self._delay):
+            return stopped
+        self._connection = connection = self._connect()
+        if self._stopping.is_set():  # in between
+            connection.close()
+        failure: Failed | None = None
+        while (event := connection.receive()) is not None:
+            if isinstance(event, Failed):
+                failure = event
+            else:
+                self._take_in(event)
+        ending = connection.ending()
+        if failure is not None and failure.is_model_error:
+            return ModelError(failure.message)
+        if self._stopping.is_set():
+            return stopped
+        return EngineDeadError(f"the engine {ending}" + (f": {failure.message}" if failure else ""))
+
+    def _take_in(self, event: Event) -> None:
+        match event:
+            case Outputs():
+                self._post((output.request_id, output) for output in event.outputs)
+                self.has_served |= any(output.finish_reason in ("stop", "length") for output in event.outputs)
+            case Refused():
+                self._post([(event.request_id, getattr(errors, event.error)(event.message))])
+            case Stats():
+                self._post([(event.request_id, event.stats)])
+            case Ready():
+                self.ready = event
+                self.started.set_result(self)
+
+    def _post(self, letters: Iterable[tuple[str, object]]) -> None:
+        """Put letters into the mailboxes that they are addressed to; those that were closed are skipped."""
+        sacks: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, object]]] = {}
+        for address, letter in letters:
+            mailbox = self._mailboxes.get(address)
+            if mailbox is not None:
+                sacks.setdefault(mailbox.loop, []).append((mailbox, letter))
+        for loop, sack in sacks.items():
+            try:
+                loop.call_soon_threadsafe(_empty, sack)
+            except RuntimeError:  # the loop was closed, and with it everybody who read there
+                for address in {mailbox.address for mailbox, _ in sack}:  # one may have several letters
+                    self._mailboxes.pop(address, None)
+                    self.send(Abort(address))
+
+
+def _empty(sack: list[tuple[Mailbox, object]]) -> None:
+    for mailbox, letter in sack:
+        mailbox.put(letter)
+
+
+def _copy(error: Exception) -> Exception:
+    """One for each who raises it: raising an exception writes into it."""
+    return type(error)(str(error))

@@ -1,0 +1,73 @@
+"""`Supervisor`: decides when an engine that has died is started anew, and when it is given up. Knows no request."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from inflight.contracts.errors import EngineDeadError
+from inflight.engine.process.connection import Connection
+from inflight.engine.process.session import Session
+
+RESTART_DELAYS = (0.5, 1.0)
+"""Seconds after each crash in a row before the engine is started anew; after one crash more it is given up."""
+
+
+class Supervisor:
+    """Has at most one engine running, which starts when it is first asked for.
+
+    Args:
+        connect: starts an engine.
+        restart_delays: seconds from a crash to the next start, for each crash in a row that is put up with. A request
+            that comes to its end in between starts the row anew.
+
+    Attributes:
+        num_crashes: how many engines have died.
+    """
+
+    def __init__(self, connect: Callable[[], Connection], restart_delays: Sequence[float] = RESTART_DELAYS) -> None:
+        self.num_crashes = 0
+        self._connect = connect
+        self._restart_delays = restart_delays
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._num_in_a_row = 0
+        self._last_crash: tuple[float, Exception] = (0.0, EngineDeadError())
+
+    def start(self) -> "Future[Session]":
+        """The engine that runs, or is being started, or is started now.
+
+        Raises `EngineDeadError` if it has died too often in a row."""
+        with self._lock:
+            if self._session is None:
+                self._session = Session(self._connect, self._delay(), self._ended)
+            return self._session.started
+
+    def stop(self) -> Session | None:
+        """Let the engine end; returns at once, with what may be joined. The next start is as if it were the first."""
+        with self._lock:
+            session, self._session = self._session, None
+            self._num_in_a_row = 0
+        if session is not None:
+            session.stop()
+        return session
+
+    def _delay(self) -> float:
+        if self._num_in_a_row == 0:
+            return 0.0
+        crash_time, error = self._last_crash
+        if self._num_in_a_row > len(self._restart_delays):
+            raise EngineDeadError(
+                f"the engine has died {self._num_in_a_row} times in a row and is not started again before stop() has "
+                f"been called; the last time, {error}"
+            )
+        return max(0.0, crash_time + self._restart_delays[self._num_in_a_row - 1] - time.monotonic())
+
+    def _ended(self, session: Session, error: Exception) -> None:
+        with self._lock:
+            if self._session is session:
+                self._session = None
+            if isinstance(error, EngineDeadError) and not session.is_stopped:
+                self.num_crashes += 1
+                self._num_in_a_row = 1 if session.has_served else self._num_in_a_row + 1
+                self._last_crash = (time.monotonic(), error)

@@ -1,0 +1,71 @@
+"""`StepWatch`: turns what a scheduler has planned, and the state that a step left behind, into a `StepRecord`.
+
+Whoever runs the steps (the engine, the simulator) calls it around each; it reads the scheduler and changes nothing.
+"""
+
+from typing import NamedTuple
+
+from inflight.contracts.plan import StepPlan
+from inflight.contracts.record import ArrivalRecord, PreemptionRecord, SpanKind, SpanRecord, StepRecord
+from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.sequence import Sequence
+
+
+class PlannedStep(NamedTuple):
+    """What is known of a step before it has run."""
+
+    spans: tuple[SpanRecord, ...]
+    preempted: tuple[PreemptionRecord, ...]
+
+
+class StepWatch:
+    """Makes the records of one scheduler's steps."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._owners: list[Sequence | None] = [None] * scheduler.max_num_seqs
+        self._arrivals: list[ArrivalRecord] = []
+
+    def see_arrival(self, arrival: ArrivalRecord) -> None:
+        """A request was submitted; the next record tells of it."""
+        self._arrivals.append(arrival)
+
+    def see_plan(self, plan: StepPlan) -> PlannedStep:
+        """To be called with each plan before it is committed: then its sequences may be gone."""
+        owners, find = self._owners, self._scheduler.running
+        preempted = tuple(
+            PreemptionRecord(slot, owner.request.request_id, owner.index)
+            for slot in plan.released_slots
+            if (owner := owners[slot]) is not None and owner.finish_reason is None and owner.slot != slot
+        )
+        spans = []
+        for span in plan.spans:
+            slot, start, length = span.slot, span.start, len(span.token_ids)
+            sequence = owners[slot] = find(span.sequence_id)
+            request = sequence.request
+            is_decode = length == 1 and start >= len(request.prompt_token_ids)
+            kind: SpanKind = "chunk" if span.num_logit_rows == 0 else "decode" if is_decode else "prefill"
+            spans.append(SpanRecord(slot, request.request_id, sequence.index, start, length, kind))
+        return PlannedStep(tuple(spans), preempted)
+
+    def record(self, planned: PlannedStep, step: int, start_time: float, duration: float) -> StepRecord:
+        """The record of a step that has run: `start_time` and `duration` in seconds."""
+        scheduler, pool = self._scheduler, self._scheduler.block_pool
+        arrivals = tuple(self._arrivals)
+        self._arrivals.clear()
+        return StepRecord(
+            step=step,
+            start_time=start_time,
+            duration=duration,
+            spans=planned.spans,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_blocks_used=pool.num_used,
+            num_blocks_cached=pool.num_cached,
+            num_blocks=pool.num_blocks,
+            arrivals=arrivals,
+            preempted=planned.preempted,
+        )

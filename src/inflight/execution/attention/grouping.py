@@ -1,0 +1,141 @@
+"""Which attention calls share blocks: those that keep the same tokens, in groups that take the same memory.
+
+A block holds keys and values of one group, and any group may have it: the calls of each group are laid out over the
+same storages, one call to a storage, or several to equal parts of its blocks where they keep less of a token than
+others do. So no memory is set aside for windows or for full attention: whoever needs more takes more. (The idea is that
+of vLLM's hybrid cache manager.)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup
+from inflight.execution.attention import AttentionSpec
+
+MAX_PADDING, MAX_PADDING_OF_WINDOWS = 0.1, 0.25
+"""What may be wasted of the memory of calls that keep all tokens, and of others, of which there is less: because a
+group has fewer calls than it has room for."""
+MAX_GROUPS = 16
+"""Each takes a block table for each sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """Where calls lie in the blocks of their group.
+
+    Attributes:
+        group: index of the cache group.
+        part, num_parts: in which of so many equal parts. A part of a block is numbered as if it were a block:
+            `block * num_parts + part`.
+    """
+
+    group: int
+    part: int = 0
+    num_parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """How attention calls lie in the cache.
+
+    Attributes:
+        specs: the calls in order; their `cache_group` is an index into `parts`.
+        groups: the cache groups, those that keep all tokens first.
+        parts: of their blocks.
+    """
+
+    specs: tuple[AttentionSpec, ...]
+    groups: tuple[CacheGroup, ...] = (ALL_TOKENS,)
+    parts: tuple[BlockPart, ...] = (BlockPart(0),)
+
+    def storages(self) -> list[list[int]]:
+        """Ordinals of the calls that lie in the same memory, one first that has whole blocks."""
+        by_part: list[list[int]] = [[] for _ in self.parts]
+        for number, spec in enumerate(self.specs):
+            if spec.shares_cache_with is None:
+                by_part[spec.cache_group].append(number)
+        storages = [[own[k] for own in by_part if k < len(own)] for k in range(max(map(len, by_part)))]
+        return [sorted(calls, key=lambda call: self.part_of(call).num_parts) for calls in storages]
+
+    def part_of(self, call: int) -> BlockPart:
+        """Of a call, by its ordinal."""
+        return self.parts[self.specs[call].cache_group]
+
+
+def group_calls(
+    specs: Sequence[AttentionSpec], max_model_len: int, bytes_per_block: Callable[[AttentionSpec], int]
+) -> Grouping:
+    """Groups of calls that keep the same tokens.
+
+    There is one group that keeps everything where calls can not be cut into few groups that take about the same memory,
+    or see more of the keys and values that they share with another one than that one does.
+
+    Args:
+        bytes_per_block: that a call takes, as the attention backend stores keys and values.
+    """
+    kept = [_kept_by(spec, max_model_len) for spec in specs]
+    owners = [n if spec.shares_cache_with is None else spec.shares_cache_with for n, spec in enumerate(specs)]
+    calls: dict[CacheGroup, list[int]] = {}
+    for owner in dict.fromkeys(owners):
+        calls.setdefault(kept[owner], []).append(owner)
+    shapes = {each: [specs[number] for number in numbers] for each, numbers in calls.items()}
+    num_parts = _parts_of_blocks(shapes, bytes_per_block)
+    size = None if num_parts is None else _size_of_groups({each: len(calls[each]) for each in calls}, num_parts)
+    if num_parts is None or size is None or kept != [kept[owner] for owner in owners]:
+        return Grouping(tuple(specs))
+    groups: list[CacheGroup] = []
+    parts: list[BlockPart] = []
+    part_of: dict[int, int] = {}
+    for each, numbers in sorted(calls.items(), key=lambda item: item[0] != ALL_TOKENS):
+        of = num_parts[each]
+        for first in range(0, len(numbers), size * of):
+            for place, number in enumerate(numbers[first : first + size * of]):
+                part_of[number] = len(parts) + place % of
+            parts += [BlockPart(len(groups), part, of) for part in range(of)]
+            groups.append(each)
+    grouped = (replace(spec, cache_group=part_of[owner]) for spec, owner in zip(specs, owners, strict=True))
+    return Grouping(tuple(grouped), tuple(groups), tuple(parts))
+
+
+def _kept_by(spec: AttentionSpec, max_model_len: int) -> CacheGroup:
+    """What a call can see, where that is less than the longest sequence."""
+    window, chunk = (None if each is None or each >= max_model_len else each for each in (spec.window, spec.chunk))
+    return CacheGroup(window, chunk)
+
+
+def _parts_of_blocks(
+    calls: Mapping[CacheGroup, Sequence[AttentionSpec]], bytes_per_block: Callable[[AttentionSpec], int]
+) -> dict[CacheGroup, int] | None:
+    """How many calls of each kind take as much of keys and of values as one of the largest; None: there is no such
+    number, or calls of one kind differ."""
+    if len(calls) == 1:
+        return dict.fromkeys(calls, 1)
+    sizes = {
+        each: {
+            (bytes_per_block(spec), spec.num_kv_heads * spec.head_size, spec.num_kv_heads * spec.value_head_size)
+            for spec in specs
+        }
+        for each, specs in calls.items()
+    }
+    largest = max(size for of_kind in sizes.values() for size in of_kind)
+    num_parts = {}
+    for each, of_kind in sizes.items():
+        ratios = {whole / part for size in of_kind for whole, part in zip(largest, size, strict=True)}
+        if len(ratios) > 1 or not min(ratios).is_integer():
+            return None
+        num_parts[each] = int(min(ratios))
+    return num_parts
+
+
+def _size_of_groups(num_calls: Mapping[CacheGroup, int], num_parts: Mapping[CacheGroup, int]) -> int | None:
+    """The most storages that each group can lie in, given how many calls of each kind there are, and in how many parts
+    of blocks they lie; None: it would waste too much, or take too many groups."""
+    for size in range(max(number for each, number in num_calls.items() if num_parts[each] == 1), 0, -1):
+        num_groups = {each: -(-number // (size * num_parts[each])) for each, number in num_calls.items()}
+        if all(
+            num_groups[each] * size * num_parts[each] / number
+            < 1 + (MAX_PADDING if each == ALL_TOKENS else MAX_PADDING_OF_WINDOWS)
+            for each, number in num_calls.items()
+        ):
+            return size if sum(num_groups.values()) <= MAX_GROUPS else None
+    return None

@@ -1,0 +1,211 @@
+"""Loading: from a hub id, a folder or a configuration to a `transformers` model on its device, ready to be probed."""
+
+import copy
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
+from inflight.execution.mapped_memory import give_back_freed_memory
+
+CACHE_SHARE_OF_GPU = 0.9
+CACHE_SHARE_OF_HOST = 0.25
+PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ONE_AT_A_TIME = threading.Lock()
+"""Held while `transformers` makes a model: it changes torch's default dtype meanwhile, for all threads, and two that do
+so at once leave each other's behind."""
+ModelSource: TypeAlias = str | os.PathLike[str] | PreTrainedModel
+
+
+def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
+    """The model of `source`, in evaluation mode, on the device and in the dtype that `config` asks for.
+
+    Of a loaded `PreTrainedModel` an own copy is made that shares its parameters; the caller's stays as it is.
+    Raises `ModelError` if it can not be loaded, or not completely: missing weights are never made up.
+    """
+    if isinstance(source, PreTrainedModel):
+        return _own_copy(source, config)
+    device = resolve_device(config.device)
+    model_config, name = check_source(source, config), os.path.expanduser(source)
+    try:
+        dtype = resolve_dtype(config.dtype, model_config, device)
+        is_dummy = config.load_format == "dummy"
+        with ONE_AT_A_TIME:
+            if is_dummy:
+                model = _dummy_model(model_config, dtype, device, config)
+            else:
+                model = _pretrained_model(name, dtype, config)
+        model = model.to(device)
+        if not is_dummy and getattr(model_config, "quantization_config", None) is not None:
+            _unify_dtype(model, dtype)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"the model {name!r} can not be loaded: {_first_line(error)}") from error
+    return model.eval()
+
+
+def check_source(source: str | os.PathLike[str], config: EngineConfig) -> PreTrainedConfig:
+    """The configuration of a folder or hub repository; raises `ModelError` if there is none, before much is loaded."""
+    name = os.path.expanduser(source)
+    looks_like_path = not isinstance(source, str) or name.startswith((".", "/")) or name.count("/") > 1
+    if not Path(name).is_dir() and (looks_like_path or Path(name).exists()):
+        raise ModelError(
+            f"there is no model folder {name!r}; give a folder with a config.json, or a hub id (org/model)"
+        )
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    except Exception as error:
+        raise ModelError(f"the model {name!r} can not be loaded: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def resolve_device(device: str) -> torch.device:
+    """ "auto": CUDA, else MPS, else CPU. Raises `ModelError` for a device that is not here."""
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        torch.empty(0, device=resolved)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {device!r} can not be used here: {_first_line(error)}") from error
+    if resolved.type == "meta":
+        raise ModelError("device 'meta' holds no values to compute with; use cpu, cuda or mps")
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else resolved
+
+
+def resolve_dtype(dtype: str, model_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """The dtype asked for; "auto" is the checkpoint's own, but on a CPU what its arithmetic is fast in."""
+    if dtype != "auto":
+        chosen: torch.dtype = getattr(torch, dtype)
+        check_dtype(chosen, device)
+        return chosen
+    if device.type == "cpu":
+        return torch.bfloat16 if has_fast_bfloat16() else torch.float32
+    own = getattr(model_config.get_text_config(), "dtype", None) or torch.float32
+    return getattr(torch, own) if isinstance(own, str) else own
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16 or AMX)."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `ModelError` for float16 on a CPU: its arithmetic is hundreds of times slower there."""
+    if dtype == torch.float16 and device.type == "cpu":
+        raise ModelError("dtype float16 is unusably slow on a CPU; use float32, or bfloat16 where the CPU supports it")
+
+
+def available_cache_memory(device: torch.device) -> int:
+    """Bytes that keys and values may take by default: most of a GPU's free memory, a quarter of a host's."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(device)[0] * CACHE_SHARE_OF_GPU)
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() * CACHE_SHARE_OF_HOST)
+    return int(_host_memory() * CACHE_SHARE_OF_HOST)
+
+
+def _host_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or what its container is given."""
+    memory = 8 * 2**30
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return memory
+    return min(memory, int(limit)) if limit.isdigit() else memory
+
+
+def release_checkpoint(model: PreTrainedModel) -> None:
+    """Once its weights are packed: let go of the file that a loaded model's parameters still lie in, and give back to
+    the system what packing has freed. Only for a model that is nobody else's."""
+    for parameter in model.parameters():
+        if type(parameter) is torch.nn.Parameter:
+            parameter.data = parameter.data.clone()
+    give_back_freed_memory()
+
+
+def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
+    """A model with modules, buffers and configuration of its own, so that nothing done to it touches the caller's.
+
+    It shares the caller's parameters, unless another dtype or device is asked for. As when a checkpoint is loaded in
+    another dtype, buffers (rotary frequencies) and what the class wants kept in float32 are not converted."""
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1 or "meta" in devices or len(getattr(model, "hf_device_map", None) or {}) > 1:
+        raise ModelError(f"the model given is spread over {', '.join(sorted(devices))}; inflight runs it on one device")
+    device = model.device if config.device == "auto" else resolve_device(config.device)
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    if dtype is None and model.dtype == torch.float16 and device.type == "cpu":
+        dtype = torch.float32
+    check_dtype(dtype or model.dtype, device)
+    kept = _kept_in_float32(model)
+    replaced: dict[int, torch.nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        converts = dtype is not None and parameter.is_floating_point() and not kept.intersection(name.split("."))
+        wanted = dtype if converts else parameter.dtype
+        is_same = parameter.dtype == wanted and parameter.device == device
+        replaced[id(parameter)] = parameter if is_same else torch.nn.Parameter(parameter.to(device, wanted), False)
+    try:
+        return copy.deepcopy(model, replaced).to(device).eval()
+    except Exception as error:
+        raise ModelError(f"the model given can not be copied: {_first_line(error)}; give its folder instead") from error
+
+
+def _dummy_model(
+    model_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, config: EngineConfig
+) -> PreTrainedModel:
+    """Seeded random weights in the shapes of the configuration, made on the device."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(config.seed)
+        return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
+
+
+def _pretrained_model(name: str, dtype: torch.dtype, config: EngineConfig) -> PreTrainedModel:
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name,
+        dtype=dtype,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are reported, and refused below
+    )
+    for kind, problem in (("missing_keys", "lacks"), ("mismatched_keys", "has wrong shapes for")):
+        if keys := sorted(map(str, report.get(kind) or ())):
+            raise ModelError(
+                f"the checkpoint {name!r} {problem} some of the model's weights ({len(keys)}): {keys[0]} …"
+            )
+    return model
+
+
+def _unify_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Where `transformers` can not run a checkpoint's quantised layers it makes plain ones of them, in another dtype
+    than the rest: give all the same. Raises `ModelError` if some are not what they should be."""
+    for name, module in model.named_modules():
+        if type(module) is torch.nn.Linear and module.weight.dtype not in PLAIN_DTYPES:
+            raise ModelError(f"the quantised weights of {name} could not be read: they are {module.weight.dtype}")
+    if any(parameter.dtype not in PLAIN_DTYPES for parameter in model.parameters()):
+        return  # layers that compute in ways of their own
+    kept = _kept_in_float32(model)
+    for name, parameter in model.named_parameters():
+        if not kept.intersection(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+
+
+def _kept_in_float32(model: PreTrainedModel) -> set[str]:
+    """Names of modules that a class wants in float32, whatever the rest is in."""
+    return set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())

@@ -1,0 +1,329 @@
+"""A `transformers` cache whose layers are ours: keys and values lie in blocks, recurrent states by slot.
+
+What a model finds in its `past_key_values` (or `cache_params`) while some rows of a step run: for each layer, keys and
+values of these rows' sequences, gathered and padded on the left, and the states that they have come to. Which kinds of
+layers there are is asked of the model's own cache. Decides where states are kept, so that a step can be run again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from inflight.contracts.errors import ModelError
+from inflight.execution.ragged_batch import IntArray
+
+ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
+STATE = (LinearAttentionLayer,)
+BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+NUM_VERSIONS = 2
+NUM_SPARE = 64
+"""Tokens that there is room for behind those that were gathered."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """G rows of L tokens, whose sequences have up to K keys by now; beginnings may have fewer, padded on the left.
+
+    Attributes:
+        sequence_ids, slots: `[G]`.
+        starts, ends: `[G]`, positions of each row's first token and of the one behind its last.
+        num_new: L.
+        tokens: places of the tokens in `[G * L]` int64; None: all are tokens.
+        kv_slots: int64, where each token's key and value belong.
+        gathered: `[G, K]` int64, the places of each sequence's keys, padded on the left with its first.
+        num_keys: K.
+    """
+
+    sequence_ids: IntArray
+    slots: IntArray
+    starts: IntArray
+    ends: IntArray
+    num_new: int
+    tokens: torch.Tensor | None
+    kv_slots: torch.Tensor
+    gathered: torch.Tensor
+    num_keys: int
+
+    def follow(self, before: "Rows | None") -> bool:
+        """Whether these are the same sequences as those that ran before, each with its next token."""
+        return (
+            before is not None
+            and np.array_equal(before.sequence_ids, self.sequence_ids)
+            and np.array_equal(before.ends, self.starts)
+            and np.array_equal(self.starts + 1, self.ends)
+        )
+
+    @property
+    def num_past(self) -> int:
+        """Keys that are there already, as far as the model knows: those before all rows' tokens, padding included."""
+        return self.num_keys - self.num_new
+
+
+class PagedStates:
+    """Storage of one layer's keys, or values: `[places, Hkv, D]`.
+
+    As long as the same sequences run, each with one token more, what was gathered of them is kept, and only their new
+    tokens are added: gathering takes longer than all of attention.
+    """
+
+    def __init__(self, states: torch.Tensor, num_places: int) -> None:
+        shape = (num_places, states.shape[1], states.shape[3])
+        self._storage = torch.empty(shape, dtype=states.dtype, device=states.device)
+        self._gathered: torch.Tensor | None = None  # [G, Hkv, K and some more, D]
+
+    def update(self, states: torch.Tensor, rows: Rows, *, is_next: bool) -> torch.Tensor:
+        """Store the rows' new states `[G, Hkv, L, D]`; all of their sequences, `[G, Hkv, K, D]`."""
+        new = states.transpose(1, 2).flatten(0, 1)
+        self._storage[rows.kv_slots] = new if rows.tokens is None else new[rows.tokens]
+        if rows.num_past == 0:
+            if states.shape[2] == 1:
+                self._gathered = None  # it is of others
+            return states
+        gathered, num_keys = self._gathered, rows.num_keys
+        if is_next and gathered is not None and gathered.shape[2] >= num_keys:
+            gathered[:, :, num_keys - 1] = states[:, :, 0]
+        else:
+            num_rows, num_heads, num_new, size = states.shape
+            gathered = states.new_empty((num_rows, num_heads, num_keys + NUM_SPARE, size))
+            found = self._storage.index_select(0, rows.gathered.flatten()).view(num_rows, num_keys, num_heads, size)
+            gathered[:, :, :num_keys] = found.transpose(1, 2)
+            if num_new == 1:
+                self._gathered = gathered
+        return gathered[:, :, :num_keys]
+
+    def copy(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Copy places."""
+        self._storage[destinations] = self._storage[sources]
+
+
+class PagedKeysAndValues:
+    """Storage of one layer's keys and values; made for the shapes of `layer`."""
+
+    def __init__(self, layer: DynamicLayer, num_places: int) -> None:
+        self._keys, self._values = (PagedStates(states, num_places) for states in (layer.keys, layer.values))
+        self.rows: Rows | None = None
+        self.is_next = False
+
+    @staticmethod
+    def bytes_per_token(layer: DynamicLayer) -> int:
+        """Memory of one token."""
+        return sum(states.shape[1] * states.shape[3] * states.element_size() for states in (layer.keys, layer.values))
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the rows' new keys and values `[G, Hkv, L, D]`; all of their sequences, `[G, Hkv, K, D]`."""
+        rows = self.rows
+        assert rows is not None
+        keys = self._keys.update(key_states, rows, is_next=self.is_next)
+        return keys, self._values.update(value_states, rows, is_next=self.is_next)
+
+    def copy(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Copy places."""
+        for states in (self._keys, self._values):
+            states.copy(sources, destinations)
+
+
+class StatesBySlot:
+    """Storage of one layer's recurrent states: for each slot what they were at two lengths of its sequence.
+
+    So a step that was given up, and is run again, finds them as they were before it."""
+
+    def __init__(self, layer: LinearAttentionLayer, num_slots: int) -> None:
+        self.kernel_sizes = dict(layer.conv_kernel_size)
+        self.tensors = {
+            (name, index): torch.zeros(
+                (NUM_VERSIONS, num_slots, *state.shape[1:]), dtype=state.dtype, device=state.device
+            )
+            for name in ("conv_states", "recurrent_states")
+            for index, state in getattr(layer, name).items()
+            if state is not None
+        }
+
+    @staticmethod
+    def bytes_per_slot(layer: LinearAttentionLayer) -> int:
+        """Memory of one slot."""
+        states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+        size = sum(state.numel() * state.element_size() for state in states if state is not None)
+        return NUM_VERSIONS * int(size)
+
+    def load(self, layer: LinearAttentionLayer, versions: torch.Tensor | None, slots: torch.Tensor) -> None:
+        """Give `layer` the states of `slots`; those of sequences that have none yet (`versions` is None) it makes."""
+        for name in ("conv_states", "recurrent_states"):
+            states, known = getattr(layer, name), getattr(layer, f"is_{name}_initialized")
+            for index in states:
+                kept = self.tensors.get((name, index))
+                states[index] = None if versions is None or kept is None else kept[versions, slots]
+                known[index] = states[index] is not None
+        for index in layer.has_previous_state:
+            layer.has_previous_state[index] = versions is not None
+        layer.conv_kernel_size.update(self.kernel_sizes)
+
+    def store(self, layer: LinearAttentionLayer, versions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep the states that `layer` has come to."""
+        for (name, index), kept in self.tensors.items():
+            kept[versions, slots] = getattr(layer, name)[index]
+
+
+class _Paged:
+    """What layers with keys and values do otherwise than their class."""
+
+    storage: PagedKeysAndValues
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.storage.update(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        return 0 if self.storage.rows is None else self.storage.rows.num_past
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+
+class _PagedLayer(_Paged, DynamicLayer):
+    """Full attention. A window is up to the model's mask: all keys are there."""
+
+
+class _SlidingPagedLayer(_Paged, DynamicSlidingWindowLayer):
+    pass
+
+
+class _HybridLayer(_Paged, LinearAttentionAndFullAttentionLayer):
+    pass
+
+
+class _SlidingHybridLayer(_Paged, LinearAttentionAndSlidingWindowAttentionLayer):
+    pass
+
+
+_PAGED = {
+    DynamicLayer: _PagedLayer,
+    DynamicSlidingWindowLayer: _SlidingPagedLayer,
+    LinearAttentionAndFullAttentionLayer: _HybridLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: _SlidingHybridLayer,
+}
+
+
+class PagedCache(Cache):
+    """The cache of all sequences of an engine, seen through the rows that run.
+
+    Args:
+        like: the model's own cache after some tokens: which layers there are, and their shapes.
+        num_places: tokens that keys and values are kept of.
+        num_slots: sequences that states are kept of.
+
+    Raises `ModelError` for layers that hold something else.
+    """
+
+    def __init__(self, like: DynamicCache, num_places: int, num_slots: int) -> None:
+        check_layers(like)
+        layers: list[Any] = []
+        self._paged: list[PagedKeysAndValues] = []
+        self._states: list[tuple[LinearAttentionLayer, StatesBySlot]] = []
+        for layer in like.layers:
+            own = _like(layer)
+            if isinstance(own, _Paged):
+                own.storage = PagedKeysAndValues(layer, num_places)
+                self._paged.append(own.storage)
+            if isinstance(own, STATE):
+                self._states.append((own, StatesBySlot(layer, num_slots)))
+            layers.append(own)
+        super().__init__(layers=layers)
+        self._lengths = np.full((NUM_VERSIONS, num_slots), -1, dtype=np.int64)
+        self._before: Rows | None = None  # of one token each, that have run
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self._paged)
+
+    @property
+    def has_states(self) -> bool:
+        return bool(self._states)
+
+    def copy(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Copy keys and values from places to places."""
+        for storage in self._paged:
+            storage.copy(sources, destinations)
+
+    def enter(self, rows: Rows) -> None:
+        """These rows run now. Raises `RuntimeError` if their states are not known."""
+        is_next = rows.follow(self._before)
+        if rows.num_new == 1:
+            self._before = None  # until these have run
+        for storage in self._paged:
+            storage.rows, storage.is_next = rows, is_next
+        if not self._states:
+            return
+        versions = None
+        if rows.starts[0] > 0:
+            known = self._lengths[:, rows.slots] == rows.starts
+            if not known.any(axis=0).all():
+                raise RuntimeError("the recurrent state of a sequence was lost")
+            versions = torch.from_numpy(known.argmax(axis=0))
+        slots = torch.from_numpy(rows.slots)
+        for layer, states in self._states:
+            states.load(layer, versions, slots)
+
+    def leave(self, rows: Rows) -> None:
+        """These rows have run: keep the states that they have come to."""
+        if rows.num_new == 1:
+            self._before = rows
+        if not self._states:
+            return
+        if rows.starts[0] == 0:
+            self._lengths[:, rows.slots] = -1  # whose slots these were before is forgotten
+        versions = (self._lengths[1, rows.slots] != rows.starts).astype(np.int64)  # not where the states before are
+        self._lengths[versions, rows.slots] = -1
+        for layer, states in self._states:
+            states.store(layer, torch.from_numpy(versions), torch.from_numpy(rows.slots))
+        self._lengths[versions, rows.slots] = rows.ends
+
+
+def check_layers(like: Cache) -> None:
+    """Raise `ModelError` unless all layers of a model's own cache are of kinds that are known here."""
+    if type(like) is not DynamicCache:
+        raise ModelError(f"its cache is of a kind of its own, {type(like).__name__}")
+    for layer in like.layers:
+        if type(layer) not in (*ATTENTION, *STATE, *BOTH, DummyLayer):
+            raise ModelError(f"its cache has layers of a kind of its own, {type(layer).__name__}")
+
+
+def _like(layer: Any) -> Any:
+    """A layer of the same kind as the model's; of those with keys and values, ours."""
+    if isinstance(layer, DynamicLayer) and not layer.is_initialized:
+        return DummyLayer()  # nothing was ever put there
+    kind: Any = _PAGED.get(type(layer), type(layer))
+    options: dict[str, Any] = {}
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        options["sliding_window"] = layer.sliding_window
+    if isinstance(layer, STATE):
+        options["number_of_states"] = layer.number_of_states
+    return kind(**options)
+
+
+def bytes_of(like: DynamicCache) -> tuple[int, int]:
+    """Memory that a token takes, and that a slot takes."""
+    of_token = sum(
+        PagedKeysAndValues.bytes_per_token(layer)
+        for layer in like.layers
+        if isinstance(layer, DynamicLayer) and layer.is_initialized
+    )
+    return of_token, sum(StatesBySlot.bytes_per_slot(layer) for layer in like.layers if isinstance(layer, STATE))
+
+
+def places_of(copies: Sequence[tuple[int, int]], block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of whole blocks, of the sources and of the destinations."""
+    blocks = np.array(copies, dtype=np.int64).reshape(-1, 2).T[..., None] * block_size + np.arange(block_size)
+    return torch.from_numpy(blocks[0].ravel()), torch.from_numpy(blocks[1].ravel())

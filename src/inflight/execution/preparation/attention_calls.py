@@ -1,0 +1,85 @@
+"""The dry run: which attention calls a forward pass makes, found by watching one. No class is known by its name."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from inflight.contracts.errors import ModelError
+from inflight.execution.attention import AttentionSpec
+from inflight.execution.hf.hook import attend_with, attention_sinks
+
+DRY_RUN_LENGTH = 160
+"""Tokens of a dry forward pass: long enough for compressed keys (DeepSeek-V4: every 128) to show themselves."""
+
+
+@torch.inference_mode()
+def find_attention_calls(
+    model: PreTrainedModel, num_tokens: int
+) -> tuple[tuple[AttentionSpec, ...], tuple[torch.nn.Module, ...]]:
+    """One dry forward pass: the spec of each attention call in order, and the modules that make them (each once)."""
+    specs: list[AttentionSpec] = []
+    modules: list[torch.nn.Module] = []
+    given: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of each call
+    config = model.config.get_text_config()
+
+    def record(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        if mask is not None or kwargs.get("position_bias") is not None:
+            raise ModelError(f"{type(model).__name__} gives attention a mask or a position bias of its own making")
+        if key.shape[2] != query.shape[2]:
+            raise ModelError(f"{type(model).__name__} attends to {key.shape[2]} keys for {query.shape[2]} tokens")
+        owner = next((i for i, (keys, values) in enumerate(given) if keys is key and values is value), None)
+        given.append((key, value))
+        specs.append(replace(_attention_spec(module, query, key, value, kwargs, config), shares_cache_with=owner))
+        if module not in modules:
+            modules.append(module)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+    positions = torch.arange(num_tokens, device=model.device)[None]
+    with attend_with(record):
+        model(input_ids=positions % num_embeddings(model), position_ids=positions, use_cache=False)
+    if not specs:
+        raise ModelError(
+            f"{type(model).__name__} does its attention itself instead of calling the attention function that it is "
+            "given, so its sequences can not be kept apart in a packed row"
+        )
+    return tuple(specs), tuple(modules)
+
+
+def _attention_spec(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kwargs: dict[str, Any],
+    config: PreTrainedConfig,
+) -> AttentionSpec:
+    scale = kwargs.get("scaling")
+    layer_types = getattr(config, "layer_types", None) or ()
+    layer = getattr(module, "layer_idx", None)
+    layer_type = layer_types[layer] if layer is not None and layer < len(layer_types) else None
+    return AttentionSpec(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_size=key.shape[-1],
+        value_head_size=value.shape[-1],
+        scale=float(scale) if scale is not None else float(key.shape[-1] ** -0.5),
+        window=kwargs.get("sliding_window"),
+        # Llama 4 tells its chunks only to the mask that it would make for itself.
+        chunk=config.attention_chunk_size if layer_type == "chunked_attention" else None,
+        softcap=kwargs.get("softcap"),
+        has_sinks=attention_sinks(module, kwargs) is not None,
+    )
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Token ids that can be fed."""
+    return int(model.get_input_embeddings().weight.shape[0])

@@ -1,0 +1,255 @@
+"""Which executor runs a model: the first of packed, rows and sequential that is proved to do as the plain model does.
+
+Decides what a model is proved on, and what is asked of the model itself when its twin was proved.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from transformers import PreTrainedModel
+
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
+from inflight.execution.attention import AttentionBackend, make_backend
+from inflight.execution.attention.grouping import group_calls
+from inflight.execution.executors import Executor, PackedExecutor
+from inflight.execution.hf.hook import attention_in_use, restore_attention
+from inflight.execution.preparation.agreement import FULL_PRECISION, NotFiniteError, precision_of
+from inflight.execution.preparation.logits_proof import PlainModel
+from inflight.execution.preparation.own_attention import find_way, make_executor, prepare_own_attention, why_not_to_pack
+from inflight.execution.preparation.packed_row import MakeBackend, prepare_packed, prove_packed
+from inflight.execution.preparation.report import ProbeReport
+from inflight.execution.preparation.twin import make_twin
+from inflight.execution.preparation.verdict import Verdict, VerdictCache, Way, verdict_key
+from inflight.execution.weights.linears import LetGo, can_pack
+
+logger = logging.getLogger(__name__)
+
+LARGE = 300_000_000
+"""Parameters of a model from which on it is not proved itself: it would take longer than its twin."""
+PACKED = Way("packed")
+ITSELF, TWIN, EARLIER = "the model itself", "a float32 twin", "a float32 twin, at an earlier load"
+"""What a model can have been proved on."""
+
+MakeExecutor: TypeAlias = Callable[[int, int], Executor]
+"""Over a cache of a block size and a number of slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        make_executor: makes it anew, over a cache of a block size and a number of slots.
+        attention_backend: the name of what computes attention.
+        proved_on: what the proof was done on, in words.
+    """
+
+    make_executor: MakeExecutor
+    attention_backend: str
+    proved_on: str
+    report: ProbeReport
+
+
+def choose_executor(
+    model: PreTrainedModel, config: EngineConfig, let_go: LetGo | None = None, verdicts: VerdictCache | None = None
+) -> Choice:
+    """Prove one of the executors that `config` allows, and make the model ready for it.
+
+    Args:
+        model: ours alone, in evaluation mode, on its device. It is left ready for what was chosen.
+        let_go: called with each weight that was packed and is not needed any more.
+        verdicts: what twins have shown before; None: the user's.
+
+    Raises:
+        ModelError: with all reasons, if none is exact.
+        RuntimeError: there is a mistake in how weights are packed.
+    """
+    if model.config.is_encoder_decoder:
+        raise ModelError(
+            f"{type(model).__name__} is an encoder-decoder; inflight runs decoder-only causal language models"
+        )
+    if verdicts is None:
+        verdicts = VerdictCache.of_the_user() if config.remember_verdicts else VerdictCache(None)
+    return _Search(model, config, let_go, verdicts).choose()
+
+
+class _Search:
+    """For the executor of one model; the arguments are `choose_executor`'s."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: EngineConfig, let_go: LetGo | None, verdicts: VerdictCache
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._let_go = let_go
+        self._verdicts = verdicts
+        self._is_large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
+        self._is_precise = precision_of(model) is FULL_PRECISION
+        self._is_proved_itself = self._is_precise and not self._is_large
+        self._reasons: dict[str, str] = {}
+        """Why not, of each executor that the model itself did not stand."""
+        self._failed: list[Verdict] = []
+
+    def choose(self) -> Choice:
+        executors = ["packed", "rows", "sequential"] if self._config.executor == "auto" else [self._config.executor]
+        in_use = attention_in_use(self._model)
+        key = None
+        if self._verdicts.remembers and not self._is_proved_itself:
+            key = verdict_key(self._model, self._config)
+        while True:
+            verdict, proved_on = self._prove(executors, key)
+            try:
+                choice = self._prepare(verdict, proved_on)
+            except NotFiniteError:
+                raise
+            except ModelError as error:
+                restore_attention(self._model, in_use)
+                self._verdicts.forget(key)
+                self._failed.append(verdict)
+                self._reasons["packed" if verdict.way == PACKED else str(verdict.way)] = str(error)
+                if verdict.way == PACKED:
+                    executors = executors[1:]
+                key = None
+                if not executors:
+                    raise ModelError("; ".join(self._reasons.values())) from error
+            except RuntimeError:
+                self._verdicts.forget(key)
+                raise
+            else:
+                self._tell(verdict, choice)
+                return choice
+
+    def _tell(self, verdict: Verdict, choice: Choice) -> None:
+        """In one line of the log."""
+        name, executor = type(self._model).__name__, verdict.way.executor
+        said = "; ".join((f"{name} runs as {executor}, proved on {choice.proved_on}", *choice.report.notes))
+        logger.log(logging.INFO if executor == "packed" else logging.WARNING, "%s", said)
+
+    # --------------------------------------------------------------------------------------- the proof
+
+    def _prove(self, executors: Sequence[str], key: str | None) -> tuple[Verdict, str]:
+        """The verdict, and what it was found on."""
+        if self._is_proved_itself:
+            return self._first_exact(executors, self._model, self._plain), ITSELF
+        remembered = self._verdicts.find(key)
+        if remembered is not None:
+            return remembered, EARLIER
+        try:
+            with _no_tensor_float(self._model.device):
+                twin = make_twin(self._model)
+        except ModelError as error:
+            return self._first_exact(executors, self._model, partial(self._plain, error)), ITSELF
+        with _no_tensor_float(twin.model.device):
+            verdict = self._first_exact(executors, twin.model, lambda: twin)
+        if self._is_precise and verdict.way.in_one_piece:  # of itself a better one may be proved
+            return self._first_exact(executors, self._model, self._plain), ITSELF
+        self._verdicts.keep(key, verdict)
+        return verdict, TWIN
+
+    def _plain(self, why_no_twin: ModelError | None = None) -> PlainModel:
+        """The model itself, to prove on."""
+        if why_no_twin is not None and not self._is_precise:
+            raise why_no_twin
+        try:
+            return PlainModel.of(self._model).with_effect()
+        except ModelError:
+            raise
+        except Exception as error:
+            name = type(self._model).__name__
+            raise ModelError(f"{name} does not run by itself: {type(error).__name__}: {error}") from error
+
+    def _first_exact(
+        self, executors: Sequence[str], subject: PreTrainedModel, plain: Callable[[], PlainModel]
+    ) -> Verdict:
+        """The first of `executors` that runs `subject` exactly. Raises `ModelError` with all reasons if none does.
+
+        Args:
+            plain: gives what the subject gives when it runs alone.
+        """
+        reasons = dict(self._reasons)
+        if executors[0] == "packed":
+            in_use = attention_in_use(subject)
+            try:
+                prove_packed(subject, self._exact_backend(subject))
+                return Verdict(PACKED)
+            except NotFiniteError:
+                raise
+            except ModelError as error:
+                reasons["packed"] = str(error)
+                restore_attention(subject, in_use)
+        own = [executor for executor in executors if executor != "packed"]
+        if not own:
+            raise ModelError("; ".join(reasons.values()))
+        try:
+            if self._config.quantization is not None or self._config.kv_cache_dtype != "auto":
+                raise ModelError("int8 weights and caches need a model that runs packed")
+            alone = plain()
+        except ModelError as error:
+            raise ModelError("; ".join([*reasons.values(), str(error)])) from error
+        verdict = find_way(alone, own, reasons, self._failed)
+        if not can_pack(self._model):
+            return verdict
+        return replace(verdict, why_not_packed=self._why_not_to_pack(verdict, alone))
+
+    def _exact_backend(self, subject: PreTrainedModel) -> MakeBackend:
+        """Attention as it will be computed, over a cache that rounds nothing."""
+        return partial(make_backend, self._config.attention_backend, subject.device, subject.dtype)
+
+    def _why_not_to_pack(self, verdict: Verdict, alone: PlainModel) -> str | None:
+        """What packing its weights would spoil, tried on a twin, of which nothing is asked any more."""
+        try:
+            twin = make_twin(self._model) if alone.model is self._model else alone
+            return why_not_to_pack(verdict.way, twin.as_generated() if verdict.is_generated else twin)
+        except ModelError as error:
+            return str(error)
+
+    # --------------------------------------------------------------------------------------- the model itself
+
+    def _prepare(self, verdict: Verdict, proved_on: str) -> Choice:
+        """Make the model ready. Raises `ModelError` if it does not give its plain results."""
+        model, config, way = self._model, self._config, verdict.way
+        is_large = self._is_large and proved_on != ITSELF
+        if way != PACKED:
+            report = prepare_own_attention(model, verdict, is_large=is_large, let_go=self._let_go)
+            return Choice(partial(make_executor, way, model), str(model.config._attn_implementation), proved_on, report)
+
+        def backend(block_size: int) -> AttentionBackend:
+            name, stored = config.attention_backend, config.kv_cache_dtype
+            return make_backend(name, model.device, model.dtype, block_size, stored)
+
+        report = prepare_packed(
+            model,
+            backend,
+            quantized=config.quantization is not None,
+            rounds_cache=config.kv_cache_dtype != "auto",
+            is_large=is_large,
+            let_go=self._let_go,
+        )
+
+        def make(block_size: int, num_slots: int) -> Executor:
+            longest = min(report.max_model_len, config.max_model_len or report.max_model_len)
+            attention = backend(block_size)
+            return PackedExecutor(model, attention, group_calls(report.specs, longest, attention.bytes_per_block))
+
+        return Choice(make, backend(config.block_size).name, proved_on, report)
+
+
+@contextmanager
+def _no_tensor_float(device: torch.device) -> Iterator[None]:
+    """Inside, float32 is float32 on a GPU, too. (For the whole process: who computes meanwhile does so more slowly.)"""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,54 @@
+"""Limits that no short proof sees: what a configuration says about long sequences."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from inflight.contracts.errors import ModelError
+from inflight.execution.attention import AttentionSpec
+from inflight.execution.hf.longrope import longrope_length
+
+UNNAMED_LIMIT = 32_768
+"""Tokens that a sequence may have where the model names no limit, and attention is its own."""
+
+
+def packed_limit(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> tuple[int, list[str]]:
+    """The longest sequence that is surely exact in a packed row, and why it is shorter than the model's own limit, if
+    it is. Raises `ModelError` for a model that makes its windows by masks that it would have to be given."""
+    config = model.config.get_text_config()
+    limit = int(getattr(config, "max_position_embeddings", None) or 2**20)
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    slides = getattr(config, "use_sliding_window", True) and (not layer_types or "sliding_attention" in layer_types)
+    notes = []
+    if window is not None and slides and window < limit and all(spec.window is None for spec in specs):
+        raise ModelError(f"{type(model).__name__} does not tell attention its sliding window of {window}")
+    longest_row = max_row_len(config)
+    if longest_row is not None and longest_row < limit:
+        limit = longest_row
+        notes.append(f"sequences are limited to {limit} tokens: beyond, the model scales attention by place in the row")
+    return limit, notes
+
+
+def max_row_len(config: PreTrainedConfig) -> int | None:
+    """Llama 4 tunes attention's temperature, from `floor_scale` on, by a token's place in the row, not its position."""
+    tunes = getattr(config, "attn_temperature_tuning", False) and config.model_type == "llama4_text"
+    return int(config.floor_scale) - 1 if tunes else None
+
+
+def own_limit(config: PreTrainedConfig) -> tuple[int, list[str]]:
+    """The longest sequence of a model whose attention is its own, and what is to be said about it."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if isinstance(limit, int) and limit > 0:
+        return limit, []
+    return UNNAMED_LIMIT, [f"the model names no limit to its context; {UNNAMED_LIMIT} tokens are taken for one"]
+
+
+def depends_on_row(config: PreTrainedConfig) -> str | None:
+    """What of a model depends on where a token stands in its row, or on the longest sequence there; None: nothing that
+    is known."""
+    if longrope_length(config) is not None:
+        return "its position embeddings depend on the longest sequence of a batch (LongRoPE)"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "its chunks of attention are counted from the beginning of the row"
+    return None

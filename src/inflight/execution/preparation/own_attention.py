@@ -1,0 +1,222 @@
+"""Executors that leave attention to the model: which of their ways are exact (rows, sequential, recomputed), and what
+makes a model ready to run so.
+
+Where a model with a cache gives other logits than in one forward pass, what `model.generate` sees is right.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+
+import torch
+from transformers import PreTrainedModel
+
+from inflight.contracts.errors import ModelError
+from inflight.execution.executors import Executor, RowsExecutor, SequentialExecutor
+from inflight.execution.preparation.agreement import FULL_PRECISION, precision_of, relative_error
+from inflight.execution.preparation.attention_calls import num_embeddings
+from inflight.execution.preparation.limits import depends_on_row, own_limit
+from inflight.execution.preparation.logits_proof import (
+    IN_SHORT,
+    NOISE_MARGIN,
+    NUM_PROOF_SLOTS,
+    PROOF,
+    PROOF_BLOCK_SIZE,
+    PlainModel,
+    compare,
+    prove,
+)
+from inflight.execution.preparation.report import ProbeReport
+from inflight.execution.preparation.verdict import Verdict, Way
+from inflight.execution.weights.experts import pack_experts
+from inflight.execution.weights.linears import LetGo, can_pack, pack_linears, watch_linears
+
+MISTAKEN = 0.7
+"""A relative error that says something is wrong; unless rounding makes as much of a model, then it says nothing."""
+ROUNDED = 0.2
+"""The relative error of logits that rounding explains in low precision, where only a mistake is looked for: the proof
+is on a twin."""
+PACKING_RUN_LENGTH = 12
+"""Tokens of the pass in which it is looked for which linear layers run together."""
+
+WAYS = {
+    "rows": (Way("rows", pads=True), Way("rows"), Way("rows", in_one_piece=True)),
+    "sequential": (Way("sequential"), Way("sequential", in_one_piece=True)),
+}
+RECOMPUTED = Way("sequential", in_one_piece=True, uses_cache=False)
+
+
+def make_executor(way: Way, model: PreTrainedModel, block_size: int, num_slots: int) -> Executor:
+    """The executor. Raises `ModelError` if the model's cache does not allow it."""
+    if way.executor == "rows":
+        return RowsExecutor(model, block_size, num_slots, in_one_piece=way.in_one_piece, pads=way.pads)
+    return SequentialExecutor(model, in_one_piece=way.in_one_piece, uses_cache=way.uses_cache)
+
+
+# ------------------------------------------------------------------------------------------- the search
+
+
+def find_way(
+    plain: PlainModel, executors: Sequence[str], others: Mapping[str, str], failed: Sequence[Verdict] = ()
+) -> Verdict:
+    """The first exact way of the first of `executors` that has one.
+
+    Args:
+        plain: what it is proved on: a model in full precision, with its effect.
+        others: why those that were tried before are not exact.
+        failed: what the model itself does not stand.
+
+    Raises:
+        ModelError: with all reasons, if none is exact.
+    """
+    reasons = dict(others)
+    not_again = {(verdict.way, verdict.is_generated) for verdict in failed}
+    for executor in executors:
+        ways = [way for way in WAYS[executor] if (way, False) not in not_again]
+        try:
+            return _first_of(ways, plain, reasons)
+        except ModelError as error:
+            if ways:  # else it was said why not of each
+                reasons[executor] = str(error)
+    with suppress(ModelError):  # what has failed says more
+        ways = [way for executor in executors for way in WAYS[executor] if (way, True) not in not_again]
+        return _first_as_generated(plain, ways, others)
+    if "sequential" in executors and (RECOMPUTED, False) not in not_again:
+        with suppress(ModelError):
+            return _first_of([RECOMPUTED], plain, reasons)
+    raise ModelError("; ".join(reasons.values()))
+
+
+def _first_as_generated(plain: PlainModel, ways: Sequence[Way], others: Mapping[str, str]) -> Verdict:
+    """The same, with what `model.generate` sees for what is right."""
+    generated = plain.as_generated()
+    difference = max(map(relative_error, generated.logits, plain.logits))
+    said = {
+        "as in one forward pass": f"with a cache of its own the model gives others by {difference:.1e}, as here; a "
+        "sequence that was preempted is computed anew as a prompt"
+    }
+    # The last token of a prompt, by itself, would be computed as one that follows it.
+    whole = [way for way in ways if way.in_one_piece]
+    return replace(_first_of(whole, generated, said | dict(others)), is_generated=True)
+
+
+def _first_of(ways: Sequence[Way], plain: PlainModel, reasons: Mapping[str, str]) -> Verdict:
+    failed = []
+    for way in ways:
+        try:
+            _prove(way, plain)
+        except ModelError as failure:
+            failed.append(f"{type(plain.model).__name__} does not run as {way}: {failure}")
+        else:
+            return Verdict(way, dict(reasons))
+    raise ModelError("; ".join(failed))
+
+
+def _prove(way: Way, plain: PlainModel) -> None:
+    """Raise `ModelError` if a way is not exact."""
+    why_not = depends_on_row(plain.model.config.get_text_config())
+    if why_not is not None and not (way.executor == "sequential" and way.in_one_piece):
+        raise ModelError(why_not)
+    try:
+        prove(_small(way, plain), plain, _tolerance(plain))
+    except ModelError:
+        raise
+    except Exception as failure:
+        raise ModelError(f"{type(failure).__name__}: {failure}") from failure
+
+
+def why_not_to_pack(way: Way, twin: PlainModel) -> str | None:
+    """What packing changes about a twin, if it does: the model itself may read a weight in ways of its own, and there
+    is no way back for it. (Nothing can be proved on the twin any more.)"""
+    try:
+        as_it_was = twin.given_by(_small(way, twin))
+        pack_weights(twin.model)
+        compare(_small(way, as_it_was), as_it_was, _tolerance(twin))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _tolerance(plain: PlainModel) -> float:
+    return max(FULL_PRECISION.logits, NOISE_MARGIN * plain.noise)
+
+
+def _small(way: Way, plain: PlainModel) -> Executor:
+    """An executor for a proof."""
+    return make_executor(way, plain.model, PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS)
+
+
+# ------------------------------------------------------------------------------------------- making it ready
+
+
+def prepare_own_attention(
+    model: PreTrainedModel, verdict: Verdict, *, is_large: bool = False, let_go: LetGo | None = None
+) -> ProbeReport:
+    """Make a model that was proved fast, and hold it against its plain results.
+
+    Args:
+        model: ours alone, in evaluation mode, on its device, with an attention implementation of its own.
+        is_large: whether to hold it against its plain results in short.
+        let_go: called with each weight that was packed and is not needed any more.
+
+    Raises:
+        ModelError: it does not give its plain results.
+        RuntimeError: not with packed weights, so that there is no way back to a model that others could run.
+    """
+    way = verdict.way
+    try:
+        plain = PlainModel.of(model, IN_SHORT if is_large else PROOF)
+        if verdict.is_generated:
+            plain = plain.as_generated()
+        error = _compare(way, plain)
+    except ModelError:
+        raise
+    except Exception as failure:
+        raise ModelError(f"{type(model).__name__} does not run as {way}: {failure}") from failure
+    if can_pack(model) and verdict.why_not_packed is None:
+        try:
+            pack_weights(model, let_go)
+            error = _compare(way, plain)
+        except Exception as failure:
+            raise RuntimeError(f"the weights of {type(model).__name__} could not be packed") from failure
+    max_model_len, notes = own_limit(model.config.get_text_config())
+    notes[:0] = [f"not {each}: {reason}" for each, reason in verdict.reasons.items()]
+    if verdict.why_not_packed is not None:
+        notes.append(f"its weights are not packed: {verdict.why_not_packed}")
+    if NOISE_MARGIN * plain.noise >= MISTAKEN:
+        notes.append("rounding changes its logits too much to tell anything by them: proved on a float32 twin")
+    if not way.uses_cache:
+        notes.append("nothing can be kept: a sequence is computed from its beginning for every token")
+    if way.in_one_piece:
+        notes.append("prompts are computed in one piece, when their last tokens have come")
+    return ProbeReport(
+        specs=(),
+        modules=(),
+        max_model_len=max_model_len,
+        attention_error=None,
+        logits_error=error,
+        vocab_size=plain.vocab_size,
+        is_batch_invariant=False,
+        max_row_len=None,
+        notes=tuple(notes),
+    )
+
+
+def _compare(way: Way, plain: PlainModel) -> float:
+    """The relative error of the model itself: as much is allowed as rounding may do to it. Raises `ModelError` if there
+    is more."""
+    usual = FULL_PRECISION.logits if precision_of(plain.model) is FULL_PRECISION else ROUNDED
+    tolerance = max(usual, NOISE_MARGIN * plain.noise)
+    return compare(_small(way, plain), plain, tolerance if tolerance < MISTAKEN else inf)
+
+
+@torch.inference_mode()
+def pack_weights(model: PreTrainedModel, let_go: LetGo | None = None) -> None:
+    """Replace experts and linear layers by packed ones."""
+    tokens = torch.arange(PACKING_RUN_LENGTH, device=model.device)[None] % num_embeddings(model)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    with watch_linears(model) as calls:
+        model(input_ids=tokens[:, :limit], use_cache=False)
+    pack_experts(model, quantized=False, let_go=let_go)
+    pack_linears(model, calls, let_go=let_go)

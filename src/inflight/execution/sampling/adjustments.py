@@ -1,0 +1,158 @@
+"""What a sequence wants changed about its logits before a token is chosen: bad words, `min_tokens`, biases, penalties.
+
+One `Adjuster` for each sequence that wants anything; all rows of a step are changed together, at the few tokens that
+are concerned, never over the whole vocabulary. Knows no slot and no step. Penalties are CTRL's (Keskar et al., 2019)
+for repetition, OpenAI's for presence and frequency, with vLLM's meaning: the repetition penalty counts the prompt.
+"""
+
+from array import array
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from inflight.contracts.params import SamplingParams
+from inflight.execution.ragged_batch import IntArray, to_device
+
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+
+class Adjuster:
+    """One sequence's wishes, and what of its tokens they depend on.
+
+    Args:
+        token_ids: the sequence so far, `prompt_len` of it the prompt.
+        stop_token_ids: not chosen before `min_tokens`.
+        bad_words: sequences of tokens whose last one is not chosen behind the others.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        token_ids: Sequence[int],
+        prompt_len: int,
+        stop_token_ids: Collection[int] = (),
+        bad_words: Collection[Sequence[int]] = (),
+    ) -> None:
+        self._params = params
+        self._prompt_len = prompt_len
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._bad_words = [tuple(word) for word in bad_words]
+        self._bias_ids = np.array(list(params.logit_bias or ()), dtype=np.int64)
+        self._biases = np.array(list((params.logit_bias or {}).values()), dtype=np.float32)
+        self._token_ids = array("q", token_ids)
+        self._seen = SeenTokens(token_ids[:prompt_len], token_ids[prompt_len:]) if has_penalties(params) else None
+
+    @staticmethod
+    def is_needed(params: SamplingParams) -> bool:
+        """Whether any row of a sequence with these parameters has to be changed."""
+        return bool(params.min_tokens or params.logit_bias or params.bad_words or has_penalties(params))
+
+    def see(self, position: int, token_id: int) -> None:
+        """The sequence has this token at this position. One that it was told of is not counted again."""
+        if position == len(self._token_ids):
+            self._token_ids.append(token_id)
+            if self._seen is not None:
+                self._seen.add(token_id)
+
+    def edits(self) -> "Edits | None":
+        """What to change about the logits of the token that comes next; None: nothing."""
+        params = self._params
+        forbidden = [word[-1] for word in self._bad_words if self._output_ends_with(word[:-1])]
+        if len(self._token_ids) - self._prompt_len < params.min_tokens:
+            forbidden += self._stop_token_ids
+        if self._seen is None:
+            if not forbidden and not len(self._bias_ids):
+                return None
+            return Edits(np.array(forbidden, dtype=np.int64), self._bias_ids, self._biases)
+        counts = self._seen.output_counts
+        taken = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
+        return Edits(
+            np.array(forbidden, dtype=np.int64),
+            self._bias_ids,
+            self._biases,
+            self._seen.token_ids,
+            np.full(len(counts), params.repetition_penalty, dtype=np.float32),
+            taken.astype(np.float32),
+        )
+
+    def _output_ends_with(self, token_ids: tuple[int, ...]) -> bool:
+        first = len(self._token_ids) - len(token_ids)
+        return first >= self._prompt_len and tuple(self._token_ids[first:]) == token_ids
+
+
+class Edits(NamedTuple):
+    """What to change about one row of logits: token ids that are forbidden; ids and what is added; ids of tokens that
+    were seen, the factors of repetition and what is taken from each."""
+
+    forbidden: IntArray
+    biased: IntArray
+    biases: FloatArray
+    seen: IntArray = np.empty(0, dtype=np.int64)
+    factors: FloatArray = np.empty(0, dtype=np.float32)
+    taken: FloatArray = np.empty(0, dtype=np.float32)
+
+
+NO_EDITS = Edits(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
+
+
+class SeenTokens:
+    """Which tokens a sequence has, each once, and how often its output has them."""
+
+    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt))}
+        self._ids = np.zeros(max(64, 2 * len(self._places)), dtype=np.int64)
+        self._counts = np.zeros(len(self._ids), dtype=np.int64)
+        self._ids[: len(self._places)] = list(self._places)
+        for token_id in output:
+            self.add(token_id)
+
+    @property
+    def token_ids(self) -> IntArray:
+        """All tokens of prompt and output."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def output_counts(self) -> IntArray:
+        """How often each of them is in the output."""
+        return self._counts[: len(self._places)]
+
+    def add(self, token_id: int) -> None:
+        """One more token of the output."""
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):
+            self._ids, self._counts = (np.resize(each, 2 * len(each)) for each in (self._ids, self._counts))
+            self._counts[place:] = 0
+        self._ids[place] = token_id
+        self._counts[place] += 1
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether tokens that were seen are treated differently."""
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+def adjust(logits: torch.Tensor, edits: Sequence[Edits]) -> None:
+    """Change logits `[R, V]` float32 in place."""
+    forbidden, biased, biases, seen, factors, taken = zip(*edits, strict=True)
+    if (places := _places(forbidden, logits)) is not None:
+        logits[places] = -torch.inf
+    if (places := _places(biased, logits)) is not None:
+        logits[places] += _joined(biases, logits)
+    if (places := _places(seen, logits)) is not None:
+        scores, factor = logits[places], _joined(factors, logits)
+        logits[places] = torch.where(scores > 0, scores / factor, scores * factor) - _joined(taken, logits)
+
+
+def _places(ids: Sequence[IntArray], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Rows and columns of some tokens of each row; None if there are none."""
+    rows = np.repeat(np.arange(len(ids)), [len(each) for each in ids])
+    if not len(rows):
+        return None
+    return to_device(rows, logits.device), _joined(ids, logits)
+
+
+def _joined(values: Sequence[npt.NDArray[Any]], logits: torch.Tensor) -> torch.Tensor:
+    return to_device(np.concatenate(values), logits.device)

@@ -1,0 +1,66 @@
+"""Log-probabilities of tokens as the model gave them: of those that were chosen, and of those that a prompt has.
+
+Decides nothing about tokens. They are taken of the logits before anything is changed about them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from inflight.contracts.outputs import TokenScore
+from inflight.contracts.params import SamplingParams
+from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
+
+ROWS_AT_ONCE = 256
+"""Of logits in float32: so many rows of a vocabulary, and not more, are there a second time."""
+
+
+class Scorer:
+    """Scores the rows of a step whose sequences want it, each with as many of the likeliest tokens as it wants.
+
+    Args:
+        max_num_seqs: number of slots.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._num_top = np.full(max_num_seqs, -1, dtype=np.int64)
+        self._num_prompt_top = np.full(max_num_seqs, -1, dtype=np.int64)
+        self._are_wanted = False  # by anybody who has a slot, or had it last
+
+    def assign(self, slot: int, params: SamplingParams) -> None:
+        """A sequence with these parameters has moved into a slot."""
+        self._num_top[slot] = -1 if params.logprobs is None else params.logprobs
+        self._num_prompt_top[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self._are_wanted = bool((self._num_top >= 0).any() or (self._num_prompt_top >= 0).any())
+
+    @torch.inference_mode()
+    def score(self, logits: torch.Tensor, batch: RaggedBatch, token_ids: Sequence[int]) -> dict[int, TokenScore]:
+        """By row of `logits` `[R, V]`, the score of its token, for the rows that want one."""
+        if not self._are_wanted:
+            return {}
+        slots = batch.logit_slots_host
+        num_top = np.where(batch.logit_targets_host >= 0, self._num_prompt_top[slots], self._num_top[slots])
+        rows = np.flatnonzero(num_top >= 0)
+        scores: dict[int, TokenScore] = {}
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            some = rows[first : first + ROWS_AT_ONCE]
+            tokens = np.array([token_ids[row] for row in some], dtype=np.int64).clip(min=0)
+            scores.update(zip(some.tolist(), score_rows(logits, some, tokens, num_top[some]), strict=True))
+        return scores
+
+
+def score_rows(logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_top: IntArray) -> list[TokenScore]:
+    """Of some `rows` `[N]` of `logits` `[R, V]`, the scores of `token_ids` `[N]` with the `num_top` `[N]` likeliest."""
+    scored = logits[to_device(rows, logits.device)].float()
+    normaliser = torch.logsumexp(scored, dim=-1, keepdim=True)
+    own = scored.gather(-1, to_device(token_ids, logits.device)[:, None])
+    ranks = (scored > own).sum(dim=-1) + 1
+    top = torch.topk(scored, min(int(num_top.max()), scored.shape[-1]), dim=-1)
+    columns = ((own - normaliser)[:, 0], ranks, top.indices, top.values - normaliser)
+    return [
+        TokenScore(logprob, rank, ids[:number], logprobs[:number])
+        for logprob, rank, ids, logprobs, number in zip(
+            *(column.tolist() for column in columns), num_top.tolist(), strict=True
+        )
+    ]

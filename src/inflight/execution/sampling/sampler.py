@@ -1,0 +1,226 @@
+"""`Sampler`: from logits to tokens, for all rows of a step at once, each with its own parameters.
+
+Parameters are kept by slot and looked up for the rows of a step. Rows whose logits a request wants changed are taken
+apart and changed in float32 (`logits/adjustments.py`); the others don't notice. Greedy rows cost one pass over the
+vocabulary; only rows that ask for it are filtered, and only rows that need it are sorted. On a CPU that is done by our
+kernels, which sort next to nothing (`kernels/sample.cpp`), elsewhere by torch's operators. Random numbers are a function
+of (seed, sequence index, output position) alone, in the spirit of counter-based generators (Salmon et al., SC 2011):
+neither preemption, chunking, the order of rows nor other rows change them.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from inflight.contracts.params import SamplingParams
+from inflight.execution.kernels import kernels_available
+from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
+from inflight.execution.sampling.adjustments import NO_EDITS, Adjuster, Edits, adjust
+from inflight.execution.sampling.token_mask import TokenMasks, apply_mask
+
+MAX_TEMPERATURE = float(np.finfo(np.float32).max)
+INVALID_TOKEN = -1
+"""What `sample` returns for a row whose logits are not finite."""
+
+
+class Sampler:
+    """Chooses the next token of each logit row.
+
+    Args:
+        max_num_seqs: number of slots.
+        device: where the logits will be.
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self.device = device
+        self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self._top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self._min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self._seed = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._index = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._prompt_len = np.zeros(max_num_seqs, dtype=np.int64)
+        self._adjusters: dict[int, Adjuster] = {}  # of those slots that need one
+        self._is_adjusted = np.zeros(max_num_seqs, dtype=np.bool_)  # whether that is so
+
+    def assign(
+        self,
+        slot: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        index: int,
+        token_ids: Sequence[int],
+        prompt_len: int,
+        stop_token_ids: Collection[int] = (),
+        bad_words: Collection[Sequence[int]] = (),
+    ) -> None:
+        """A sequence has moved into a slot: the `index`-th of its request, with `token_ids` so far, of which
+        `prompt_len` are the prompt.
+
+        `stop_token_ids` (EOS included) are not chosen before `min_tokens` output tokens, the last token of one of
+        `bad_words` never behind its others."""
+        self._temperature[slot] = min(params.temperature, MAX_TEMPERATURE)
+        self._top_k[slot] = max(params.top_k, 0)
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._seed[slot] = seed
+        self._index[slot] = index
+        self._prompt_len[slot] = prompt_len
+        self._adjusters.pop(slot, None)
+        self._is_adjusted[slot] = Adjuster.is_needed(params)
+        if self._is_adjusted[slot]:
+            self._adjusters[slot] = Adjuster(params, token_ids, prompt_len, stop_token_ids, bad_words)
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, batch: RaggedBatch, masks: TokenMasks | None = None) -> list[int]:
+        """One token for each row of `logits` `[R, V]`; `INVALID_TOKEN` where they are not finite. Of rows that are only
+        to be scored, that is the token that is there. `masks`, if there are any, say what some rows may choose from.
+
+        This is the step's only transfer from the device."""
+        scored = batch.logit_targets_host >= 0
+        if not scored.any():
+            return self._sample(logits, batch, np.arange(batch.num_logit_rows), masks)
+        tokens, rows = batch.logit_targets_host.copy(), np.flatnonzero(~scored)
+        tokens[rows] = self._sample(logits[self._rows(rows)], batch, rows, masks)
+        result: list[int] = tokens.tolist()
+        return result
+
+    def _sample(self, logits: torch.Tensor, batch: RaggedBatch, rows: IntArray, masks: TokenMasks | None) -> list[int]:
+        """Tokens of some `rows` `[N]` of a batch, whose logits are `[N, V]`."""
+        if len(rows) == 0:
+            return []
+        slots = batch.logit_slots_host[rows]
+        output_positions = batch.logit_positions_host[rows] + 1 - self._prompt_len[slots]
+        edits = self._edits(batch, rows, slots)
+        masked = np.searchsorted(rows, () if masks is None else masks.rows)
+        adjusted = np.array(sorted({*edits, *masked.tolist()}) if edits or masks else (), dtype=np.int64)
+        if len(adjusted) < len(rows):
+            tokens = self._choose(logits, slots, output_positions)
+        else:
+            tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+        if len(adjusted):
+            selected = self._rows(adjusted)
+            changed = logits[selected].float()
+            adjust(changed, [edits.get(place, NO_EDITS) for place in adjusted.tolist()])
+            if masks is not None:
+                at = self._rows(np.searchsorted(adjusted, masked))
+                constrained = changed[at]
+                apply_mask(constrained, to_device(masks.words, self.device))
+                changed[at] = constrained
+            tokens[selected] = self._choose(changed, slots[adjusted], output_positions[adjusted])
+        result: list[int] = tokens.tolist()
+        return result
+
+    def _edits(self, batch: RaggedBatch, rows: IntArray, slots: IntArray) -> dict[int, Edits]:
+        """What is to be changed, by the places in `rows` (of these `slots`) of those where anything is."""
+        edits: dict[int, Edits] = {}
+        for place in np.flatnonzero(self._is_adjusted[slots]).tolist():
+            row, adjuster = rows[place], self._adjusters[int(slots[place])]
+            adjuster.see(int(batch.logit_positions_host[row]), int(batch.logit_token_ids_host[row]))
+            if (wanted := adjuster.edits()) is not None:
+                edits[place] = wanted
+        return edits
+
+    def _choose(self, logits: torch.Tensor, slots: IntArray, output_positions: IntArray) -> torch.Tensor:
+        """Tokens `[N]` of rows of logits `[N, V]` as they are."""
+        tokens = best_tokens(logits)
+        random_rows = np.flatnonzero(self._temperature[slots] > 0)
+        if len(random_rows):
+            rows = self._rows(random_rows)
+            sampled = self._sample_rows(logits[rows], slots[random_rows], output_positions[random_rows])
+            tokens[rows] = torch.where(tokens[rows] == INVALID_TOKEN, INVALID_TOKEN, sampled)
+        return tokens
+
+    def _sample_rows(self, logits: torch.Tensor, slots: IntArray, output_positions: IntArray) -> torch.Tensor:
+        """Sampled tokens `[R]` of rows that all have a temperature above 0."""
+        uniform = counter_uniform(self._seed[slots], self._index[slots], output_positions.astype(np.uint64))
+        if has_kernels(logits):
+            parameters = (self._temperature, self._top_k, self._top_p, self._min_p)
+            by_row = (torch.from_numpy(values) for values in (*(each[slots] for each in parameters), uniform))
+            tokens: torch.Tensor = torch.ops.inflight.sample(logits, *by_row)
+            return tokens
+        logits = logits.float()
+        # Less the largest logit, so that no temperature, however small, makes infinities.
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / self._column(self._temperature[slots])
+        top_k, top_p, min_p = self._top_k[slots], self._top_p[slots], self._min_p[slots]
+        if (rows := np.flatnonzero(top_k)).size:
+            selected, k = self._rows(rows), top_k[rows]
+            logits[selected] = top_k_filter(logits[selected], self._column(k), int(k.max()))
+        if (rows := np.flatnonzero(top_p < 1)).size:
+            selected = self._rows(rows)
+            logits[selected] = top_p_filter(logits[selected], self._column(top_p[rows]))
+        if (rows := np.flatnonzero(min_p)).size:
+            selected = self._rows(rows)
+            logits[selected] = min_p_filter(logits[selected], self._column(min_p[rows]))
+        return draw(torch.softmax(logits, dim=-1), self._column(uniform)[:, 0])
+
+    def _rows(self, rows: IntArray) -> torch.Tensor:
+        return to_device(rows, self.device)
+
+    def _column(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        return to_device(values, self.device)[:, None]
+
+
+def has_kernels(logits: torch.Tensor) -> bool:
+    """Whether our kernels take these logits."""
+    return logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16) and kernels_available()
+
+
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Each row's greatest logit's token, `[R]` of `[R, V]`; `INVALID_TOKEN` if that is infinite or any logit is NaN."""
+    if has_kernels(logits):
+        tokens: torch.Tensor = torch.ops.inflight.greedy(logits)
+        return tokens
+    best_logits, tokens = logits.max(dim=-1)
+    return torch.where(best_logits.isfinite(), tokens, INVALID_TOKEN)
+
+
+def top_k_filter(logits: torch.Tensor, top_k: torch.Tensor, largest_k: int) -> torch.Tensor:
+    """Keep each row's k most likely tokens: logits `[R, V]`, top_k `[R, 1]` int64 in [1, largest_k]; ties are kept."""
+    largest = torch.topk(logits, min(largest_k, logits.shape[-1]), dim=-1).values
+    least = largest.gather(-1, top_k.clamp(max=largest.shape[-1]) - 1)
+    return logits.masked_fill(logits < least, float("-inf"))
+
+
+def top_p_filter(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Keep each row's smallest set of most likely tokens that reaches probability p: `[R, V]`, top_p `[R, 1]`.
+
+    Nucleus sampling (Holtzman et al., 2020). Ties with the least likely token that is kept are kept."""
+    ascending = torch.sort(logits, dim=-1).values
+    num_dropped = (torch.softmax(ascending, dim=-1).cumsum(dim=-1) <= 1 - top_p).sum(dim=-1, keepdim=True)
+    least = ascending.gather(-1, num_dropped.clamp(max=logits.shape[-1] - 1))
+    return logits.masked_fill(logits < least, float("-inf"))
+
+
+def min_p_filter(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Drop tokens less likely than min_p times each row's most likely one: logits `[R, V]`, min_p `[R, 1]` > 0."""
+    return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), float("-inf"))
+
+
+def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Invert each row's cumulative distribution: probabilities `[R, V]`, uniform `[R]` in [0, 1); tokens `[R]`."""
+    cumulative = probabilities.cumsum(dim=-1)
+    target = uniform[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp(max=probabilities.shape[-1] - 1)
+    # Sums that a device adds up in parallel need not rise everywhere: never choose what has no probability.
+    possible = probabilities.gather(-1, tokens) > 0
+    return torch.where(possible, tokens, probabilities.argmax(dim=-1, keepdim=True))[:, 0]
+
+
+def counter_uniform(
+    seed: npt.NDArray[np.uint64], index: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.float32]:
+    """Uniform numbers in [0, 1) from three counters each, `[R]`: SplitMix64's mixing (Steele et al., 2014) chained."""
+    mixed = _mix(_mix(_mix(seed) ^ index) ^ position)
+    return (mixed >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+
+
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))

@@ -1,0 +1,152 @@
+"""Mixtures of experts through packed weights: what `transformers` keeps as bare parameters instead of linear layers.
+
+Experts are one three-dimensional parameter a projection; models look up by name how to run them, and "inflight" is
+ours: the tokens of each expert together, and each token's experts added up in its own order of choice, so that a token
+gets the same bits in any company. Routers hand a two-dimensional parameter to `functional.linear`; a tensor subclass
+catches that.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
+
+from inflight.execution.weights.linears import ACTIVATIONS, LetGo, is_linear
+from inflight.execution.weights.packed_linear import PackedLinear, PanelLinear, pack_linear
+
+MIN_ROWS = 2  # a single row would take another way through oneDNN
+
+
+class PackedExperts:
+    """The projections of all experts of a module, packed one by one: `up` (with the gate, where there is one) and
+    `down`."""
+
+    def __init__(self, module: Any, *, quantized: bool, let_go: LetGo | None = None) -> None:
+        name = "gate_up_proj" if module.has_gate else "up_proj"
+        self.up = _pack_each(module, name, quantized, let_go)
+        self.down = _pack_each(module, "down_proj", quantized, let_go)
+        self._number = self._at_once(module)
+
+    def _at_once(self, module: Any) -> int | None:
+        """The number by which our kernels know all of them, if they are what the kernel can run."""
+        activation = ACTIVATIONS.get(type(getattr(module, "act_fn", module)))
+        panels = [each for each in (*self.up, *self.down) if isinstance(each, PanelLinear)]
+        is_usual = type(module)._apply_gate is _default_apply_gate and not module.has_post_expert_norm
+        if not (module.has_gate and is_usual) or activation is None or len(panels) < len(self.up) + len(self.down):
+            return None
+        numbers = [each.number for each in panels]
+        number: int = torch.ops.inflight.new_experts(numbers[: len(self.up)], numbers[len(self.up) :], *activation)
+        weakref.finalize(self, torch.ops.inflight.delete_experts, number)
+        return number
+
+    def run(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Tokens `[T, hidden]` and their experts `[T, K]`; returns `[T * K, hidden]`."""
+        if self._number is not None:
+            outputs: torch.Tensor = torch.ops.inflight.experts.default(hidden_states, chosen, self._number)
+            return outputs
+        outputs = hidden_states.new_zeros(chosen.numel(), hidden_states.shape[-1])
+        experts, order = chosen.flatten().sort(stable=True)
+        counts = torch.bincount(experts, minlength=module.num_experts)[: module.num_experts].tolist()
+        first = 0
+        for expert, count in enumerate(counts):
+            if count:
+                places = order[first : first + count]
+                outputs[places] = self._run_one(module, expert, hidden_states[places // chosen.shape[1]])
+                first += count
+        return outputs
+
+    def _run_one(self, module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        """One expert on `[n, hidden]`."""
+        num_rows = len(rows)
+        if num_rows < MIN_ROWS:
+            rows = rows.expand(MIN_ROWS, -1)
+        projected = self.up[expert](rows)
+        projected = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
+        projected = self.down[expert](projected)
+        if module.has_post_expert_norm:
+            projected = module.post_expert_norm(projected)
+        outputs: torch.Tensor = projected[:num_rows]
+        return outputs
+
+
+def _pack_each(module: Any, name: str, quantized: bool, let_go: LetGo | None) -> list[PackedLinear]:
+    weights = getattr(module, name).detach()
+    biases = getattr(module, f"{name}_bias").detach() if module.has_bias else [None] * len(weights)
+    packed = [
+        pack_linear(weight.T if module.is_transposed else weight, bias, quantized=quantized)
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+    delattr(module, name)
+    if let_go:
+        let_go(weights)
+    return packed
+
+
+def _run_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Tokens `[T, hidden]`, each one's experts and their weights `[T, K]`; returns `[T, hidden]`."""
+    outputs = module.inflight_experts.run(module, hidden_states, top_k_index)
+    weighted: torch.Tensor = outputs.view(*top_k_index.shape, -1) * top_k_weights[..., None]
+    return weighted.sum(dim=1).to(hidden_states.dtype)
+
+
+ExpertsInterface.register("inflight", _run_experts)
+
+
+class RouterWeight(nn.Parameter):
+    """A matrix `[out, in]` that `functional.linear` multiplies with through its packed form, made for each dtype that
+    is asked for; everything else treats it as a parameter."""
+
+    packings: dict[torch.dtype, PackedLinear]
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> "RouterWeight":
+        """The same values; the memory is shared."""
+        router_weight = torch.Tensor._make_subclass(cls, weight.detach(), False)
+        router_weight.packings = {}
+        return router_weight
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Catch `functional.linear`; a copy in another dtype shares the packed forms."""
+        kwargs = kwargs or {}
+        if function is functional.linear and isinstance(args[1], RouterWeight):
+            return args[1].project(*args, **kwargs)
+        result = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+        source = args[0] if args else None
+        if isinstance(result, RouterWeight) and isinstance(source, RouterWeight) and result.shape == source.shape:
+            result.packings = source.packings
+        return result
+
+    def project(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`functional.linear`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.dtype not in self.packings:
+                self.packings[self.dtype] = pack_linear(self.detach(), None)
+            rows = x.reshape(-1, x.shape[-1])
+            padded = rows if len(rows) >= MIN_ROWS else rows.expand(MIN_ROWS, -1)
+            out: torch.Tensor = self.packings[self.dtype](padded)[: len(rows)]
+            return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
+
+
+def pack_experts(model: PreTrainedModel, *, quantized: bool, let_go: LetGo | None = None) -> None:
+    """Pack the experts and routers of `model`, which is ours alone; nothing happens if it has none. `let_go` is called
+    with each weight that is not needed any more."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(module, "_apply_gate") and hasattr(module, "has_gate") and isinstance(config, PreTrainedConfig):
+            module.inflight_experts = PackedExperts(module, quantized=quantized, let_go=let_go)
+            config._experts_implementation_internal = "inflight"
+    if any(hasattr(module, "inflight_experts") for module in model.modules()):
+        for module in model.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.dim() == 2 and not (is_linear(module) or isinstance(module, nn.Embedding)):
+                module._parameters["weight"] = RouterWeight.of(weight)

@@ -1,0 +1,178 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`, Anthropic's: decides how they are answered, also in a stream."""
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from inflight.contracts.outputs import RequestOutput, TextDelta
+from inflight.server.anthropic import errors as messages_errors
+from inflight.server.anthropic.request import CountRequest, MessagesRequest
+from inflight.server.openai.chunks import to_json
+from inflight.server.serving.generation import Job, generate
+from inflight.server.serving.service import Service, service_of
+from inflight.server.serving.streaming import stream
+from inflight.server.tools.blocks import Block, Blocks, Growth, TextBlock
+from inflight.server.tools.tool_use import ToolUse
+from inflight.server.wire.client import attended
+from inflight.server.wire.json_route import JsonRoute
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/messages")
+async def messages(body: MessagesRequest, request: Request) -> Response:
+    """Answer a chat, as Anthropic does."""
+    service = service_of(request)
+    async with attended(request.receive, service.settings.request_timeout) as client:
+        asked = await _read(body, service)
+        if not body.stream:
+            return _answer(asked, (await generate(service, asked.job, client))[0])
+    return stream(service, asked.job, _Events(asked), partial(messages_errors.event, request=request))
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountRequest, request: Request) -> Response:
+    """How many tokens a chat is."""
+    service = service_of(request)
+    service.check_model(body.model)
+    token_ids = await service.tokenize(body.for_template(), body.num_characters, "messages")
+    return Response(to_json({"input_tokens": len(token_ids)}), media_type="application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that can be run.
+
+    Attributes:
+        tools: how calls are read, if tools may be called.
+        head: what its answer begins with.
+    """
+
+    job: Job
+    max_tokens: int
+    tools: ToolUse | None
+    head: dict[str, Any]
+
+
+async def _read(body: MessagesRequest, service: Service) -> _Asked:
+    service.check_model(body.model)
+    info = await service.model_info()
+    tools = service.tool_use(body.tool_fields, body.structured_output)
+    options = {} if tools is None else tools.sampling_options
+    params = body.sampling_params(service.llm.get_default_sampling_params(), **options)
+    token_ids = await service.tokenize(body.for_template(), body.num_characters, "messages")
+    prompt = service.fitted(token_ids, info, "messages")
+    message_id = f"msg_{uuid.uuid4().hex}"
+    head = {"id": message_id, "type": "message", "role": "assistant", "model": service.settings.model_name}
+    return _Asked(Job(message_id, [prompt], params), body.max_tokens, tools, head)
+
+
+def _answer(asked: _Asked, output: RequestOutput) -> Response:
+    blocks = Blocks(asked.tools)
+    blocks.feed(output.outputs[0].text, is_last=True)
+    content = list(map(_content, blocks.blocks))
+    answer = {**asked.head, "content": content, **_ending(asked, output, blocks), "usage": _usage_of(output)}
+    return Response(to_json(answer), media_type="application/json")
+
+
+def _content(block: Block) -> dict[str, Any]:
+    """A whole block. Of a call that was cut off, the arguments are not told: they are no JSON yet."""
+    if isinstance(block, TextBlock):
+        return {"type": "text", "text": block.text}
+    try:
+        arguments = json.loads(block.arguments)
+    except (ValueError, RecursionError):
+        arguments = {}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+
+
+def _ending(asked: _Asked, output: RequestOutput, blocks: Blocks) -> dict[str, str | None]:
+    """Why it ended; tokens that stop it have no name here."""
+    (completion,) = output.outputs
+    if completion.finish_reason == "length":
+        is_full = len(completion.token_ids) < asked.max_tokens
+        return {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens", "stop_sequence": None}
+    if isinstance(completion.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
+    return {"stop_reason": "tool_use" if blocks.has_calls else "end_turn", "stop_sequence": None}
+
+
+def _usage_of(output: RequestOutput) -> dict[str, int]:
+    num_cached = output.metrics.num_cached_tokens
+    return _usage(len(output.prompt_token_ids), len(output.outputs[0].token_ids), num_cached)
+
+
+def _usage(num_prompt: int, num_output: int, num_cached: int = 0) -> dict[str, int]:
+    """`usage`; tokens that were found in the prefix cache are counted apart from the rest of the prompt's."""
+    return {
+        "input_tokens": num_prompt - num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached,
+        "output_tokens": num_output,
+    }
+
+
+class _Events:
+    """The events of one answer. (How much of the prompt was cached is known at the end; the usage there counts.)"""
+
+    def __init__(self, asked: _Asked) -> None:
+        self._asked = asked
+        self._blocks = Blocks(asked.tools)
+        self._has_begun = False
+
+    def of(self, deltas: list[TextDelta]) -> bytes:
+        events = b"" if self._has_begun else self._begin(len(deltas[0].token_ids))
+        self._has_begun = True
+        for delta in deltas:
+            grown = self._blocks.feed(delta.text, is_last=delta.finish_reason is not None)
+            events += b"".join(map(_grown, grown))
+        return events
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        (output,) = outputs
+        return (
+            _event("content_block_stop", index=len(self._blocks.blocks) - 1)
+            + _event("message_delta", delta=_ending(self._asked, output, self._blocks), usage=_usage_of(output))
+            + _event("message_stop")
+        )
+
+    def _begin(self, num_tokens: int) -> bytes:
+        num_prompt = len(self._asked.job.prompts[0])
+        nothing_yet: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        message = {**self._asked.head, **nothing_yet, "usage": _usage(num_prompt, num_tokens)}
+        return _event("message_start", message=message) + _event("ping")
+
+
+def _grown(growth: Growth) -> bytes:
+    """The end of the block before and the beginning of this one, if it is new; and what has been added."""
+    number, block, added, is_new = growth
+    if not added and not is_new:
+        return b""
+    events = b""
+    if is_new and number:
+        events += _event("content_block_stop", index=number - 1)
+    if isinstance(block, TextBlock):
+        if is_new:
+            events += _event("content_block_start", index=number, content_block={"type": "text", "text": ""})
+        return events + _TEXT % (number, to_json(added)) if added else events
+    if is_new:
+        begun = {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+        events += _event("content_block_start", index=number, content_block=begun)
+    delta = {"type": "input_json_delta", "partial_json": added}
+    return events + _event("content_block_delta", index=number, delta=delta)
+
+
+_TEXT = (
+    b"event: content_block_delta\n"
+    b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"text_delta","text":%b}}\n\n'
+)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, **fields}))

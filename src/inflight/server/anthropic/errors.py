@@ -1,0 +1,40 @@
+"""Errors in Anthropic's envelope. Decides which of its types each status gets; what is said is up to `api_errors`."""
+
+import json
+from collections.abc import Mapping
+
+from fastapi import Request
+from starlette.responses import Response
+
+from inflight.server.wire.api_errors import ApiError
+
+PATH = "/v1/messages"
+"""On paths that begin so, errors look like this."""
+
+_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def envelope(error: ApiError, request: Request) -> bytes:
+    """The body of the answer. ASCII: what a client sent comes back in it."""
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    request_id = request.scope.get("state", {}).get("request_id")
+    told = {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
+    return json.dumps(told).encode()
+
+
+def answer(error: ApiError, request: Request) -> Response:
+    """A whole answer."""
+    return Response(envelope(error, request), error.status, error.headers, media_type="application/json")
+
+
+def event(error: ApiError, request: Request) -> bytes:
+    """The last event of a stream."""
+    return b"event: error\ndata: " + envelope(error, request) + b"\n\n"

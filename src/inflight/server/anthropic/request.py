@@ -1,0 +1,293 @@
+"""What `/v1/messages` takes: Anthropic's form of a chat, and what of it the chat template is given.
+
+Decides how blocks and turns become messages that templates know, and tools become OpenAI's. Knows no template.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, Tag, with_config
+from typing_extensions import TypedDict
+
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.structured_output import StructuredOutput
+from inflight.server.openai.chat_request import TextPart
+from inflight.server.openai.chunks import to_json
+from inflight.server.openai.sampling_fields import MAX_STOP_STRINGS
+from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
+from inflight.server.tools.in_templates import with_names
+from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.strict_model import Many, StrictModel, by_type, of_type
+
+
+class CacheControl(StrictModel):
+    """A wish that nothing depends on: prefixes are cached anyway, for as long as there is room."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class TextBlock(TextPart):
+    """A block of text."""
+
+    NOT_SUPPORTED: ClassVar = {"citations": ([],)}
+
+    cache_control: CacheControl | None = None
+
+
+Text = str | Many[Annotated[TextBlock, of_type("parts", "text")]]
+
+
+def text_of(text: Text) -> str:
+    """The text itself, its blocks in lines of their own."""
+    return text if isinstance(text, str) else "\n".join(block.text for block in text)
+
+
+class ToolUseBlock(StrictModel):
+    """A call that the assistant made in an earlier turn."""
+
+    NOT_SUPPORTED: ClassVar = {"caller": ({"type": "direct"},)}
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class ToolResultBlock(StrictModel):
+    """What a call came to. (Templates know no errors: its text has to say that it is one.)"""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Text | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("#text")]
+    | Annotated[ToolUseBlock, Tag("#tool_use")]
+    | Annotated[ToolResultBlock, Tag("#tool_result")],
+    by_type("text"),
+]
+BLOCKS_OF = {"user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ToolUseBlock), "system": (TextBlock,)}
+"""What the messages of each role may have."""
+
+
+class Turn(StrictModel):
+    """A message of a chat."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Many[Annotated[Block, of_type("parts", "text", "tool_use", "tool_result")]]
+
+    @property
+    def num_characters(self) -> int:
+        blocks = [] if isinstance(self.content, str) else self.content
+        texts = [block.text if isinstance(block, TextBlock) else str(block) for block in blocks]
+        return sum(map(len, texts)) if blocks else len(self.content)
+
+    def for_template(self, where: str) -> Iterator[dict[str, Any]]:
+        """Its blocks, each as a message of its own. Raises `ApiError` for blocks that it can not have."""
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        for block in self.content:
+            if not isinstance(block, BLOCKS_OF[self.role]):
+                raise ApiError(400, f"{where} is of the role {self.role!r}, which has no blocks of type {block.type!r}")
+            match block:
+                case TextBlock():
+                    yield {"role": self.role, "content": block.text}
+                case ToolUseBlock():
+                    function = {"name": block.name, "arguments": block.input}
+                    call = {"id": block.id, "type": "function", "function": function}
+                    yield {"role": self.role, "content": "", "tool_calls": [call]}
+                case ToolResultBlock():
+                    content = text_of(block.content or "")
+                    yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
+
+
+def _merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of one role that follow each other as one, but for answers of tools."""
+    merged: list[dict[str, Any]] = []
+    for message in messages:
+        last = merged[-1] if merged and merged[-1]["role"] == message["role"] != "tool" else None
+        if last is None:
+            merged.append(message)
+            continue
+        last["content"] = "\n".join(filter(None, (last["content"], message["content"])))
+        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
+            last["tool_calls"] = calls
+    return merged
+
+
+class MessagesTool(StrictModel):
+    """A function of the client's.
+
+    Attributes:
+        input_schema: the JSON schema of its arguments, an object.
+        strict: whether arguments must follow it wherever the function is called; null: if it was asked for that some
+            function be called.
+    """
+
+    NOT_SUPPORTED: ClassVar = {
+        "allowed_callers": (["direct"],),
+        "defer_loading": (False,),
+        "eager_input_streaming": (True, False),
+        "input_examples": ([],),
+    }
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def tool(self) -> Tool:
+        """In OpenAI's form."""
+        function = FunctionDefinition(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return Tool(type="function", function=function)
+
+
+AnyTool = Annotated[MessagesTool, of_type("tools", "custom", absent="custom")]
+
+
+class ToolChoice(StrictModel):
+    """Whether and what is called: "any": one of the tools at least; "tool": that of this name."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @property
+    def choice(self) -> Literal["none", "auto", "required"] | NamedTool:
+        """In OpenAI's form. Raises `ApiError`."""
+        if (self.type == "tool") != (self.name is not None):
+            message = "tool_choice must have a name if it is of type 'tool', and only then"
+            raise ApiError(400, message, param="tool_choice")
+        if self.name is not None:
+            return NamedTool(type="function", function=FunctionName(name=self.name))
+        return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
+
+
+class Metadata(StrictModel):
+    """Who asks. For the caller's own use: nothing here depends on it."""
+
+    user_id: str | None = None
+
+
+@with_config(ConfigDict(extra="forbid", strict=True))
+class JsonFormat(TypedDict):  # and not a model: those have a method `schema`
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(StrictModel):
+    """What the answer must look like."""
+
+    NOT_SUPPORTED: ClassVar = {"effort": ()}
+
+    format: JsonFormat | None = None
+
+
+class CountRequest(StrictModel):
+    """The body of a request that only wants to know how long its prompt is.
+
+    Attributes:
+        system: what the model is told before all messages.
+    """
+
+    NOT_SUPPORTED: ClassVar = {
+        "container": (),
+        "context_management": (),
+        "diagnostics": (),
+        "inference_geo": (),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+        "thinking": ({"type": "disabled"},),
+        "user_profile_id": (),
+        "workspace_id": (),
+    }
+
+    model: str | None = None
+    messages: Annotated[Many[Turn], Field(min_length=1)]
+    system: Text | None = None
+    tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    cache_control: CacheControl | None = None
+    output_config: OutputConfig | None = None
+
+    @property
+    def num_characters(self) -> int:
+        return sum(turn.num_characters for turn in self.messages) + len(text_of(self.system or ""))
+
+    @property
+    def tool_fields(self) -> ToolFields:
+        """What is said of tools, in OpenAI's form. Raises `ApiError`."""
+        choice = self.tool_choice
+        return ToolFields(
+            tools=[each.tool for each in self.tools or []],
+            tool_choice=None if choice is None else choice.choice,
+            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+        )
+
+    @property
+    def structured_output(self) -> StructuredOutput | None:
+        """What the text has to be. Raises `ApiError`."""
+        if self.output_config is None or self.output_config.format is None:
+            return None
+        try:
+            return StructuredOutput(json_schema=to_json(self.output_config.format["schema"]).decode())
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+
+    def for_template(self) -> dict[str, Any]:
+        """The chat as a prompt of `AsyncLLM`. Turns of one role that follow each other are one; a last turn that is
+        the assistant's is left open for the model to go on with. Raises `ApiError`."""
+        told = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
+        turns = (message for i, turn in enumerate(self.messages) for message in turn.for_template(f"messages[{i}]"))
+        messages = with_names(_merged([*told, *turns]))
+        is_open = bool(messages) and messages[-1]["role"] == "assistant"
+        if is_open and messages[-1].get("tool_calls"):
+            raise ApiError(400, "messages end with calls; their results must follow", param="messages")
+        tools = [tool.for_template() for tool in self.tool_fields.usable_tools]
+        prompt = {"messages": messages, "add_generation_prompt": not is_open, "continue_final_message": is_open}
+        return {**prompt, "tools": tools} if tools else prompt
+
+
+class MessagesRequest(CountRequest):
+    """The body of a request.
+
+    Attributes:
+        stop_sequences: strings that end the text; it is cut just before the first that appears.
+    """
+
+    NOT_SUPPORTED: ClassVar = {**CountRequest.NOT_SUPPORTED, "service_tier": ("auto", "standard_only")}
+
+    max_tokens: int
+    stop_sequences: Annotated[Many[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)] | None = (
+        None
+    )
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+    metadata: Metadata | None = None
+
+    def sampling_params(self, defaults: SamplingParams, **options: Any) -> SamplingParams:
+        """The model's `defaults`, changed by what was sent, and by `options`. Raises `ApiError` for what is refused."""
+        sent = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(self, name)) is not None}
+        if self.stop_sequences:
+            sent["stop"] = self.stop_sequences
+        sent["structured_output"] = self.structured_output
+        try:
+            return replace(defaults, **{**sent, **options}, n=1, max_tokens=self.max_tokens, min_tokens=0)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error

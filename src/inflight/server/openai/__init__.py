@@ -1,0 +1,1 @@
+"""OpenAI's chat and completion endpoints, with vLLM's extensions."""

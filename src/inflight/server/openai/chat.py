@@ -1,0 +1,197 @@
+"""`POST /v1/chat/completions`: decides how chats are answered, whole and in a stream."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
+from inflight.server.openai import logprobs
+from inflight.server.openai.chat_request import ChatRequest
+from inflight.server.openai.chunks import ChunkWriter, to_json
+from inflight.server.openai.usage import usage_of
+from inflight.server.serving.generation import Job, generate
+from inflight.server.serving.service import Service, service_of
+from inflight.server.serving.streaming import stream
+from inflight.server.tools.answer import delta_of, finish_reason_of, message_of
+from inflight.server.tools.tool_use import ToolUse
+from inflight.server.wire.client import attended
+from inflight.server.wire.json_route import JsonRoute
+from inflight.text.tokenizer import Tokenizer
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Answer a chat."""
+    service = service_of(request)
+    async with attended(request.receive, service.settings.request_timeout) as client:
+        asked = await _read(body, service)
+        if not body.stream:
+            return _answer(asked, (await generate(service, asked.job, client))[0])
+    return stream(service, asked.job, _Chunks(asked))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that can be run.
+
+    Attributes:
+        tools: how calls are read, if tools may be called.
+        head: what its answer and each chunk of it begin with, but for `object`.
+    """
+
+    body: ChatRequest
+    job: Job
+    tokenizer: Tokenizer | None
+    tools: ToolUse | None
+    head: dict[str, Any]
+
+
+async def _read(body: ChatRequest, service: Service) -> _Asked:
+    service.check_model(body.model)
+    body.check(service.settings)
+    info = await service.model_info()
+    chat = body.for_template(service.settings)
+    tools = service.tool_use(body, body.structured_output, body.chat_template)
+    params = body.sampling_params(
+        service.llm.get_default_sampling_params(),
+        service.settings,
+        info.vocab_size,
+        max_tokens=body.most_tokens,
+        logprobs=body.num_logprobs,
+        **({} if tools is None else tools.sampling_options),
+    )
+    service.check_num_sequences(1, params.n, "n")
+    token_ids = await service.tokenize(chat, body.num_characters, "messages")
+    prompt = service.fitted(token_ids, info, "messages", body.truncate_prompt_tokens)
+    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    return _Asked(
+        body,
+        Job(request_id, [prompt], params, body.priority or 0, body.cache_salt),
+        service.llm.tokenizer,
+        tools,
+        {"id": request_id, "created": int(time.time()), "model": service.settings.model_name},
+    )
+
+
+# ------------------------------------------------------------------------------------- whole
+
+
+def _answer(asked: _Asked, output: RequestOutput) -> Response:
+    answer = {
+        **asked.head,
+        "object": "chat.completion",
+        "choices": [_choice(asked, completion) for completion in output.outputs],
+        "usage": usage_of([output]),
+        "system_fingerprint": None,
+    }
+    if asked.body.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs or [])
+    if asked.body.return_token_ids:
+        answer["prompt_token_ids"] = output.prompt_token_ids
+    return Response(to_json(answer), media_type="application/json")
+
+
+def _choice(asked: _Asked, completion: CompletionOutput) -> dict[str, Any]:
+    message: dict[str, Any] = {"content": completion.text}
+    finish_reason: str | None = completion.finish_reason
+    if asked.tools is not None:
+        parser = asked.tools.parser()
+        message = message_of([*parser.feed(completion.text), *parser.finish()])
+        finish_reason = finish_reason_of(parser, completion.finish_reason)
+    choice: dict[str, Any] = {
+        "index": completion.index,
+        "message": {"role": "assistant", "refusal": None, **message},
+        "logprobs": _told(asked, completion),
+        "finish_reason": finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if asked.body.return_token_ids:
+        choice["token_ids"] = completion.token_ids
+    return choice
+
+
+def _told(asked: _Asked, news: CompletionOutput | TextDelta) -> dict[str, Any] | None:
+    """`logprobs`, if they are wanted."""
+    num_top = asked.body.num_logprobs
+    if num_top is None:
+        return None
+    content = logprobs.of_chat(news.token_ids, news.logprobs or [], num_top, asked.tokenizer)
+    return {"content": content, "refusal": None}
+
+
+# ------------------------------------------------------------------------------------- in a stream
+
+
+class _Chunks:
+    """The chunks of one answer."""
+
+    def __init__(self, asked: _Asked) -> None:
+        body, prompt = asked.body, asked.job.prompts[0]
+        head = {**asked.head, "object": "chat.completion.chunk"}
+        if body.return_token_ids:
+            head["prompt_token_ids"] = prompt
+        self._asked = asked
+        self._writer = ChunkWriter(head, body.stream_options, len(prompt))
+        self._is_plain = body.num_logprobs is None and not body.return_token_ids
+        self._has_begun = [False] * asked.job.params.n
+        self._parsers = [] if asked.tools is None else [asked.tools.parser() for _ in self._has_begun]
+
+    def of(self, deltas: list[TextDelta]) -> bytes:
+        self._writer.count(deltas)
+        return b"".join(map(self._events, deltas))
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        return self._writer.end(outputs)
+
+    def _events(self, delta: TextDelta) -> bytes:
+        """Who speaks, if nobody has; what is new; how it ended, if it has."""
+        events = b""
+        if not self._has_begun[delta.index]:
+            self._has_begun[delta.index] = True
+            events = self._event(delta.index, {"role": "assistant", "content": None if self._parsers else ""})
+        if self._parsers:
+            events += self._events_of_pieces(delta)
+        elif not self._is_plain:
+            events += self._event(delta.index, {"content": delta.text}, **self._extras(delta))
+        elif delta.text:
+            text = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
+            events += self._writer.chunk(text % (delta.index, to_json(delta.text)))
+        if delta.finish_reason is not None:
+            stop_reason = delta.stop_reason
+            events += self._event(delta.index, {}, finish_reason=self._reason(delta), stop_reason=stop_reason)
+        return events
+
+    def _events_of_pieces(self, delta: TextDelta) -> bytes:
+        """What the text turned out to be so far: content, and calls. What is told of tokens goes with the first."""
+        parser = self._parsers[delta.index]
+        pieces = parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            pieces += parser.finish()
+        deltas = list(map(delta_of, pieces))
+        if self._is_plain:
+            return b"".join(self._event(delta.index, each) for each in deltas)
+        first, *others = deltas or [{}]
+        events = self._event(delta.index, first, **self._extras(delta))
+        return events + b"".join(self._event(delta.index, each) for each in others)
+
+    def _reason(self, delta: TextDelta) -> str | None:
+        if not self._parsers:
+            return delta.finish_reason
+        return finish_reason_of(self._parsers[delta.index], delta.finish_reason)
+
+    def _extras(self, delta: TextDelta) -> dict[str, Any]:
+        extras: dict[str, Any] = {"logprobs": _told(self._asked, delta)}
+        if self._asked.body.return_token_ids:
+            extras["token_ids"] = delta.token_ids
+        return extras
+
+    def _event(self, index: int, delta: dict[str, Any], **others: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **others}
+        return self._writer.chunk(to_json(choice))

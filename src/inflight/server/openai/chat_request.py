@@ -1,0 +1,223 @@
+"""What `/v1/chat/completions` takes, and what of it the chat template is given.
+
+Decides how messages in OpenAI's form become those that templates know. Knows no template.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from inflight.server.openai.sampling_fields import NOT_SUPPORTED_YET, SamplingFields
+from inflight.server.serving.settings import ServerSettings
+from inflight.server.tools.fields import ToolFields
+from inflight.server.tools.in_templates import call_for_template, with_names
+from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.strict_model import Many, StrictModel, of_type
+
+
+class TextPart(StrictModel):
+    """A part of a message's content."""
+
+    NOT_SUPPORTED: ClassVar = {"annotations": ([],), "cache_control": (), "prompt_cache_breakpoint": ()}
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(StrictModel):
+    """What a tool call calls.
+
+    Attributes:
+        parsed_arguments: the same once more, as `openai`'s client sends them back; they are not looked at.
+    """
+
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class ToolCall(StrictModel):
+    """A call that the assistant made in an earlier turn."""
+
+    NOT_SUPPORTED: ClassVar = {"index": (0,)}
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class Message(StrictModel):
+    """A message of a chat.
+
+    Attributes:
+        parsed: the content once more, as `openai`'s client sends it back; it is not looked at.
+    """
+
+    NOT_SUPPORTED: ClassVar = {
+        "annotations": ([],),
+        "audio": (),
+        "function_call": (),
+        "reasoning": ("",),
+        "reasoning_content": ("",),
+        "refusal": ("",),
+        "type": ("text", "message"),  # an evaluation harness says so of all messages
+    }
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Many[Annotated[TextPart, of_type("parts", "text")]] | None = None
+    name: str | None = None
+    tool_calls: Many[ToolCall] | None = None
+    tool_call_id: str | None = None
+    parsed: Any = None
+
+    @property
+    def text(self) -> str:
+        """The content, its parts in lines of their own (as in vLLM)."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(part.text for part in self.content)
+
+    def for_template(self, where: str) -> dict[str, Any]:
+        """As templates take it: developers are their "system", text is text, arguments are no longer JSON."""
+        if self.content is None and self.role != "assistant":
+            raise ApiError(400, f"{where} has no content", param=where)
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [
+                call_for_template(call.id, call.function.name, call.function.arguments, where)
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class TemplateFields(StrictModel):
+    """A chat, and how it is written out.
+
+    Attributes:
+        add_generation_prompt: end with the beginning of the assistant's message; null: unless the last is continued.
+        continue_final_message: leave the last message open for the model to go on with.
+        chat_template: in Jinja, instead of the model's, if the operator allows it.
+        chat_template_kwargs: further variables of the template, such as `enable_thinking`.
+    """
+
+    messages: Annotated[Many[Message], Field(min_length=1)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(message.text) for message in self.messages)
+
+    def for_template(self, settings: ServerSettings) -> dict[str, Any]:
+        """The chat as a prompt of `AsyncLLM`. Raises `ApiError` for what can not be written out."""
+        if self.chat_template is not None and not settings.trust_request_chat_template:
+            message = "chat_template is given; this server takes only the model's own (--trust-request-chat-template)"
+            raise ApiError(400, message, param="chat_template", code="unsupported_field")
+        if self.add_generation_prompt and self.continue_final_message:
+            message = "add_generation_prompt and continue_final_message are both true; they exclude each other"
+            raise ApiError(400, message, param="continue_final_message")
+        _check_variables(self.chat_template_kwargs or {})
+        prompt = {
+            "messages": with_names([each.for_template(f"messages[{i}]") for i, each in enumerate(self.messages)]),
+            "add_generation_prompt": not self.continue_final_message
+            if self.add_generation_prompt is None
+            else self.add_generation_prompt,
+            "continue_final_message": bool(self.continue_final_message),
+        }
+        if self.chat_template is not None:
+            prompt["chat_template"] = self.chat_template
+        if self.chat_template_kwargs:
+            prompt["chat_template_kwargs"] = self.chat_template_kwargs
+        return prompt
+
+
+TEMPLATE_ARGUMENTS = (
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)
+"""What `chat_template_kwargs` can not set: how the template is used is not the template's own."""
+
+
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    for name in variables:
+        if name in TEMPLATE_ARGUMENTS:
+            message = f"chat_template_kwargs has {name!r}, which is not a variable of the template"
+            raise ApiError(400, message, param="chat_template_kwargs")
+
+
+class ChatRequest(SamplingFields, ToolFields, TemplateFields):
+    """The body of a request.
+
+    Attributes:
+        logprobs: whether each token's log-probability is told.
+        top_logprobs: how many of the likeliest tokens are told besides at each place.
+        max_completion_tokens, max_tokens: the same, the first counts; null: until a stop or the end of the context.
+    """
+
+    NOT_SUPPORTED: ClassVar = {
+        **NOT_SUPPORTED_YET,
+        "add_special_tokens": (False,),
+        "audio": (),
+        "best_of": (1,),
+        "documents": ([],),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "include_reasoning": (True, False),
+        "mm_processor_kwargs": (),
+        "modalities": (["text"],),
+        "moderation": (),
+        "prediction": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": ("in_memory", "in-memory"),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: int | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As `SamplingParams` says it."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def for_template(self, settings: ServerSettings) -> dict[str, Any]:
+        """With the tools."""
+        tools = {"tools": [tool.for_template() for tool in self.usable_tools]} if self.usable_tools else {}
+        return super().for_template(settings) | tools
+
+    def check(self, settings: ServerSettings) -> None:
+        """Raise `ApiError` for what does not go together, or beyond the operator's limits."""
+        limit, number = settings.max_logprobs, self.top_logprobs or 0
+        if number > limit:
+            message = f"top_logprobs is {number}; this server takes at most {limit}"
+            raise ApiError(400, message, param="top_logprobs")
+        if number and not self.logprobs:
+            raise ApiError(400, "top_logprobs is given, but logprobs is not true", param="top_logprobs")

@@ -1,0 +1,56 @@
+"""The events of OpenAI's streams: what is the same in all chunks of an answer is written out once, a token adds little.
+
+Decides where the usage stands. Knows nothing of what a choice looks like.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from inflight.contracts.outputs import RequestOutput, TextDelta
+from inflight.server.openai.sampling_fields import StreamOptions
+from inflight.server.openai.usage import usage, usage_of
+from inflight.server.serving.event_stream import DONE
+
+to_json = msgspec.json.encode
+
+
+class ChunkWriter:
+    """Of one answer.
+
+    Args:
+        head: the fields that all chunks begin with.
+        num_prompt_tokens: of all prompts.
+        num_left_out: how many tokens of each sequence are not counted.
+    """
+
+    def __init__(
+        self, head: dict[str, Any], options: StreamOptions | None, num_prompt_tokens: int, num_left_out: int = 0
+    ) -> None:
+        self._head = b"data: " + to_json(head)[:-1] + b',"choices":['
+        options = options or StreamOptions()
+        self._is_usage_wanted = bool(options.include_usage)
+        self._is_usage_continuous = self._is_usage_wanted and bool(options.continuous_usage_stats)
+        self._tail = b'],"usage":null}\n\n' if self._is_usage_wanted else b"]}\n\n"
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
+        self._num_left_out = num_left_out
+
+    def count(self, deltas: Sequence[TextDelta]) -> None:
+        """Take these into the usage."""
+        if self._is_usage_continuous:
+            self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
+            so_far = usage(self._num_prompt_tokens, 0 if self._num_left_out else self._num_tokens)
+            self._tail = b'],"usage":' + to_json(so_far) + b"}\n\n"
+
+    def chunk(self, choice: bytes) -> bytes:
+        """An event with one choice, a JSON object."""
+        return self._head + choice + self._tail
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """What comes after the last choice."""
+        if not self._is_usage_wanted:
+            return DONE
+        whole = to_json(usage_of(outputs, self._num_left_out))
+        return self._head + b'],"usage":' + whole + b"}\n\n" + DONE

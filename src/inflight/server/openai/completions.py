@@ -1,0 +1,220 @@
+"""`POST /v1/completions`: decides how texts are answered, whole and in a stream."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
+from inflight.server.openai import logprobs
+from inflight.server.openai.chunks import ChunkWriter, to_json
+from inflight.server.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
+from inflight.server.openai.usage import usage_of
+from inflight.server.serving.generation import Job, generate
+from inflight.server.serving.service import Service, service_of
+from inflight.server.serving.streaming import stream
+from inflight.server.wire.client import attended
+from inflight.server.wire.json_route import JsonRoute
+from inflight.text.tokenizer import Tokenizer
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continue texts."""
+    service = service_of(request)
+    async with attended(request.receive, service.settings.request_timeout) as client:
+        asked = await _read(body, service)
+        if not body.stream:
+            return _answer(asked, await generate(service, asked.job, client))
+    return stream(service, asked.job, _Chunks(asked))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that can be run.
+
+    Attributes:
+        echoes: what each prompt's texts begin with.
+        is_text_echoed: whether that is the text that was given; else it was made from token ids, special ones too.
+        head: what the answer and each chunk of it begin with.
+    """
+
+    body: CompletionRequest
+    job: Job
+    echoes: Sequence[str]
+    is_text_echoed: bool
+    tokenizer: Tokenizer | None
+    head: dict[str, Any]
+
+
+async def _read(body: CompletionRequest, service: Service) -> _Asked:
+    service.check_model(body.model)
+    body.check(service.settings)
+    info = await service.model_info()
+    wanted: int | None = body.logprobs
+    params = body.sampling_params(
+        service.llm.get_default_sampling_params(),
+        service.settings,
+        info.vocab_size,
+        n=body.num_generated,
+        max_tokens=1 if body.generates_nothing else DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=0 if wanted is None and body.is_ranked else wanted,
+        **({"prompt_logprobs": max(wanted, body.prompt_logprobs or 0)} if body.echo and wanted is not None else {}),
+    )
+    service.check_num_sequences(len(body.prompts), body.num_generated, "prompt")
+    prompts = []
+    for prompt in body.prompts:
+        size = len(prompt) if isinstance(prompt, str) else 0
+        special = body.add_special_tokens is not False
+        token_ids = await service.tokenize(prompt, size, "prompt", add_special_tokens=special)
+        prompts.append(service.fitted(token_ids, info, "prompt", body.truncate_prompt_tokens))
+    request_id = f"cmpl-{uuid.uuid4().hex}"
+    is_text_echoed = isinstance(body.prompts[0], str) and body.truncate_prompt_tokens is None
+    return _Asked(
+        body,
+        Job(request_id, prompts, params, body.priority or 0, body.cache_salt),
+        _echoes(body, prompts, is_text_echoed, service.llm.tokenizer),
+        is_text_echoed,
+        service.llm.tokenizer,
+        {
+            "id": request_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.settings.model_name,
+        },
+    )
+
+
+def _echoes(
+    body: CompletionRequest, prompts: Sequence[list[int]], is_text_echoed: bool, tokenizer: Tokenizer | None
+) -> list[str]:
+    if not body.echo or tokenizer is None:
+        return [""] * len(prompts)
+    if is_text_echoed:
+        return [str(prompt) for prompt in body.prompts]
+    return [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts]
+
+
+# ------------------------------------------------------------------------------------- whole
+
+
+def _answer(asked: _Asked, outputs: Sequence[RequestOutput]) -> Response:
+    choices: list[dict[str, Any]] = []
+    for output, echo in zip(outputs, asked.echoes, strict=True):
+        for completion in _best(output.outputs, asked.body):
+            choices.append(_choice(asked, len(choices), output, completion, echo))
+    usage = usage_of(outputs, num_left_out=int(asked.body.generates_nothing))
+    answer = {**asked.head, "choices": choices, "usage": usage, "system_fingerprint": None}
+    return Response(to_json(answer), media_type="application/json")
+
+
+def _best(completions: Sequence[CompletionOutput], body: CompletionRequest) -> Sequence[CompletionOutput]:
+    if not body.is_ranked:
+        return completions
+    ranked = sorted(completions, key=lambda each: -(each.cumulative_logprob or 0.0))
+    return ranked[: body.num_answered]
+
+
+def _choice(
+    asked: _Asked, index: int, output: RequestOutput, completion: CompletionOutput, echo: str
+) -> dict[str, Any]:
+    body, nothing = asked.body, asked.body.generates_nothing
+    token_ids = [] if nothing else completion.token_ids
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": echo if nothing else echo + completion.text,
+        "logprobs": None,
+        "finish_reason": "length" if nothing else completion.finish_reason,
+        "stop_reason": None if nothing else completion.stop_reason,
+    }
+    if body.logprobs is not None:
+        echoed = (output.prompt_token_ids, output.prompt_logprobs or []) if body.echo else None
+        positions = [] if nothing else completion.logprobs or []
+        choice["logprobs"] = _told(asked, token_ids, positions, len(echo), echoed)
+    if body.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs or [])
+    if body.return_token_ids:
+        choice |= {"token_ids": token_ids, "prompt_token_ids": output.prompt_token_ids}
+    return choice
+
+
+def _told(
+    asked: _Asked,
+    token_ids: Sequence[int],
+    positions: logprobs.Positions,
+    offset: int,
+    echoed: tuple[Sequence[int], logprobs.Positions] | None,
+) -> dict[str, Any]:
+    """`logprobs` of an output's tokens, from `offset` in the text on; behind those of the prompt, if it is echoed."""
+    num_top, tokenizer = asked.body.logprobs or 0, asked.tokenizer
+    skip = asked.job.params.skip_special_tokens
+    told = logprobs.of_completion(token_ids, positions, num_top, tokenizer, offset=offset, skip_special_tokens=skip)
+    if echoed is None:
+        return told
+    skip = asked.is_text_echoed
+    return logprobs.joined(logprobs.of_completion(*echoed, num_top, tokenizer, skip_special_tokens=skip), told)
+
+
+# ------------------------------------------------------------------------------------- in a stream
+
+
+class _Chunks:
+    """The chunks of one answer."""
+
+    def __init__(self, asked: _Asked) -> None:
+        body, prompts = asked.body, asked.job.prompts
+        num_prompt_tokens = sum(map(len, prompts))
+        self._asked = asked
+        self._writer = ChunkWriter(asked.head, body.stream_options, num_prompt_tokens, int(body.generates_nothing))
+        self._is_plain = not (body.echo or body.return_token_ids or body.generates_nothing or body.logprobs is not None)
+        num_choices = len(prompts) * body.num_answered
+        self._has_begun = [False] * num_choices
+        self._num_shown = [0] * num_choices  # characters of each choice
+        self._of_prompts: dict[int, logprobs.Positions] = {}  # told with the first sequence's first delta
+
+    def of(self, deltas: list[TextDelta]) -> bytes:
+        self._writer.count(deltas)
+        return b"".join(map(self._event, deltas))
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        return self._writer.end(outputs)
+
+    def _event(self, delta: TextDelta) -> bytes:
+        index = delta.prompt_index * self._asked.body.num_answered + delta.index
+        if not self._is_plain:
+            return self._writer.chunk(to_json(self._choice(index, delta)))
+        if not delta.text and delta.finish_reason is None:
+            return b""
+        end = b',"logprobs":null,"finish_reason":null}'
+        if delta.finish_reason is not None:
+            end = b',"logprobs":null,' + to_json(_ending(delta))[1:]
+        return self._writer.chunk(b'{"index":%d,"text":%b%b' % (index, to_json(delta.text), end))
+
+    def _choice(self, index: int, delta: TextDelta) -> dict[str, Any]:
+        asked, body, nothing = self._asked, self._asked.body, self._asked.body.generates_nothing
+        is_first, self._has_begun[index] = not self._has_begun[index], True
+        prompt = asked.job.prompts[delta.prompt_index] if is_first else []
+        echo = asked.echoes[delta.prompt_index] if is_first else ""
+        text = "" if nothing else delta.text
+        token_ids = [] if nothing else delta.token_ids
+        choice: dict[str, Any] = {"index": index, "text": echo + text, "logprobs": None}
+        if delta.prompt_logprobs is not None:
+            self._of_prompts[delta.prompt_index] = delta.prompt_logprobs
+        if body.logprobs is not None:
+            echoed = (prompt, self._of_prompts[delta.prompt_index]) if is_first and body.echo else None
+            positions = [] if nothing else delta.logprobs or []
+            choice["logprobs"] = _told(asked, token_ids, positions, self._num_shown[index] + len(echo), echoed)
+        self._num_shown[index] += len(choice["text"])
+        if body.return_token_ids:
+            choice |= {"token_ids": token_ids, "prompt_token_ids": prompt if is_first else None}
+        return choice | ({"finish_reason": "length", "stop_reason": None} if nothing else _ending(delta))
+
+
+def _ending(delta: TextDelta) -> dict[str, Any]:
+    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}

@@ -1,0 +1,104 @@
+"""Log-probabilities as clients know them: OpenAI's form for completions, its form for chats, vLLM's for prompts.
+
+Knows the engine's `TokenLogprobs` and these three forms; not where they came from. JSON has no infinities: what is less
+likely than `LEAST` is told as that, as vLLM does.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from inflight.contracts.outputs import Logprob, TokenLogprobs
+from inflight.text.tokenizer import Tokenizer
+
+LEAST = -9999.0
+
+Positions = Sequence[TokenLogprobs | None]
+"""One for each token; None where nothing is known, as for a prompt's first."""
+
+
+def of_completion(
+    token_ids: Sequence[int],
+    positions: Positions,
+    num_top: int,
+    tokenizer: Tokenizer | None,
+    *,
+    offset: int = 0,
+    skip_special_tokens: bool = True,
+) -> dict[str, Any]:
+    """`logprobs` of a choice of `/v1/completions`.
+
+    Args:
+        num_top: how many of the likeliest tokens are told at each position; the token itself is told besides.
+        offset: where in the choice's text the first token begins, in characters.
+        skip_special_tokens: whether special tokens have no place in the text.
+    """
+    tokens, of_tokens, tops, offsets = [], [], [], []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        own = None if position is None else position[token_id]
+        text = _text(token_id, own, tokenizer)
+        tokens.append(text)
+        of_tokens.append(None if own is None else _finite(own))
+        tops.append(None if position is None else _alternatives(position, token_id, num_top, tokenizer))
+        offsets.append(offset)
+        offset += len(text) if tokenizer is None or tokenizer.has_text(token_id, skip_special_tokens) else 0
+    return {"tokens": tokens, "token_logprobs": of_tokens, "top_logprobs": tops, "text_offset": offsets}
+
+
+def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Of two pieces of a text, one behind the other, what `of_completion` gave."""
+    return {name: first[name] + second[name] for name in first}
+
+
+def of_chat(
+    token_ids: Sequence[int], positions: Positions, num_top: int, tokenizer: Tokenizer | None
+) -> list[dict[str, Any]]:
+    """`logprobs.content` of a choice of `/v1/chat/completions`: exactly `num_top` alternatives for each token."""
+    content = []
+    for token_id, position in zip(token_ids, positions, strict=True):
+        assert position is not None  # these are generated tokens
+        entry = _chat_entry(token_id, position[token_id], tokenizer)
+        tops = [_chat_entry(*item, tokenizer) for item in _likeliest(position, num_top)]
+        content.append({**entry, "top_logprobs": tops})
+    return content
+
+
+def of_prompt(positions: Positions) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs`, as vLLM's: by token id."""
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): {"logprob": _finite(each), "rank": each.rank, "decoded_token": each.decoded_token}
+            for token_id, each in position.items()
+        }
+        for position in positions
+    ]
+
+
+def _alternatives(
+    position: TokenLogprobs, token_id: int, num_top: int, tokenizer: Tokenizer | None
+) -> dict[str, float]:
+    """By text, the likeliest first, the token itself among them. Of tokens with the same text the likeliest counts."""
+    told: dict[str, float] = {}
+    for other, logprob in [*_likeliest(position, num_top), (token_id, position[token_id])]:
+        told.setdefault(_text(other, logprob, tokenizer), _finite(logprob))
+    return told
+
+
+def _likeliest(position: TokenLogprobs, number: int) -> list[tuple[int, Logprob]]:
+    return sorted(position.items(), key=lambda item: -item[1].logprob)[:number]
+
+
+def _chat_entry(token_id: int, logprob: Logprob, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    text = _text(token_id, logprob, tokenizer)
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode(errors="replace"))}
+
+
+def _text(token_id: int, logprob: Logprob | None, tokenizer: Tokenizer | None) -> str:
+    if logprob is not None and logprob.decoded_token is not None:
+        return logprob.decoded_token
+    return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _finite(logprob: Logprob) -> float:
+    return max(logprob.logprob, LEAST)

@@ -1,0 +1,156 @@
+"""The fields of a request that say how tokens are chosen and when a sequence ends, and the `SamplingParams` they make.
+
+Shared by all endpoints that generate. Names and meanings are OpenAI's where it has them, else vLLM's.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.params import MAX_SEED, SamplingParams
+from inflight.server.openai.output_format import OutputFormatFields
+from inflight.server.serving.settings import ServerSettings
+from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.strict_model import Many, StrictModel
+
+MAX_STOP_STRINGS = 64
+"""Each is looked for in the text of every token."""
+
+_PASSED_ON = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "bad_words",
+    "prompt_logprobs",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+
+
+NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "early_stopping": (False,),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": (),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "use_beam_search": (False,),
+    "vllm_xargs": (),
+}
+"""Fields that other servers of this interface have and this one has not, with the values that change nothing."""
+
+
+class StreamOptions(StrictModel):
+    """What a stream tells besides the text.
+
+    Attributes:
+        include_usage: a last chunk with the usage.
+        continuous_usage_stats: the usage so far with every chunk.
+    """
+
+    NOT_SUPPORTED: ClassVar = {"include_obfuscation": (False,)}
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(OutputFormatFields):
+    """What all requests that generate can say; null and absent are the model's own defaults."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: Many[str] | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | Annotated[Many[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Many[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    # For the caller's own use: nothing here depends on them.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def sampling_params(
+        self, defaults: SamplingParams, settings: ServerSettings, vocab_size: int, **options: Any
+    ) -> SamplingParams:
+        """The model's `defaults`, changed by what was sent, and by `options`. Raises `ApiError` for what is refused."""
+        self._check_limits(settings)
+        sent = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
+        if self.seed is not None:
+            if not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
+                raise ApiError(400, f"seed is {self.seed}; it must be an integer of 64 bits", param="seed")
+            sent["seed"] = self.seed & MAX_SEED  # ours have no sign
+        if self.logit_bias:
+            sent["logit_bias"] = _token_biases(self.logit_bias, vocab_size)
+        if "structured_output" not in options:
+            sent["structured_output"] = self.structured_output
+        try:
+            return replace(defaults, **{**sent, **options})
+        except ValueError as error:
+            raise ApiError(400, str(error), param=_named_in(str(error))) from error
+
+    def _check_limits(self, settings: ServerSettings) -> None:
+        for name, limit in (("n", settings.max_n), ("prompt_logprobs", settings.max_logprobs)):
+            value = getattr(self, name)
+            if value is not None and value > limit:
+                raise ApiError(400, f"{name} is {value}; this server takes at most {limit}", param=name)
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs can not be had with stream", param="prompt_logprobs")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
+
+
+def _token_biases(biases: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    for key in biases:
+        if not re.fullmatch("[0-9]{1,9}", key) or int(key) >= vocab_size:
+            message = f"logit_bias has {key[:100]!r}; its keys must be token ids from 0 to {vocab_size - 1}, as text"
+            raise ApiError(400, message, param="logit_bias")
+    return {int(key): bias for key, bias in biases.items()}
+
+
+def _named_in(message: str) -> str | None:
+    """The field that a message of `SamplingParams` is about."""
+    match = re.match(r"(?:a (?:member|token id) of )?(\w+)", message)
+    return match[1] if match and match[1] in SamplingFields.model_fields else None
+
+
+def invalid(error: InvalidRequestError, param: str) -> ApiError:
+    """The answer when a prompt was refused."""
+    return ApiError(400, str(error), param=param)

@@ -1,0 +1,87 @@
+"""`POST /tokenize` and `POST /detokenize`, as vLLM has them: what the model would see of a prompt."""
+
+from typing import Annotated, ClassVar
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from inflight.server.openai.chat_request import Message, TemplateFields
+from inflight.server.openai.chunks import to_json
+from inflight.server.serving.service import Service, service_of
+from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.json_route import JsonRoute
+from inflight.server.wire.strict_model import Many, StrictModel
+
+router = APIRouter(route_class=JsonRoute)
+
+OF_CHATS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
+"""Fields that say how a chat is written out."""
+
+
+class TokenizeRequest(TemplateFields):
+    """A text or a chat.
+
+    Attributes:
+        add_special_tokens: whether a text gets those that the tokenizer puts around it (null: yes); a chat has those of
+            its template.
+        return_token_strs: tell each token's name in the vocabulary, too.
+    """
+
+    NOT_SUPPORTED: ClassVar = {"tools": ([],)}
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None  # type: ignore[assignment]
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(StrictModel):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: Many[int]
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """The token ids of a text or of a chat."""
+    service = service_of(request)
+    service.check_model(body.model)
+    info = await service.model_info()
+    token_ids = await _token_ids(body, service)
+    names = service.tokenizer.inner.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+    answer = {"count": len(token_ids), "max_model_len": info.max_model_len, "tokens": token_ids, "token_strs": names}
+    return Response(to_json(answer), media_type="application/json")
+
+
+async def _token_ids(body: TokenizeRequest, service: Service) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "either prompt or messages must be given, and not both", param="prompt")
+    if body.prompt is None:
+        if body.add_special_tokens:
+            message = "add_special_tokens is True; a chat has those that its template writes, and no others"
+            raise ApiError(400, message, param="add_special_tokens")
+        return await service.tokenize(body.for_template(service.settings), body.num_characters, "messages")
+    for name in OF_CHATS:
+        if getattr(body, name):
+            raise ApiError(400, f"{name} is given with a prompt; it goes with messages only", param=name)
+    if not body.prompt:
+        return []
+    special = body.add_special_tokens is not False
+    return await service.tokenize(body.prompt, len(body.prompt), "prompt", add_special_tokens=special)
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    service = service_of(request)
+    service.check_model(body.model)
+    info = await service.model_info()
+    for token_id in body.tokens:
+        if not 0 <= token_id < info.vocab_size:
+            message = f"tokens contains {token_id}; the model's vocabulary has the ids from 0 to {info.vocab_size - 1}"
+            raise ApiError(400, message, param="tokens")
+    text = service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return Response(to_json({"prompt": text}), media_type="application/json")

@@ -1,0 +1,102 @@
+"""The events of a response's stream, in the order that OpenAI's clients put together. A token adds little to write."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from inflight.contracts.outputs import RequestOutput, TextDelta
+from inflight.server.openai.chunks import to_json
+from inflight.server.responses.answer import Asked, failed, item, item_id, part, running, told_logprobs
+from inflight.server.tools.blocks import Block, Blocks, CallBlock, Growth
+from inflight.server.wire.api_errors import ApiError
+
+
+class ResponseEvents:
+    """Of one response.
+
+    Args:
+        finish: makes the response of what was generated.
+    """
+
+    def __init__(self, asked: Asked, finish: Callable[[RequestOutput, Sequence[Block]], dict[str, Any]]) -> None:
+        self._asked = asked
+        self._finish = finish
+        self._blocks = Blocks(asked.tools)
+        self._number = 0
+        self._told: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still to come
+        self._is_call = False  # the item that was begun last
+        self._head = b""  # what each event of what it is added begins with
+
+    def of(self, deltas: list[TextDelta]) -> bytes:
+        events = b"" if self._number else self._created()
+        for delta in deltas:
+            self._told += told_logprobs(self._asked, delta)
+            grown = self._blocks.feed(delta.text, is_last=delta.finish_reason is not None)
+            events += b"".join(map(self._grown, grown))
+        return events
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The last events: what has been told comes again, as a whole."""
+        events = self._added("") if self._told else b""
+        response = self._finish(outputs[0], self._blocks.blocks)
+        events += self._ended(response["output"][-1])
+        return events + self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event, if something went wrong."""
+        begin = b"" if self._number else self._created()
+        return begin + self._event("response.failed", response=failed(self._asked, error))
+
+    def _created(self) -> bytes:
+        response = running(self._asked)
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
+
+    def _grown(self, growth: Growth) -> bytes:
+        """The end of the item before and the beginning of this one, if it is new; and what has been added."""
+        events = b""
+        if growth.is_new:
+            if growth.number:
+                events = self._ended(item(self._blocks.blocks[growth.number - 1], "completed"))
+            events += self._begun(growth.number, growth.block)
+        return events + self._added(growth.added) if growth.added else events
+
+    def _begun(self, index: int, block: Block) -> bytes:
+        self._is_call = isinstance(block, CallBlock)
+        place = {"item_id": item_id(block), "output_index": index}
+        nothing: dict[str, Any] = {"arguments": ""} if self._is_call else {"content": []}
+        begun = {**item(block, "in_progress"), **nothing}
+        events = self._event("response.output_item.added", output_index=index, item=begun)
+        kind = "response.function_call_arguments.delta"
+        if not self._is_call:
+            place["content_index"] = 0
+            events += self._event("response.content_part.added", **place, part=part(""))
+            kind = "response.output_text.delta"
+        self._head = b"event: %b\ndata: %b," % (kind.encode(), to_json({"type": kind, **place})[:-1])
+        return events
+
+    def _added(self, text: str) -> bytes:
+        """What the item has been added that was begun last."""
+        told, self._told = self._told, []
+        logprobs = b"" if self._is_call else b',"logprobs":%b' % to_json(told)
+        event = self._head + b'"sequence_number":%d,"delta":%b%b}\n\n' % (self._number, to_json(text), logprobs)
+        self._number += 1
+        return event
+
+    def _ended(self, ended: dict[str, Any]) -> bytes:
+        """An item as it is at its end."""
+        index = next(i for i, block in enumerate(self._blocks.blocks) if item_id(block) == ended["id"])
+        place = {"item_id": ended["id"], "output_index": index}
+        if ended["type"] == "function_call":
+            what = {"name": ended["name"], "arguments": ended["arguments"]}
+            events = self._event("response.function_call_arguments.done", **place, **what)
+        else:
+            (text,) = ended["content"]
+            place["content_index"] = 0
+            events = self._event("response.output_text.done", **place, text=text["text"], logprobs=text["logprobs"])
+            events += self._event("response.content_part.done", **place, part=text)
+        return events + self._event("response.output_item.done", output_index=index, item=ended)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = to_json({"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)

@@ -1,0 +1,317 @@
+"""What `/v1/responses` takes: OpenAI's form of input items, and the messages that they are for the chat template.
+
+Decides how items become messages. Knows no template, and nothing of earlier responses.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import ConfigDict, Field, Tag, with_config
+from typing_extensions import TypedDict
+
+from inflight.contracts.options import check_integer
+from inflight.contracts.params import MAX_COUNT, SamplingParams
+from inflight.contracts.structured_output import StructuredOutput
+from inflight.server.openai.chunks import to_json
+from inflight.server.serving.settings import ServerSettings
+from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
+from inflight.server.tools.in_templates import call_for_template
+from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.strict_model import Many, StrictModel, by_type, of_type
+
+Chat: TypeAlias = tuple[Mapping[str, Any], ...]
+"""Messages with a role and a content, as templates take them."""
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class TextPart(StrictModel):
+    """A part of a message's content; an earlier answer's may come with what that told about it."""
+
+    NOT_SUPPORTED: ClassVar = {"annotations": ([],), "prompt_cache_breakpoint": ()}
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    logprobs: list[Any] | None = None
+
+
+Text = str | Many[Annotated[TextPart, of_type("parts", "input_text", "output_text")]]
+
+
+def text_of(text: Text) -> str:
+    """The text itself, its parts in lines of their own."""
+    return text if isinstance(text, str) else "\n".join(part.text for part in text)
+
+
+class MessageItem(StrictModel):
+    """A message. (`id` and `status` of any item are what an earlier answer had.)"""
+
+    NOT_SUPPORTED: ClassVar = {"phase": ()}
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    def for_template(self, where: str) -> dict[str, Any]:
+        """As templates take it: developers are their "system"."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
+
+
+class CallItem(StrictModel):
+    """A call that the model made in an earlier turn.
+
+    Attributes:
+        parsed_arguments: the same once more, as `openai`'s client sends them back; they are not looked at.
+    """
+
+    # (What is `async` is `async_` in what the client's own `model_dump` makes of an answer's item.)
+    NOT_SUPPORTED: ClassVar = {"caller": (), "namespace": (), "async": (False,), "async_": (False,)}
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    def for_template(self, where: str) -> dict[str, Any]:
+        """A message without text. Raises `ApiError`."""
+        call = call_for_template(self.call_id, self.name, self.arguments, where)
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+class CallOutputItem(StrictModel):
+    """What a call came to."""
+
+    NOT_SUPPORTED: ClassVar = {"caller": ()}
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Text
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    def for_template(self, where: str) -> dict[str, Any]:
+        """An answer of a tool."""
+        return {"role": "tool", "content": text_of(self.output), "tool_call_id": self.call_id}
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("#message")]
+    | Annotated[CallItem, Tag("#function_call")]
+    | Annotated[CallOutputItem, Tag("#function_call_output")],
+    by_type("message"),
+    of_type("items", "message", "function_call", "function_call_output", absent="message"),
+]
+
+
+class FunctionTool(StrictModel):
+    """A function of the client's.
+
+    Attributes:
+        parameters: the JSON schema of its arguments, an object; null: it has none.
+        strict: whether arguments must follow it wherever the function is called; null: if it was asked for that some
+            function be called.
+    """
+
+    NOT_SUPPORTED: ClassVar = {"allowed_callers": (), "async": (False,), "defer_loading": (False,), "output_schema": ()}
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def tool(self) -> Tool:
+        """As chats have it."""
+        function = FunctionDefinition(
+            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
+        )
+        return Tool(type="function", function=function)
+
+
+AnyTool = Annotated[FunctionTool, of_type("tools", "function")]
+
+
+class NamedFunction(StrictModel):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    name: str
+
+    @property
+    def choice(self) -> NamedTool:
+        """As chats have it."""
+        return NamedTool(type="function", function=FunctionName(name=self.name))
+
+
+@with_config(ConfigDict(extra="forbid", strict=True))
+class Format(TypedDict, total=False):  # and not a model: those have a method `schema`
+    """What the text must be: anything, any JSON object, or JSON of a schema (it is enforced, whatever `strict` is)."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None
+    description: str | None
+    schema: dict[str, Any] | None
+    strict: bool | None
+
+
+class TextConfig(StrictModel):
+    """How the text is to be."""
+
+    NOT_SUPPORTED: ClassVar = {"verbosity": ("medium",)}
+
+    format: Format | None = None
+
+    @property
+    def structured_output(self) -> StructuredOutput | None:
+        """As `SamplingParams` has it. Raises `ApiError`."""
+        given = self.format or {}
+        schema = given.get("schema")
+        if (given.get("type") == "json_schema") != (schema is not None):
+            message = "text.format must have a schema if it is of type 'json_schema', and only then"
+            raise ApiError(400, message, param="text.format")
+        try:
+            if schema is not None:
+                return StructuredOutput(json_schema=to_json(schema).decode())
+            return StructuredOutput(json_object=True) if given.get("type") == "json_object" else None
+        except ValueError as error:
+            raise ApiError(400, f"text.format: {error}", param="text.format") from error
+
+
+class StreamOptions(StrictModel):
+    """Nothing that this server has."""
+
+    NOT_SUPPORTED: ClassVar = {"include_obfuscation": (False,)}
+
+
+class ResponsesRequest(StrictModel):
+    """The body of a request.
+
+    Attributes:
+        instructions: what the model is told before all messages; not handed on to the next response.
+        previous_response_id: of the response whose conversation this one goes on with.
+        max_output_tokens: null: until a stop or the end of the context.
+        store: whether the response is kept for a while, to be got or gone on with; null: yes.
+        include: "message.output_text.logprobs" tells each token's log-probability; the others are about what answers of
+            this server never have.
+        top_logprobs: how many of the likeliest tokens are told besides at each place.
+        truncation: "auto": if the conversation does not fit into the context, its oldest turns are left out.
+    """
+
+    NOT_SUPPORTED: ClassVar = {
+        "access_programs": (),
+        "background": (False,),
+        "background_options": (),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "max_tool_calls": (),
+        "moderation": (),
+        "prompt": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": ("in_memory", "in-memory"),
+        "reasoning": ({}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None}),
+        "service_tier": ("auto", "default"),
+    }
+
+    model: str | None = None
+    input: str | Annotated[Many[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    text: TextConfig | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    include: (
+        Many[
+            Literal[
+                "message.output_text.logprobs",
+                "reasoning.encrypted_content",
+                "file_search_call.results",
+                "web_search_call.results",
+                "web_search_call.action.sources",
+                "message.input_image.image_url",
+                "computer_call_output.output.image_url",
+                "code_interpreter_call.outputs",
+            ]
+        ]
+        | None
+    ) = None
+    # For the caller's own use: nothing here depends on them.
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def messages(self) -> Chat:
+        """The input, without instructions. Raises `ApiError`."""
+        if isinstance(self.input, str):
+            return ({"role": "user", "content": self.input},)
+        return tuple(item.for_template(f"input[{i}]") for i, item in enumerate(self.input))
+
+    @property
+    def tool_fields(self) -> ToolFields:
+        """What is said of tools, as chats have it."""
+        return ToolFields(
+            tools=[each.tool for each in self.tools or []],
+            tool_choice=self.tool_choice.choice if isinstance(self.tool_choice, NamedFunction) else self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
+
+    @property
+    def structured_output(self) -> StructuredOutput | None:
+        """What the text has to be. Raises `ApiError`."""
+        return None if self.text is None else self.text.structured_output
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As `SamplingParams` says it."""
+        return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
+
+    def check(self, settings: ServerSettings) -> None:
+        """Raise `ApiError` for what does not go together, or beyond the operator's limits."""
+        limit, number = settings.max_logprobs, self.top_logprobs or 0
+        if number > limit:
+            message = f"top_logprobs is {number}; this server takes at most {limit}"
+            raise ApiError(400, message, param="top_logprobs")
+        if number and self.num_logprobs is None:
+            message = f"top_logprobs is given, but include has no {LOGPROBS!r}"
+            raise ApiError(400, message, param="top_logprobs")
+        if self.num_logprobs is not None and self.tool_fields.callable_tools:
+            message = f"include has {LOGPROBS!r}; where tools may be called this server does not tell it"
+            raise ApiError(400, message, param="include")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
+
+    def sampling_params(self, defaults: SamplingParams, **options: Any) -> SamplingParams:
+        """The model's `defaults`, changed by what was sent, and by `options`. Raises `ApiError` for what is refused."""
+        sent = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
+        sent["structured_output"] = self.structured_output
+        try:
+            if self.max_output_tokens is not None:
+                check_integer("max_output_tokens", self.max_output_tokens, 1, MAX_COUNT)
+            return replace(
+                defaults,
+                **{**sent, **options},
+                n=1,
+                min_tokens=0,
+                max_tokens=self.max_output_tokens,
+                logprobs=self.num_logprobs,
+            )
+        except ValueError as error:
+            raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error

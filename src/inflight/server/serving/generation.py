@@ -1,0 +1,132 @@
+"""The one way to the engine: several prompts, each with several sequences, run as one request.
+
+Decides how their streams come together, what is told to the observer, and which ends are errors. Knows nothing of HTTP
+but the client who may leave, and nothing of how an answer looks.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from inflight.contracts.errors import InvalidRequestError, QueueFullError
+from inflight.contracts.outputs import FinishReason, RequestOutput, TextDelta
+from inflight.contracts.params import SamplingParams
+from inflight.server.serving.observer import EndReason
+from inflight.server.serving.service import Service
+from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.client import Client
+
+Deliver: TypeAlias = Callable[[list[TextDelta]], Awaitable[None]]
+"""Is given what is new, and may take its time: what comes meanwhile is given at once afterwards."""
+
+MAX_NUM_HELD = 256
+"""Most deltas of several sequences that are held for a client that does not read; more wait where they are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be generated.
+
+    Attributes:
+        request_id: the answer's own.
+        prompts: token ids of each; they fit into the context.
+        params: for all of them alike.
+    """
+
+    request_id: str
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+async def generate(service: Service, job: Job, client: Client, deliver: Deliver | None = None) -> list[RequestOutput]:
+    """Run `job` to its end; the outputs in the order of its prompts.
+
+    It is aborted when the task that runs this is cancelled, which is how a `client` that has left ends it.
+
+    Args:
+        deliver: is given all deltas, in order, those of a step together; `prompt_index` says to which prompt they
+            belong. None: nobody wants them before the end.
+
+    Raises:
+        ApiError: a sequence could not be finished.
+        InvalidRequestError, QueueFullError, EngineDeadError: as `AsyncLLM.stream`.
+    """
+    if len(job.prompts) == 1 and (job.params.n == 1 or deliver is None):
+        return [await _follow(service, job, client, 0, deliver)]  # without a detour: most requests are like this
+    news: asyncio.Queue[TextDelta] = asyncio.Queue(MAX_NUM_HELD)
+
+    async def hold(deltas: list[TextDelta]) -> None:
+        await news.put(deltas[0])
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(_follow(service, job, client, index, None if deliver is None else hold))
+                for index in range(len(job.prompts))
+            ]
+            if deliver is not None:
+                await _hand_on(news, len(job.prompts), deliver)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _hand_on(news: "asyncio.Queue[TextDelta]", num_unfinished: int, deliver: Deliver) -> None:
+    """Deliver what has come, as often as something has, until all prompts are finished."""
+    while num_unfinished:
+        deltas = [await news.get()]
+        while not news.empty():
+            deltas.append(news.get_nowait())
+        num_unfinished -= sum(delta.output is not None for delta in deltas)
+        await deliver(deltas)
+
+
+async def _follow(
+    service: Service, job: Job, client: Client, prompt_index: int, deliver: Deliver | None
+) -> RequestOutput:
+    """One prompt to its end."""
+    request_id = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{prompt_index}"
+    observer = service.observer
+    output: RequestOutput | None = None
+    reason: EndReason = "error"
+    service.running.add(request_id)
+    observer.started(request_id, job.params.n, job.params)
+    try:
+        stream = service.llm.stream(
+            job.prompts[prompt_index], job.params, request_id, priority=job.priority, cache_salt=job.cache_salt
+        )
+        async with aclosing(stream) as deltas:
+            async for delta in deltas:
+                if delta.token_ids:
+                    observer.produced(request_id, len(delta.token_ids), time.monotonic())
+                if delta.output is not None:
+                    output = delta.output
+                    reason = output.outputs[0].finish_reason or "error"
+                _refuse_bad_end(delta.finish_reason, output)
+                if deliver is not None:
+                    await deliver([replace(delta, prompt_index=prompt_index) if prompt_index else delta])
+    except (InvalidRequestError, QueueFullError):
+        reason = "refused"
+        raise
+    except asyncio.CancelledError:
+        reason = "timeout" if client.is_too_late else "abort"
+        raise
+    finally:
+        service.running.discard(request_id)
+        observer.finished(request_id, output, reason)
+    assert output is not None
+    return output
+
+
+def _refuse_bad_end(reason: FinishReason | None, output: RequestOutput | None) -> None:
+    """Raise unless a sequence that has ended has something to show for it."""
+    if reason == "error":
+        message = (output and output.error) or "a sequence failed"
+        raise ApiError(500, f"the model could not be run on this request: {message}", code="generation_failed")
+    if reason == "abort":
+        raise ApiError(503, (output and output.error) or "the request was aborted", code="aborted")

@@ -1,0 +1,63 @@
+"""`ServerSettings`: every choice about the HTTP server that an operator can make. Plain data, checked when made."""
+
+from dataclasses import dataclass
+
+from inflight.contracts.options import (
+    MAX_FLOAT,
+    check_choice,
+    check_integer,
+    check_number,
+    check_switch,
+    strict_options,
+)
+from inflight.contracts.params import MAX_LOGPROBS
+from inflight.server.tools.call_format import CALL_FORMATS
+
+DEMO_MODEL_NAME = "inflight-demo"
+"""What the embedded model is called."""
+
+
+@strict_options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How requests are taken and answered; how the model runs is `EngineConfig`'s.
+
+    Attributes:
+        model_name: what the model is called in answers and in the list of models.
+        model_aliases: other names by which requests may ask for it.
+        max_n: most sequences that a request may ask for with each prompt.
+        max_num_sequences: most sequences of one HTTP request: prompts times sequences of each.
+        max_logprobs: most alternatives to a token that a request may ask for.
+        request_timeout: seconds after which a request is aborted; None: never.
+        keep_alive_interval: seconds without a word after which a stream is sent a comment, so that nobody in between
+            takes the connection for dead.
+        max_stall: seconds that a stream waits for a client that does not read, before its request is aborted.
+        trust_request_chat_template: whether a request may bring a chat template, a program that runs in this process.
+        tool_call_parser: how the model writes tool calls, one of `CALL_FORMATS`; None: seen in its chat template.
+    """
+
+    model_name: str = DEMO_MODEL_NAME
+    model_aliases: tuple[str, ...] = ()
+    max_n: int = 128
+    max_num_sequences: int = 1024
+    max_logprobs: int = 20
+    request_timeout: float | None = None
+    keep_alive_interval: float = 10.0
+    max_stall: float = 60.0
+    trust_request_chat_template: bool = False
+    tool_call_parser: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in (self.model_name, *self.model_aliases):
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"a name of the model is {name!r}; it must be a non-empty string")
+        for limit in ("max_n", "max_num_sequences"):
+            check_integer(limit, getattr(self, limit), 1)
+        check_integer("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
+        for seconds in ("request_timeout", "keep_alive_interval", "max_stall"):
+            if seconds != "request_timeout" or self.request_timeout is not None:
+                value = getattr(self, seconds)
+                check_number(seconds, value, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
+        check_switch("trust_request_chat_template", self.trust_request_chat_template)
+        if self.tool_call_parser is not None:
+            check_choice("tool_call_parser", self.tool_call_parser, CALL_FORMATS)

@@ -1,0 +1,36 @@
+"""What a job generates, as a stream of events: those of one step in one write."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from inflight.contracts.outputs import RequestOutput, TextDelta
+from inflight.server.serving.event_stream import EventStream, Write
+from inflight.server.serving.generation import Job, generate
+from inflight.server.serving.service import Service
+from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.client import Client
+
+
+class Events(Protocol):
+    """How one answer is told."""
+
+    def of(self, deltas: list[TextDelta]) -> bytes:
+        """The events for these; none, if they add nothing that can be shown yet."""
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The last events."""
+
+
+def stream(
+    service: Service, job: Job, events: Events, error_event: Callable[[ApiError], bytes] | None = None
+) -> EventStream:
+    """An answer that runs `job` and tells of it as it goes; errors in the middle as `EventStream` does."""
+
+    async def tell(client: Client, write: Write) -> None:
+        async def deliver(deltas: list[TextDelta]) -> None:
+            if news := events.of(deltas):
+                await write(news)
+
+        await write(events.end(await generate(service, job, client, deliver)))
+
+    return EventStream(tell, service.settings, error_event)

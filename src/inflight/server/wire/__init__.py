@@ -1,0 +1,1 @@
+"""What all endpoints read and write: strict request models, JSON bodies, error envelopes, the client that waits."""

@@ -1,0 +1,170 @@
+"""What is said to a client when something goes wrong: an HTTP status, and OpenAI's envelope around a sentence.
+
+Decides which status, type and code each of our errors gets. Knows no endpoint.
+"""
+
+import json
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from inflight.contracts.errors import EngineDeadError, InvalidRequestError, ModelError, QueueFullError
+
+RETRY_AFTER_SECONDS = 1
+"""After so long a client that was turned away may ask again: a full queue moves within a second."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""The status (nginx's) of a request whose client did not wait for the answer; only logs and metrics see it."""
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        param: the field of the request that is wrong.
+        code: what is wrong, for programs.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @classmethod
+    def of(cls, error: Exception) -> "ApiError":
+        """The answer to a request that ended in `error`."""
+        match error:
+            case ApiError():
+                return error
+            case QueueFullError():
+                wait = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+                return cls(429, str(error), kind="rate_limit_error", code="queue_full", headers=wait)
+            case EngineDeadError():
+                wait = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+                return cls(503, str(error), code="engine_dead", headers=wait)
+            case ModelError():
+                return cls(503, f"the model could not be loaded: {error}", code="model_error")
+            case InvalidRequestError():
+                return cls(400, str(error))
+            case RequestValidationError():
+                return _of_validation(error.errors())
+            case RecursionError():
+                return cls(400, "the request is nested too deeply")
+            case HTTPException():
+                return cls(error.status_code, str(error.detail), headers=error.headers)
+        return cls(500, "the server made a mistake while answering this request", code="internal_error")
+
+    def envelope(self) -> bytes:
+        """The body of the answer. ASCII: what a client sent comes back in it, half characters and all."""
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+    def response(self) -> Response:
+        return Response(self.envelope(), self.status, self.headers, media_type="application/json")
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def add_error_handlers(app: FastAPI, others: Mapping[str, Callable[[ApiError, Request], Response]]) -> None:
+    """Every error, of whatever origin, in one envelope.
+
+    Args:
+        others: how errors are answered on paths that begin so, if not in OpenAI's.
+    """
+
+    async def answer(request: Request, error: Exception) -> Response:
+        told = _told(request, error)
+        for path, answer_otherwise in others.items():
+            if request.url.path.startswith(path):
+                return answer_otherwise(told, request)
+        return told.response()
+
+    async def nobody(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    for kind in (
+        ApiError,
+        InvalidRequestError,
+        QueueFullError,
+        EngineDeadError,
+        ModelError,
+        RequestValidationError,
+        RecursionError,
+        HTTPException,
+        Exception,
+    ):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(ClientGoneError, nobody)
+
+
+def _told(request: Request, error: Exception) -> ApiError:
+    """What can only be said knowing the request."""
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        return ApiError(404, f"there is no {request.url.path}", code="not_found")
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{request.url.path} does not take {request.method}; it takes {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers=error.headers)
+    if isinstance(error, RequestValidationError) and isinstance(error.body, bytes):
+        given = request.headers.get("content-type")
+        message = f"the content type is {given!r}; the body must be JSON, and say so with application/json"
+        return ApiError(415, message, code="unsupported_media_type")
+    return ApiError.of(error)
+
+
+def _of_validation(errors: Sequence[Any]) -> ApiError:
+    """The field that was wrong first; of the members of a union, what any of them would have taken."""
+    errors = [each for each in errors if not _is_about_objects(each)] or errors
+    first = errors[0]
+    for error in errors:
+        if (field := error.get("ctx", {}).get("field")) is not None:  # it says all by itself
+            inside = [part for part in error["loc"][1:] if _is_visible(part)]
+            place = f"{_spelled(inside)}: " if inside else ""
+            return ApiError(400, place + error["msg"], param=_spelled([*inside, field]), code=error["type"])
+    path = [part for part in first["loc"][1:] if _is_visible(part)]
+    if not path:
+        empty = first["type"] == "missing"
+        return ApiError(400, f"the body {'is empty; it ' if empty else ''}must be a JSON object")
+    where = _spelled(path)
+    if first["type"] == "missing":
+        return ApiError(400, f"{where} is missing", param=where, code="missing_required_parameter")
+    said = list(dict.fromkeys(each["msg"] for each in errors if each["loc"][1] == first["loc"][1]))
+    wanted = [message.removeprefix("Input should be ") for message in said if message.startswith("Input should be ")]
+    others = [message[:1].lower() + message[1:] for message in said if not message.startswith("Input should be ")]
+    sentence = ", or ".join([*([f"it should be {' or '.join(wanted)}"] if wanted else []), *others])
+    return ApiError(400, f"{where} is {reprlib.repr(first.get('input'))}; {sentence}", param=where)
+
+
+def _is_about_objects(error: Any) -> bool:
+    """Whether objects are said to be no string: what is wrong with them says more."""
+    given = error["input"]
+    return error["type"] == "string_type" and isinstance(given, list) and bool(given) and isinstance(given[0], dict)
+
+
+def _is_visible(part: str | int) -> bool:
+    """Whether a part of pydantic's path is in the request: it also names the member of a union that it tried."""
+    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int", "float", "bool"))
+
+
+def _spelled(path: Sequence[str | int]) -> str:
+    """`["messages", 0, "role"]` as `messages[0].role`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")

@@ -313,7 +313,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the results below benchmarks/results")
     arguments = parser.parse_args()
     if not kernels_available():
-        sys.exit("the kernels can not be built here")
+        sys.exit("the kernels cannot be built here")
     cases = [(heads, dtype, arguments.repeats) for heads in HEADS for dtype in DTYPES]
     console, machine = Console(), machine_description()
     console.print("\n".join(f"{name}: {value}" for name, value in machine.items()), highlight=False)

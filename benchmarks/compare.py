@@ -126,7 +126,7 @@ def enter(names: Sequence[str], plan: Plan, console: Console) -> tuple[list[Cont
                     contestants.append(Contestant(peer, prepare(peer, folder, plan.dtype, plan.quantization)))
                 continue
             except (OSError, RuntimeError) as error:
-                left_out[peer.name] = f"its model can not be made: {error}"
+                left_out[peer.name] = f"its model cannot be made: {error}"
         console.print(f"[yellow]{peer.title} is left out: {left_out[peer.name]}")
     return contestants, left_out
 

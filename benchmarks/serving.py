@@ -50,7 +50,7 @@ class Server:
     Attributes:
         command: what starts it; "{port}" stands for its port.
         prompt_kinds: what it is asked with.
-        model: what it calls its model, if it can not say so itself.
+        model: what it calls its model, if it cannot say so itself.
     """
 
     name: str

@@ -303,7 +303,7 @@ def test_an_engine_can_be_stopped_before_it_has_started() -> None:
         ([], EngineDeadError, "killed by SIGTEST"),
     ],
 )
-def test_an_engine_that_can_not_be_loaded_says_so(events: list[Event], error: type[Exception], sentence: str) -> None:
+def test_an_engine_that_cannot_be_loaded_says_so(events: list[Event], error: type[Exception], sentence: str) -> None:
     def connect() -> _Engine:
         engine = _Engine()
         for event in [*events, None]:
@@ -317,7 +317,7 @@ def test_an_engine_that_can_not_be_loaded_says_so(events: list[Event], error: ty
     assert supervisor.num_crashes == (0 if error is ModelError else 2)
 
 
-def test_an_engine_that_can_not_be_started_at_all_says_so() -> None:
+def test_an_engine_that_cannot_be_started_at_all_says_so() -> None:
     def connect() -> _Engine:
         raise OSError("no more processes")
 

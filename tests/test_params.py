@@ -256,7 +256,7 @@ def test_options_are_given_by_name_only(options: type) -> None:
 
 
 @both
-def test_options_can_not_be_changed_once_made(options: type) -> None:
+def test_options_cannot_be_changed_once_made(options: type) -> None:
     made = options(seed=3)
     with pytest.raises(FrozenInstanceError):
         made.seed = 4

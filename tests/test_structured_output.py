@@ -140,7 +140,7 @@ def test_a_step_that_was_given_up_changes_nothing(monkeypatch: pytest.MonkeyPatc
     ],
     ids=["schema", "regex", "ignore_eos", "min_tokens", "stop", "stop_token_ids", "bad_words"],
 )
-def test_what_can_not_be_done_is_refused_at_the_door(wish: StructuredOutput, more: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_done_is_refused_at_the_door(wish: StructuredOutput, more: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason):
         LLM().generate([PROMPT], SamplingParams(structured_output=wish, **more), use_tqdm=False)
 
@@ -229,7 +229,7 @@ def test_a_grammar_that_was_forgotten_meanwhile_is_not_compiled_again(monkeypatc
     assert outputs[-1].finish_reason == "stop"
 
 
-def test_masks_that_can_not_be_computed_end_those_who_need_them_and_nobody_else(
+def test_masks_that_cannot_be_computed_end_those_who_need_them_and_nobody_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     llm = LLM()
@@ -247,7 +247,7 @@ def test_masks_that_can_not_be_computed_end_those_who_need_them_and_nobody_else(
     assert is_valid("regex", output.outputs[0].text)
 
 
-def test_a_request_that_can_not_even_be_looked_at_ends_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_cannot_even_be_looked_at_ends_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with AsyncLLM(in_process=True) as llm:
             with monkeypatch.context() as patch:

@@ -36,7 +36,7 @@ def model_folder(model: str) -> Path:
 
 
 def prepare(peer: Peer, folder: Path, dtype: str, quantization: str | None) -> Path:
-    """What the peer is to load in place of the model in `folder`. Raises `RuntimeError` if it can not be converted."""
+    """What the peer is to load in place of the model in `folder`. Raises `RuntimeError` if it cannot be converted."""
     if peer.model_format == "hf":
         return folder
     name = folder.name

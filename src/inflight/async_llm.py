@@ -60,7 +60,7 @@ class AsyncLLM:
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
     Raises:
-        ModelError: there is no such model, or its tokenizer can not be loaded (a `ValueError`). What else is wrong with
+        ModelError: there is no such model, or its tokenizer cannot be loaded (a `ValueError`). What else is wrong with
             it shows when the engine starts, and is raised there.
         ValueError: an option is unknown or out of range.
     """
@@ -123,14 +123,14 @@ class AsyncLLM:
     def is_ready(self) -> bool:
         """Whether the engine is loaded and runs; one that does not is started. Does not wait.
 
-        Raises `EngineDeadError` if it has died too often, `ModelError` if its model can not be loaded."""
+        Raises `EngineDeadError` if it has died too often, `ModelError` if its model cannot be loaded."""
         started = self._supervisor.start()
         if started.done():
             started.result()
         return started.done()
 
     async def check_health(self) -> None:
-        """Return once the engine has answered. Raises `EngineDeadError` if it can not be had."""
+        """Return once the engine has answered. Raises `EngineDeadError` if it cannot be had."""
         await self.stats()
 
     @property
@@ -313,7 +313,7 @@ def _load(model: str | PreTrainedModel, tokenizer: TokenizerSource | None, confi
     for what, given in (("model", model), ("tokenizer", tokenizer)):
         if isinstance(given, PreTrainedModel | PreTrainedTokenizerBase):
             raise ModelError(
-                f"the {what} is a loaded {type(given).__name__}, which can not be handed to the engine's process; give "
+                f"the {what} is a loaded {type(given).__name__}, which cannot be handed to the engine's process; give "
                 "its hub id or folder, or in_process=True"
             )
     assert isinstance(model, str)

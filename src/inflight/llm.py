@@ -44,7 +44,7 @@ class LLM:
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
     Raises:
-        ModelError: the model or tokenizer can not be loaded, or the model can not be run exactly (a `ValueError`).
+        ModelError: the model or tokenizer cannot be loaded, or the model cannot be run exactly (a `ValueError`).
         ValueError: an option is unknown or out of range.
     """
 

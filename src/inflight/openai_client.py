@@ -125,7 +125,7 @@ class EventStream:
             try:
                 chunk = _decode(payload)
             except msgspec.MsgspecError:
-                self.failure = ServerError(f"an event can not be read: {_shortened(payload)}")
+                self.failure = ServerError(f"an event cannot be read: {_shortened(payload)}")
                 continue
             if bytes(chunk.error) in NOTHING:
                 chunks.append(chunk)
@@ -176,7 +176,7 @@ class OpenAIClient:
         try:
             return [model["id"] for model in msgspec.json.decode(content)["data"]]
         except (msgspec.MsgspecError, KeyError, TypeError):
-            raise ServerError(f"/v1/models can not be read: {_shortened(content)}") from None
+            raise ServerError(f"/v1/models cannot be read: {_shortened(content)}") from None
 
     async def first_model(self) -> str:
         """The name of the first one. Raises `ServerError` if there is none."""
@@ -229,7 +229,7 @@ def _failures_in_one_line() -> Iterator[None]:
     try:
         yield
     except aiohttp.ClientConnectorError as error:
-        raise ServerError(f"can not connect: {error.strerror or error}") from None
+        raise ServerError(f"cannot connect: {error.strerror or error}") from None
     except aiohttp.ClientPayloadError:
         raise ServerError("the connection broke off in the middle of the answer") from None
     except (aiohttp.ServerDisconnectedError, ConnectionError):

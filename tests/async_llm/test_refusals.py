@@ -1,4 +1,4 @@
-"""What can not be done is refused in a sentence, and keeps nothing."""
+"""What cannot be done is refused in a sentence, and keeps nothing."""
 
 import re
 from typing import Any
@@ -57,7 +57,7 @@ def test_a_request_id_in_use_is_refused(llm: AsyncLLM) -> None:
     run(check())
 
 
-def test_what_can_not_be_told_to_another_process_is_refused() -> None:
+def test_what_cannot_be_told_to_another_process_is_refused() -> None:
     with pytest.raises(ModelError, match=r"the model is a loaded GPT2LMHeadModel, .* or in_process=True"):
         AsyncLLM(zoo.build("gpt2"))
     with pytest.raises(ModelError, match=r"the tokenizer is a loaded .*, .* or in_process=True"):
@@ -71,7 +71,7 @@ def test_what_can_not_be_told_to_another_process_is_refused() -> None:
 
 
 @pytest.mark.parametrize("in_process", [False, True])
-def test_a_model_that_can_not_be_loaded_is_refused_each_time(in_process: bool) -> None:
+def test_a_model_that_cannot_be_loaded_is_refused_each_time(in_process: bool) -> None:
     async def check() -> None:
         llm = AsyncLLM(in_process=in_process, max_model_len=10**6)
         for _ in range(2 if in_process else 1):  # what is done again is the same for both, and takes a process seconds

@@ -64,11 +64,11 @@ def test_a_run_that_fails(model: str, message: str, tmp_path: Path) -> None:
         runner.run(WORKLOADS["W1"].requests(0))
 
 
-def test_a_model_that_can_not_be_loaded(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(RunnerError, match="there is no such model"):
         Runner(COMMAND, settings("missing"), tmp_path / "log")
 
 
-def test_a_runner_that_can_not_start(tmp_path: Path) -> None:
+def test_a_runner_that_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(RunnerError, match="No module named"):
         Runner([sys.executable, "-m", "benchmarks.peers.nobody"], settings(), tmp_path / "log")

@@ -98,7 +98,7 @@ def test_what_is_no_causal_language_model_is_said_to_be_none() -> None:
     assert examine("gemma4_assistant")[0].outcome == "not causal"
 
 
-def test_what_can_not_be_built_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_built_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(model_type: str) -> None:
         raise TypeError(f"{model_type} wants more\nthan that")
 

@@ -145,7 +145,7 @@ def test_the_key_may_be_in_the_environment(bench: Bench, server: FakeServer) -> 
         (["--request-rate", "3", "--trace", "x"], "--request-rate can't be given with --trace"),
         (["--prompt-file", "x", "--prefix-len", "0"], "--prefix-len can't be given with --prompt-file"),
         (["--burst-size", "3"], "--burst-size needs a --request-rate"),
-        (["--trace", "missing.jsonl"], "the file 'missing.jsonl' can not be read"),
+        (["--trace", "missing.jsonl"], "the file 'missing.jsonl' cannot be read"),
         (["--goodput", "ttft=3"], "such as ttft:500"),
         (["--random-input-len", "many"], "the lengths are 'many'"),
         (["--extra-body", "[1]"], "is no JSON object"),
@@ -166,4 +166,4 @@ def test_a_server_that_is_not_there_is_said_so(command: Command) -> None:
     with port_of_nobody() as port:
         done = command("bench", "serve", "--base-url", f"http://127.0.0.1:{port}")
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"http://127.0.0.1:{port}: can not connect" in done.stderr
+    assert f"http://127.0.0.1:{port}: cannot connect" in done.stderr

@@ -138,7 +138,7 @@ def test_a_server_that_is_not_there_is_said_so(chat: Chat) -> None:
     with port_of_nobody() as port:
         done = chat("--url", f"http://127.0.0.1:{port}", lines=["a"])
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"http://127.0.0.1:{port}: can not connect" in done.stderr
+    assert f"http://127.0.0.1:{port}: cannot connect" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------ in a terminal

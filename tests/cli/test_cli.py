@@ -120,7 +120,7 @@ def test_chats_go_through_the_template(command: Command) -> None:
         ([], "", "there are no prompts"),
         ([], '{"prompt": "x"}\n{"prompt": \n', "line 2 of standard input is not JSON"),
         ([], '{"prompt": "x", "temprature": 1}', "line 1 of standard input: SamplingParams has no option 'temprature'"),
-        (["--file", "/nowhere/at/all.txt"], "", "the prompt file '/nowhere/at/all.txt' can not be read"),
+        (["--file", "/nowhere/at/all.txt"], "", "the prompt file '/nowhere/at/all.txt' cannot be read"),
     ],
 )
 def test_what_the_caller_got_wrong_is_one_sentence_and_exit_code_2(

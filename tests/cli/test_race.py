@@ -28,7 +28,7 @@ def test_a_race_of_some_methods_only() -> None:
     assert "static" not in done.stdout
 
 
-def test_a_picture_that_can_not_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     arguments = ["race", "--requests", "2", "--max-tokens", "2", "--png", str(tmp_path / "no" / "race.png")]
-    with pytest.raises(ValueError, match="can not be written"):
+    with pytest.raises(ValueError, match="cannot be written"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)

@@ -60,7 +60,7 @@ def test_fewer_slots_than_prompts_leave_some_waiting(command: Command) -> None:
         ([], "Missing argument 'PROMPTS...'"),
         (["x", "--step", "-1"], "-1 is not in the range"),
         (["x", "--model", "/nowhere/at/all"], "there is no model folder '/nowhere/at/all'"),
-        (["x", "--html", "/nowhere/at/all.html"], "the file '/nowhere/at/all.html' can not be written"),
+        (["x", "--html", "/nowhere/at/all.html"], "the file '/nowhere/at/all.html' cannot be written"),
     ],
 )
 def test_what_the_caller_got_wrong_is_one_sentence_and_exit_code_2(

@@ -188,7 +188,7 @@ def test_prompts_are_scored_in_rows() -> None:
             assert told[token].logprob == pytest.approx(float(expected[position - 1, token]), abs=1e-3)
 
 
-def test_what_attends_by_itself_can_not_be_looked_into() -> None:
+def test_what_attends_by_itself_cannot_be_looked_into() -> None:
     llm = LLM(others.build("bloom"), **others.options())
     with pytest.raises(ModelError, match="only models that run packed can be looked into; this one runs as rows"):
         llm.engine.runner.witness_attention()

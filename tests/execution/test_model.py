@@ -179,7 +179,7 @@ def test_a_file_is_not_taken_for_a_folder(saved: Path) -> None:
 @pytest.mark.parametrize("device", ["nonesuch", "", "cuda:99"])
 def test_a_device_that_is_not_here_is_refused_by_name(saved: Path, device: str) -> None:
     for source in (str(saved), zoo.build("llama")):
-        with pytest.raises(ModelError, match=rf"^device '{device}' can not be used here: ") as raised:
+        with pytest.raises(ModelError, match=rf"^device '{device}' cannot be used here: ") as raised:
             load_model(source, EngineConfig(device=device))
         assert "\n" not in str(raised.value)
 

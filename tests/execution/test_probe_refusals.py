@@ -16,8 +16,8 @@ from tests.execution.probed_models import default_model, plain_logits, probe, ti
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "bloom": (lambda: tiny("bloom"), "BloomForCausalLM takes no position_ids"),
     "mpt": (lambda: tiny("mpt", d_model=64, n_heads=4, n_layers=2), "MptForCausalLM takes no position_ids"),
-    "falcon, rotary": (lambda: tiny("falcon", alibi=False), "FalconForCausalLM can not run as a packed row"),
-    "falcon, alibi": (lambda: tiny("falcon", alibi=True), "FalconForCausalLM can not run as a packed row"),
+    "falcon, rotary": (lambda: tiny("falcon", alibi=False), "FalconForCausalLM cannot run as a packed row"),
+    "falcon, alibi": (lambda: tiny("falcon", alibi=True), "FalconForCausalLM cannot run as a packed row"),
     "gptj": (lambda: tiny("gptj", rotary_dim=8), "GPTJForCausalLM does its attention itself"),
     "codegen": (lambda: tiny("codegen", rotary_dim=8), "CodeGenForCausalLM does its attention itself"),
     "mamba": (lambda: tiny("mamba"), "MambaForCausalLM takes no position_ids"),
@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_can_not_be_packed_is_refused_with_the_reason_and_left_as_it_was(name: str) -> None:
+def test_a_model_that_cannot_be_packed_is_refused_with_the_reason_and_left_as_it_was(name: str) -> None:
     make_config, reason = REFUSED[name]
     model = default_model(make_config())
     found, expected = model.config._attn_implementation, plain_logits(model)

@@ -49,9 +49,9 @@ def test_eight_bit_floats_are_run_as_transformers_runs_them(tmp_path: Path, dtyp
         assert not any(others.wrong_tokens(plain, p, t) for p, t in zip(PROMPTS, tokens, strict=True))
 
 
-def test_what_can_not_be_loaded_here_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_here_is_refused_with_what_is_missing(tmp_path: Path) -> None:
     save(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False})
-    with pytest.raises(ModelError, match="can not be loaded: Loading a GPTQ quantized model requires optimum"):
+    with pytest.raises(ModelError, match="cannot be loaded: Loading a GPTQ quantized model requires optimum"):
         LLM(tmp_path)
 
 

@@ -62,7 +62,7 @@ def test_what_is_no_causal_language_model_has_no_twin() -> None:
         make_twin(model)
 
 
-def test_a_context_that_never_matters_can_not_be_proved() -> None:
+def test_a_context_that_never_matters_cannot_be_proved() -> None:
     model = others.build("bloom")
 
     class Mute(type(model)):  # type: ignore[misc]

@@ -140,7 +140,7 @@ def test_a_way_that_the_model_itself_does_not_stand_is_not_the_last_of_its_execu
     assert "not rows with prompts in pieces, padded: not padded" in found.report.notes
 
 
-def test_weights_that_can_not_be_packed_are_no_verdict(
+def test_weights_that_cannot_be_packed_are_no_verdict(
     all_are_large: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoil(model: PreTrainedModel, *args: Any, **options: Any) -> None:
@@ -207,7 +207,7 @@ def test_a_verdict_is_for_what_it_depends_on_alone(tmp_path: Path, monkeypatch: 
     assert len({first, *others_}) == 1 + len(others_)
 
 
-def test_a_key_that_can_not_be_made_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_cannot_be_made_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a checkout that was not installed: nobody knows its version."""
 
     def fail(name: str) -> str:
@@ -233,7 +233,7 @@ def test_a_broken_file_is_like_none(content: str, tmp_path: Path) -> None:
     assert VerdictCache(tmp_path).find("key") is None
 
 
-def test_a_folder_that_can_not_be_written_is_like_an_empty_one(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_like_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", None):
         verdicts = VerdictCache(folder)

@@ -33,7 +33,7 @@ BYTE_LEVEL = TOKENIZERS["byte_level"]
         ({"jsonschema": "{}"}, r"no option 'jsonschema'; did you mean 'json_schema'\?"),
     ],
 )
-def test_what_can_not_be_asked(asked: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_asked(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StructuredOutput(**asked)
 
@@ -51,7 +51,7 @@ def test_it_goes_through_a_pipe() -> None:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"not": {"type": "string"}}, r"has 'not' at #, which can not be enforced; leave it out"),
+        ({"not": {"type": "string"}}, r"has 'not' at #, which cannot be enforced; leave it out"),
         ({"properties": {"a": {"items": [{"uniqueItems": True}]}}}, r"'uniqueItems' at #/properties/a/items/0"),
         ({"$defs": {"x": {"anyOf": [{"if": True}]}}}, r"'if' at #/\$defs/x/anyOf/0"),
         ({"additionalProperties": {"contains": {}}}, r"'contains' at #/additionalProperties"),
@@ -60,12 +60,12 @@ def test_it_goes_through_a_pipe() -> None:
         ({"x-guidance": {"lenient": True}}, r"'x-guidance' at #"),
         ({"type": "string", "min_length": 3}, r"has 'min_length' at #; did you mean 'minLength'\?"),
         ({"exclusiveMinimum": True, "minimum": 3}, r"exclusiveMinimum True at #; it must be a number"),
-        ({"patternProperties": {"^a$": {}}, "minProperties": 2}, r"minProperties 2 at #, which can not be enforced"),
+        ({"patternProperties": {"^a$": {}}, "minProperties": 2}, r"minProperties 2 at #, which cannot be enforced"),
         (
             {"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]},
-            r"exclusiveMinimum 0 and maximum 0.5, which can not be enforced together",
+            r"exclusiveMinimum 0 and maximum 0.5, which cannot be enforced together",
         ),
-        ({"exclusiveMaximum": -1.0, "minimum": -1.25}, r"exclusiveMaximum -1 and minimum -1.25, which can not be"),
+        ({"exclusiveMaximum": -1.0, "minimum": -1.25}, r"exclusiveMaximum -1 and minimum -1.25, which cannot be"),
         ({"type": "string", "format": "zork"}, r"Unknown format: zork"),
         ({"type": "strin"}, r"Invalid type: strin"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, r"minimum \(5\) is greater than maximum \(3\)"),
@@ -78,7 +78,7 @@ def test_it_goes_through_a_pipe() -> None:
         ([], r"json_schema is \[\]; it must be a JSON object"),
     ],
 )
-def test_a_schema_that_can_not_be_enforced(schema: object, message: str) -> None:
+def test_a_schema_that_cannot_be_enforced(schema: object, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
         matcher(BYTE_LEVEL, json_schema=json.dumps(schema))
     assert "\n" not in str(caught.value)
@@ -106,21 +106,21 @@ def test_remarks_are_let_through() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"regex": "a("}, r"^regex can not be enforced: invalid regex.*unclosed group"),
-        ({"regex": r"\bfoo"}, r"^regex can not be enforced: .*lookarounds not supported"),
-        ({"regex": r"(a)\1"}, r"^regex can not be enforced: .*backreferences"),
-        ({"regex": r"[^\s\S]"}, r"^regex can not be enforced"),
-        ({"grammar": "start: foo"}, r'^grammar can not be enforced: .*unknown name: "foo"'),
-        ({"grammar": 'start: "a'}, r"^grammar can not be enforced: "),
-        ({"grammar": "root ::= ["}, r"^the grammar can not be read: "),
-        ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, r"^the grammar can not be read: .*recursion"),
-        ({"grammar": "start: start"}, r"^grammar can not be enforced: "),
+        ({"regex": "a("}, r"^regex cannot be enforced: invalid regex.*unclosed group"),
+        ({"regex": r"\bfoo"}, r"^regex cannot be enforced: .*lookarounds not supported"),
+        ({"regex": r"(a)\1"}, r"^regex cannot be enforced: .*backreferences"),
+        ({"regex": r"[^\s\S]"}, r"^regex cannot be enforced"),
+        ({"grammar": "start: foo"}, r'^grammar cannot be enforced: .*unknown name: "foo"'),
+        ({"grammar": 'start: "a'}, r"^grammar cannot be enforced: "),
+        ({"grammar": "root ::= ["}, r"^the grammar cannot be read: "),
+        ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, r"^the grammar cannot be read: .*recursion"),
+        ({"grammar": "start: start"}, r"^grammar cannot be enforced: "),
         ({"grammar": 'start: %json {"not": {}}'}, r"Unimplemented keys"),
         ({"grammar": 'start: %json {"not": {}, "x-guidance": {"lenient": true}}'}, r"Unimplemented keys"),
-        ({"regex": "(" * 20_000 + ")" * 20_000}, r"^regex can not be enforced: "),
+        ({"regex": "(" * 20_000 + ")" * 20_000}, r"^regex cannot be enforced: "),
     ],
 )
-def test_what_can_not_be_enforced(asked: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_enforced(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
         matcher(BYTE_LEVEL, **asked)
     assert "\n" not in str(caught.value)

@@ -66,7 +66,7 @@ def test_an_error_is_its_sequences_own(worker: MaskWorker) -> None:
     good = [matcher(BYTE_LEVEL, regex="a+") for _ in range(2)]
     masks = worker.start([good[0], too_complex, good[1]]).result()
     assert list(masks.errors) == [1]
-    assert "can not be followed any further" in str(masks.errors[1])
+    assert "cannot be followed any further" in str(masks.errors[1])
     assert [ids(row) for row in masks.words] == [spelled(BYTE_LEVEL, "a"), [], spelled(BYTE_LEVEL, "a")]
     assert worker.start(good).result().errors == {}
 

@@ -105,7 +105,7 @@ def test_an_eos_that_a_grammar_names_ends_nothing_early() -> None:
         matcher(BYTE_LEVEL, grammar='start: </s> "a"')
 
 
-def test_padding_can_not_be_asked_for() -> None:
+def test_padding_cannot_be_asked_for() -> None:
     with pytest.raises(InvalidRequestError, match="lets no token of this model's come next"):
         matcher(BYTE_LEVEL, grammar=f"start: <[{BYTE_LEVEL.vocab_size + 3}]>")
 
@@ -146,7 +146,7 @@ def test_going_back(num_tokens: int) -> None:
     assert (here.is_finished, here.may_stop) == (then.is_finished, then.may_stop)
     for too_many in (20, -1):
         with pytest.raises(
-            ValueError, match=rf"{too_many} tokens can not be taken back; {8 - num_tokens} were accepted"
+            ValueError, match=rf"{too_many} tokens cannot be taken back; {8 - num_tokens} were accepted"
         ):
             here.rollback(too_many)
     assert allowed(here, BYTE_LEVEL) == mask, "nothing has happened"
@@ -220,7 +220,7 @@ def test_a_sequence_whose_grammar_becomes_too_complex() -> None:
     bracket = spelled(BYTE_LEVEL, "(")
     assert allowed(here, BYTE_LEVEL) == bracket
     assert not here.accept(bracket[0])
-    with pytest.raises(GrammarError, match=r"can not be followed any further: .*max is 2000"):
+    with pytest.raises(GrammarError, match=r"cannot be followed any further: .*max is 2000"):
         allowed(here, BYTE_LEVEL)
     assert not here.is_finished, "it did not end well"
     assert not here.accept(EOS)

@@ -214,7 +214,7 @@ def test_the_bits_do_not_depend_on_company_over_several_tiles(name: str, precisi
         assert_same_bits(actual, expected)
 
 
-def test_a_model_that_can_not_keep_the_promise_says_so() -> None:
+def test_a_model_that_cannot_keep_the_promise_says_so() -> None:
     """DeepSeek's router takes the sigmoid of one score an expert. With four experts a row is narrower than a vector of
     the CPU, so torch's operator computes an element by one routine or another, depending on where its row ends up."""
     engine = Engine(zoo.build("deepseek_v3"), EngineConfig(num_blocks=500))

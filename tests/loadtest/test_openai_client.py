@@ -50,9 +50,9 @@ def test_chunks_are_the_same_however_the_stream_arrives(cuts: list[int]) -> None
     [
         ('{"error": {"message": "bad"}}', "error in the stream: bad"),
         ('{"error": {"code": 5}}', 'error in the stream: {"code":5}'),
-        ('{"choices": 5}', 'an event can not be read: {"choices": 5}'),
-        ("{", "an event can not be read: {"),
-        ("x" * 5000, "an event can not be read: " + "x" * MAX_REASON + "…"),
+        ('{"choices": 5}', 'an event cannot be read: {"choices": 5}'),
+        ("{", "an event cannot be read: {"),
+        ("x" * 5000, "an event cannot be read: " + "x" * MAX_REASON + "…"),
     ],
 )
 def test_bad_events_are_errors(payload: str, reason: str) -> None:
@@ -77,7 +77,7 @@ def test_models_are_listed() -> None:
     asyncio.run(check())
 
 
-@pytest.mark.parametrize(("answer", "reason"), [("[]", "can not be read"), ('{"data": []}', "names no model")])
+@pytest.mark.parametrize(("answer", "reason"), [("[]", "cannot be read"), ('{"data": []}', "names no model")])
 def test_a_list_of_models_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch, answer: str, reason: str) -> None:
     async def models(server: FakeServer, request: web.Request) -> web.Response:
         return web.Response(text=answer, content_type="application/json")

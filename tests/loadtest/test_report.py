@@ -27,7 +27,7 @@ RECORDS = [
     record(3.0, 3.0, 5.0),  # TTFT 2, E2E 2
     record(3.0, 3.0, failure="HTTP 429: later"),
     record(3.0, 3.5, 4.0, failure="HTTP 429: later"),
-    record(3.0, 3.0, failure="can not connect: refused"),
+    record(3.0, 3.0, failure="cannot connect: refused"),
 ]
 ASKED = [5, 4, 4, 4, 4, 4]
 
@@ -36,7 +36,7 @@ def test_numbers_are_as_defined() -> None:
     report = report_of(RECORDS, ASKED, server_cpu_seconds=2.0, client_cpu_seconds=0.5)
     assert report.seconds == 4.0  # from when the first was due until the last had ended
     assert (report.num_requests, report.num_completed) == (6, 3)
-    assert report.failures == {"HTTP 429: later": 2, "can not connect: refused": 1}
+    assert report.failures == {"HTTP 429: later": 2, "cannot connect: refused": 1}
     assert (report.num_input_tokens, report.num_output_tokens, report.num_output_tokens_asked) == (30, 8, 13)
     assert report.num_counted == 1
     assert report.request_rate == 3 / 4.0

@@ -186,7 +186,7 @@ def test_a_bad_line_of_a_trace_is_refused(tmp_path: Path, entry: Any) -> None:
 
 
 def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="can not be read"):
+    with pytest.raises(ValueError, match="cannot be read"):
         read_prompts(tmp_path / "missing", FIVE, 0)
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ValueError, match="has no requests in it"):

@@ -267,7 +267,7 @@ async def nothing(exchange: Exchange) -> None:
         (breaks_off_at_once, "the server closed the connection without an answer"),
         (error_event, "error in the stream: the engine died"),
         (error_event_as_text, "error in the stream: out of memory"),
-        (garbage, "an event can not be read: {not json"),
+        (garbage, "an event cannot be read: {not json"),
         (no_stream, "the answer ended unfinished (application/json)"),
         (nothing, "the answer is empty"),
     ],
@@ -317,7 +317,7 @@ def test_a_server_that_is_not_there_is_a_reason_too() -> None:
         async with OpenAIClient(f"http://127.0.0.1:{port}") as client:
             (record,) = await run_load(client, PATH, requests(0.0))
         assert record.failure is not None
-        assert record.failure.startswith("can not connect: ")
+        assert record.failure.startswith("cannot connect: ")
 
     with port_of_nobody() as port:
         run(check())

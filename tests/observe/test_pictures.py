@@ -1,4 +1,4 @@
-"""Pictures and pages: complete in themselves, and one sentence where they can not be made."""
+"""Pictures and pages: complete in themselves, and one sentence where they cannot be made."""
 
 import sys
 from dataclasses import replace
@@ -69,6 +69,6 @@ def test_without_matplotlib_a_sentence_says_what_to_install(monkeypatch: pytest.
         new_figure(3, 2)
 
 
-def test_a_file_that_can_not_be_written_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere/a\.html' can not be written: No such file"):
+def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere/a\.html' cannot be written: No such file"):
         write_html(tmp_path / "nowhere" / "a.html", "title", [])

@@ -69,7 +69,7 @@ def test_stand_ins_fit_blocks_of_any_size(tmp_path: Path, block_size: int) -> No
     assert all(0 <= token < 2**31 for token in found.prompt_token_ids)
 
 
-def test_a_prompt_can_not_be_told_from_its_recording(tmp_path: Path) -> None:
+def test_a_prompt_cannot_be_told_from_its_recording(tmp_path: Path) -> None:
     """Not even by who knows it: two recordings of the same prompt have nothing in common."""
     prompt = list(range(4_000_000, 4_000_008))
     hashes = []
@@ -176,10 +176,10 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         read_recording(tmp_path / "run")
 
 
-def test_files_that_can_not_be_opened_are_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="can not be written: No such file"):
+def test_files_that_cannot_be_opened_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be written: No such file"):
         Recorder(tmp_path / "no" / "run", EngineConfig())
-    with pytest.raises(ValueError, match="can not be read"):
+    with pytest.raises(ValueError, match="cannot be read"):
         read_recording(tmp_path / "nothing")
 
 

@@ -193,9 +193,9 @@ def test_a_picture_is_a_picture(recording: Recording, tmp_path: Path) -> None:
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_what_can_not_be_drawn_or_written_is_one_sentence(recording: Recording, tmp_path: Path) -> None:
+def test_what_cannot_be_drawn_or_written_is_one_sentence(recording: Recording, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="has no steps"):
         trace_figure(replace(recording, steps=[]))
-    with pytest.raises(ValueError, match="can not be written: No such file"):
+    with pytest.raises(ValueError, match="cannot be written: No such file"):
         write_chrome_trace(recording, tmp_path / "no" / "trace.json")

@@ -152,7 +152,7 @@ def test_the_cache_is_asked_only_for_what_the_context_allows() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1])
-def test_a_prompt_that_the_cache_can_not_hold_is_refused(max_tokens: int | None) -> None:
+def test_a_prompt_that_the_cache_cannot_hold_is_refused(max_tokens: int | None) -> None:
     assert refusal_of([5] * 13, model_info(num_blocks=3), max_tokens=max_tokens) == (
         "the prompt has 13 tokens and would grow to 14; the whole cache can only serve a sequence of 13 "
         "(3 blocks of 4 tokens)"

@@ -65,7 +65,7 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
         assert "Traceback" not in errors
 
 
-def test_what_can_not_be_served_is_said_in_a_sentence(
+def test_what_cannot_be_served_is_said_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In the tests' own process, but for its logging, which is that process's."""
@@ -81,11 +81,11 @@ def test_what_can_not_be_served_is_said_in_a_sentence(
     assert not output
 
 
-def test_an_address_that_can_not_be_had_is_said_in_a_sentence() -> None:
+def test_an_address_that_cannot_be_had_is_said_in_a_sentence() -> None:
     command = [sys.executable, "-m", "inflight", "serve", "--port", "0", "--host", "192.0.2.1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "can not listen on 192.0.2.1, port 0" in done.stderr
+    assert "cannot listen on 192.0.2.1, port 0" in done.stderr
     assert "Traceback" not in done.stderr
     assert not done.stdout
 

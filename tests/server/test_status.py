@@ -104,7 +104,7 @@ def test_when_the_engine_dies_everybody_hears_and_it_comes_back_by_itself(monkey
         assert asyncio.run(server.llm.stats()).num_crashes == 1
 
 
-def test_an_engine_that_can_not_be_had_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_be_had_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Engine) -> None:
         raise KeyError("lost")
 

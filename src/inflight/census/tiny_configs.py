@@ -1,7 +1,7 @@
 """From a model type to a tiny configuration of its class.
 
 Config classes call the same things by a handful of names: `COMMON` has a value for each. A value only ever makes a
-default smaller, and layers that the default has of several kinds are kept, in turn. `EXCEPTIONS` says what that can not
+default smaller, and layers that the default has of several kinds are kept, in turn. `EXCEPTIONS` says what that cannot
 do. Decides only sizes; knows nothing of weights.
 """
 

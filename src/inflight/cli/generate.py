@@ -79,7 +79,7 @@ def _open(output: Path | None) -> TextIO:
     try:
         return output.open("w", encoding="utf-8")
     except OSError as error:
-        raise InvalidRequestError(f"the output file {str(output)!r} can not be written: {error}") from error
+        raise InvalidRequestError(f"the output file {str(output)!r} cannot be written: {error}") from error
 
 
 def _input(line: PromptLine, chat: bool) -> Any:

@@ -27,7 +27,7 @@ class PromptLine:
 def read_prompts(arguments: Iterable[str], file: Path | None) -> list[PromptLine]:
     """Prompts from arguments, then from a file; from standard input if there is neither, or for a `-`.
 
-    Raises `InvalidRequestError` naming the line for what can not be read.
+    Raises `InvalidRequestError` naming the line for what cannot be read.
     """
     lines: list[PromptLine] = []
     for argument in arguments:
@@ -45,7 +45,7 @@ def _from_file(file: Path) -> list[PromptLine]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"the prompt file {str(file)!r} can not be read: {error}") from error
+        raise InvalidRequestError(f"the prompt file {str(file)!r} cannot be read: {error}") from error
     return _parse(text, str(file), as_json=file.suffix in (".jsonl", ".ndjson"))
 
 

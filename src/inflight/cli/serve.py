@@ -67,7 +67,7 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
     try:
         listener = listen(host, port, settings.max_stall)
     except OSError as error:
-        raise click.ClickException(f"can not listen on {host}, port {port}: {error.strerror or error}") from error
+        raise click.ClickException(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
     def tell_ready() -> None:

@@ -39,7 +39,7 @@ class EngineConfig:
         quantization: None, or "int8": weights with a scale for each output channel, activations with one for each row;
             from any checkpoint, on a CPU with our kernels. A quarter of float32's memory; not exact.
         compile: "off", "auto" (through `torch.compile`: faster steps after up to a minute, once) or "max" (faster
-            still, longer to compile). On a CPU with our kernels; a model that can not be compiled runs as with "off".
+            still, longer to compile). On a CPU with our kernels; a model that cannot be compiled runs as with "off".
         max_model_len: most tokens a sequence can have, prompt and output; None: what the model was made for.
         max_num_seqs: most sequences that run at once, the number of slots.
         max_num_batched_tokens: the token budget of a step.

@@ -19,7 +19,7 @@ class UnknownOptionError(ValueError, TypeError):
 
 
 class ModelError(ValueError):
-    """A model could not be loaded, or can not be run exactly by any executor; the message says why."""
+    """A model could not be loaded, or cannot be run exactly by any executor; the message says why."""
 
 
 class EngineDeadError(RuntimeError):

@@ -81,7 +81,7 @@ class Engine:
         tokenizer: to look for stop strings with; without it, requests that have some are refused.
 
     Raises:
-        ModelError: the model can not be loaded, or can not be run exactly.
+        ModelError: the model cannot be loaded, or cannot be run exactly.
     """
 
     def __init__(self, model: ModelSource, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:

@@ -45,7 +45,7 @@ NOT_HONOURED = {
 class ModelRunner:
     """A model that was loaded and proved, its cache, and its sampler.
 
-    Raises `ModelError` if the model can not be loaded, or can not be run exactly.
+    Raises `ModelError` if the model cannot be loaded, or cannot be run exactly.
     """
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:

@@ -72,7 +72,7 @@ class GrammarCompiler:
         """A matcher for a new sequence. The first one takes as long as the tokenizer's table does to build (half a
         second for 50,000 tokens); compiling takes milliseconds for most, and never more than `MAX_SECONDS`.
 
-        Raises InvalidRequestError, in one sentence, if it can not be enforced as asked.
+        Raises InvalidRequestError, in one sentence, if it cannot be enforced as asked.
         """
         with self._lock:
             if asked in self._kept:
@@ -132,7 +132,7 @@ def _build(asked: StructuredOutput, vocabulary: Vocabulary) -> GrammarMatcher:
     if warnings := inner.get_grammar_warnings():
         raise _refusal(asked, warnings[0])
     matcher = GrammarMatcher(vocabulary, inner)
-    try:  # what can not even begin is told now; what this mask found out is kept with the matcher
+    try:  # what cannot even begin is told now; what this mask found out is kept with the matcher
         matcher.fill_mask(np.empty(vocabulary.num_words, dtype=np.int32))
     except GrammarError as error:
         raise _refusal(asked, str(error)) from error
@@ -163,7 +163,7 @@ def _written(asked: StructuredOutput) -> dict[str, Any]:
     try:
         return {"lark_grammar": any_to_lark(asked.grammar)}
     except Exception as error:  # RecursionError among them
-        raise InvalidRequestError(f"the grammar can not be read: {_one_line(str(error))}") from error
+        raise InvalidRequestError(f"the grammar cannot be read: {_one_line(str(error))}") from error
 
 
 def _regex(regex: str) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _refusal(asked: StructuredOutput, why: str) -> InvalidRequestError:
         why = "oneOf is taken only where its alternatives plainly exclude each other; write anyOf"
     if asked.grammar is None:  # a place in what the request was turned into, which its author never saw
         why = re.sub(r"^(at )?\d+\(\d+\): ", "", why).partition(" | start:")[0]
-    return InvalidRequestError(f"{asked.kind} can not be enforced: {_one_line(why)}")
+    return InvalidRequestError(f"{asked.kind} cannot be enforced: {_one_line(why)}")
 
 
 def _one_line(text: str) -> str:

@@ -67,7 +67,7 @@ class Constraints:
     def compile(self, params: SamplingParams) -> GrammarMatcher | None:
         """What a request's sequences are to follow; None if it asks for nothing. Other threads may call it, too.
 
-        Raises `InvalidRequestError` if its output can not be constrained as it asks."""
+        Raises `InvalidRequestError` if its output cannot be constrained as it asks."""
         asked = params.structured_output
         if asked is None:
             return None
@@ -86,7 +86,7 @@ class Constraints:
         except (InvalidRequestError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library's panics are no `Exception`
-            raise InvalidRequestError(f"the structured output asked for can not be compiled: {error!r}") from error
+            raise InvalidRequestError(f"the structured output asked for cannot be compiled: {error!r}") from error
 
     def add(self, sequence_id: int, matcher: GrammarMatcher) -> None:
         """A sequence is constrained from its first token on; nothing happens if it is already."""

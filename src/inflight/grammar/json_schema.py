@@ -1,7 +1,7 @@
 """What a JSON schema may ask for: everything that can be enforced, and nothing that would be let through in silence.
 
 Decides which keywords are refused, by name and with the place where they stand; the grammar library refuses the rest of
-what it can not do. By the standard a keyword that nobody knows is a remark; here that holds for keywords of no
+what it cannot do. By the standard a keyword that nobody knows is a remark; here that holds for keywords of no
 JSON Schema at all, but not for misspelt ones, nor for those of a draft that the library does not know.
 """
 
@@ -90,9 +90,7 @@ def checked_schema(text: str) -> dict[str, Any]:
 def _check(place: str, schema: Mapping[str, Any]) -> None:
     for keyword in schema:
         if keyword in _REFUSED:
-            raise InvalidRequestError(
-                f"json_schema has {keyword!r} at {place}, which can not be enforced; leave it out"
-            )
+            raise InvalidRequestError(f"json_schema has {keyword!r} at {place}, which cannot be enforced; leave it out")
         meant = _SPELLINGS.get(re.sub(r"[$_-]", "", keyword).lower())
         if keyword not in _KNOWN and meant is not None:
             raise InvalidRequestError(f"json_schema has {keyword!r} at {place}; did you mean {meant!r}?")
@@ -117,7 +115,7 @@ def _check_properties(place: str, schema: Mapping[str, Any]) -> None:
     num_sure = 1 + len(needed)
     if isinstance(least, int | float) and least > num_sure:
         raise InvalidRequestError(
-            f"json_schema has minProperties {least} at {place}, which can not be enforced beyond one more than what is "
+            f"json_schema has minProperties {least} at {place}, which cannot be enforced beyond one more than what is "
             f"required ({num_sure} there); name more properties in 'required'"
         )
 
@@ -134,7 +132,7 @@ def _check_bounds(bounds: Mapping[str, list[float]]) -> None:
             near = (number // 1 if sign > 0 else -(-number // 1)) + 0  # the whole number beyond it; no -0
             if number != near and near in whole:
                 raise InvalidRequestError(
-                    f"json_schema has {excluded} {near:g} and {other} {number:g}, which can not be enforced together"
+                    f"json_schema has {excluded} {near:g} and {other} {number:g}, which cannot be enforced together"
                 )
 
 

@@ -14,7 +14,7 @@ from inflight.grammar.vocabulary import Vocabulary, Words
 
 
 class GrammarError(RuntimeError):
-    """A sequence's grammar can not be followed any further: it became too complex, or nothing may come next."""
+    """A sequence's grammar cannot be followed any further: it became too complex, or nothing may come next."""
 
 
 class GrammarMatcher:
@@ -35,7 +35,7 @@ class GrammarMatcher:
     def accept(self, token_id: int) -> bool:
         """Go on by one token; False, and nothing happens, if the grammar does not have it here.
 
-        False, too, if the grammar can not be followed any further; the next mask says why."""
+        False, too, if the grammar cannot be followed any further; the next mask says why."""
         if self._is_ended:
             return False
         if token_id in self._vocabulary.eos_token_ids:
@@ -48,7 +48,7 @@ class GrammarMatcher:
     def rollback(self, num_tokens: int) -> None:
         """Take back the last `num_tokens` accepted tokens. Raises `ValueError` if there were not so many."""
         if not 0 <= num_tokens <= self._num_tokens:
-            raise ValueError(f"{num_tokens} tokens can not be taken back; {self._num_tokens} were accepted")
+            raise ValueError(f"{num_tokens} tokens cannot be taken back; {self._num_tokens} were accepted")
         if num_tokens:
             self._matcher.rollback(num_tokens - self._is_ended)
             self._num_tokens -= num_tokens
@@ -76,7 +76,7 @@ class GrammarMatcher:
         """Write what of the library's mask may be chosen: nothing, if there is an error."""
         if self._matcher.is_error():
             into[:] = 0
-            return GrammarError(f"the grammar can not be followed any further: {reason(self._matcher)}")
+            return GrammarError(f"the grammar cannot be followed any further: {reason(self._matcher)}")
         vocabulary = self._vocabulary
         np.bitwise_and(mask[: vocabulary.num_words], vocabulary.tokens, out=into)
         if self.may_stop:

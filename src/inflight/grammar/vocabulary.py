@@ -30,7 +30,7 @@ class Vocabulary:
         vocab_size: the width of the model's logits, V.
         eos_token_ids: what ends a sequence; those of V and above are never chosen. There may be none.
 
-    Raises InvalidRequestError if it can not be told what bytes the tokenizer's tokens stand for.
+    Raises InvalidRequestError if it cannot be told what bytes the tokenizer's tokens stand for.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:

@@ -105,7 +105,7 @@ def mixed_requests(count: int, max_tokens: int, vocab_size: int, seed: int) -> l
 
 
 def write_png(race: Race, path: Path) -> None:
-    """The timelines as a picture. Raises `ValueError` if matplotlib is missing or the file can not be written."""
+    """The timelines as a picture. Raises `ValueError` if matplotlib is missing or the file cannot be written."""
     pictures.save_png(_figure(race), path)
 
 

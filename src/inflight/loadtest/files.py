@@ -49,7 +49,7 @@ def _read(path: Path, convert: Callable[[Any, int], Sketch], outputs: Lengths, s
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the file {str(path)!r} can not be read: {error}") from error
+        raise ValueError(f"the file {str(path)!r} cannot be read: {error}") from error
     entries, sketches = _entries(text), []
     lengths = outputs.draw(np.random.default_rng((seed, 2)), len(entries))
     for (where, entry), length in zip(entries, lengths, strict=True):

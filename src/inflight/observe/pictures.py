@@ -39,7 +39,7 @@ def new_figure(width_inches: float, height_inches: float) -> "Figure":
 
 
 def save_png(figure: "Figure", path: Path) -> None:
-    """Write a figure as a PNG file. Raises `ValueError` if it can not be written."""
+    """Write a figure as a PNG file. Raises `ValueError` if it cannot be written."""
     _write(path, _drawn(figure, format="png", dpi=150))
 
 
@@ -60,7 +60,7 @@ def to_html(drawing: RenderableType, width: int) -> str:
 def write_html(path: Path, title: str, bodies: Sequence[str]) -> None:
     """Write one page that loads nothing: `title` (plain text) as its heading, then `bodies` (HTML) in order.
 
-    Raises `ValueError` if it can not be written.
+    Raises `ValueError` if it cannot be written.
     """
     body = "\n".join(bodies)
     page = (
@@ -82,4 +82,4 @@ def _write(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise ValueError(f"the file {str(path)!r} can not be written: {error.strerror}") from error
+        raise ValueError(f"the file {str(path)!r} cannot be written: {error.strerror}") from error

@@ -60,7 +60,7 @@ class Recorder:
         model: what is run, and what it made of that; None for a simulation.
 
     Raises:
-        ValueError: the file can not be written.
+        ValueError: the file cannot be written.
     """
 
     def __init__(self, path: Path, config: EngineConfig, model: ModelInfo | None = None) -> None:
@@ -104,7 +104,7 @@ class Recorder:
             raise self._failure(error) from error
 
     def _failure(self, error: OSError) -> ValueError:
-        return ValueError(f"the recording {str(self._path)!r} can not be written: {error.strerror}")
+        return ValueError(f"the recording {str(self._path)!r} cannot be written: {error.strerror}")
 
     def _about(self, arrival: ArrivalRecord) -> dict[str, Any]:
         """A request without its tokens."""
@@ -141,12 +141,12 @@ def observe_with(*observers: Callable[[StepRecord], None] | None) -> Callable[[S
 def read_recording(path: Path) -> Recording:
     """A recording from its file; a last line that was cut off, because the run was killed, is left out.
 
-    Raises `ValueError`, with the line, if it can not be read.
+    Raises `ValueError`, with the line, if it cannot be read.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the recording {str(path)!r} can not be read: {error}") from error
+        raise ValueError(f"the recording {str(path)!r} cannot be read: {error}") from error
     try:
         header = json.loads(lines[0])
         if header["inflight_recording"] != FORMAT:

@@ -140,7 +140,7 @@ def chrome_events(recording: Recording) -> Iterator[Event]:
 
 
 def write_chrome_trace(recording: Recording, path: Path) -> None:
-    """Write a file for chrome://tracing or ui.perfetto.dev. Raises `ValueError` if it can not be written."""
+    """Write a file for chrome://tracing or ui.perfetto.dev. Raises `ValueError` if it cannot be written."""
     try:
         with path.open("w", encoding="utf-8") as file:
             separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
@@ -149,7 +149,7 @@ def write_chrome_trace(recording: Recording, path: Path) -> None:
                 separator = ",\n"
             file.write("\n]}\n")
     except OSError as error:
-        raise ValueError(f"the file {str(path)!r} can not be written: {error.strerror}") from error
+        raise ValueError(f"the file {str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def _names(recording: Recording) -> Iterator[Event]:

@@ -16,7 +16,7 @@ KINDS = list(COLOURS)
 
 
 def write_page(recording: Recording, path: Path, title: str) -> None:
-    """Write the page. Raises `ValueError` if it can not be written."""
+    """Write the page. Raises `ValueError` if it cannot be written."""
     legend = "".join(f'<span style="color:{colour}">&#9632;</span> {kind} &nbsp; ' for kind, colour in COLOURS.items())
     data = json.dumps(page_data(recording), separators=(",", ":")).replace("<", "\\u003c")
     bodies = [

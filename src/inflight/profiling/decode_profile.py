@@ -40,7 +40,7 @@ def profile_decode(
 
     Raises:
         ModelError: the model does not run packed.
-        ValueError: the engine can not hold so many sequences of this length at once, or is not on a CPU.
+        ValueError: the engine cannot hold so many sequences of this length at once, or is not on a CPU.
     """
     rounds = [len(range(number, num_steps, MAX_ROUNDS)) for number in range(min(MAX_ROUNDS, num_steps))]
     num_decodes = 2 + sum(SETTLING_STEPS + 1 + 3 * steps for steps in rounds)

@@ -1,7 +1,7 @@
 """How long the operators inside a forward pass take, by kind, as torch's profiler sees them.
 
 An operator is a linear layer or attention by its name, or because it runs inside one; every other one is small, fused
-kernels of a compiled model and the calls between them included. Attention backends whose operators can not be told by
+kernels of a compiled model and the calls between them included. Attention backends whose operators cannot be told by
 their names are marked. What lies between operators is Python.
 
 The profiler costs time at every operator, so of these times those of many small operators are too long, and those of

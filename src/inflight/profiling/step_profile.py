@@ -89,11 +89,11 @@ class StepProfile:
         }
 
     def write_json(self, path: Path) -> None:
-        """Write it to a file. Raises `ValueError` if it can not be written."""
+        """Write it to a file. Raises `ValueError` if it cannot be written."""
         try:
             path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"the file {str(path)!r} can not be written: {error.strerror}") from error
+            raise ValueError(f"the file {str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def take_apart(

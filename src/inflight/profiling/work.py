@@ -1,4 +1,4 @@
-"""What a decode step can not do without: the weights and the cache that it reads, and the arithmetic of its linears.
+"""What a decode step cannot do without: the weights and the cache that it reads, and the arithmetic of its linears.
 
 Counted from the model's tensors and from the sequences' lengths; nothing is measured here.
 """

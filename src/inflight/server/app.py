@@ -34,7 +34,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings, observer: RequestObserve
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if llm.tokenizer is not None:
-            llm.tokenizer.encode("warm")  # what it sets up at first can not be set up in two threads
+            llm.tokenizer.encode("warm")  # what it sets up at first cannot be set up in two threads
         keeper = asyncio.create_task(keep_running(llm))
         try:
             yield

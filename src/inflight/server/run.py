@@ -38,7 +38,7 @@ def serve_until_told(
         environment_keys: more API keys, with commas between them.
 
     Raises:
-        ModelError: the model can not be loaded.
+        ModelError: the model cannot be loaded.
         EngineDeadError: the engine died while it was being loaded.
         ValueError: see `Operations`.
     """
@@ -88,7 +88,7 @@ def listen(host: str, port: int, max_stall: float) -> socket.socket:
             with whatever was still to be sent.
 
     Raises:
-        OSError: the address can not be had.
+        OSError: the address cannot be had.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=BACKLOG)

@@ -139,8 +139,8 @@ def test_keys_come_from_everywhere_at_once(tmp_path: Path) -> None:
         ("", "has no key in it"),
         ("good\nmy key\n", "line 2 of .* has spaces or special characters"),
         ("schl\u00fcssel\n", "line 1 of .* has spaces or special characters"),
-        (b"\xff\xfe", "can not be read"),
-        (None, "can not be read"),
+        (b"\xff\xfe", "cannot be read"),
+        (None, "cannot be read"),
     ],
 )
 def test_a_file_without_good_keys_is_refused_and_no_key_is_shown(

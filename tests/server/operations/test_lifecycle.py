@@ -121,7 +121,7 @@ def test_what_runs_too_long_is_aborted_in_good_order() -> None:
 
 
 @pytest.mark.parametrize("how", [(), ("broken",)])
-def test_what_can_not_be_aborted_is_cut(how: tuple[str, ...]) -> None:
+def test_what_cannot_be_aborted_is_cut(how: tuple[str, ...]) -> None:
     async def check() -> None:
         async with served(0.2, *how) as server, server.client.get("/v1/stream") as stream:
             waiting = asyncio.create_task(server.client.get("/v1/wait").__aenter__())

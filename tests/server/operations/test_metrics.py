@@ -409,7 +409,7 @@ def test_times_and_sizes_are_the_outputs() -> None:
 
 def test_a_client_of_the_metrics_may_be_anything() -> None:
     async def check() -> None:
-        metrics, app = served(AsyncLLM(zoo.build("gpt2"), in_process=True, max_model_len=10**6))  # it can not be loaded
+        metrics, app = served(AsyncLLM(zoo.build("gpt2"), in_process=True, max_model_len=10**6))  # it cannot be loaded
         async with client_of(metrics.middleware(app)) as client:
             for accept in (
                 "*/*",

@@ -180,7 +180,7 @@ def test_traces_are_made_if_there_is_somewhere_to_send_them(monkeypatch: pytest.
         ({"log_text": "no"}, "log_text is 'no'; it must be True or False"),
         ({"traces_endpoint": "localhost"}, "traces_endpoint is 'localhost'; it must be a URL"),
         ({"max_request": 1}, "OperatorSettings has no option 'max_request'; did you mean 'max_requests'?"),
-        ({"api_key_file": "/nowhere"}, "the file of API keys '/nowhere' can not be read"),
+        ({"api_key_file": "/nowhere"}, "the file of API keys '/nowhere' cannot be read"),
         ({"api_keys": ("two words",)}, "a key is empty or has spaces"),
     ],
 )

@@ -193,7 +193,7 @@ def test_what_is_constrained(tokenizer: Tokenizer) -> None:
         ({"tools": [tool("f", {"not": {}}, strict=True)]}, "the tool 'f': json_schema has 'not' at #"),
         (
             {"tools": [tool("f", {"not": {}})], "tool_choice": "required"},
-            "can not be enforced; leave it out; with 'strict': false any object is taken",
+            "cannot be enforced; leave it out; with 'strict': false any object is taken",
         ),
         (
             {"tools": [tool("f", {"type": "string"}, strict=True)]},

@@ -109,7 +109,7 @@ class ProcessConnection:
 
 
 class ThreadConnection:
-    """To a thread of this process: for what can not be named to another one, such as a model that is loaded already."""
+    """To a thread of this process: for what cannot be named to another one, such as a model that is loaded already."""
 
     def __init__(self, load: Callable[[], Engine]) -> None:
         self._commands: Commands = SimpleQueue()
@@ -128,7 +128,7 @@ class ThreadConnection:
         self._commands.put(None)
 
     def kill(self) -> None:
-        """A thread can not be killed."""
+        """A thread cannot be killed."""
 
     def ending(self) -> str:
         atexit.unregister(self._end)

@@ -121,7 +121,7 @@ class _Loop:
             self.send(Refused(request_id, type(error).__name__, str(error)))
         except Exception as error:
             logger.exception("a request could not be looked at")
-            self.send(Refused(request_id, InvalidRequestError.__name__, f"the request can not be run: {error!r}"))
+            self.send(Refused(request_id, InvalidRequestError.__name__, f"the request cannot be run: {error!r}"))
 
     def _tell(self, outputs: list[SequenceOutput]) -> None:
         if outputs:

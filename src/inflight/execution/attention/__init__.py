@@ -30,7 +30,7 @@ def make_backend(
         kv_cache_dtype: "auto" is the model's; "int8" only the "cpu" backend can.
 
     Raises:
-        ModelError: the backend can not run here, or not with this dtype.
+        ModelError: the backend cannot run here, or not with this dtype.
     """
     runs_kernels = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     if kv_cache_dtype == "int8" and name not in ("auto", "cpu"):

@@ -47,7 +47,7 @@ class CpuAttention:
 
     def __init__(self, dtype: torch.dtype, block_size: int) -> None:
         if dtype not in STORED_DTYPES:
-            raise ValueError(f"the cache can not be {dtype}; it can be float32, bfloat16 or int8")
+            raise ValueError(f"the cache cannot be {dtype}; it can be float32, bfloat16 or int8")
         self.dtype = dtype
         self.block_size = block_size
         self._step = torch.ops.inflight.new_step()

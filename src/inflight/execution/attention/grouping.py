@@ -67,7 +67,7 @@ def group_calls(
 ) -> Grouping:
     """Groups of calls that keep the same tokens.
 
-    There is one group that keeps everything where calls can not be cut into few groups that take about the same memory,
+    There is one group that keeps everything where calls cannot be cut into few groups that take about the same memory,
     or see more of the keys and values that they share with another one than that one does.
 
     Args:

@@ -63,7 +63,7 @@ def compile_forward(
             longer.
 
     Raises:
-        Exception: whatever the compiler says of a model that it can not take in one piece.
+        Exception: whatever the compiler says of a model that it cannot take in one piece.
     """
     # The compiler remembers, and counts, by code object: each model gets one of its own.
     forward = FunctionType(forward.__code__.replace(), forward.__globals__, closure=forward.__closure__)

@@ -119,7 +119,7 @@ class PackedExecutor:
         if not caches:
             return "it needs the attention backend 'cpu'"
         if any(isinstance(module, OneDnnLinear) for module in self.model.modules()):
-            return "this CPU has no AVX-512 for its dtype, and torch.compile can not take oneDNN's linear layers"
+            return "this CPU has no AVX-512 for its dtype, and torch.compile cannot take oneDNN's linear layers"
         if len(modules) != len(caches):
             return "a module attends more than once in a forward pass"
         if self._longrope_length is not None:
@@ -129,7 +129,7 @@ class PackedExecutor:
             self._compiled = compile_forward(self.model, self._forward, modules, caches, mode)
         except Exception as error:
             logger.debug("torch.compile failed", exc_info=True)
-            return f"torch.compile can not take it in one piece: {str(error).strip().splitlines()[0]}"
+            return f"torch.compile cannot take it in one piece: {str(error).strip().splitlines()[0]}"
         return None
 
     def _attend(

@@ -57,7 +57,7 @@ class RowsExecutor:
     Args:
         model: ours alone, in evaluation mode, with an attention implementation of its own.
         block_size, num_slots: of the cache.
-        in_one_piece: whether prompts are only run whole: the model can not go on with several tokens at once.
+        in_one_piece: whether prompts are only run whole: the model cannot go on with several tokens at once.
         pads: whether beginnings of different lengths run together.
 
     Raises:

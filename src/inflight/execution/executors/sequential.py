@@ -32,7 +32,7 @@ class SequentialExecutor:
 
     Args:
         model: ours alone, in evaluation mode, with an attention implementation of its own.
-        in_one_piece: whether prompts are only run whole: the model can not go on with several tokens at once.
+        in_one_piece: whether prompts are only run whole: the model cannot go on with several tokens at once.
         uses_cache: whether the model keeps anything; if not, a sequence is run from its beginning for every token.
     """
 

@@ -27,7 +27,7 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
     """The model of `source`, in evaluation mode, on the device and in the dtype that `config` asks for.
 
     Of a loaded `PreTrainedModel` an own copy is made that shares its parameters; the caller's stays as it is.
-    Raises `ModelError` if it can not be loaded, or not completely: missing weights are never made up.
+    Raises `ModelError` if it cannot be loaded, or not completely: missing weights are never made up.
     """
     if isinstance(source, PreTrainedModel):
         return _own_copy(source, config)
@@ -47,7 +47,7 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"the model {name!r} can not be loaded: {_first_line(error)}") from error
+        raise ModelError(f"the model {name!r} cannot be loaded: {_first_line(error)}") from error
     return model.eval()
 
 
@@ -62,7 +62,7 @@ def check_source(source: str | os.PathLike[str], config: EngineConfig) -> PreTra
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
     except Exception as error:
-        raise ModelError(f"the model {name!r} can not be loaded: {_first_line(error)}") from error
+        raise ModelError(f"the model {name!r} cannot be loaded: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -79,7 +79,7 @@ def resolve_device(device: str) -> torch.device:
         resolved = torch.device(device)
         torch.empty(0, device=resolved)
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"device {device!r} can not be used here: {_first_line(error)}") from error
+        raise ModelError(f"device {device!r} cannot be used here: {_first_line(error)}") from error
     if resolved.type == "meta":
         raise ModelError("device 'meta' holds no values to compute with; use cpu, cuda or mps")
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else resolved
@@ -163,7 +163,7 @@ def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
     try:
         return copy.deepcopy(model, replaced).to(device).eval()
     except Exception as error:
-        raise ModelError(f"the model given can not be copied: {_first_line(error)}; give its folder instead") from error
+        raise ModelError(f"the model given cannot be copied: {_first_line(error)}; give its folder instead") from error
 
 
 def _dummy_model(
@@ -193,7 +193,7 @@ def _pretrained_model(name: str, dtype: torch.dtype, config: EngineConfig) -> Pr
 
 
 def _unify_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Where `transformers` can not run a checkpoint's quantised layers it makes plain ones of them, in another dtype
+    """Where `transformers` cannot run a checkpoint's quantised layers it makes plain ones of them, in another dtype
     than the rest: give all the same. Raises `ModelError` if some are not what they should be."""
     for name, module in model.named_modules():
         if type(module) is torch.nn.Linear and module.weight.dtype not in PLAIN_DTYPES:

@@ -143,7 +143,7 @@ def _instruction_sets() -> str:
 
 @functools.cache
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/inflight` or `~/.cache/inflight`; a temporary one where that can not be written."""
+    """`$XDG_CACHE_HOME/inflight` or `~/.cache/inflight`; a temporary one where that cannot be written."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     try:
         (base / "inflight").mkdir(parents=True, exist_ok=True)

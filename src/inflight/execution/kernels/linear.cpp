@@ -339,7 +339,7 @@ at::Tensor apply(const Linear& linear, const at::Tensor& x) {
   if (num_rows == 0) return output;
   const auto dtype = linear.panels.scalar_type();
   TORCH_CHECK(x.scalar_type() == dtype || (dtype == at::kChar && x.is_floating_point()), "a layer of ", dtype,
-              " can not take ", x.scalar_type());
+              " cannot take ", x.scalar_type());
   if (dtype == at::kFloat) {
     const at::Tensor rows = operands<Float32Rows>(x, linear);
     run<Float32Rows, float, float>(linear, rows.const_data_ptr<float>(), num_rows,

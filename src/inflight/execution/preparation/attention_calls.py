@@ -49,7 +49,7 @@ def find_attention_calls(
     if not specs:
         raise ModelError(
             f"{type(model).__name__} does its attention itself instead of calling the attention function that it is "
-            "given, so its sequences can not be kept apart in a packed row"
+            "given, so its sequences cannot be kept apart in a packed row"
         )
     return tuple(specs), tuple(modules)
 

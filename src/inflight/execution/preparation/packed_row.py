@@ -143,14 +143,14 @@ def prepare_packed(
 
 @contextmanager
 def _refusing(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, any error says that a model can not be packed."""
+    """Inside, any error says that a model cannot be packed."""
     try:
         yield
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(model).__name__} can not run as a packed row: {type(error).__name__}: {error}"
+            f"{type(model).__name__} cannot run as a packed row: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -163,7 +163,7 @@ class PlainRun:
         in_short: whether to take two shorter prompts, in fewer steps.
 
     Raises:
-        ModelError: it can not be packed, by its signature or by its attention calls; or its logits are not finite.
+        ModelError: it cannot be packed, by its signature or by its attention calls; or its logits are not finite.
     """
 
     def __init__(self, model: PreTrainedModel, dry_run_length: int, *, in_short: bool = False) -> None:

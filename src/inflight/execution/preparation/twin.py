@@ -1,6 +1,6 @@
 """A model's twin: small, in float32, of the same class and configuration but for sizes, and sensitive to its context.
 
-What can not be proved on the model itself, because its precision hides it or it is too large, is proved on the twin.
+What cannot be proved on the model itself, because its precision hides it or it is too large, is proved on the twin.
 Decides what is made smaller: the number of layers, as long as there is one of each kind; the vocabulary; the number of
 experts; and the width, by fewer heads of the same size. A class that does not allow one of these keeps what it has.
 """
@@ -94,7 +94,7 @@ def _integers(config: PreTrainedConfig) -> list[tuple[str, int]]:
 
 
 def _number(config: PreTrainedConfig, name: str) -> int | None:
-    """None as well if each layer has its own, which can not be asked for."""
+    """None as well if each layer has its own, which cannot be asked for."""
     try:
         value = getattr(config, name)
     except Exception:

@@ -83,7 +83,7 @@ class Verdict:
 
 
 class VerdictCache:
-    """Verdicts in files, each named by a digest of all that it depends on. A folder that can not be read or written is
+    """Verdicts in files, each named by a digest of all that it depends on. A folder that cannot be read or written is
     like an empty one.
 
     Args:
@@ -128,7 +128,7 @@ class VerdictCache:
                 whole.write_text(verdict.to_json())
                 os.replace(whole, self._folder / f"{key}.json")
         except OSError as error:
-            logger.info("what the proof has shown can not be remembered: %s", error)
+            logger.info("what the proof has shown cannot be remembered: %s", error)
 
     def forget(self, key: str | None) -> None:
         """It has proved to be wrong."""
@@ -138,12 +138,12 @@ class VerdictCache:
 
 
 def verdict_key(model: PreTrainedModel, config: EngineConfig) -> str | None:
-    """A digest of all that the verdict on a model's twin depends on; None if there is something that can not be looked
+    """A digest of all that the verdict on a model's twin depends on; None if there is something that cannot be looked
     into, such as a class that was written in a notebook."""
     try:
         return _digest(model, config)
     except Exception as error:
-        logger.debug("what is proved of %s can not be remembered: %r", type(model).__name__, error)
+        logger.debug("what is proved of %s cannot be remembered: %r", type(model).__name__, error)
         return None
 
 

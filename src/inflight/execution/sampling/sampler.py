@@ -1,10 +1,10 @@
 """`Sampler`: from logits to tokens, for all rows of a step at once, each with its own parameters.
 
 Parameters are kept by slot and looked up for the rows of a step. Rows whose logits a request wants changed are taken
-apart and changed in float32 (`logits/adjustments.py`); the others don't notice. Greedy rows cost one pass over the
+apart and changed in float32 (`adjustments.py`); the others do not notice. Greedy rows cost one pass over the
 vocabulary; only rows that ask for it are filtered, and only rows that need it are sorted. On a CPU that is done by our
-kernels, which sort next to nothing (`kernels/sample.cpp`), elsewhere by torch's operators. Random numbers are a function
-of (seed, sequence index, output position) alone, in the spirit of counter-based generators (Salmon et al., SC 2011):
+kernels, which sort next to nothing (`kernels/sample.cpp`), elsewhere by torch's operators. Random numbers depend on
+(seed, sequence index, output position) alone, in the spirit of counter-based generators (Salmon et al., SC 2011):
 neither preemption, chunking, the order of rows nor other rows change them.
 """
 

@@ -89,7 +89,7 @@ class Turn(StrictModel):
         return sum(map(len, texts)) if blocks else len(self.content)
 
     def for_template(self, where: str) -> Iterator[dict[str, Any]]:
-        """Its blocks, each as a message of its own. Raises `ApiError` for blocks that it can not have."""
+        """Its blocks, each as a message of its own. Raises `ApiError` for blocks that it cannot have."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return

@@ -116,7 +116,7 @@ class TemplateFields(StrictModel):
         return sum(len(message.text) for message in self.messages)
 
     def for_template(self, settings: ServerSettings) -> dict[str, Any]:
-        """The chat as a prompt of `AsyncLLM`. Raises `ApiError` for what can not be written out."""
+        """The chat as a prompt of `AsyncLLM`. Raises `ApiError` for what cannot be written out."""
         if self.chat_template is not None and not settings.trust_request_chat_template:
             message = "chat_template is given; this server takes only the model's own (--trust-request-chat-template)"
             raise ApiError(400, message, param="chat_template", code="unsupported_field")
@@ -155,7 +155,7 @@ TEMPLATE_ARGUMENTS = (
     "return_assistant_tokens_mask",
     "tokenizer_kwargs",
 )
-"""What `chat_template_kwargs` can not set: how the template is used is not the template's own."""
+"""What `chat_template_kwargs` cannot set: how the template is used is not the template's own."""
 
 
 def _check_variables(variables: Mapping[str, Any]) -> None:

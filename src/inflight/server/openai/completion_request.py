@@ -68,7 +68,7 @@ class CompletionRequest(SamplingFields):
             message = f"best_of is {self.best_of}; it must be at least n, which is {self.num_answered}"
             raise ApiError(400, message, param="best_of")
         if self.is_ranked and self.stream:
-            raise ApiError(400, "best_of can not be had with stream: the best is known at the end", param="best_of")
+            raise ApiError(400, "best_of cannot be had with stream: the best is known at the end", param="best_of")
         for name, limit in (("best_of", settings.max_n), ("logprobs", settings.max_logprobs)):
             value = getattr(self, name)
             if value is not None and value > limit:

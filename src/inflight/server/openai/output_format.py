@@ -104,7 +104,7 @@ def _of(kind: str, value: Any) -> dict[str, Any] | None:
 def _text(schema: dict[str, Any]) -> str:
     try:
         return json.dumps(schema)
-    except RecursionError as error:  # what could just be read can not always be written
+    except RecursionError as error:  # what could just be read cannot always be written
         raise ApiError(400, "the JSON schema is nested too deeply") from error
 
 

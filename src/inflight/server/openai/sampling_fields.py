@@ -132,7 +132,7 @@ class SamplingFields(OutputFormatFields):
             if value is not None and value > limit:
                 raise ApiError(400, f"{name} is {value}; this server takes at most {limit}", param=name)
         if self.stream and self.prompt_logprobs is not None:
-            raise ApiError(400, "prompt_logprobs can not be had with stream", param="prompt_logprobs")
+            raise ApiError(400, "prompt_logprobs cannot be had with stream", param="prompt_logprobs")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
 

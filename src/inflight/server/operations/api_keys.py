@@ -23,8 +23,8 @@ def read_api_keys(keys: Iterable[str] = (), file: Path | None = None, environmen
         environment: the value of a variable: keys with commas between them.
 
     Raises:
-        ValueError: the file can not be read, a place that was given has no key in it (which would leave the server
-            open to all), or something can not be a key.
+        ValueError: the file cannot be read, a place that was given has no key in it (which would leave the server
+            open to all), or something cannot be a key.
     """
     found = [("a key", key) for key in keys]
     if file is not None:
@@ -45,7 +45,7 @@ def _of_file(file: Path) -> list[tuple[str, str]]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the file of API keys {str(file)!r} can not be read: {error}") from error
+        raise ValueError(f"the file of API keys {str(file)!r} cannot be read: {error}") from error
     texts = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
     found = [(f"line {number} of {str(file)!r}", text) for number, text in texts if text]
     if not found:

@@ -1,6 +1,6 @@
 """How much is taken from a connection before there is a request: bytes of a head, seconds until it is there.
 
-What a middleware can not limit, because no application sees it; and nobody has had to show a key yet.
+What a middleware cannot limit, because no application sees it; and nobody has had to show a key yet.
 """
 
 import asyncio

@@ -15,7 +15,7 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 when requests are served at once; 503 while the engine is loading or being restarted, or can not be."""
+    """200 when requests are served at once; 503 while the engine is loading or being restarted, or cannot be."""
     try:
         if service_of(request).llm.is_ready():
             return Response(status_code=200)

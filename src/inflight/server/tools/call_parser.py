@@ -5,7 +5,7 @@ cut into deltas. A call is an object with the name of a tool and an object of ar
 were written; anything else is content, with its markers. White space at the edge of a call belongs to the call.
 
 If a grammar made the model write, a call's arguments are given out as they come. Otherwise the call is, when it is
-complete: until then it may turn out to be none, and what was said can not be taken back.
+complete: until then it may turn out to be none, and what was said cannot be taken back.
 """
 
 import re

@@ -34,7 +34,7 @@ class StrictModel(BaseModel):
 
 
 def _checked(cls: type[StrictModel], name: str, value: Any) -> bool:
-    """False: the field can be left out. Raises if it can not."""
+    """False: the field can be left out. Raises if it cannot."""
     if name not in cls.NOT_SUPPORTED:
         close = difflib.get_close_matches(name, [*cls.model_fields, *cls.NOT_SUPPORTED], n=1) if len(name) < 100 else []
         hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -213,7 +213,7 @@ def _scattered(num_sequences: int, num_tokens: int) -> list[list[int]]:
 
 
 def _packed(spans: Sequence[Span], tables: Sequence["array[int]"]) -> RaggedBatch:
-    return RaggedBatch.pack(StepPlan(tuple(spans), (tuple(tables),)), BLOCK_SIZE, torch.device("cpu"))
+    return RaggedBatch.from_plan(StepPlan(tuple(spans), (tuple(tables),)), BLOCK_SIZE, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------------------------- the report

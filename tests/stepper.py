@@ -13,7 +13,7 @@ from tests.text.tokenizers_for_tests import byte_level
 
 
 class Stepper:
-    """Of an in-process engine on a tiny model.
+    """Steps an in-process engine on a tiny model.
 
     Attributes:
         engines: all that were made, the last one running.
@@ -46,10 +46,10 @@ class Stepper:
         return engine
 
     def _wait(self, plan: StepPlan, masks: Any) -> StepTokens:
-        if not self._is_free:
+        if not self._is_free and plan.spans:
             self._is_held.set()
             self._permits.acquire(timeout=100)
             self._is_held.clear()
-        if self.error is not None:
+        if self.error is not None and plan.spans:
             raise self.error
         return self.run(plan, masks)

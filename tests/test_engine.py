@@ -100,14 +100,14 @@ def test_tokens_that_an_interrupt_kept_back_come_with_the_next_step(monkeypatch:
     engine = make_engine()
     for number in range(2):
         submit(engine, str(number), [number + 1] * 5)
-    report, calls = engine._report, iter(range(1_000))
+    report, calls = engine._reporter._output_of, iter(range(1_000))
 
     def interrupted(news: Any) -> SequenceOutput:
         if next(calls) == 3:
             raise KeyboardInterrupt
         return report(news)
 
-    monkeypatch.setattr(engine, "_report", interrupted)
+    monkeypatch.setattr(engine._reporter, "_output_of", interrupted)
     outputs = engine.step()
     with pytest.raises(KeyboardInterrupt):
         engine.step()
@@ -121,14 +121,14 @@ def test_a_request_aborted_after_an_interrupt_is_not_heard_of_again(monkeypatch:
     engine = make_engine()
     submit(engine, "a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=1))
     submit(engine, "b", [4, 5, 6])
-    report, calls = engine._report, iter(range(1_000))
+    report, calls = engine._reporter._output_of, iter(range(1_000))
 
     def interrupted(news: Any) -> SequenceOutput:
         if next(calls) == at:
             raise KeyboardInterrupt
         return report(news)
 
-    monkeypatch.setattr(engine, "_report", interrupted)
+    monkeypatch.setattr(engine._reporter, "_output_of", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     engine.abort("a")

@@ -202,8 +202,8 @@ def test_logits_that_are_not_finite_where_a_prompt_is_scored_fail_that_request_a
     engine: Engine = llm.engine
     forward = engine.runner.executor.forward
 
-    def broken(batch: Any, copies: Any = ()) -> Tensor:
-        logits = forward(batch, copies).clone()
+    def broken(batch: Any) -> Tensor:
+        logits = forward(batch).clone()
         if (batch.logit_targets_host >= 0).any():
             logits[2] = math.nan
         return logits

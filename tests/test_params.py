@@ -164,11 +164,6 @@ def test_stop_strings_is_a_tuple_whatever_was_given() -> None:
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
 
 
-def test_greedy_means_temperature_zero() -> None:
-    assert SamplingParams(temperature=0).is_greedy
-    assert not SamplingParams(temperature=1e-6).is_greedy
-
-
 # ------------------------------------------------------------------------------------- EngineConfig
 
 BAD_CONFIG = {

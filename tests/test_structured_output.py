@@ -13,7 +13,8 @@ import pytest
 from inflight import LLM, AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutput
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.plan import StepPlan
-from inflight.engine.engine import AcceptedRequest, Engine
+from inflight.engine.admission import AcceptedRequest
+from inflight.engine.engine import Engine
 from inflight.grammar import matcher
 from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level

@@ -18,7 +18,8 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import refuse_unknown_options
 from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta
 from inflight.contracts.params import SamplingParams
-from inflight.engine.engine import AcceptedRequest, Engine
+from inflight.engine.admission import AcceptedRequest
+from inflight.engine.engine import Engine
 from inflight.execution.hf.load import ModelSource, check_source
 from inflight.inputs import (
     TEMPLATE_OPTIONS,

@@ -67,8 +67,8 @@ def test_a_model_that_is_run_wrong_is_not_exact(monkeypatch: pytest.MonkeyPatch)
             super().__init__(*args, **options)
             monkeypatch.setattr(PackedExecutor, "forward", forward)
 
-    def forward(self: PackedExecutor, batch: Any, copies: Any = ()) -> torch.Tensor:
-        logits = real_forward(self, batch, copies)
+    def forward(self: PackedExecutor, batch: Any) -> torch.Tensor:
+        logits = real_forward(self, batch)
         return logits.roll(1, 0) if len(logits) > 2 else logits
 
     monkeypatch.setattr(examining, "LLM", WrongLater)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup, CacheLayout
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import SlotAssignment
 from inflight.contracts.record import StepRecord
 from inflight.engine.engine import Engine
 from inflight.execution.ragged_batch import RaggedBatch
@@ -109,8 +110,12 @@ class Teacher:
         self.logits: defaultdict[tuple[int, int], dict[int, Tensor]] = defaultdict(dict)
         self._pupils: dict[int, tuple[int, int, int]] = {}
 
-    def assign(self, slot: int, params: SamplingParams, *, seed: int, index: int, prompt_len: int, **_: object) -> None:
-        self._pupils[slot] = (seed, index, prompt_len)
+    def assign(self, assignment: SlotAssignment) -> None:
+        self._pupils[assignment.slot] = (assignment.seed, assignment.index, assignment.prompt_len)
+
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            del self._pupils[slot]
 
     def sample(self, logits: Tensor, batch: RaggedBatch, masks: object = None) -> list[int]:
         tokens = []

@@ -41,7 +41,7 @@ def packed_logits(
         ]
         plan = StepPlan(tuple(spans), (tuple(tables[span.sequence_id] for span in spans),))
         before_step()
-        step = executor.forward(RaggedBatch.pack(plan, BLOCK_SIZE, executor.model.device))
+        step = executor.forward(RaggedBatch.from_plan(plan, BLOCK_SIZE, executor.model.device))
         for span, part in zip(spans, step.split([span.length for span in spans]), strict=True):
             logits[span.sequence_id].append(part)
     return [torch.cat(parts) for parts in logits]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.attention import AttentionBackend, AttentionSpec, make_backend
-from inflight.execution.attention.interface import PagedCache
+from inflight.execution.attention.interface import KVStorage
 from inflight.execution.ragged_batch import RaggedBatch
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ class World:
     def batch(self, step: Sequence[Part]) -> RaggedBatch:
         spans = tuple(Span(p.sequence, p.sequence, p.start, [0] * (p.end - p.start), 0, p.end) for p in step)
         tables = tuple(tuple(group[part.sequence] for part in step) for group in self.tables)
-        return RaggedBatch.pack(StepPlan(spans, tables), self.block_size, CPU)
+        return RaggedBatch.from_plan(StepPlan(spans, tables), self.block_size, CPU)
 
 
 def make_world(block_size: int, steps: Sequence[Sequence[Part]], shared: Sequence[tuple[int, int]], seed: int) -> World:
@@ -172,7 +172,7 @@ def run(
     return outputs
 
 
-def memories(cache: PagedCache) -> list[Tensor]:
+def memories(cache: KVStorage) -> list[Tensor]:
     """All tensors of a cache: of int8 also the scales."""
     tensors = (cache.keys, cache.values, getattr(cache, "key_scales", None), getattr(cache, "value_scales", None))
     return [tensor for tensor in tensors if tensor is not None]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from transformers import (
 )
 
 from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.plan import SlotAssignment, Span, StepPlan
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampling.sampler import Sampler
 
@@ -74,19 +75,19 @@ def sample_many(logits: Tensor, row: Row, num_positions: int) -> list[int]:
 
 
 def assign(sampler: Sampler, slot: int, row: Row) -> None:
+    token_ids, stop_token_ids = [0] * (row.prompt_len + row.output_position), frozenset(row.stop_token_ids)
     sampler.assign(
-        slot,
-        row.params,
-        seed=row.seed,
-        index=row.index,
-        token_ids=[0] * (row.prompt_len + row.output_position),
-        prompt_len=row.prompt_len,
-        stop_token_ids=row.stop_token_ids,
+        SlotAssignment(slot, slot, row.index, token_ids, row.prompt_len, row.params, row.seed, stop_token_ids)
     )
 
 
+def assignment(slot: int, params: SamplingParams, prompt: Sequence[int] = (1,), **more: Any) -> SlotAssignment:
+    """A new sequence in a slot."""
+    return SlotAssignment(slot, slot, 0, prompt, len(prompt), params, **more)
+
+
 def pack(spans: Sequence[Span]) -> RaggedBatch:
-    return RaggedBatch.pack(StepPlan(tuple(spans), ()), block_size=16, device=CPU)
+    return RaggedBatch.from_plan(StepPlan(tuple(spans), ()), block_size=16, device=CPU)
 
 
 def random_logits(num_rows: int, vocab_size: int, scale: float = 3.0, seed: int = 0) -> Tensor:

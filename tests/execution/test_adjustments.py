@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.plan import SlotAssignment, Span, StepPlan
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampling.adjustments import NO_EDITS, Adjuster, adjust
 from inflight.execution.sampling.sampler import INVALID_TOKEN, Sampler
+from tests.execution.sampled_rows import assignment
 
 VOCAB_SIZE = 40
 tokens = st.integers(0, VOCAB_SIZE - 1)
@@ -35,7 +36,8 @@ def adjuster_of(
     params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = (), num_known: int = 0, **more: object
 ) -> Adjuster:
     """One that moved in with `num_known` tokens of output and saw the others come."""
-    adjuster = Adjuster(params, [*prompt, *output[:num_known]], len(prompt), **more)  # type: ignore[arg-type]
+    token_ids = [*prompt, *output[:num_known]]
+    adjuster = Adjuster(SlotAssignment(0, 0, 0, token_ids, len(prompt), params, **more))  # type: ignore[arg-type]
     for position, token_id in enumerate(output[num_known:], len(prompt) + num_known):
         adjuster.see(position, token_id)
     return adjuster
@@ -82,7 +84,7 @@ def test_bad_words_are_transformers(words: list[list[int]], output: list[int]) -
     logits = random_logits()
     expected = NoBadWordsLogitsProcessor(words)(torch.tensor([[9, *output]]), logits.clone())
     params = SamplingParams(bad_words=["x"])
-    assert torch.equal(adjusted(logits, adjuster_of(params, [9], output, bad_words=words)), expected)
+    assert torch.equal(adjusted(logits, adjuster_of(params, [9], output, bad_words=tuple(map(tuple, words)))), expected)
 
 
 def test_a_bad_word_does_not_begin_in_the_prompt() -> None:
@@ -100,7 +102,7 @@ def test_everything_at_once_in_its_order_and_each_row_its_own() -> None:
         repetition_penalty=2.0,
         presence_penalty=1.0,
     )
-    first = adjuster_of(params, [3, 4], [7], stop_token_ids=[8], bad_words=[(7, 9)])
+    first = adjuster_of(params, [3, 4], [7], stop_token_ids=[8], bad_words=((7, 9),))
     second = adjuster_of(SamplingParams(logit_bias={0: 1.0}), [1])
     third = adjuster_of(SamplingParams(), [1])
     expected = logits.clone()
@@ -124,7 +126,7 @@ def decode(
     sampler: Sampler, logits: Tensor, slots: Sequence[int], position: int, token_ids: Sequence[int]
 ) -> list[int]:
     spans = [Span(slot, slot, position, [token], 1, position + 1) for slot, token in zip(slots, token_ids, strict=True)]
-    return sampler.sample(logits, RaggedBatch.pack(StepPlan(tuple(spans), ()), 16, torch.device("cpu")))
+    return sampler.sample(logits, RaggedBatch.from_plan(StepPlan(tuple(spans), ()), 16, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -140,8 +142,8 @@ def test_the_sampler_changes_the_rows_that_want_it_and_no_others(dtype: torch.dt
     sampler, prompt = Sampler(8, torch.device("cpu")), [0]
     slots, token_ids = [5, 0, 3, 1], [0] * 4
     for slot, params in zip(slots, all_params, strict=True):
-        sampler.assign(slot, params, seed=0, index=0, token_ids=prompt, prompt_len=1)
-    adjusters = [Adjuster(params, prompt, 1) for params in all_params]
+        sampler.assign(assignment(slot, params, prompt))
+    adjusters = [adjuster_of(params, prompt) for params in all_params]
     seen: list[tuple[int, ...]] = []
     for position in range(12):
         for adjuster, token_id in zip(adjusters, token_ids, strict=True):
@@ -158,9 +160,9 @@ def test_the_sampler_changes_the_rows_that_want_it_and_no_others(dtype: torch.dt
 
 def test_where_nothing_is_left_to_choose_the_row_is_invalid_and_its_neighbour_is_not() -> None:
     sampler = Sampler(2, torch.device("cpu"))
-    sampler.assign(0, SamplingParams(bad_words=["x"]), seed=0, index=0, token_ids=[1], prompt_len=1,
-                   bad_words=[(token_id,) for token_id in range(VOCAB_SIZE)])  # fmt: skip
-    sampler.assign(1, SamplingParams(), seed=0, index=0, token_ids=[1], prompt_len=1)
+    everything = tuple((token_id,) for token_id in range(VOCAB_SIZE))
+    sampler.assign(assignment(0, SamplingParams(bad_words=["x"]), [1], bad_words=everything))
+    sampler.assign(assignment(1, SamplingParams(), [1]))
     first, second = decode(sampler, random_logits(2), [0, 1], 0, [1, 1])
     assert first == INVALID_TOKEN
     assert second in range(VOCAB_SIZE)
@@ -170,8 +172,8 @@ def test_a_new_sequence_in_a_slot_has_nothing_of_the_old_one() -> None:
     sampler, logits = Sampler(1, torch.device("cpu")), random_logits()
     best = int(logits.argmax())
     params = SamplingParams(temperature=0, logit_bias={best: -100.0})
-    sampler.assign(0, params, seed=0, index=0, token_ids=[1], prompt_len=1)
+    sampler.assign(assignment(0, params, [1]))
     assert decode(sampler, logits, [0], 0, [1]) != [best]
-    sampler.assign(0, SamplingParams(temperature=0), seed=0, index=0, token_ids=[1], prompt_len=1)
+    sampler.assign(assignment(0, SamplingParams(temperature=0), [1]))
     assert decode(sampler, logits, [0], 0, [1]) == [best]
     assert np.isfinite(logits).all()

@@ -22,7 +22,7 @@ from inflight.execution.attention import (
     TorchAttention,
     torch_backend,
 )
-from inflight.execution.attention.interface import PagedCache
+from inflight.execution.attention.interface import KVStorage
 from tests.execution.paged_world import (
     Call,
     Part,
@@ -279,7 +279,7 @@ def test_a_sequence_of_nans_is_alone_with_them(backend: str, name: str) -> None:
 # ---------------------------------------------------------------------------- the cache itself
 
 
-def filled_cache(backend: AttentionBackend, num_blocks: int, spec: AttentionSpec) -> PagedCache:
+def filled_cache(backend: AttentionBackend, num_blocks: int, spec: AttentionSpec) -> KVStorage:
     """Every element of every block different from all others, so that any misplaced write shows."""
     cache = backend.allocate(num_blocks, spec)
     for tensor in memories(cache):
@@ -290,8 +290,8 @@ def filled_cache(backend: AttentionBackend, num_blocks: int, spec: AttentionSpec
     return cache
 
 
-def copy_of(cache: PagedCache) -> PagedCache:
-    return PagedCache(cache.keys.clone(), cache.values.clone())
+def copy_of(cache: KVStorage) -> KVStorage:
+    return KVStorage(cache.keys.clone(), cache.values.clone())
 
 
 @pytest.mark.parametrize("backend_name", PLAIN_LAYOUT)
@@ -321,7 +321,7 @@ def test_place_minus_one_is_nobodys(backend_name: str) -> None:
     num_blocks, block_size = 4, 4
     world = World(block_size, ((Part(0, 0, 4),),), (0,), ((array("i", [2]),),))
     batch = world.batch(world.steps[0])
-    padded = replace(batch, groups=(replace(batch.groups[0], kv_slots=torch.tensor([-1, 2 * 4 + 1, -1, -1])),))
+    padded = replace(batch, groups=(replace(batch.groups[0], cache_indices=torch.tensor([-1, 2 * 4 + 1, -1, -1])),))
     backend = make(backend_name, torch.float32, block_size)
     cache = filled_cache(backend, num_blocks, PLAIN)
     expected = copy_of(cache)

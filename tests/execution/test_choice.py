@@ -147,20 +147,22 @@ def test_prompts_in_one_piece(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["rows", "sequential"])
 @pytest.mark.parametrize("name", ["qwen3_next", "bloom"])
-def test_a_slot_forgets_whose_it_was(kind: str, name: str) -> None:
+def test_a_slot_that_is_released_forgets_its_sequence(kind: str, name: str) -> None:
     """Two sequences, one after the other, in one slot and to the same length: the second is held back up to there."""
     model = others.build(name)
     executor = make_executor(Way(kind, in_one_piece=True), model, block_size=4, num_slots=1)
-    assert not executor.can_share_prefixes
+    assert not executor.capabilities.shares_prefixes
+    assert not executor.capabilities.chunks_prompts
     executor.allocate(8)
     first, second = prompts()[1][:9], prompts()[3][:10]
 
     def run(sequence_id: int, start: int, token_ids: list[int], num_logit_rows: int) -> torch.Tensor:
         span = Span(sequence_id, 0, start, token_ids, num_logit_rows, start + len(token_ids))
         plan = StepPlan((span,), ((array("i", range(4)),),))
-        return executor.forward(RaggedBatch.pack(plan, 4, torch.device("cpu")))
+        return executor.forward(RaggedBatch.from_plan(plan, 4, torch.device("cpu")))
 
     run(0, 0, first, 1)
+    executor.release([0])
     assert not len(run(1, 0, second[:9], 0))
     assert relative_error(run(1, 9, second[9:], 1), others.plain_logits(model, second)[-1:]) < 2e-5
 

@@ -12,6 +12,7 @@ from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampling.logprobs import ROWS_AT_ONCE, Scorer, score_rows
+from tests.execution.sampled_rows import assignment
 
 VOCAB_SIZE = 3000
 
@@ -64,10 +65,9 @@ def test_only_rows_that_want_it_are_scored_and_in_slices() -> None:
     """A prompt that is scored, one that is not, and decodes of both kinds."""
     length = ROWS_AT_ONCE + 40
     scorer = Scorer(4)
-    scorer.assign(0, SamplingParams(prompt_logprobs=2))
-    scorer.assign(1, SamplingParams(logprobs=1))
-    scorer.assign(2, SamplingParams())
-    scorer.assign(3, SamplingParams(logprobs=0, prompt_logprobs=0))
+    wishes = [{"prompt_logprobs": 2}, {"logprobs": 1}, {}, {"logprobs": 0, "prompt_logprobs": 0}]
+    for slot, wish in enumerate(wishes):
+        scorer.assign(assignment(slot, SamplingParams(**wish)))  # type: ignore[arg-type]
     prompt = list(range(length))
     spans = (
         Span(0, 0, 0, prompt, length, length, scored_ids=prompt[1:]),
@@ -75,7 +75,7 @@ def test_only_rows_that_want_it_are_scored_and_in_slices() -> None:
         Span(2, 2, 9, [5], 1, 10),
         Span(3, 3, 0, [5, 6], 2, 2, scored_ids=[6]),
     )
-    batch = RaggedBatch.pack(StepPlan(spans, ()), 16, torch.device("cpu"))
+    batch = RaggedBatch.from_plan(StepPlan(spans, ()), 16, torch.device("cpu"))
     logits = random_logits(batch.num_logit_rows)
     token_ids = [*prompt[1:], 1, 2, 3, 6, 4]
     scores = scorer.score(logits, batch, token_ids)
@@ -84,3 +84,5 @@ def test_only_rows_that_want_it_are_scored_and_in_slices() -> None:
     for row, score in scores.items():
         assert score.logprob == pytest.approx(float(expected[row, token_ids[row]]), abs=1e-5)
     assert [len(scores[row].top_token_ids) for row in (0, length, length + 2, length + 3)] == [2, 1, 0, 0]
+    scorer.release([0, 3])
+    assert sorted(scorer.score(logits, batch, token_ids)) == [length]

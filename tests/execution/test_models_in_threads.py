@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from inflight import LLM
 from inflight.execution.attention import AttentionSpec, TorchAttention
-from inflight.execution.attention.interface import PagedCache
+from inflight.execution.attention.interface import KVStorage
 from inflight.execution.preparation.report import ProbeReport
 from inflight.execution.ragged_batch import RaggedBatch
 from tests import zoo
@@ -93,7 +93,7 @@ class Interrupted(TorchAttention):
         super().begin_step(batch)
         self.is_first = True
 
-    def attend(self, query: Tensor, cache: PagedCache, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+    def attend(self, query: Tensor, cache: KVStorage, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         if self.is_first:
             self.is_first = False
             self.interrupt()

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from inflight.contracts.errors import ModelError
 from inflight.execution.attention import AttentionSpec, TorchAttention, reference
-from inflight.execution.attention.interface import PagedCache
+from inflight.execution.attention.interface import KVStorage
 from inflight.execution.preparation.report import ProbeReport
 from inflight.execution.ragged_batch import RaggedBatch
 from tests import zoo
@@ -30,7 +30,7 @@ class OtherSpec(TorchAttention):
         super().__init__(torch.device("cpu"), dtype, block_size)
         self.changes = changes
 
-    def attend(self, query: Tensor, cache: PagedCache, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+    def attend(self, query: Tensor, cache: KVStorage, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
         spec = replace(spec, **self.changes)
         return super().attend(query, cache, spec, sinks if spec.has_sinks else None)
 
@@ -69,7 +69,7 @@ def gives_logits_of_the_token_before(batch: RaggedBatch) -> RaggedBatch:
 
 def writes_in_the_wrong_order(batch: RaggedBatch) -> RaggedBatch:
     group = batch.groups[0]
-    return replace(batch, groups=(replace(group, kv_slots=group.kv_slots.flip(0)),))
+    return replace(batch, groups=(replace(group, cache_indices=group.cache_indices.flip(0)),))
 
 
 def reads_its_blocks_in_the_wrong_order(batch: RaggedBatch) -> RaggedBatch:
@@ -112,8 +112,8 @@ def probe_with_wider_mask(model: PreTrainedModel, also_seen: Callable[[Tensor, T
 
 
 def probe_with_other_batch(model: PreTrainedModel, change: Callable[[RaggedBatch], RaggedBatch]) -> ProbeReport:
-    pack = RaggedBatch.pack
-    with mock.patch.object(RaggedBatch, "pack", lambda *args: change(pack(*args))):
+    pack = RaggedBatch.from_plan
+    with mock.patch.object(RaggedBatch, "from_plan", lambda *args: change(pack(*args))):
         return probe(model, "reference")
 
 

@@ -1,4 +1,4 @@
-"""`RaggedBatch.pack` against a loop over tokens: every array that a forward pass or the sampler reads."""
+"""`RaggedBatch.from_plan` against a loop over tokens: every array that a forward pass or the sampler reads."""
 
 from array import array
 from collections.abc import Sequence
@@ -49,25 +49,22 @@ def block_tables(draw: st.DrawFn, min_size: int) -> BlockTable:
 @given(plans())
 def test_tokens_and_positions_are_those_of_the_spans_end_to_end(drawn: tuple[StepPlan, int]) -> None:
     plan, block_size = drawn
-    batch = RaggedBatch.pack(plan, block_size, CPU)
-    input_ids, positions, cu_query_lens = [], [], [0]
+    batch = RaggedBatch.from_plan(plan, block_size, CPU)
+    input_ids, positions = [], []
     for span in plan.spans:
         for offset, token_id in enumerate(span.token_ids):
             input_ids.append(token_id)
             positions.append(span.start + offset)
-        cu_query_lens.append(len(input_ids))
     assert_tensor(batch.input_ids, input_ids, torch.int64)
     assert_tensor(batch.positions, positions, torch.int64)
-    assert_tensor(batch.cu_query_lens, cu_query_lens, torch.int32)
     assert batch.num_tokens == plan.num_tokens == len(input_ids)
 
 
 @given(plans())
 def test_lengths_are_those_of_the_spans_and_of_all_that_they_can_see(drawn: tuple[StepPlan, int]) -> None:
     plan, block_size = drawn
-    batch = RaggedBatch.pack(plan, block_size, CPU)
+    batch = RaggedBatch.from_plan(plan, block_size, CPU)
     kv_lens = [span.start + span.length for span in plan.spans]
-    assert_tensor(batch.kv_lens, kv_lens, torch.int32)
     assert_host_array(batch.kv_lens_host, kv_lens, np.int64)
     assert_host_array(batch.query_lens_host, [len(span.token_ids) for span in plan.spans], np.int64)
     assert_host_array(batch.sequence_lens_host, [span.sequence_length for span in plan.spans], np.int64)
@@ -76,7 +73,7 @@ def test_lengths_are_those_of_the_spans_and_of_all_that_they_can_see(drawn: tupl
 @given(plans())
 def test_logit_rows_are_the_last_tokens_of_each_span(drawn: tuple[StepPlan, int]) -> None:
     plan, block_size = drawn
-    batch = RaggedBatch.pack(plan, block_size, CPU)
+    batch = RaggedBatch.from_plan(plan, block_size, CPU)
     rows, slots, positions = [], [], []
     num_tokens = 0
     for span in plan.spans:
@@ -95,21 +92,21 @@ def test_logit_rows_are_the_last_tokens_of_each_span(drawn: tuple[StepPlan, int]
 @given(plans())
 def test_each_token_is_written_through_its_sequences_table_in_every_cache_group(drawn: tuple[StepPlan, int]) -> None:
     plan, block_size = drawn
-    batch = RaggedBatch.pack(plan, block_size, CPU)
+    batch = RaggedBatch.from_plan(plan, block_size, CPU)
     assert len(batch.groups) == len(plan.tables)
     for group, tables in zip(batch.groups, plan.tables, strict=True):
-        kv_slots = [
+        cache_indices = [
             table[position // block_size] * block_size + position % block_size
             for span, table in zip(plan.spans, tables, strict=True)
             for position in range(span.start, span.end)
         ]
-        assert_tensor(group.kv_slots, kv_slots, torch.int64)
+        assert_tensor(group.cache_indices, cache_indices, torch.int64)
 
 
 @given(plans())
 def test_block_tables_are_padded_to_the_longest_with_zeros(drawn: tuple[StepPlan, int]) -> None:
     plan, block_size = drawn
-    batch = RaggedBatch.pack(plan, block_size, CPU)
+    batch = RaggedBatch.from_plan(plan, block_size, CPU)
     for group, tables in zip(batch.groups, plan.tables, strict=True):
         longest = max(len(table) for table in tables)
         padded = [list(table) + [0] * (longest - len(table)) for table in tables]
@@ -120,7 +117,7 @@ def test_block_tables_are_padded_to_the_longest_with_zeros(drawn: tuple[StepPlan
 def test_a_step_without_logits_has_empty_rows() -> None:
     spans = (Span(0, 3, 0, [5, 6], 0, sequence_length=9), Span(1, 4, 8, [7], 0, sequence_length=12))
     plan = StepPlan(spans, ((array("i", [2]), array("i", [1])),))
-    batch = RaggedBatch.pack(plan, block_size=16, device=CPU)
+    batch = RaggedBatch.from_plan(plan, block_size=16, device=CPU)
     assert_tensor(batch.logit_rows, [], torch.int64)
     assert batch.num_logit_rows == len(batch.logit_slots_host) == len(batch.logit_positions_host) == 0
 
@@ -128,7 +125,7 @@ def test_a_step_without_logits_has_empty_rows() -> None:
 @pytest.mark.parametrize("kind", [list, tuple, lambda ids: array("i", ids), np.array])
 def test_tokens_may_come_in_any_sequence(kind: type) -> None:
     plan = StepPlan((Span(0, 0, 0, kind([9, 8, 7]), 1, 3),), ((array("i", [0]),),))
-    assert_tensor(RaggedBatch.pack(plan, 4, CPU).input_ids, [9, 8, 7], torch.int64)
+    assert_tensor(RaggedBatch.from_plan(plan, 4, CPU).input_ids, [9, 8, 7], torch.int64)
 
 
 @given(st.lists(st.integers(0, 9), max_size=8))

@@ -12,7 +12,7 @@ from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import Span, StepPlan
 from inflight.engine.engine import Engine
 from inflight.execution.attention import AttentionBackend, AttentionSpec, ReferenceAttention, TorchAttention
-from inflight.execution.attention.interface import PagedCache
+from inflight.execution.attention.interface import KVStorage
 from inflight.execution.attention.witness import WitnessedAttention
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.ragged_batch import RaggedBatch
@@ -63,12 +63,12 @@ def test_what_was_not_compared_was_stored_all_the_same() -> None:
 
 
 class KeysOfTheNextToken(TorchAttention):
-    def write(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
+    def write(self, cache: KVStorage, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
         super().write(cache, key.roll(1, dims=0), value, spec)
 
 
 class ForgetsTheFirstKey(TorchAttention):
-    def attend(self, query: torch.Tensor, cache: PagedCache, spec: AttentionSpec, *rest: Any) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, cache: KVStorage, spec: AttentionSpec, *rest: Any) -> torch.Tensor:
         slots = self.batch.groups[spec.cache_group].block_tables_host[:, 0].astype(int) * self.block_size
         cache.values.flatten(0, 1)[torch.from_numpy(slots)] = 0
         return super().attend(query, cache, spec, *rest)
@@ -80,7 +80,7 @@ class SaysNothing(TorchAttention):
 
 
 class CopiesNothing(TorchAttention):
-    def copy_blocks(self, cache: PagedCache, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, cache: KVStorage, copies: Sequence[tuple[int, int]]) -> None:
         pass
 
 
@@ -105,7 +105,7 @@ def differences_of(backend: AttentionBackend, copies: Sequence[tuple[int, int]])
     generator = torch.Generator().manual_seed(0)
     for start, length, table in ((0, 5, [0, 1]), (5, 1, [2, 3])):
         span = Span(0, 0, start, [0] * length, 1, start + length)
-        witness.begin_step(RaggedBatch.pack(StepPlan((span,), ((array("i", table),),)), 4, CPU))
+        witness.begin_step(RaggedBatch.from_plan(StepPlan((span,), ((array("i", table),),)), 4, CPU))
         if start:
             witness.copy_blocks(cache, copies)
         query, key, value = (torch.randn(length, heads, 8, generator=generator) for heads in (4, 2, 2))

@@ -93,6 +93,29 @@ class Expected:
         self.finish_reason = reason
 
 
+class Runner:
+    """What a runner knows of its slots, from plans alone: by slot, the sequence and its tokens when it came."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    def take_in(self, plan: StepPlan) -> None:
+        for slot in plan.released_slots:
+            self.slots.pop(slot, None)
+        for each in plan.assignments:
+            self.slots[each.slot] = each.sequence_id, tuple(each.token_ids)
+
+    def check(self, plan: StepPlan, sequences: list[Expected]) -> None:
+        """Every span is of the sequence that the slot is known to have, with the tokens that it is known to have."""
+        assert len({each.slot for each in plan.assignments}) == len(plan.assignments)
+        assert {each.slot for each in plan.assignments} <= {span.slot for span in plan.spans}
+        for span, expected in zip(plan.spans, sequences, strict=True):
+            sequence_id, token_ids = self.slots[span.slot]
+            assert sequence_id == span.sequence_id
+            assert token_ids == tuple(expected.token_ids[: len(token_ids)])
+            assert len(token_ids) >= len(expected.request.prompt_token_ids)
+
+
 class Lanes:
     """What somebody who sees only the plans knows of the slots: who has which."""
 

@@ -14,7 +14,7 @@ from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import Node, Parent, Root
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request
-from tests.properties.expected import Expected, Lanes, Sizes
+from tests.properties.expected import Expected, Lanes, Runner, Sizes
 from tests.properties.invariants import check
 from tests.properties.model_cache import ModelCache, Place
 from tests.properties.steps import check_admissions, check_budget, check_plan
@@ -41,6 +41,8 @@ class World:
         )
         self.cache = ModelCache(sizes)
         self.lanes = Lanes(sizes.num_slots)
+        self.runners = Runner(), Runner()
+        """One is told only of steps that are committed, the other of all that are planned."""
         self.unfinished: dict[int, Expected] = {}
         self.in_flight: StepPlan | None = None
         self.hit: list[Expected] = []
@@ -118,6 +120,7 @@ class World:
         decodes = [each for each in decodes if each not in preempted]
         check_budget(self, plan, decodes, bool(preempted) and not admitted)
         self.lanes.take_in(plan, self.running(), readmitted)
+        self.runners[1].take_in(plan)
         self.num_plans += 1
         self.in_flight = plan
         self.hit = [self.unfinished[span.sequence_id] for span in plan.spans]
@@ -130,6 +133,9 @@ class World:
         if (plan := self.take_off()) is None:
             return
         self.reached["spans that read what another wrote in the same step"] += self.cache.run(plan, self.pasts)
+        self.runners[0].take_in(plan)
+        for runner in self.runners:
+            runner.check(plan, self.hit)
         chosen = [span.num_logit_rows > len(span.scored_ids) for span in plan.spans]
         rows = [sampled[i % len(sampled)] if chosen[i] else [] for i in range(len(plan.spans))]
         progress = self.scheduler.commit(plan, rows)
@@ -162,6 +168,7 @@ class World:
         if (plan := self.take_off()) is None:
             return
         self.cache.spoil(plan)
+        self.lanes.reported_in_vain |= set(plan.released_slots)
         hit = [each for each in self.hit if each.finish_reason is None]
         assert self.scheduler.fail(plan) == [each.sequence for each in hit]
         for each in hit:
@@ -223,6 +230,7 @@ class World:
             check(self)
         assert self.scheduler.plan() is None
         self.num_plans += 1
+        self.check_that_nothing_is_held()
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         assert (self.pool.num_available, self.pool.num_used) == (self.pool.num_blocks, 0)
         self.check_that_all_slots_are_free()
@@ -237,6 +245,16 @@ class World:
         assert sorted(span.slot for span in self.in_flight.spans) == list(range(num_newcomers))
         self.commit([[0]])
         assert not self.unfinished
+
+    def check_that_nothing_is_held(self) -> None:
+        """Once every sequence has ended, and its slot was released, no runner has anything left."""
+        release = self.scheduler.plan_release()
+        assert self.scheduler.plan_release() is None
+        if release is not None:
+            self.lanes.take_in(release, [], set())
+            for runner in self.runners:
+                runner.take_in(release)
+        assert [runner.slots for runner in self.runners] == [{}, {}]
 
     def take_off(self) -> StepPlan | None:
         """The step in flight, or one planned now; None if there is nothing to compute."""

@@ -47,7 +47,6 @@ def test_keys_are_exact() -> None:
         make_key(Root(), [258]),  # the same bytes, were they not all of the same width
         make_key(Root("salt"), [1, 2]),
         make_key(Root(""), [1, 2]),
-        make_key(Root(adapter_id=1), [1, 2]),
         make_key(Root(is_long=True), [1, 2]),
         make_key(Node(make_key(Root(), [1]), []), [1, 2]),
         make_key(Node(make_key(Root(), [1]), []), [1, 2]),

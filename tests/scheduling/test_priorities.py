@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from inflight.scheduling import waiting_queue
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request, Sequence
+from inflight.scheduling.service_order import ServiceOrder
 from inflight.scheduling.waiting_queue import WaitingQueue
 from tests.scheduling.helpers import make_scheduler, plan_of, slots_of, spans_of, step, submit, waiting
 
@@ -31,8 +32,8 @@ def new_sequence(sequence_id: int, priority: int, arrival: int) -> Sequence:
 def test_effective_priority_is_priority_minus_floor_of_steps_waited_by_aging_steps(waited: int, effective: int) -> None:
     for arrival in (0, 7, 13):
         sequence = new_sequence(0, 3, arrival)
-        assert WaitingQueue(10).effective_priority(sequence, arrival + waited) == effective
-        assert WaitingQueue(None).effective_priority(sequence, arrival + waited) == 0
+        assert ServiceOrder(10).effective_priority(sequence, arrival + waited) == effective
+        assert ServiceOrder(None).effective_priority(sequence, arrival + waited) == 0
 
 
 actions = st.lists(
@@ -45,9 +46,9 @@ actions = st.lists(
 def test_the_best_is_the_best_by_the_formula_word_for_word(
     aging_steps: int | None, actions: list[tuple[str, int]], seldom_tidied: bool
 ) -> None:
-    most_stale, waiting_queue.MOST_STALE = waiting_queue.MOST_STALE, 64 if seldom_tidied else 1
+    most_stale, waiting_queue.MAX_STALE = waiting_queue.MAX_STALE, 64 if seldom_tidied else 1
     try:
-        queue, rng, now = WaitingQueue(aging_steps), random.Random(0), 0
+        queue, rng, now = WaitingQueue(ServiceOrder(aging_steps)), random.Random(0), 0
         here: list[Sequence] = []
         gone: list[Sequence] = []
 
@@ -78,13 +79,13 @@ def test_the_best_is_the_best_by_the_formula_word_for_word(
             assert all(queue.get(each.sequence_id) is each for each in here)
             assert all(queue.get(each.sequence_id) is None for each in gone)
             assert queue._num_entries == sum(map(len, queue._heaps.values()))
-            assert queue._num_entries <= 2 * len(here) + waiting_queue.MOST_STALE + 1
+            assert queue._num_entries <= 2 * len(here) + waiting_queue.MAX_STALE + 1
     finally:
-        waiting_queue.MOST_STALE = most_stale
+        waiting_queue.MAX_STALE = most_stale
 
 
 def test_the_best_is_known_at_once_however_many_have_left() -> None:
-    queue = WaitingQueue(10)
+    queue = WaitingQueue(ServiceOrder(10))
     for number in range(10_000):
         sequence = new_sequence(number, number % 5, number // 100)
         queue.push(sequence)

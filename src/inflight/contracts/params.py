@@ -140,8 +140,3 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature == 0.0

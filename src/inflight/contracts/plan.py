@@ -1,20 +1,47 @@
-"""`StepPlan`: what one step computes, as plain data. It is all that passes from scheduling to execution.
+"""`StepPlan`: everything that passes from scheduling to execution for one step, as plain data; `StepTokens`: the
+answer.
 
-A plan is complete without the scheduler that made it (it can be recorded, replayed, or sent to another process) and
-holds no tensor and no request.
+A plan needs neither the scheduler that made it nor a request: plans that were recorded, or sent to another process,
+give the same tokens there, if that runner gets all of them, from the first one on. Only the masks of structured output
+are not part of it: a grammar computes them while the model runs.
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from inflight.contracts.outputs import TokenScore
+from inflight.contracts.params import SamplingParams
 
 BlockTable: TypeAlias = "array[int]"
 """The blocks of one sequence in one cache group, in order: token i lies in block `table[i // block_size]`."""
 NO_BLOCK = -1
-"""In a block table: what these tokens were is not kept, because nobody can see it any more."""
+"""In a block table: the keys and values of these tokens are not kept, because no later query can see them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAssignment:
+    """A sequence has moved into a slot: all that choosing its tokens depends on.
+
+    Attributes:
+        index: which of its request's `n` sequences it is; part of its random stream.
+        token_ids: the sequence so far, prompt first.
+        prompt_len: how many of them are the prompt.
+        seed: of its request's random stream.
+        stop_token_ids: EOS ids included; not chosen before `params.min_tokens` output tokens.
+        bad_words: token sequences whose last token is never chosen after the others.
+    """
+
+    slot: int
+    sequence_id: int
+    index: int
+    token_ids: Sequence[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +53,12 @@ class Span:
         slot: the sequence's lane, below `max_num_seqs`: its row in everything that is kept by slot.
         start: how many tokens of the sequence are computed already; the position of the span's first token.
         token_ids: the span's tokens.
-        num_logit_rows: for how many of the span's last tokens logits are wanted: 0 for a chunk that ends before the
-            sequence's last token, 1 for most, more for prompt logprobs and speculation.
-        sequence_length: how many tokens the sequence has by now, those behind the span included (position embeddings
-            of some models depend on it).
-        adapter_id: which adapter's weights to add; 0 is none (so far there are none).
-        scored_ids: what the sequence has behind the first of those last tokens, if it wants to know how likely the
-            model finds that; a token is chosen for the others.
+        num_logit_rows: how many of the span's last tokens need logits: 0 for a chunk that ends before the sequence's
+            last token, 1 for most spans, more for prompt logprobs.
+        sequence_length: how many tokens the sequence has by now, including those after the span (some models'
+            position embeddings depend on it).
+        scored_ids: the tokens that follow the first of these last tokens, if the request asks for their
+            log-probabilities (`prompt_logprobs`). For the remaining rows a token is chosen.
     """
 
     sequence_id: int
@@ -41,7 +67,6 @@ class Span:
     token_ids: Sequence[int]
     num_logit_rows: int
     sequence_length: int
-    adapter_id: int = 0
     scored_ids: Sequence[int] = ()
 
     @property
@@ -57,21 +82,25 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: which spans to run, and where their keys and values lie.
+    """One step: which spans run, where their keys and values lie, and what has changed about slots since the last plan.
+
+    A runner takes a plan in this order: released slots, assignments, copies, spans. A plan without spans only releases.
 
     Attributes:
         spans: in the order in which they are laid into the row.
         tables: for each cache group, one block table per span. Positions are written through the same table that
             they are read through, so the write indices follow from it.
         copies: (source, destination) blocks to copy in every layer before the forward pass.
-        released_slots: slots that were given up since the last plan: state kept by slot may be dropped, before the
-            spans are looked at (a slot may already be somebody else's).
+        released_slots: slots that were given up since the last plan, by sequences that ended or were preempted: what
+            is kept for them must be dropped.
+        assignments: the sequences that have moved into a slot since; each has a span in this plan.
     """
 
     spans: tuple[Span, ...]
     tables: tuple[tuple[BlockTable, ...], ...]
     copies: tuple[tuple[int, int], ...] = ()
     released_slots: tuple[int, ...] = ()
+    assignments: tuple[SlotAssignment, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -79,14 +108,21 @@ class StepPlan:
         return sum(len(span.token_ids) for span in self.spans)
 
 
-@dataclass(frozen=True, slots=True)
-class StepTokens:
-    """What a step gave, by row of logits.
+class SpanTokens(NamedTuple):
+    """What a step gave one span.
 
     Attributes:
-        token_ids: chosen, or the one that is scored; negative where the row's logits are not finite.
-        scores: of the rows that want one.
+        token_ids: the tokens that were chosen: none for a chunk, and none where `is_finite` is false.
+        is_finite: whether the span's logits allowed a choice: no NaN, and a finite largest logit.
+        scores: of the chosen tokens, if the request asks for `logprobs`.
+        prompt_scores: of the span's `scored_ids`.
     """
 
     token_ids: list[int]
-    scores: Mapping[int, TokenScore]
+    is_finite: bool = True
+    scores: Sequence[TokenScore] = ()
+    prompt_scores: Sequence[TokenScore] = ()
+
+
+StepTokens: TypeAlias = list[SpanTokens]
+"""What a step gave, one entry for each span of its plan, in order."""

@@ -1,18 +1,104 @@
-"""The door: decides whether a request may come in, and resolves what it left open against the model.
+"""Admission: whether a request may come in, and what it is once everything in it is resolved against the model.
 
-Everything that could go wrong because of what a caller gave is refused here, in one sentence with the value and what
-would be accepted; behind the door nothing is checked again.
+Whatever can go wrong because of what a caller gave is refused here, in one sentence with the value and what would be
+accepted. Nothing is checked again after that.
 """
 
 import operator
+import random
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from itertools import chain
 
+from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.params import SamplingParams
+from inflight.grammar.constraints import Constraints
+from inflight.grammar.matcher import GrammarMatcher
 from inflight.scheduling.sequence import Request
+from inflight.text.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRequest:
+    """A request that may be queued.
+
+    Attributes:
+        grammar: follows what its output must look like, once that is compiled; None: anything goes.
+        deadline: a time of `time.monotonic()` at which it is aborted, if it has not finished.
+    """
+
+    request: Request
+    grammar: GrammarMatcher | None = None
+    deadline: float | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        """How its tokens are chosen and when it ends."""
+        return self.request.params
+
+
+class Admission:
+    """Accepts requests for one engine.
+
+    Args:
+        tokenizer: finds stop strings and spells bad words; without one, requests that have some are refused.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model_info: ModelInfo, constraints: Constraints, tokenizer: Tokenizer | None
+    ) -> None:
+        self._seed = config.seed
+        self._model_info = model_info
+        self._constraints = constraints
+        self._tokenizer = tokenizer
+        self._num_accepted = 0
+
+    def accept(
+        self,
+        request_id: str,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        deadline: float | None = None,
+    ) -> AcceptedRequest:
+        """Check a request and resolve it against the model, except for its grammar (`compile`).
+
+        Raises `InvalidRequestError`.
+        """
+        if params.stop_strings and self._tokenizer is None:
+            raise InvalidRequestError(f"stop is {params.stop!r}, but this model has no tokenizer to find text with")
+        if params.bad_words and self._tokenizer is None:
+            raise InvalidRequestError(f"bad_words is {params.bad_words!r}, but this model has no tokenizer")
+        request = make_request(
+            request_id, prompt_token_ids, params, self._model_info, priority=priority, cache_salt=cache_salt
+        )
+        self._num_accepted += 1
+        seed = params.seed
+        if seed is None:
+            seed = random.Random(f"{self._seed} {self._num_accepted}").getrandbits(63)
+        return AcceptedRequest(replace(request, seed=seed, bad_words=self._spelled(params.bad_words)), None, deadline)
+
+    def compile(self, accepted: AcceptedRequest) -> AcceptedRequest:
+        """The request with the grammar that its output must follow, if it asks for one. Raises `InvalidRequestError`.
+
+        May take seconds. Any thread may call it.
+        """
+        if accepted.params.structured_output is None or accepted.grammar is not None:
+            return accepted
+        return replace(accepted, grammar=self._constraints.compile(accepted.params))
+
+    def _spelled(self, words: SequenceOf[str] | None) -> tuple[tuple[int, ...], ...]:
+        """All ways to write some words in tokens of the model's vocabulary."""
+        if self._tokenizer is None or not words:
+            return ()
+        spelled = chain.from_iterable(map(self._tokenizer.spellings, words))
+        return tuple(token_ids for token_ids in spelled if max(token_ids) < self._model_info.vocab_size)
 
 
 def make_request(
@@ -24,7 +110,7 @@ def make_request(
     priority: int = 0,
     cache_salt: str | None = None,
 ) -> Request:
-    """A request that the scheduler can run to its end, or `InvalidRequestError`."""
+    """A request that the scheduler can run to its end. Raises `InvalidRequestError`."""
     prompt = _token_ids("the prompt", prompt_token_ids, info.vocab_size)
     if params.truncate_prompt_tokens is not None:
         prompt = prompt[-params.truncate_prompt_tokens :]
@@ -55,12 +141,13 @@ def make_request(
         priority=operator.index(priority),
         cache_salt=cache_salt,
         scores_prompt=params.prompt_logprobs is not None,
+        params=params,
     )
 
 
 def _max_num_tokens(prompt_len: int, max_tokens: int | None, info: ModelInfo) -> int:
-    """Tokens after which a sequence ends: what was asked for, but never beyond the model's length."""
-    capacity = info.max_cached_len + 1  # the last token generated needs no place in the cache
+    """The number of tokens at which a sequence ends: as asked for, but never beyond the model's length."""
+    capacity = info.max_cached_len + 1  # the last generated token is never computed
     if max_tokens is None and prompt_len < capacity:
         return min(info.max_model_len, capacity)
     wanted = min(info.max_model_len, prompt_len + (max_tokens or 1))

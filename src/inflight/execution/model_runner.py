@@ -4,10 +4,9 @@ Decides how much cache a model gets and how long its sequences can be; knows slo
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import isnan
-from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -15,12 +14,12 @@ from inflight.contracts.cache_layout import ALL_TOKENS, CacheLayout
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import StepPlan, StepTokens
-from inflight.execution.attention import AttentionSpec, ReferenceAttention
+from inflight.contracts.outputs import TokenScore
+from inflight.contracts.plan import SpanTokens, StepPlan, StepTokens
+from inflight.execution.attention import AttentionSpec
 from inflight.execution.attention.witness import WitnessedAttention
-from inflight.execution.executors import PackedExecutor
-from inflight.execution.hf.hook import use_attention
+from inflight.execution.executors import PackedExecutor, require_packed
+from inflight.execution.hf.generation_defaults import eos_token_ids, not_honoured
 from inflight.execution.hf.load import ModelSource, available_cache_memory, load_model, release_checkpoint
 from inflight.execution.hf.longrope import longrope_length
 from inflight.execution.mapped_memory import let_go_of_file_pages
@@ -31,15 +30,6 @@ from inflight.execution.sampling.sampler import INVALID_TOKEN, Sampler
 from inflight.execution.sampling.token_mask import TokenMasks
 from inflight.execution.weights.linears import can_pack
 from inflight.execution.weights.packed_linear import sums_int8
-
-NOT_HONOURED = {
-    *("num_beams", "penalty_alpha", "guidance_scale", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
-    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "exponential_decay_length_penalty"),
-    *("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
-    *("forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "max_length", "stop_strings"),
-    *("num_return_sequences", "watermarking_config", "max_time"),
-}
-"""Settings of a `generation_config` that change `model.generate`'s output, but not ours."""
 
 
 class ModelRunner:
@@ -70,9 +60,7 @@ class ModelRunner:
         self.info = self._describe(choice)
         self.executor.allocate(self.info.num_blocks)
         if config.compile != "off":
-            reason: str | None = f"it runs as {self.executor.name}"
-            if isinstance(self.executor, PackedExecutor):
-                reason = self.executor.compile(choice.report.modules, config.compile)
+            reason = self.executor.compile(config.compile)
             note = () if reason is None else (f"the model is not compiled: {reason}",)
             self.info = replace(self.info, compile="off" if reason else config.compile, notes=self.info.notes + note)
         self.sampler = Sampler(config.max_num_seqs, device)
@@ -84,21 +72,21 @@ class ModelRunner:
         """The checkpoint's own defaults."""
         return self.model.generation_config or GenerationConfig()
 
-    def assign(self, slot: int, params: SamplingParams, **sequence: Any) -> None:
-        """A sequence has moved into a slot; the rest is `Sampler.assign`'s."""
-        self.sampler.assign(slot, params, **sequence)
-        self.scorer.assign(slot, params)
-
     def run(self, plan: StepPlan, masks: Callable[[], TokenMasks] | None = None) -> StepTokens:
         """Run one step. `masks`, if some rows may not choose freely, is called when the model has run."""
-        batch = RaggedBatch.pack(plan, self.config.block_size, self.device)
-        logits = self.executor.forward(batch, plan.copies)
+        if plan.released_slots:
+            for keeper in (self.executor, self.sampler, self.scorer):
+                keeper.release(plan.released_slots)
+        for assignment in plan.assignments:
+            self.sampler.assign(assignment)
+            self.scorer.assign(assignment)
+        if not plan.spans:
+            return []
+        batch = RaggedBatch.from_plan(plan, self.config.block_size, self.device)
+        logits = self.executor.forward(batch)
         token_ids = self.sampler.sample(logits, batch, None if masks is None else masks())
         scores = self.scorer.score(logits, batch, token_ids)
-        for row, score in scores.items():
-            if isnan(score.logprob):
-                token_ids[row] = INVALID_TOKEN
-        return StepTokens(token_ids, scores)
+        return _by_span(plan, token_ids, scores)
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -106,21 +94,13 @@ class ModelRunner:
         return CacheLayout(self.config.block_size, self.executor.cache_groups, self.config.max_num_batched_tokens)
 
     def require_packed(self) -> PackedExecutor:
-        """The executor. Raises `ModelError` if it leaves attention to the model, whose affairs nobody can look into."""
-        if not isinstance(self.executor, PackedExecutor):
-            raise ModelError(f"only models that run packed can be looked into; this one runs as {self.executor.name}")
-        return self.executor
+        """The executor. Raises `ModelError` if attention is the model's own, which cannot be looked into."""
+        return require_packed(self.executor)
 
     def witness_attention(self) -> WitnessedAttention:
-        """From now on run the definition beside the attention backend. The cache is new: nothing may have run yet.
+        """From now on run the definition of attention beside the backend. The cache is new: nothing may have run yet.
         Raises `ModelError` if attention is the model's own."""
-        executor = self.require_packed()
-        definition = ReferenceAttention(self.model.device, self.model.dtype, self.config.block_size)
-        witness = WitnessedAttention(executor.backend, definition, executor.grouping.parts[0].num_parts)
-        use_attention(self.model, "inflight")  # a compiled model calls its kernels, past any backend
-        self.executor = PackedExecutor(self.model, witness, executor.grouping)
-        self.executor.allocate(self.info.num_blocks)
-        return witness
+        return self.require_packed().witness()
 
     def _describe(self, choice: Choice) -> ModelInfo:
         config, model, report = self.config, self.model, choice.report
@@ -158,15 +138,15 @@ class ModelRunner:
             vocab_size=report.vocab_size,
             max_model_len=max_model_len,
             recompute_beyond=longrope_length(model.config.get_text_config()),
-            can_share_prefixes=self.executor.can_share_prefixes,
+            can_share_prefixes=self.executor.capabilities.shares_prefixes,
             block_size=config.block_size,
             num_blocks=num_blocks,
             cache_groups=tuple(groups),
             max_cached_len=layout.longest_sequence(num_blocks, max_model_len),
             kv_bytes_per_token=bytes_per_block * len(groups) // config.block_size,
             kv_bytes_per_lasting_token=bytes_per_block * num_lasting_groups // config.block_size,
-            eos_token_ids=_eos_token_ids(self.generation_config, report.vocab_size),
-            notes=(*report.notes, *_not_honoured(self.generation_config)),
+            eos_token_ids=eos_token_ids(self.generation_config, report.vocab_size),
+            notes=(*report.notes, *not_honoured(self.generation_config)),
         )
 
     def _choose_num_blocks(self, bytes_per_block: int, most_of_a_sequence: int) -> int:
@@ -182,6 +162,26 @@ class ModelRunner:
                 f"{bytes_per_block}"
             )
         return min(memory // max(1, bytes_per_block), config.max_num_seqs * most_of_a_sequence)
+
+
+def _by_span(plan: StepPlan, token_ids: list[int], scores: Mapping[int, TokenScore]) -> StepTokens:
+    """What a step gave each span, from the tokens `[R]` of its logit rows and the scores of some of them."""
+    given: StepTokens = []
+    first = 0
+    for span in plan.spans:
+        last = first + span.num_logit_rows
+        chosen = first + len(span.scored_ids)
+        is_finite = INVALID_TOKEN not in token_ids[first:last]
+        if scores:
+            of_rows = [scores[row] for row in range(first, last) if row in scores]
+            is_finite = is_finite and not any(isnan(score.logprob) for score in of_rows)
+            num_of_prompt = sum(row in scores for row in range(first, chosen))
+            of_prompt, of_chosen = of_rows[:num_of_prompt], of_rows[num_of_prompt:]
+            given.append(SpanTokens(token_ids[chosen:last] if is_finite else [], is_finite, of_chosen, of_prompt))
+        else:
+            given.append(SpanTokens(token_ids[chosen:last] if is_finite else [], is_finite))
+        first = last
+    return given
 
 
 def _describe_calls(specs: tuple[AttentionSpec, ...]) -> tuple[str, ...]:
@@ -206,19 +206,3 @@ def _describe_call(spec: AttentionSpec) -> str:
     if spec.shares_cache_with is not None:
         words.append("keys and values of an earlier call")
     return ", ".join(words)
-
-
-def _eos_token_ids(generation_config: GenerationConfig, vocab_size: int) -> tuple[int, ...]:
-    """All token ids that end a sequence, as `model.generate` sees them; what is not in the vocabulary never comes."""
-    ids = generation_config.eos_token_id
-    ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
-    return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
-
-
-def _not_honoured(generation_config: GenerationConfig) -> tuple[str, ...]:
-    """What the checkpoint asks `model.generate` to do and this engine does not."""
-    asked = generation_config.to_diff_dict()
-    return tuple(
-        f"generation_config asks for {name}={asked[name]!r}, which is not done"
-        for name in sorted(NOT_HONOURED & asked.keys())
-    )

@@ -18,13 +18,13 @@ class CacheGroupBatch:
     """Where one cache group's keys and values of this step lie.
 
     Attributes:
-        kv_slots: `[T]` int64, each token's place (block * block_size + offset); -1 writes nowhere.
-        block_tables: `[S, max_blocks]` int32, rows padded with 0. Where a group keeps a window they begin with
+        cache_indices: `[T]` int64, where each token is written (see `cache_indices`); -1 writes nowhere.
+        block_tables: `[S, max_blocks]` int32, rows padded with 0. Where a group keeps a window, rows begin with
             `NO_BLOCK`: nothing before the first key that a span's first token sees may be read from there.
         block_tables_host: the same in host memory.
     """
 
-    kv_slots: torch.Tensor
+    cache_indices: torch.Tensor
     block_tables: torch.Tensor
     block_tables_host: npt.NDArray[np.int32]
 
@@ -34,28 +34,26 @@ class RaggedBatch:
     """T tokens of S spans in one row, and the R rows of logits that are wanted of it.
 
     Attributes:
+        plan: the step, as it was planned.
         input_ids: `[T]` int64.
         positions: `[T]` int64, each token's position in its own sequence.
-        cu_query_lens: `[S + 1]` int32: span s is the row's tokens from `cu_query_lens[s]` up to the next.
-        kv_lens: `[S]` int32: how many of its sequence's keys a span can see, its own tokens included.
         logit_rows: `[R]` int64, indices into the row.
         groups: one per cache group.
-        spans: the S spans, as they were planned.
-        query_lens_host, kv_lens_host: `[S]` int64 in host memory: sizes are decided without asking the device.
-        sequence_lens_host: `[S]` int64 in host memory: tokens that each span's whole sequence has by now.
-        logit_slots_host, logit_positions_host, logit_token_ids_host: `[R]` int64 in host memory: the slot, the
-            position and the id of the token that each row of logits is computed from.
-        logit_targets_host: `[R]` int64 in host memory: the token that follows it, where that is to be scored; -1 where
-            one is to be chosen.
+        query_lens_host: `[S]` int64, tokens of each span.
+        kv_lens_host: `[S]` int64, how many of its sequence's keys a span can see, its own tokens included.
+        sequence_lens_host: `[S]` int64, tokens that each span's whole sequence has by now.
+        logit_slots_host, logit_positions_host, logit_token_ids_host: `[R]` int64, the slot, the position and the id of
+            the token that each row of logits is computed from.
+        logit_targets_host: `[R]` int64, the token that follows it, where that is scored; -1 where one is chosen.
+
+    What ends in `_host` lies in host memory: sizes are decided without asking the device.
     """
 
+    plan: StepPlan
     input_ids: torch.Tensor
     positions: torch.Tensor
-    cu_query_lens: torch.Tensor
-    kv_lens: torch.Tensor
     logit_rows: torch.Tensor
     groups: tuple[CacheGroupBatch, ...]
-    spans: tuple[Span, ...]
     query_lens_host: IntArray
     kv_lens_host: IntArray
     sequence_lens_host: IntArray
@@ -63,6 +61,11 @@ class RaggedBatch:
     logit_positions_host: IntArray
     logit_token_ids_host: IntArray
     logit_targets_host: IntArray
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The S spans."""
+        return self.plan.spans
 
     @property
     def num_tokens(self) -> int:
@@ -80,29 +83,26 @@ class RaggedBatch:
         none, host = torch.empty(0, dtype=torch.int64, device=device), np.empty(0, dtype=np.int64)
         table = np.empty((0, 1), dtype=np.int32)
         group = CacheGroupBatch(none, torch.from_numpy(table).to(device), table)
-        return cls(none, none, none.int(), none.int(), none, (group,) * num_groups, (), *[host] * 7)
+        return cls(StepPlan((), ()), none, none, none, (group,) * num_groups, *[host] * 7)
 
     @classmethod
-    def pack(cls, plan: StepPlan, block_size: int, device: torch.device) -> "RaggedBatch":
-        """Lay out a plan's spans. Nothing is read back from the device."""
+    def from_plan(cls, plan: StepPlan, block_size: int, device: torch.device) -> "RaggedBatch":
+        """Lay out a plan's spans. Reads nothing back from the device."""
         starts = np.array([span.start for span in plan.spans], dtype=np.int64)
         query_lens = np.array([len(span.token_ids) for span in plan.spans], dtype=np.int64)
         num_logit_rows = np.array([span.num_logit_rows for span in plan.spans], dtype=np.int64)
         slots = np.array([span.slot for span in plan.spans], dtype=np.int64)
-        cu_query_lens = np.concatenate(([0], np.cumsum(query_lens)))
         span_of_token = np.repeat(np.arange(len(plan.spans)), query_lens)
         positions = ragged_arange(query_lens) + starts[span_of_token]
-        first_logit_rows = cu_query_lens[1:] - num_logit_rows
+        first_logit_rows = np.cumsum(query_lens) - num_logit_rows
         logit_rows = ragged_arange(num_logit_rows) + np.repeat(first_logit_rows, num_logit_rows)
         input_ids = np.concatenate([np.asarray(span.token_ids, dtype=np.int64) for span in plan.spans])
         return cls(
+            plan=plan,
             input_ids=to_device(input_ids, device),
             positions=to_device(positions, device),
-            cu_query_lens=to_device(cu_query_lens.astype(np.int32), device),
-            kv_lens=to_device((starts + query_lens).astype(np.int32), device),
             logit_rows=to_device(logit_rows, device),
-            groups=tuple(_pack_group(tables, span_of_token, positions, block_size, device) for tables in plan.tables),
-            spans=plan.spans,
+            groups=tuple(_group_batch(tables, span_of_token, positions, block_size, device) for tables in plan.tables),
             query_lens_host=query_lens,
             kv_lens_host=starts + query_lens,
             sequence_lens_host=np.array([span.sequence_length for span in plan.spans], dtype=np.int64),
@@ -113,8 +113,23 @@ class RaggedBatch:
         )
 
 
+def cache_indices(
+    block_tables: npt.NDArray[np.int32], rows: IntArray, positions: IntArray, block_size: int
+) -> IntArray:
+    """Where tokens lie in a cache whose blocks are laid end to end: `block * block_size + offset`, int64.
+
+    Args:
+        block_tables: `[S, max_blocks]`.
+        rows: of the tables, one for each token; any shape that broadcasts with `positions`.
+        positions: of the tokens in their sequences.
+    """
+    blocks = block_tables[rows, positions // block_size].astype(np.int64)
+    indices: IntArray = blocks * block_size + positions % block_size
+    return indices
+
+
 def ragged_arange(lengths: IntArray) -> IntArray:
-    """`[0 .. lengths[0]), [0 .. lengths[1]), …` end to end."""
+    """`[0 .. lengths[0]), [0 .. lengths[1]), …` end to end, for lengths `[S]`."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
 
@@ -128,19 +143,18 @@ def _targets(spans: Sequence[Span], num_logit_rows: IntArray) -> IntArray:
     return targets
 
 
-def _pack_group(
+def _group_batch(
     tables: tuple[BlockTable, ...], span_of_token: IntArray, positions: IntArray, block_size: int, device: torch.device
 ) -> CacheGroupBatch:
     block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
     for row, table in zip(block_tables, tables, strict=True):
         row[: len(table)] = table
-    blocks = block_tables[span_of_token, positions // block_size].astype(np.int64)
-    kv_slots = blocks * block_size + positions % block_size
-    return CacheGroupBatch(to_device(kv_slots, device), to_device(block_tables, device), block_tables)
+    indices = cache_indices(block_tables, span_of_token, positions, block_size)
+    return CacheGroupBatch(to_device(indices, device), to_device(block_tables, device), block_tables)
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A host array as a tensor on the device, without waiting for the device."""
+    """A host array as a tensor of the same shape on the device, without waiting for the device."""
     tensor = torch.from_numpy(values)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

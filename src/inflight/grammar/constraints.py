@@ -93,10 +93,14 @@ class Constraints:
         if sequence_id not in self._matchers:
             self._matchers[sequence_id] = _Followed(matcher.clone())
 
-    def remove(self, sequence_id: int) -> None:
-        """A sequence has ended."""
-        if self._matchers:
-            self._matchers.pop(sequence_id, None)
+    def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
+        """Drop the matchers of sequences that have ended.
+
+        Args:
+            is_unfinished: whether the sequence of an id still waits or runs.
+        """
+        for sequence_id in [each for each in self._matchers if not is_unfinished(each)]:
+            del self._matchers[sequence_id]
 
     def begin(self, plan: StepPlan, output_of: Callable[[int], Sequence[int]]) -> RowMasks | None:
         """Begin to compute which tokens the constrained sequences of a step may choose from; None if it has none.

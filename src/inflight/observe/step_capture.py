@@ -40,7 +40,7 @@ class StepCapture:
             return
         self._witness.comparing = self.num_steps == self._step
         self._follow_copies()
-        self._cached.update(zip(batch.groups[0].kv_slots.tolist(), batch.input_ids.tolist(), strict=True))
+        self._cached.update(zip(batch.groups[0].cache_indices.tolist(), batch.input_ids.tolist(), strict=True))
         spans = []
         for span, table in zip(record.spans, batch.groups[0].block_tables_host.tolist(), strict=True):
             number = self._numbers.setdefault((span.request_id, span.index), len(self._numbers))

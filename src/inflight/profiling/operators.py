@@ -19,7 +19,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from inflight.execution.attention import AttentionBackend, AttentionSpec, CpuAttention
-from inflight.execution.attention.interface import PagedCache
+from inflight.execution.attention.interface import KVStorage
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.profiling.phases import replaced_method
@@ -118,7 +118,7 @@ class MarkedAttention:
         """See `AttentionBackend`."""
         return self._backend.bytes_per_block(spec)
 
-    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: PagedCache | None = None) -> PagedCache:
+    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: KVStorage | None = None) -> KVStorage:
         """See `AttentionBackend`."""
         return self._backend.allocate(num_blocks, spec, beside)
 
@@ -127,18 +127,18 @@ class MarkedAttention:
         with record_function(ATTENTION):
             self._backend.begin_step(batch)
 
-    def write(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
+    def write(self, cache: KVStorage, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
         """See `AttentionBackend`."""
         with record_function(ATTENTION):
             self._backend.write(cache, key, value, spec)
 
     def attend(
-        self, query: torch.Tensor, cache: PagedCache, spec: AttentionSpec, sinks: torch.Tensor | None
+        self, query: torch.Tensor, cache: KVStorage, spec: AttentionSpec, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
         with record_function(ATTENTION):
             return self._backend.attend(query, cache, spec, sinks)
 
-    def copy_blocks(self, cache: PagedCache, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, cache: KVStorage, copies: Sequence[tuple[int, int]]) -> None:
         """See `AttentionBackend`."""
         self._backend.copy_blocks(cache, copies)

@@ -1,12 +1,19 @@
-"""`BlockPool`: who owns which block of the cache, and which block is given up for another.
+"""`BlockPool`: which sequences hold which block of the cache, and which block is evicted for another.
 
-A block is used (somebody holds it), cached (nobody holds it, but its content can still be found), or free. Blocks are
-taken in this order: free ones that were used before; ones that were never used, so storage that the operating system
-commits on first touch grows only as far as it is needed; cached ones, least recently used first. A sequence gives its
-blocks back last one first, so a prefix outlives what follows it.
+A block is used (some table names it), cached (none does, but its content can still be found), or free:
 
-A sequence has a table in each cache group; a group that keeps only a window lets go of blocks that have left it. All
-groups take from the same blocks, so what one does not need is there for the others.
+| state  | named by tables | found by content | becomes                                                            |
+|--------|-----------------|------------------|--------------------------------------------------------------------|
+| free   | none            | no               | used, when a sequence grows                                        |
+| used   | one or more     | perhaps          | cached or free, when the last table gives it back                  |
+| cached | none            | yes              | used again, when a prefix is found; free or used, when it is evicted |
+
+A growing sequence takes, in this order: free blocks that were used before; blocks that were never used, so that storage
+which the operating system commits on first touch grows only as far as needed; cached blocks, least recently used first.
+A sequence gives its last blocks back first, so a prefix outlives what follows it.
+
+A sequence has a table in each cache group. A group that keeps only a window lets go of blocks that have left it. All
+groups take from the same blocks, so what one group does not need the others can have.
 """
 
 from array import array
@@ -19,13 +26,13 @@ from inflight.contracts.plan import NO_BLOCK, BlockTable
 from inflight.scheduling.prefix_cache import Key, Node, PrefixCache
 
 BlockTables: TypeAlias = tuple[BlockTable, ...]
-"""The blocks of one sequence, in each cache group. All are as long."""
+"""The blocks of one sequence in each cache group; all tables are equally long."""
 
 _NOTHING = array("i", [NO_BLOCK])
 
 
 class BlockPool:
-    """All blocks of the cache: `num_blocks` of them, for the groups of `layout`."""
+    """All `num_blocks` blocks of the cache, for the cache groups of `layout`."""
 
     def __init__(self, num_blocks: int, layout: CacheLayout) -> None:
         self.num_blocks = num_blocks
@@ -36,37 +43,38 @@ class BlockPool:
         self._num_references = [0] * num_blocks
         self._free: deque[int] = deque()
         self._num_touched = 0
-        self._cached: OrderedDict[int, None] = OrderedDict()  # held by nobody, least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._prefix_cache = PrefixCache(len(layout.groups))
 
     @property
     def num_available(self) -> int:
-        """Blocks that nobody holds: free or cached."""
+        """Blocks that no table names: free or cached."""
         return self.num_free + len(self._cached)
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds and that hold nothing to be found."""
+        """Blocks that no table names and whose content cannot be found."""
         return len(self._free) + self.num_blocks - self._num_touched
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and whose content can still be found."""
+        """Blocks that no table names and whose content can still be found."""
         return len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks that some table names."""
         return self.num_blocks - self.num_available
 
     # ------------------------------------------------------------------------------------- holding blocks
 
     def new_tables(self) -> BlockTables:
-        """Those of a sequence that has nothing yet."""
+        """The empty tables of a new sequence."""
         return tuple(array("i") for _ in self.layout.groups)
 
     def grow(self, tables: BlockTables, num_tokens: int) -> bool:
-        """Extend tables until they hold `num_tokens` tokens; False, and nothing done, if too few are available."""
+        """Extend tables until they have room for `num_tokens` tokens. False if too few blocks are available: then
+        nothing has changed."""
         num_missing = -(-num_tokens // self.block_size) - len(tables[0])
         if num_missing <= 0:
             return True
@@ -78,9 +86,11 @@ class BlockPool:
         return True
 
     def share(self, tables: BlockTables, num_tokens: int, blocks: Sequence[Sequence[int]]) -> None:
-        """Extend tables with what others hold, or is cached, up to `num_tokens` tokens, as far as it is still seen.
+        """Extend tables to `num_tokens` tokens with blocks that other tables name or that are cached; blocks that no
+        query will see any more become `NO_BLOCK`.
 
-        `blocks`: of each group, those behind the table's last.
+        Args:
+            blocks: for each group, the blocks that follow the table's last.
         """
         self.let_go(tables, num_tokens)
         for group, table, added in zip(self.layout.groups, tables, blocks, strict=True):
@@ -93,7 +103,7 @@ class BlockPool:
                     table.append(block)
 
     def let_go(self, tables: BlockTables, position: int) -> None:
-        """Give up the blocks that no query sees any more at this position or behind it."""
+        """Give up the blocks that no query at this position or after it can see."""
         for group, table in zip(self.layout.groups, tables, strict=True):
             index = min(group.first_visible(position) // self.block_size, len(table)) - 1
             while index >= 0 and table[index] != NO_BLOCK:
@@ -102,18 +112,18 @@ class BlockPool:
                 index -= 1
 
     def holds(self, tables: BlockTables, position: int) -> bool:
-        """Whether everything is there that a query at this position sees, as far as the tables go."""
+        """Whether the tables have everything that a query at this position sees, as far as they reach."""
         firsts = (group.first_visible(position) // self.block_size for group in self.layout.groups)
         return all(table[first : first + 1] != _NOTHING for first, table in zip(firsts, tables, strict=True))
 
     def replace(self, table: BlockTable, index: int, block: int) -> None:
-        """Hold `block` instead of the one at `index`, which has the same content."""
+        """Name `block` instead of the block at `index`, which has the same content."""
         self._hold(block)
         self._drop(table[index])
         table[index] = block
 
     def release(self, tables: BlockTables) -> None:
-        """Give back one reference to each block of `tables` and empty them; the last blocks are reused first."""
+        """Give back one reference to each block of `tables`, the last blocks first, and empty the tables."""
         for blocks in zip(*map(reversed, tables), strict=True):
             for block in blocks:
                 if block != NO_BLOCK:
@@ -128,23 +138,23 @@ class BlockPool:
     # ------------------------------------------------------------------------------------- finding content
 
     def find(self, key: Key) -> Node | None:
-        """The node of this key, if anything is known of it."""
+        """The prefix cache's node of this key, if there is one."""
         return self._prefix_cache.find(key)
 
     def node_of(self, block: int) -> Node | None:
-        """What a block holds, if that can be found."""
+        """The node whose content a block holds, if it can be found."""
         return self._prefix_cache.node_of(block)
 
     def add(self, key: Key) -> Node:
-        """A node for a key of which nothing is known; the blocks that hold it are to be remembered."""
+        """Make a node for a new key; `remember` gives it its blocks."""
         return self._prefix_cache.add(key)
 
     def remember(self, node: Node, group: int, block: int) -> None:
-        """Let the content of a block that somebody holds be found from now on; the node must have none there."""
+        """Let the content of a used block be found from now on; the node must have no block in this group yet."""
         self._prefix_cache.put(node, group, block)
 
     def forget(self, block: int) -> None:
-        """Let a block's content not be found any more."""
+        """Let a block's content be found no more."""
         self._prefix_cache.forget(block)
         if block in self._cached:
             del self._cached[block]
@@ -171,7 +181,7 @@ class BlockPool:
 
     def _drop(self, block: int) -> None:
         if self._num_references[block] < 1:
-            raise RuntimeError(f"block {block} was given back by somebody who does not hold it")
+            raise RuntimeError(f"block {block} was given back more often than it was taken")
         self._num_references[block] -= 1
         if self._num_references[block] == 0:
             if block in self._prefix_cache:

@@ -1,9 +1,9 @@
-"""`Reuse`: what a sequence need not compute, because it is there or is being computed in the very same step.
+"""`Reuse`: what a sequence need not compute, because it is in the cache or is being computed in the same step.
 
-Decides which blocks a sequence takes over from others, and what of its own others may take: full blocks by their
-content (the prefix cache), a sibling's prompt by forking from it. A step in flight is trusted in advance: its blocks
-can be found as soon as it is planned, because a backend finishes all writes of a layer before any read. If it fails,
-they are forgotten, and whoever counted on it starts over. Knows nothing of budgets, slots and queues.
+Decides which blocks a sequence takes over from others, and which of its own others may take: full blocks by their
+content (the prefix cache), a sibling's prompt by forking. A step in flight is trusted in advance: its blocks can be
+found as soon as it is planned, because a backend finishes all writes of a layer before any read. If the step fails,
+they are forgotten, and sequences that relied on it start over. Knows nothing of budgets, slots and queues.
 """
 
 from collections.abc import Iterable
@@ -20,9 +20,9 @@ class Reuse:
 
     Args:
         block_pool: the cache's blocks.
-        enable_prefix_caching: whether blocks are found again by their content; if not, there are only forks.
-        recompute_beyond: sequences longer than this share only with each other; None: there is no such length.
-        can_share: whether anybody can go on from what another has computed; if not, there is nothing to reuse.
+        enable_prefix_caching: whether blocks are found again by their content; if not, sequences only fork.
+        recompute_beyond: sequences longer than this share only among themselves; None: there is no such length.
+        can_share: whether a sequence can go on from what another has computed; if not, nothing is reused.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class Reuse:
         self.num_cached_tokens = 0
         """Prompt tokens that did not have to be computed when their sequences first ran."""
         self.copies: list[tuple[int, int]] = []
-        """Blocks to copy, (source, destination), before the step in flight, or the next."""
+        """Blocks to copy, (source, destination), before the step in flight or the next one."""
         self._blocks_in_flight: list[int] = []  # findable already, valid once the step has succeeded
-        # Who counts on what that step is to do, and how many tokens each had without it:
+        # The sequences that rely on that step, and how many computed tokens each had without it:
         self._num_computed_before: dict[Sequence, int] = {}
 
     # ------------------------------------------------------------------------------------- taking
 
     def take(self, sequence: Sequence, siblings: Iterable[Sequence]) -> None:
-        """Before a sequence computes anything more: take what is there, all but its last token."""
+        """Before a sequence computes anything more, let it take over what is in the cache, all but its last token."""
         num_known, block_size = sequence.num_known_blocks, self.block_pool.block_size
         if not sequence.num_computed_tokens == sequence.num_blocks * block_size == num_known * block_size:
             return  # in the middle of a block
@@ -63,9 +63,8 @@ class Reuse:
             self.fork(sequence, source)
 
     def find(self, sequence: Sequence) -> list[Node]:
-        """The blocks of tokens that follow those a sequence has, found by their content, as far as each group has what
-        is seen from behind them; its last token is never among them. One that wants its prompt scored has to compute it
-        itself."""
+        """The nodes that follow a sequence's known blocks, as far as every cache group still has what the tokens after
+        them see. The sequence's last token is never among them. A sequence whose prompt is scored has to compute it."""
         nodes: list[Node] = []
         if not self.enable_prefix_caching or sequence.wants_scores:
             return nodes
@@ -81,9 +80,10 @@ class Reuse:
         return nodes if is_whole else nodes[: self._num_usable(sequence, nodes)]
 
     def _num_usable(self, sequence: Sequence, nodes: SequenceOf[Node]) -> int:
-        """How many of the nodes that follow a sequence's blocks reach to where each group has what is seen."""
+        """How many of the nodes that follow a sequence's blocks can be taken over: after the last of them, every cache
+        group must have all blocks that a query sees."""
         num_usable, block_size, groups = 0, self.block_pool.block_size, self.block_pool.layout.groups
-        num_there = [len(table) - table.count(NO_BLOCK) for table in sequence.block_tables]  # of the last, in a row
+        num_there = [len(table) - table.count(NO_BLOCK) for table in sequence.block_tables]  # at the end, without a gap
         for number, node in enumerate(nodes, 1):
             end = (sequence.num_known_blocks + number) * block_size
             num_there = [0 if b == NO_BLOCK else n + 1 for n, b in zip(num_there, node.blocks, strict=True)]
@@ -92,8 +92,8 @@ class Reuse:
         return num_usable
 
     def fork_source(self, sequence: Sequence, siblings: Iterable[Sequence]) -> Sequence | None:
-        """Of the running siblings of its root, one that has computed the whole prompt but, perhaps, its last token,
-        without the step to come."""
+        """A running sibling under the same root that has computed the whole prompt, except perhaps its last token,
+        before the step to come."""
         num_shared = sequence.num_prompt_tokens - 1
         if sequence.num_computed_tokens >= num_shared or sequence.wants_scores or not self.can_share:
             return None
@@ -103,12 +103,12 @@ class Reuse:
         return None
 
     def is_computing_prompt(self, sequence: Sequence) -> bool:
-        """Whether more of its prompt than the last token was missing before the step to come."""
+        """Whether more than the last token of its prompt was missing before the step to come."""
         num_computed = self._num_computed_before.get(sequence, sequence.num_computed_tokens)
         return num_computed < sequence.num_prompt_tokens - 1
 
     def fork(self, sequence: Sequence, source: Sequence) -> None:
-        """Share the blocks of a sibling's prompt, and copy the last one if both will write to it."""
+        """Share the blocks of a sibling's prompt, and copy the last block if both will write to it."""
         num_tokens = sequence.num_prompt_tokens - 1
         num_shared, num_copied = divmod(num_tokens, self.block_pool.block_size)
         if num_copied and self.block_pool.num_available < len(source.block_tables):
@@ -127,7 +127,8 @@ class Reuse:
         self._take_over(sequence, num_tokens)
 
     def num_missing_blocks(self, sequence: Sequence, siblings: Iterable[Sequence]) -> tuple[int, set[int]]:
-        """How many blocks lack for all that a waiting sequence owes; and, if any, those in use that it is to share."""
+        """How many blocks are missing for everything that a waiting sequence owes; and, if any are, the used blocks
+        that it would share."""
         pool = self.block_pool
         num_missing = pool.layout.max_num_blocks(len(sequence.token_ids)) - pool.num_available
         if num_missing <= 0:
@@ -146,7 +147,7 @@ class Reuse:
         return num_missing - len(shared), shared
 
     def _take_over(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many tokens of a sequence count as computed now, though it did not compute them."""
+        """Count the first `num_tokens` tokens of a sequence as computed, though it did not compute them itself."""
         num_new = num_tokens - sequence.num_computed_tokens
         if num_new == 0:
             return
@@ -159,10 +160,12 @@ class Reuse:
     # ------------------------------------------------------------------------------------- giving
 
     def remember(self, sequence: Sequence, num_tokens: int, *, in_flight: bool = False) -> None:
-        """Let the full blocks among a sequence's first `num_tokens` tokens be found; `in_flight` if some of them are to
-        be computed by the step that is being planned.
+        """Let the full blocks among a sequence's first `num_tokens` tokens be found by their content.
 
-        One that is known already, in another block, is given up for that one: what a sequence holds is what is found.
+        If the content is known already, in another block, the sequence gives up its own block for that one.
+
+        Args:
+            in_flight: whether some of the tokens will be computed only by the step that is being planned.
         """
         if not self.enable_prefix_caching:
             return
@@ -173,13 +176,13 @@ class Reuse:
             node = self.block_pool.find(key)
             if node is None:
                 if all(table[index] == NO_BLOCK for table in sequence.block_tables):
-                    break  # taken over from a sibling, out of sight by then
+                    break  # taken over from a sibling after it had left every window
                 node = self.block_pool.add(key)
             elif in_flight and any(
                 NO_BLOCK != table[index] != block != NO_BLOCK
                 for table, block in zip(sequence.block_tables, node.blocks, strict=True)
             ):
-                break  # the step is to write to its own blocks; whoever needs these finds the others
+                break  # the step writes to its own blocks; other sequences find the known ones
             for group, (table, block) in enumerate(zip(sequence.block_tables, tuple(node.blocks), strict=True)):
                 own = table[index]
                 if block == NO_BLOCK != own:
@@ -196,13 +199,14 @@ class Reuse:
     # ------------------------------------------------------------------------------------- the end of a step
 
     def step_succeeded(self) -> None:
-        """What was trusted in advance is true now."""
+        """The step has computed what was trusted in advance."""
         self._blocks_in_flight.clear()
         self._num_computed_before.clear()
         self.copies.clear()
 
     def step_failed(self) -> list[Sequence]:
-        """Nothing of it is true: its blocks are forgotten. Returns who counted on it, to `start_over`."""
+        """The step has computed nothing: forget its blocks. Returns the sequences that relied on it, to
+        `start_over`."""
         for block in self._blocks_in_flight:
             self.block_pool.forget(block)
         changed = list(self._num_computed_before)
@@ -210,7 +214,7 @@ class Reuse:
         return changed
 
     def start_over(self, sequence: Sequence) -> None:
-        """A running sequence gives its blocks back, and owes all of its tokens."""
+        """Let a running sequence give its blocks back and owe all of its tokens."""
         if sequence.num_output_tokens == 0 and sequence.num_preemptions == 0:
             self.num_cached_tokens -= sequence.num_cached_tokens
             sequence.num_cached_tokens = 0
@@ -218,12 +222,12 @@ class Reuse:
         self.forget_progress(sequence)
 
     def give_back(self, sequence: Sequence) -> None:
-        """Let go of all blocks of a sequence; nothing is copied to a block that nobody holds."""
+        """Give back all blocks of a sequence, and drop copies to blocks that no table names any more."""
         self.block_pool.release(sequence.block_tables)
         self.copies = [copy for copy in self.copies if self.block_pool.num_holders(copy[1])]
 
     def forget_progress(self, sequence: Sequence) -> None:
-        """Nothing of a sequence is computed, as it is when it comes or comes back."""
+        """Set a sequence to nothing computed, as at its arrival or after a preemption."""
         self._num_computed_before.pop(sequence, None)
         sequence.num_computed_tokens = sequence.num_known_blocks = 0
         is_long = self.recompute_beyond is not None and len(sequence.token_ids) > self.recompute_beyond

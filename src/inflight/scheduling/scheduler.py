@@ -1,20 +1,20 @@
 """`Scheduler`: before every forward pass, decides which tokens of which sequences run.
 
 There is no prefill phase and no decode phase. A running sequence owes the model its uncomputed tokens: one after a
-decode, many after its admission or a preemption. Each step gives out the token budget in this order:
+decode, many when it starts or after a preemption. Each step gives out the token budget in this order:
 
-1. running sequences that owe one token, so that no decode ever waits behind a prefill;
+1. running sequences that owe one token, so that no decode ever waits for a prefill;
 2. running sequences that owe more (a prompt in chunks);
 3. waiting sequences, as long as budget, slots and blocks last.
 
-In each group the better one is served first: by effective priority, if the policy looks at it (`WaitingQueue`), then
-by arrival. When blocks run out, the worst running sequence gives all of its own back and waits to be recomputed: the
-best always makes progress, so everybody finishes.
+In each group the better sequence comes first (`ServiceOrder`: by effective priority, if the policy has priorities, then
+by arrival). When blocks run out, the worst running sequence gives all of its blocks back and waits to be recomputed.
+The best always makes progress, so every sequence finishes.
 
-Before it computes anything a sequence takes what is there already (`Reuse`).
+Before a sequence computes anything, it takes over what is in the cache already (`Reuse`).
 
-Iteration-level scheduling is Orca's (Yu et al., OSDI 2022), blocks, forks and preemption by recomputation are vLLM's
-(Kwon et al., SOSP 2023), prompts in chunks beside decodes are Sarathi's (Agrawal et al., 2023). Pure and deterministic:
+Iteration-level scheduling is Orca's (Yu et al., OSDI 2022); blocks, forks and preemption by recomputation are vLLM's
+(Kwon et al., SOSP 2023); prompts in chunks beside decodes are Sarathi's (Agrawal et al., 2023). Pure and deterministic:
 no tensor, no clock, no randomness.
 """
 
@@ -28,11 +28,14 @@ from typing import Self
 from inflight.contracts.cache_layout import CacheLayout
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.outputs import FinishReason
-from inflight.contracts.plan import NO_BLOCK, Span, StepPlan
+from inflight.contracts.plan import NO_BLOCK, SlotAssignment, Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence
+from inflight.scheduling.service_order import ServiceOrder
 from inflight.scheduling.waiting_queue import WaitingQueue
+
+NO_SEQUENCE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +51,17 @@ class Scheduler:
 
     Args:
         block_pool: the cache's blocks.
-        max_num_seqs: slots; no more than `max_num_batched_tokens` are used, so that each decode gets its token.
+        max_num_seqs: slots. No more than `max_num_batched_tokens` are used, so that every decode gets its token.
         max_num_batched_tokens: the token budget of a step.
-        max_prefill_tokens_per_step: of these, how many may go to sequences that owe more than one token while others
+        max_prefill_tokens_per_step: how many of them may go to sequences that owe more than one token while others
             decode; None: all that the decodes leave.
         aging_steps: priorities count, and a waiting sequence gains one for each so many steps; None: first come, first
             served.
         enable_prefix_caching: whether blocks are found again by their content.
-        max_scored_tokens: the most tokens that a step computes of sequences whose prompts are scored: each has a row of
-            logits as wide as the vocabulary.
-        recompute_beyond: a sequence that grows past so many tokens is computed anew from its start, because the model
-            sees all of its tokens differently from then on (LongRoPE); None: no such length.
+        max_scored_tokens: the most prompt tokens that a step scores: each needs a row of logits as wide as the
+            vocabulary.
+        recompute_beyond: a sequence that grows past so many tokens is recomputed from its start, because the model
+            sees all of its tokens differently from then on (LongRoPE); None: there is no such length.
         can_share_prefixes: whether a sequence can go on from what another one has computed.
     """
 
@@ -85,15 +88,17 @@ class Scheduler:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
-        """Of all sequences that have been admitted, each once."""
-        self._waiting = WaitingQueue(aging_steps)
+        """Prompt tokens of all sequences that have had a slot, each counted once."""
+        self._order = ServiceOrder(aging_steps)
+        self._waiting = WaitingQueue(self._order)
         self._running: dict[int, Sequence] = {}
         self._of_request: dict[str, dict[int, Sequence]] = {}  # its unfinished sequences
         num_slots = min(max_num_seqs, max_num_batched_tokens)
         self._free_slots = list(range(num_slots))  # a heap: the lowest is taken first, so lanes stay together
-        self._released_slots: set[int] = set()
+        self._released_slots: set[int] = set()  # that no plan has told of yet
+        self._assigned = [NO_SEQUENCE] * num_slots  # the sequence in each slot, as far as plans have told
         self._next_sequence_id = 0
-        self._num_scorable_tokens = max_scored_tokens  # in the step that is being planned
+        self._num_scorable_tokens = max_scored_tokens  # left in the step that is being planned
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
 
@@ -109,7 +114,8 @@ class Scheduler:
     ) -> Self:
         """The scheduler that an engine's configuration asks for, over a new pool of `num_blocks` blocks.
 
-        `layout`: how sequences lie in the cache; None: all of their tokens, in one group.
+        Args:
+            layout: how sequences lie in the cache; None: all of their tokens, in one cache group.
         """
         return cls(
             BlockPool(num_blocks, layout or CacheLayout(config.block_size, max_span=config.max_num_batched_tokens)),
@@ -124,12 +130,12 @@ class Scheduler:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of `num_prompt_tokens`, how many did not have to be computed."""
+        """How many of `num_prompt_tokens` did not have to be computed."""
         return self.reuse.num_cached_tokens
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a slot, preempted ones included."""
+        """Sequences without a slot, including preempted ones."""
         return len(self._waiting)
 
     @property
@@ -139,8 +145,8 @@ class Scheduler:
 
     def sequences(self) -> Iterator[Sequence]:
         """All unfinished sequences, running ones first, each group in the order in which it is served."""
-        yield from sorted(self._running.values(), key=self._service_order)
-        yield from sorted(self._waiting, key=self._service_order)
+        for group in (self._running.values(), self._waiting):
+            yield from sorted(group, key=lambda sequence: self._order.rank(sequence, self.num_steps))
 
     def running(self, sequence_id: int) -> Sequence:
         """The running sequence of this id. Raises `KeyError` if it is not running."""
@@ -150,8 +156,12 @@ class Scheduler:
         """Whether any sequence of the request still waits or runs."""
         return request_id in self._of_request
 
+    def has_sequence(self, sequence_id: int) -> bool:
+        """Whether this sequence still waits or runs."""
+        return sequence_id in self._running or self._waiting.get(sequence_id) is not None
+
     def submit(self, request: Request) -> None:
-        """Queue the request's sequences. The door has made sure that each can run to its end alone in the cache."""
+        """Queue the request's sequences. Admission has made sure that each can run to its end alone in the cache."""
         sequences = self._of_request[request.request_id] = {}
         for index in range(request.num_sequences):
             tables = self.block_pool.new_tables()
@@ -163,7 +173,7 @@ class Scheduler:
             self._waiting.push(sequence)
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute. To be committed or failed before the next call."""
+        """The next step, or None if there is nothing to compute. Commit, fail or discard it before the next call."""
         if self._in_flight is not None:
             raise RuntimeError("the step planned before is still in flight: commit or fail it first")
         lengths: dict[Sequence, int] = {}
@@ -172,18 +182,25 @@ class Scheduler:
         self._make_room_for_the_best(running)
         num_preemptions = self.num_preemptions
         budget = self._schedule_running(running, lengths)
-        if self.num_preemptions == num_preemptions:  # else blocks given back belong to those who asked for them
-            self._admit_waiting(lengths, budget)
+        if self.num_preemptions == num_preemptions:  # else the blocks are for the sequences that needed them
+            self._start_waiting(lengths, budget)
         self.num_steps += 1
         if not lengths:
             return None
         self._in_flight = self._make_plan(lengths)
         return self._in_flight
 
-    def commit(self, plan: StepPlan, tokens: SequenceOf[SequenceOf[int]]) -> list[Progress]:
-        """Take in the tokens sampled for each span of `plan`: none for a chunk, one or more for the others.
+    def plan_release(self) -> StepPlan | None:
+        """A plan of no spans, which only tells of released slots: for when nothing is left to compute. None if no slot
+        was released since the last plan."""
+        if self._in_flight is not None or not self._released_slots:
+            return None
+        return StepPlan((), (), released_slots=self._take_released_slots())
 
-        A sequence that was to get a token and could not is to be ended with `finish`, or it would wait for ever.
+    def commit(self, plan: StepPlan, tokens: SequenceOf[SequenceOf[int]]) -> list[Progress]:
+        """Take in the tokens chosen for each span of `plan`: none for a chunk, one or more for the others.
+
+        The caller ends a sequence for which no token could be chosen with `finish`; otherwise it would wait for ever.
         Tokens of sequences that were finished or aborted while the step was in flight are dropped.
         """
         self._land(plan)
@@ -206,16 +223,13 @@ class Scheduler:
         return progress
 
     def discard(self) -> None:
-        """Give up the step in flight, if there is one: nothing of it was computed, its spans are owed as before.
-
-        Slots that it was to release are reported again; whoever they were given to since runs in the same plan.
-        """
+        """Give up the step in flight, if there is one: nothing of it was computed, and its spans are owed as before."""
         if self._in_flight is not None:
-            self._released_slots.update(self._in_flight.released_slots)
             self._land_failed(self._in_flight)
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
-        """Finish every sequence of a step that went wrong with "error"; returns them. Nothing of it is kept."""
+        """End every sequence of a step that went wrong with "error", and return them; the step leaves nothing
+        behind."""
         self._land_failed(plan)
         failed = [sequence for span in plan.spans if (sequence := self._running.get(span.sequence_id)) is not None]
         for sequence in failed:
@@ -223,7 +237,8 @@ class Scheduler:
         return failed
 
     def finish(self, sequence_id: int, reason: FinishReason, num_tokens_kept: int | None = None) -> Sequence | None:
-        """End a sequence from outside, with its first `num_tokens_kept` output tokens (None: all). None: unknown id."""
+        """End a sequence from outside, with its first `num_tokens_kept` output tokens (None: all of them), and return
+        it; None if there is no unfinished sequence of this id."""
         sequence = self._running.get(sequence_id) or self._waiting.get(sequence_id)
         if sequence is None:
             return None
@@ -234,7 +249,7 @@ class Scheduler:
         return sequence
 
     def abort(self, request_id: str) -> list[Sequence]:
-        """End all unfinished sequences of a request with "abort"; returns them, none if the request is unknown."""
+        """End all unfinished sequences of a request with "abort", and return them; none if the request is unknown."""
         sequences = list(self._of_request.get(request_id, {}).values())
         for sequence in sequences:
             self.finish(sequence.sequence_id, "abort")
@@ -242,30 +257,29 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------- planning
 
-    def _service_order(self, sequence: Sequence) -> tuple[int, int]:
-        """Smaller is served first, and preempted last."""
-        return self._waiting.effective_priority(sequence, self.num_steps), sequence.sequence_id
-
     def _in_service_order(self) -> list[Sequence]:
-        """The running sequences, best first. (First come, first served: that is the order of their admission.)"""
+        """The running sequences, best first. Without priorities that is the order in which they got their slots."""
         running = list(self._running.values())
-        return running if self._waiting.aging_steps is None else sorted(running, key=self._service_order)
+        if self._order.has_priorities:
+            running.sort(key=lambda sequence: self._order.rank(sequence, self.num_steps))
+        return running
 
     def _make_room_for_the_best(self, running: list[Sequence]) -> None:
-        """Preempt for the best waiting sequence, if it lacks a slot or blocks and strictly worse ones can give them.
+        """Preempt strictly worse sequences for the best waiting one, if it lacks a slot or blocks that they can give.
 
-        For one in each step; a block that several share comes free when all of them are gone.
+        At most one sequence a step gains its place this way. A block that several sequences share comes free only when
+        all of them are preempted.
         """
-        if self._waiting.aging_steps is None or (best := self._waiting.best(self.num_steps)) is None:
+        if not self._order.has_priorities or (best := self._waiting.best(self.num_steps)) is None:
             return
-        priority = self._waiting.effective_priority(best, self.num_steps)
+        priority = self._order.effective_priority(best, self.num_steps)
         num_missing, shared = self.reuse.num_missing_blocks(best, self._siblings(best))
         num_slots, num_victims, held = len(self._free_slots), 0, Counter[int]()
         while num_slots < 1 or num_missing > 0:
             if num_victims == len(running):
                 return
             victim = running[-1 - num_victims]
-            if self._waiting.effective_priority(victim, self.num_steps) <= priority:
+            if self._order.effective_priority(victim, self.num_steps) <= priority:
                 return
             num_victims += 1
             num_slots += 1
@@ -277,10 +291,10 @@ class Scheduler:
             self._preempt(running.pop())
 
     def _schedule_running(self, running: list[Sequence], lengths: dict[Sequence, int]) -> int:
-        """Give running sequences their tokens, preempting the worst as needed; returns the budget left for others.
+        """Give running sequences their tokens, preempting the worst as needed; return the budget left for others.
 
-        Prefills are looked at after all decodes, best first, so one that has its span is never preempted by another:
-        whoever shares what it is about to compute can rely on it.
+        Prefills come after all decodes, best first, so a prefill that has its span is never preempted by another one:
+        a sequence that shares what it is about to compute can rely on it.
         """
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
@@ -299,9 +313,11 @@ class Scheduler:
                 num_prefill_tokens -= lengths.get(sequence, 0)
         return min(budget, num_prefill_tokens)
 
-    def _admit_waiting(self, lengths: dict[Sequence, int], budget: int) -> None:
-        """Give slots to waiting sequences while there is room for all that they owe, and budget for a token: those who
-        wait for a sibling need none, but have to be there when it has computed the prompt."""
+    def _start_waiting(self, lengths: dict[Sequence, int], budget: int) -> None:
+        """Give slots to waiting sequences while there are blocks for all that they owe, and budget for a token.
+
+        A sequence that waits for a sibling's prompt needs no budget, but has to have its slot when that is computed.
+        """
         while self._free_slots and (sequence := self._waiting.best(self.num_steps)) is not None:
             waits = self._waits_for_sibling(sequence)
             if (budget <= 0 and not waits) or self.reuse.num_missing_blocks(sequence, self._siblings(sequence))[0] > 0:
@@ -316,13 +332,14 @@ class Scheduler:
                 budget -= self._schedule(sequence, self._longest_span(sequence, budget), lengths, [sequence])
 
     def _longest_span(self, sequence: Sequence, budget: int) -> int:
-        """What a sequence owes, as far as the budget goes; while its prompt is scored, as far as rows of logits go."""
+        """How many tokens of a sequence the budget allows; while its prompt is scored, also the rows of logits."""
         length = min(sequence.num_uncomputed_tokens, budget)
         return max(0, min(length, self._num_scorable_tokens)) if sequence.wants_scores else length
 
     def _schedule(self, sequence: Sequence, length: int, lengths: dict[Sequence, int], victims: list[Sequence]) -> int:
-        """Let a running sequence compute `length` tokens, preempting the last of `victims` while blocks lack, which may
-        be itself; returns how much of the budget that took (preempted ones give theirs back)."""
+        """Let a running sequence compute `length` tokens; while blocks are missing, preempt the last of `victims`,
+        which may be the sequence itself. Returns how much of the budget that takes: preempted sequences return
+            theirs."""
         num_returned = 0
         while sequence.slot is not None and not self._grow(sequence, length):
             victim = victims.pop()
@@ -339,34 +356,39 @@ class Scheduler:
 
     def _make_plan(self, lengths: dict[Sequence, int]) -> StepPlan:
         spans: list[Span] = []
+        assignments: list[SlotAssignment] = []
         for sequence, length in lengths.items():
             assert sequence.slot is not None
-            start = sequence.num_computed_tokens
+            slot, start = sequence.slot, sequence.num_computed_tokens
             end = start + length
             sequence_length, scored_ids = len(sequence.token_ids), sequence.ids_to_score(end)
             num_logit_rows = len(scored_ids) + (end == sequence_length)
             token_ids = sequence.token_ids[start:end]
             spans.append(
-                Span(
-                    *(sequence.sequence_id, sequence.slot, start, token_ids, num_logit_rows, sequence_length),
-                    scored_ids=scored_ids,
-                )
+                Span(sequence.sequence_id, slot, start, token_ids, num_logit_rows, sequence_length, scored_ids)
             )
-        released_slots = tuple(sorted(self._released_slots))
-        self._released_slots.clear()
+            if self._assigned[slot] != sequence.sequence_id:
+                self._assigned[slot] = sequence.sequence_id
+                assignments.append(_assignment(slot, sequence))
         groups = range(len(self.block_pool.layout.groups))
         tables = tuple(tuple([sequence.block_tables[group][:] for sequence in lengths]) for group in groups)
-        return StepPlan(tuple(spans), tables, tuple(self.reuse.copies), released_slots)
+        released_slots = self._take_released_slots()
+        return StepPlan(tuple(spans), tables, tuple(self.reuse.copies), released_slots, tuple(assignments))
+
+    def _take_released_slots(self) -> tuple[int, ...]:
+        released_slots = tuple(sorted(self._released_slots))
+        self._released_slots.clear()
+        return released_slots
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
         num_computed = sequence.num_computed_tokens
-        # One token more than it will see is kept, so that a sibling can go on from the last one of the prompt.
+        # One more token is kept than will be seen, so that a sibling can go on from the last one of the prompt.
         if self.block_pool.lets_go:
             self.block_pool.let_go(sequence.block_tables, max(0, num_computed - 1))
         return self.block_pool.grow(sequence.block_tables, num_computed + length)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take back everything that a running sequence holds; it waits to be computed again."""
+        """Take back everything that a running sequence holds; it waits to be recomputed."""
         self._release(sequence)
         self.reuse.forget_progress(sequence)
         sequence.num_preemptions += 1
@@ -374,14 +396,14 @@ class Scheduler:
         self._waiting.push(sequence)
 
     def _siblings(self, sequence: Sequence) -> Iterator[Sequence]:
-        """The other running sequences of its request whose blocks can be shared with it."""
+        """The other running sequences of its request whose blocks it can share."""
         if sequence.request.num_sequences > 1:
             for sibling in self._of_request[sequence.request.request_id].values():
                 if sibling is not sequence and sibling.slot is not None and sibling.root == sequence.root:
                     yield sibling
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
-        """Whether one that came before it is computing the prompt for both."""
+        """Whether an earlier sibling is computing the prompt for both."""
         if sequence.num_blocks or sequence.num_prompt_tokens == 1 or not self.reuse.can_share:
             return False
         if self.reuse.fork_source(sequence, self._siblings(sequence)) is not None:
@@ -391,10 +413,10 @@ class Scheduler:
             for sibling in self._siblings(sequence)
         )
 
-    # ---------------------------------------------------------------------------------------- letting go
+    # ---------------------------------------------------------------------------------------- releasing
 
     def _land(self, plan: StepPlan) -> None:
-        """The step in flight is over: what was kept for it can go."""
+        """The step in flight is over: release what was held for it."""
         if plan is not self._in_flight:
             raise RuntimeError("this plan is not the step in flight")
         self._in_flight = None
@@ -404,7 +426,11 @@ class Scheduler:
         self._released_at_commit.clear()
 
     def _land_failed(self, plan: StepPlan) -> None:
-        """The same for a step that did not do what it was to do: whoever relied on that starts over."""
+        """The step in flight computed nothing: sequences that relied on it start over, and what it told of slots is
+        told again, since the runner may not have got to it."""
+        self._released_slots.update(plan.released_slots)
+        for each in plan.assignments:
+            self._assigned[each.slot] = NO_SEQUENCE
         changed = self.reuse.step_failed()
         self._land(plan)
         for sequence in changed:
@@ -412,7 +438,7 @@ class Scheduler:
                 self.reuse.start_over(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
-        """Forget a finished sequence; siblings that wait for its prompt are forked from it first."""
+        """Forget a finished sequence, after forking siblings that wait for its prompt from it."""
         if sequence.slot is not None and self._in_flight is None:
             for sibling in self._siblings(sequence):
                 if sibling.num_blocks == 0 and self.reuse.fork_source(sibling, self._siblings(sibling)) is sequence:
@@ -427,7 +453,7 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Take a running sequence's slot and blocks; those of a step in flight stay untouched until it is over."""
+        """Take a running sequence's slot and blocks, or let it keep them until the step in flight is over."""
         del self._running[sequence.sequence_id]
         if self._in_flight is not None and any(s.sequence_id == sequence.sequence_id for s in self._in_flight.spans):
             self._released_at_commit.append(sequence)
@@ -439,4 +465,20 @@ class Scheduler:
         self.reuse.give_back(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
         self._released_slots.add(sequence.slot)
+        self._assigned[sequence.slot] = NO_SEQUENCE
         sequence.slot = None
+
+
+def _assignment(slot: int, sequence: Sequence) -> SlotAssignment:
+    request = sequence.request
+    return SlotAssignment(
+        slot,
+        sequence.sequence_id,
+        sequence.index,
+        tuple(sequence.token_ids),
+        sequence.num_prompt_tokens,
+        request.params,
+        request.seed,
+        request.stop_token_ids,
+        request.bad_words,
+    )

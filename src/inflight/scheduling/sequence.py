@@ -1,26 +1,31 @@
-"""`Request` and `Sequence`: what was asked, and a stream of tokens that answers it. State; the scheduler decides."""
+"""`Request` and `Sequence`: what a caller asks for, and one stream of tokens that answers it. State, no decisions."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from inflight.contracts.outputs import FinishReason
+from inflight.contracts.params import SamplingParams
 from inflight.scheduling.block_pool import BlockTables
 from inflight.scheduling.prefix_cache import Parent, Root
+
+DEFAULT_PARAMS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the scheduler needs to know of a request; everything is resolved, nothing is None.
+    """What the scheduler needs to know of a request, with everything resolved; and how its tokens are chosen, which it
+    passes on to the runner.
 
     Attributes:
         prompt_token_ids: at least one.
+        max_num_tokens: the number of prompt and output tokens at which a sequence ends with "length".
+        min_output_tokens: a stop token ends a sequence only once it has so many output tokens.
+        stop_token_ids: any of them, EOS ids included, ends a sequence with "stop".
         num_sequences: how many streams answer it (`n`).
         priority: lower runs first, where the policy looks at it.
         cache_salt: only requests of the same salt share cached prefixes.
-        max_num_tokens: prompt and output tokens after which a sequence ends with "length".
-        min_output_tokens: a stop token ends a sequence only once it has so many output tokens.
-        stop_token_ids: any of them, EOS ids included, ends a sequence with "stop".
-        scores_prompt: whether the first of its sequences wants to know how likely each prompt token is.
+        scores_prompt: whether the first of its sequences needs the log-probability of each prompt token.
+        params, seed, bad_words: how its tokens are chosen (see `SlotAssignment`).
     """
 
     request_id: str
@@ -32,23 +37,27 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     scores_prompt: bool = False
+    params: SamplingParams = DEFAULT_PARAMS
+    seed: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One stream of tokens: `token_ids` (prompt, then output) of which `num_computed_tokens` are in the cache.
+    """One stream of tokens: `token_ids` (prompt, then output), of which `num_computed_tokens` are in the cache.
 
-    It waits (no slot), runs (a slot), or is finished (`finish_reason` set). A preempted sequence waits again, with
-    nothing computed and everything that it generated still in `token_ids`.
+    It waits (no slot), runs (a slot), or is finished (`finish_reason` set). A preempted sequence waits again: nothing
+    of it is computed any more, and everything that it has generated is still in `token_ids`.
 
     Attributes:
         arrival: the first step that it could have been part of.
         block_tables: its blocks in each cache group.
-        root: under which its keys and values are found, as they are being computed now.
-        parent, num_known_blocks: so many of its first blocks can be found in the prefix cache; the node of the last.
-        num_cached_tokens: prompt tokens that it did not have to compute when it first ran.
-        num_scored_tokens: prompt tokens that it knows, or need not know, to be so or so likely: the first has none
-            before it.
+        root: the root of the prefix cache under which its keys and values belong, as they are computed now.
+        parent: the prefix cache's node of the last of its `num_known_blocks`.
+        num_known_blocks: how many of its first blocks can be found in the prefix cache.
+        num_cached_tokens: prompt tokens that did not have to be computed when it first ran.
+        num_scored_tokens: prompt tokens that need no log-probability any more. The first never needs one: no token
+            comes before it.
     """
 
     sequence_id: int
@@ -69,12 +78,12 @@ class Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of its request's prompt."""
+        """Tokens in its request's prompt."""
         return len(self.request.prompt_token_ids)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of tokens that it has a place for, in each group, those that were let go included."""
+        """Blocks in each of its tables, including those that were let go."""
         return len(self.block_tables[0])
 
     @property
@@ -89,21 +98,21 @@ class Sequence:
 
     @property
     def wants_scores(self) -> bool:
-        """Whether prompt tokens are still to be scored: then all of the prompt has to be computed."""
+        """Whether prompt tokens still need log-probabilities: then all of the prompt has to be computed."""
         return self.request.scores_prompt and self.index == 0 and self.num_scored_tokens < self.num_prompt_tokens
 
     def ids_to_score(self, end: int) -> SequenceOf[int]:
-        """The prompt tokens that are scored once its first `end` tokens are computed."""
+        """The prompt tokens whose log-probabilities are known once the first `end` tokens are computed."""
         if not self.wants_scores:
             return ()
         return self.token_ids[self.num_scored_tokens : min(end + 1, self.num_prompt_tokens)]
 
     def has_grown_past(self, length: int, new_token_ids: SequenceOf[int]) -> bool:
-        """Whether the last `new_token_ids` took the sequence from at most `length` tokens to more."""
+        """Whether `new_token_ids`, its last ones, took the sequence from at most `length` tokens to more."""
         return len(self.token_ids) - len(new_token_ids) <= length < len(self.token_ids)
 
     def append(self, sampled: SequenceOf[int]) -> list[int]:
-        """Take sampled tokens up to the one that finishes the sequence, set `finish_reason`, return those taken."""
+        """Append tokens up to the one that finishes the sequence, set `finish_reason`, and return what was appended."""
         request = self.request
         taken: list[int] = []
         for token in sampled:

@@ -10,7 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from inflight.contracts.errors import InvalidRequestError, ModelError, QueueFullError
 from inflight.contracts.outputs import SequenceOutput
-from inflight.engine.engine import AcceptedRequest, Engine
+from inflight.engine.admission import AcceptedRequest
+from inflight.engine.engine import Engine
 from inflight.engine.prefill_limit import PrefillLimit
 from inflight.engine.process.protocol import (
     Abort,

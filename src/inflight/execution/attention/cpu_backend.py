@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from inflight.execution.attention.interface import AttentionSpec, PagedCache
+from inflight.execution.attention.interface import AttentionSpec, KVStorage
 from inflight.execution.mapped_memory import untouched_memory
 from inflight.execution.ragged_batch import RaggedBatch
 
@@ -19,7 +19,7 @@ STORED_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class CpuCache(PagedCache):
+class CpuCache(KVStorage):
     """Keys and values in the kernel's layout, as views `[N + 1, Hkv, stripes, …]` of one piece of memory.
 
     Attributes:
@@ -59,7 +59,7 @@ class CpuAttention:
         num_stripes = -(-self.block_size // num_lanes)
         return spec.num_kv_heads * num_stripes * sum(self._stripe_parts(spec))
 
-    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: PagedCache | None = None) -> CpuCache:
+    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: KVStorage | None = None) -> CpuCache:
         """See `AttentionBackend`."""
         parts = self._stripe_parts(spec)
         if isinstance(beside, CpuCache):
@@ -84,24 +84,24 @@ class CpuAttention:
             self.block_size,
             torch.from_numpy(batch.query_lens_host),
             torch.from_numpy(batch.kv_lens_host),
-            [group.kv_slots for group in batch.groups],
+            [group.cache_indices for group in batch.groups],
             [group.block_tables for group in batch.groups],
         )
 
-    def write(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
+    def write(self, cache: KVStorage, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
         """See `AttentionBackend`."""
         assert isinstance(cache, CpuCache)
         torch.ops.inflight.write(key, value, cache.call)
 
     def attend(
-        self, query: torch.Tensor, cache: PagedCache, spec: AttentionSpec, sinks: torch.Tensor | None
+        self, query: torch.Tensor, cache: KVStorage, spec: AttentionSpec, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
         assert isinstance(cache, CpuCache)
         out: torch.Tensor = torch.ops.inflight.attend(query, None if sinks is None else sinks.float(), cache.call)
         return out
 
-    def copy_blocks(self, cache: PagedCache, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, cache: KVStorage, copies: Sequence[tuple[int, int]]) -> None:
         """See `AttentionBackend`."""
         assert isinstance(cache, CpuCache)
         sources, destinations = torch.tensor(copies).T

@@ -43,7 +43,7 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedCache:
+class KVStorage:
     """Keys and values of one attention call; blocks are the first dimension, the rest is the backend's own layout.
 
     The definition's is `[N + 1, B, Hkv, Dk]` and `[N + 1, B, Hkv, Dv]`. The last block belongs to nobody: what is
@@ -71,7 +71,7 @@ class AttentionBackend(Protocol):
         """Memory that a block takes in one attention call."""
         ...
 
-    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: PagedCache | None = None) -> PagedCache:
+    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: KVStorage | None = None) -> KVStorage:
         """Storage for one attention call; memory is only committed as it is touched, where the system allows.
 
         `beside`: what was allocated for another call, in whose memory this one is to lie: the calls have no block in
@@ -82,16 +82,16 @@ class AttentionBackend(Protocol):
         """Prepare what all calls of this step have in common."""
         ...
 
-    def write(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
-        """Store the step's new keys `[T, Hkv, Dk]` and values `[T, Hkv, Dv]` at the batch's `kv_slots`."""
+    def write(self, cache: KVStorage, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
+        """Store the step's new keys `[T, Hkv, Dk]` and values `[T, Hkv, Dv]` at the batch's `cache_indices`."""
         ...
 
     def attend(
-        self, query: torch.Tensor, cache: PagedCache, spec: AttentionSpec, sinks: torch.Tensor | None
+        self, query: torch.Tensor, cache: KVStorage, spec: AttentionSpec, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Each query `[T, H, Dk]` over the keys that it may see; sinks `[H]`; returns `[T, H, Dv]`."""
         ...
 
-    def copy_blocks(self, cache: PagedCache, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, cache: KVStorage, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination) each."""
         ...

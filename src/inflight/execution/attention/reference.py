@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from inflight.execution.attention.interface import AttentionSpec, PagedCache
+from inflight.execution.attention.interface import AttentionSpec, KVStorage
 from inflight.execution.ragged_batch import RaggedBatch, ragged_arange
 
 
@@ -96,43 +96,43 @@ class ReferenceAttention:
         """See `AttentionBackend`."""
         return self.block_size * spec.num_kv_heads * (spec.head_size + spec.value_head_size) * self.dtype.itemsize
 
-    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: PagedCache | None = None) -> PagedCache:
+    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: KVStorage | None = None) -> KVStorage:
         """See `AttentionBackend`: `[num_blocks + 1, B, Hkv, D]`, the layout of the definition."""
         shape = (num_blocks + 1, self.block_size, spec.num_kv_heads)
         sizes = spec.head_size, spec.value_head_size
         if beside is not None:
-            return PagedCache(beside.keys.view(*shape, sizes[0]), beside.values.view(*shape, sizes[1]))
+            return KVStorage(beside.keys.view(*shape, sizes[0]), beside.values.view(*shape, sizes[1]))
         keys, values = (torch.empty(*shape, size, dtype=self.dtype, device=self.device) for size in sizes)
         keys[-1] = values[-1] = 0  # the definition gathers what was let go from there, and masks it
-        return PagedCache(keys, values)
+        return KVStorage(keys, values)
 
     def begin_step(self, batch: RaggedBatch) -> None:
         """See `AttentionBackend`."""
         self._batch = batch
 
-    def write(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
+    def write(self, cache: KVStorage, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
         """See `AttentionBackend`. Place -1 is the last one, in the block that belongs to nobody."""
-        kv_slots = self.batch.groups[spec.cache_group].kv_slots
-        cache.keys.flatten(0, 1)[kv_slots] = key
-        cache.values.flatten(0, 1)[kv_slots] = value
+        cache_indices = self.batch.groups[spec.cache_group].cache_indices
+        cache.keys.flatten(0, 1)[cache_indices] = key
+        cache.values.flatten(0, 1)[cache_indices] = value
 
     def attend(
-        self, query: torch.Tensor, cache: PagedCache, spec: AttentionSpec, sinks: torch.Tensor | None
+        self, query: torch.Tensor, cache: KVStorage, spec: AttentionSpec, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
         allowed = ragged_mask(self.batch, spec.window, spec.chunk).to(self.device)
-        kv_slots = self._kv_slots_of_all_keys(spec.cache_group)
-        key = cache.keys.flatten(0, 1)[kv_slots].transpose(0, 1)
-        value = cache.values.flatten(0, 1)[kv_slots].transpose(0, 1)
+        cache_indices = self._cache_indices_of_all_keys(spec.cache_group)
+        key = cache.keys.flatten(0, 1)[cache_indices].transpose(0, 1)
+        value = cache.values.flatten(0, 1)[cache_indices].transpose(0, 1)
         return dense_attention(query.transpose(0, 1), key, value, allowed, spec, sinks).transpose(0, 1)
 
-    def copy_blocks(self, cache: PagedCache, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, cache: KVStorage, copies: Sequence[tuple[int, int]]) -> None:
         """See `AttentionBackend`."""
         sources, destinations = torch.tensor(copies, device=self.device).T
         cache.keys[destinations] = cache.keys[sources]
         cache.values[destinations] = cache.values[sources]
 
-    def _kv_slots_of_all_keys(self, cache_group: int) -> torch.Tensor:
+    def _cache_indices_of_all_keys(self, cache_group: int) -> torch.Tensor:
         """The places of the keys of all spans, end to end: `[sum(kv_lens)]` int64."""
         kv_lens = self.batch.kv_lens_host
         spans, positions = np.repeat(np.arange(len(kv_lens)), kv_lens), ragged_arange(kv_lens)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from inflight.execution.attention.interface import AttentionSpec, PagedCache
+from inflight.execution.attention.interface import AttentionSpec, KVStorage
 from inflight.execution.attention.reference import ReferenceAttention, dense_attention, may_attend
 from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
 
@@ -31,13 +31,13 @@ class SpanGroup:
 
     Attributes:
         rows: `[G, L]` int64, the queries' places in the row.
-        kv_slots: `[G, K]` int64, the keys' places in the cache. Padding repeats the span's own last key: whatever
+        cache_indices: `[G, K]` int64, the keys' places in the cache. Padding repeats the span's own last key: whatever
             lies in memory that it does not own (a NaN of somebody else's, say) never enters its arithmetic.
         allowed: `[G, L, K]` bool; None when causality alone decides and K = L, a plain causal prefill.
     """
 
     rows: torch.Tensor
-    kv_slots: torch.Tensor
+    cache_indices: torch.Tensor
     allowed: torch.Tensor | None
 
 
@@ -57,13 +57,13 @@ class TorchAttention(ReferenceAttention):
         self._groups.clear()
 
     def attend(
-        self, query: torch.Tensor, cache: PagedCache, spec: AttentionSpec, sinks: torch.Tensor | None
+        self, query: torch.Tensor, cache: KVStorage, spec: AttentionSpec, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
         out = query.new_zeros(*query.shape[:-1], spec.value_head_size)
         for group in self._span_groups(spec):
-            key = cache.keys.flatten(0, 1)[group.kv_slots].transpose(1, 2)
-            value = cache.values.flatten(0, 1)[group.kv_slots].transpose(1, 2)
+            key = cache.keys.flatten(0, 1)[group.cache_indices].transpose(1, 2)
+            value = cache.values.flatten(0, 1)[group.cache_indices].transpose(1, 2)
             out[group.rows] = self._attend_group(query[group.rows], key, value, group.allowed, spec, sinks)
         return out
 
@@ -142,7 +142,7 @@ class TorchAttention(ReferenceAttention):
             allowed = may_attend(queries, keys, spec.window, spec.chunk)
         return SpanGroup(
             rows=self._to_device(row_starts[:, None] + np.arange(first, last)),
-            kv_slots=self._to_device(blocks * self.block_size + own_positions % self.block_size),
+            cache_indices=self._to_device(blocks * self.block_size + own_positions % self.block_size),
             allowed=allowed,
         )
 

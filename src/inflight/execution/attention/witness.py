@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
-from inflight.execution.attention.interface import AttentionBackend, AttentionSpec, PagedCache
+from inflight.execution.attention.interface import AttentionBackend, AttentionSpec, KVStorage
 from inflight.execution.attention.reference import ReferenceAttention
 from inflight.execution.ragged_batch import RaggedBatch
 
 
 @dataclass(frozen=True, slots=True)
-class WitnessedCache(PagedCache):
+class WitnessedCache(KVStorage):
     """The witnessed backend's storage as it made it, and the definition's beside it."""
 
-    own: PagedCache
-    shadow: PagedCache
+    own: KVStorage
+    shadow: KVStorage
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class WitnessedAttention:
         """See `AttentionBackend`; of both caches."""
         return self._witnessed.bytes_per_block(spec) + self._definition.bytes_per_block(spec)
 
-    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: PagedCache | None = None) -> WitnessedCache:
+    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: KVStorage | None = None) -> WitnessedCache:
         """See `AttentionBackend`; takes the memory of two."""
         own_beside, shadow_beside = (None, None) if beside is None else _both(beside)
         own = self._witnessed.allocate(num_blocks, spec, own_beside)
@@ -72,14 +72,14 @@ class WitnessedAttention:
         self._witnessed.begin_step(batch)
         self._definition.begin_step(batch)
 
-    def write(self, cache: PagedCache, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
+    def write(self, cache: KVStorage, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
         """See `AttentionBackend`."""
         own, shadow = _both(cache)
         self._witnessed.write(own, key, value, spec)
         self._definition.write(shadow, key, value, spec)
 
     def attend(
-        self, query: torch.Tensor, cache: PagedCache, spec: AttentionSpec, sinks: torch.Tensor | None
+        self, query: torch.Tensor, cache: KVStorage, spec: AttentionSpec, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """See `AttentionBackend`. Comparing waits for the device."""
         own, shadow = _both(cache)
@@ -89,7 +89,7 @@ class WitnessedAttention:
             self.calls.append(WitnessedCall(spec, _largest_difference(output, expected)))
         return output
 
-    def copy_blocks(self, cache: PagedCache, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, cache: KVStorage, copies: Sequence[tuple[int, int]]) -> None:
         """See `AttentionBackend`."""
         own, shadow = _both(cache)
         self.copies = copies
@@ -97,7 +97,7 @@ class WitnessedAttention:
         self._definition.copy_blocks(shadow, copies)
 
 
-def _both(cache: PagedCache) -> tuple[PagedCache, PagedCache]:
+def _both(cache: KVStorage) -> tuple[KVStorage, KVStorage]:
     assert isinstance(cache, WitnessedCache), "the cache was allocated by another backend"
     return cache.own, cache.shadow
 

@@ -1,6 +1,7 @@
-"""What is asked of a way through a model."""
+"""What is asked of an executor, a way to run a model on a step's spans."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,6 +11,22 @@ from inflight.contracts.cache_layout import CacheGroup
 from inflight.execution.ragged_batch import RaggedBatch
 
 
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an executor can do.
+
+    Attributes:
+        shares_prefixes: a sequence can go on from blocks that another one has computed.
+        chunks_prompts: a prompt is computed as its chunks come. If not, the executor holds its chunks back until the
+            last one has come.
+        has_paged_attention: attention is one of our backends over a paged cache: it can be compiled, and looked into.
+    """
+
+    shares_prefixes: bool
+    chunks_prompts: bool
+    has_paged_attention: bool
+
+
 class Executor(Protocol):
     """A loaded model together with its cache."""
 
@@ -17,8 +34,8 @@ class Executor(Protocol):
     model: PreTrainedModel
 
     @property
-    def can_share_prefixes(self) -> bool:
-        """Whether a sequence can go on from blocks that another one has computed."""
+    def capabilities(self) -> Capabilities:
+        """What it can do with this model."""
         ...
 
     @property
@@ -36,9 +53,22 @@ class Executor(Protocol):
         ...
 
     def allocate(self, num_blocks: int) -> None:
-        """Make room for so many blocks."""
+        """Make room for `num_blocks` blocks."""
         ...
 
-    def forward(self, batch: RaggedBatch, copies: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
-        """Copy blocks, run the row, and return the wanted logits `[R, V]`, on the device, in the model's dtype."""
+    def compile(self, mode: str) -> str | None:
+        """Run the model through `torch.compile` from now on; returns the reason if that is impossible.
+
+        Args:
+            mode: "auto" or "max".
+        """
+        ...
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Drop whatever is kept for the sequences that had these slots."""
+        ...
+
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        """Copy the plan's blocks, run its spans, and return the logits `[R, V]`, on the device, in the model's
+        dtype."""
         ...

@@ -1,19 +1,22 @@
-"""`PackedExecutor`: the ragged row through an unchanged `transformers` model, kept apart by attention alone."""
+"""`PackedExecutor`: the ragged row through an unchanged `transformers` model; attention alone keeps sequences apart."""
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from inflight.execution.attention import AttentionBackend, CpuCache
+from inflight.contracts.errors import ModelError
+from inflight.execution.attention import AttentionBackend, CpuCache, ReferenceAttention
 from inflight.execution.attention.grouping import BlockPart, Grouping
-from inflight.execution.attention.interface import PagedCache
+from inflight.execution.attention.interface import KVStorage
+from inflight.execution.attention.witness import WitnessedAttention
 from inflight.execution.executors.compiled import Forward, compile_forward, plain_forward
-from inflight.execution.hf.hook import attend_with, attention_sinks
+from inflight.execution.executors.interface import Capabilities, Executor
+from inflight.execution.hf.hook import attend_with, attention_sinks, use_attention
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
 from inflight.execution.weights.packed_linear import OneDnnLinear
@@ -21,22 +24,23 @@ from inflight.execution.weights.packed_linear import OneDnnLinear
 logger = logging.getLogger(__name__)
 
 MIN_ROWS = 4
-"""On a CPU a single row takes another way through oneDNN, with other bits; and fewer than four are no faster."""
+"""On a CPU oneDNN computes a single row differently, with other bits; and fewer than four rows are no faster."""
 
 
 class PackedExecutor:
-    """Runs a `RaggedBatch` as one batch row of T tokens; every attention call has a paged cache; calls of several
-    groups lie in the same memory, in other blocks.
+    """Runs a `RaggedBatch` as one batch row of T tokens. Every attention call has its keys and values in blocks; calls
+    of different cache groups share memory, in different blocks.
 
     Args:
         model: ours alone, in evaluation mode, with "inflight" for its attention implementation.
-        backend: of the model's device and dtype.
+        backend: for the model's device and dtype.
         grouping: the attention calls of one forward pass in order, as found by `find_attention_calls`, and how they lie
             in the cache (`group_calls`).
+        modules: those that attend, in order, each once; only `compile` needs them.
     """
 
     name = "packed"
-    can_share_prefixes = True
+    capabilities = Capabilities(shares_prefixes=True, chunks_prompts=True, has_paged_attention=True)
     bytes_per_slot = 0
 
     def __init__(
@@ -44,8 +48,10 @@ class PackedExecutor:
         model: PreTrainedModel,
         backend: AttentionBackend,
         grouping: Grouping,
+        modules: Sequence[torch.nn.Module] = (),
     ) -> None:
         self.model = model
+        self.modules = modules
         self.backend = backend
         self.grouping = grouping
         self.specs = grouping.specs
@@ -56,9 +62,10 @@ class PackedExecutor:
         takes_logit_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._forward = plain_forward(model, takes_logit_rows=takes_logit_rows)
         self._compiled: Forward | None = None
-        self._caches: list[PagedCache] = []  # of each call
-        self._storages: list[PagedCache] = []  # those of them that have memory of their own
-        self._num_calls = self._num_tokens = 0  # of the running forward pass
+        self._caches: list[KVStorage] = []  # one for each call
+        self._storages: list[KVStorage] = []  # those that have memory of their own
+        self._num_blocks = 0
+        self._num_calls = self._num_tokens = 0  # in the running forward pass
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `Executor`."""
@@ -66,12 +73,13 @@ class PackedExecutor:
 
     def allocate(self, num_blocks: int) -> None:
         """See `Executor`."""
+        self._num_blocks = num_blocks
 
-        def cache_of(call: int, beside: PagedCache | None) -> PagedCache:
-            num_parts = (num_blocks + 1) * self.grouping.part_of(call).num_parts  # those of the last block are nobody's
+        def cache_of(call: int, beside: KVStorage | None) -> KVStorage:
+            num_parts = (num_blocks + 1) * self.grouping.part_of(call).num_parts  # the last block is spare
             return self.backend.allocate(num_parts - 1, self.specs[call], beside)
 
-        caches: dict[int, PagedCache] = {}
+        caches: dict[int, KVStorage] = {}
         self._storages.clear()
         for first, *others in self.grouping.storages():
             caches[first] = cache_of(first, None)
@@ -82,19 +90,22 @@ class PackedExecutor:
                 caches[call] = cache_of(call, caches[spec.shares_cache_with])
         self._caches = [caches[call] for call in range(len(self.specs))]
 
+    def release(self, slots: Iterable[int]) -> None:
+        """See `Executor`. Nothing is kept by slot."""
+
     @torch.inference_mode()
-    def forward(self, batch: RaggedBatch, copies: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """See `Executor`."""
         if self._has_parts:
             groups = tuple(_in_part(batch, part, self.backend.block_size) for part in self.grouping.parts)
             batch = replace(batch, groups=groups)
         self.backend.begin_step(batch)
-        if copies:
+        if copies := batch.plan.copies:
             for storage in self._storages:
                 self.backend.copy_blocks(storage, copies)
         rows = batch.input_ids, batch.positions, batch.logit_rows
         if self._on_cpu:
-            rows = _enough(rows[0]), _enough(rows[1]), _enough(rows[2])
+            rows = _at_least_min_rows(rows[0]), _at_least_min_rows(rows[1]), _at_least_min_rows(rows[2])
         if self._compiled is not None:
             return self._compiled(*rows)[: batch.num_logit_rows]
         self._num_calls, self._num_tokens = 0, batch.num_tokens
@@ -108,29 +119,34 @@ class PackedExecutor:
         return logits[: batch.num_logit_rows]
 
     @torch.inference_mode()
-    def compile(self, modules: Sequence[torch.nn.Module], mode: str) -> str | None:
-        """Run the model through `torch.compile` from now on; the reason why not, if that can't be done.
-
-        Args:
-            modules: those that attend, in order.
-            mode: "auto" or "max".
-        """
+    def compile(self, mode: str) -> str | None:
+        """See `Executor`."""
         caches = [cache for cache in self._caches if isinstance(cache, CpuCache)]
         if not caches:
             return "it needs the attention backend 'cpu'"
         if any(isinstance(module, OneDnnLinear) for module in self.model.modules()):
             return "this CPU has no AVX-512 for its dtype, and torch.compile cannot take oneDNN's linear layers"
-        if len(modules) != len(caches):
+        if len(self.modules) != len(caches):
             return "a module attends more than once in a forward pass"
         if self._longrope_length is not None:
             return "its position embeddings depend on each sequence's length (LongRoPE)"
         try:
             self.backend.begin_step(RaggedBatch.empty(len(self.grouping.parts), self.model.device))
-            self._compiled = compile_forward(self.model, self._forward, modules, caches, mode)
+            self._compiled = compile_forward(self.model, self._forward, self.modules, caches, mode)
         except Exception as error:
             logger.debug("torch.compile failed", exc_info=True)
             return f"torch.compile cannot take it in one piece: {str(error).strip().splitlines()[0]}"
         return None
+
+    def witness(self) -> WitnessedAttention:
+        """Run the definition of attention beside the backend from now on, and compare them. The cache is made anew, so
+        nothing may have run before; a compiled model runs uncompiled, because its attention calls skip the backend."""
+        definition = ReferenceAttention(self.model.device, self.model.dtype, self.backend.block_size)
+        witness = WitnessedAttention(self.backend, definition, self.grouping.parts[0].num_parts)
+        use_attention(self.model, "inflight")
+        self.backend, self._compiled = witness, None
+        self.allocate(self._num_blocks)
+        return witness
 
     def _attend(
         self,
@@ -141,8 +157,8 @@ class PackedExecutor:
         mask: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
-        """The attention call whose turn it is: its cache is found by its ordinal in the forward pass, because a layer
-        may attend twice (DiffLlama) or run twice (HRM)."""
+        """Answer the model's next attention call. Its cache is found by its ordinal in the forward pass, because a
+        layer may attend twice (DiffLlama) or run twice (HRM). Shapes as in `AttentionHandler`."""
         spec, cache = self.specs[self._num_calls], self._caches[self._num_calls]
         self._num_calls += 1
         num_rows, num_tokens = query.shape[2], self._num_tokens
@@ -155,12 +171,20 @@ class PackedExecutor:
         return output[None]
 
 
+def require_packed(executor: Executor) -> PackedExecutor:
+    """The executor, if it is packed. Raises `ModelError` if attention is the model's own, which cannot be looked
+    into."""
+    if not isinstance(executor, PackedExecutor):
+        raise ModelError(f"only models that run packed can be looked into; this one runs as {executor.name}")
+    return executor
+
+
 def _in_part(batch: RaggedBatch, part: BlockPart, block_size: int) -> CacheGroupBatch:
-    """Where the keys and values of calls lie that have a part of each block: parts are numbered like blocks."""
+    """Where calls that have only a part of each block keep their keys and values. Parts are numbered like blocks."""
     group = batch.groups[part.group]
     if part.num_parts == 1:
         return group
-    blocks, offsets = group.kv_slots // block_size, group.kv_slots % block_size
+    blocks, offsets = group.cache_indices // block_size, group.cache_indices % block_size
     return CacheGroupBatch(
         (blocks * part.num_parts + part.part) * block_size + offsets,
         group.block_tables * part.num_parts + part.part,
@@ -168,8 +192,8 @@ def _in_part(batch: RaggedBatch, part: BlockPart, block_size: int) -> CacheGroup
     )
 
 
-def _enough(rows: torch.Tensor) -> torch.Tensor:
-    """Rows, repeated up to `MIN_ROWS`; none as zeros."""
+def _at_least_min_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Rows `[n]`, the last one repeated until there are `MIN_ROWS`; zeros if there are none."""
     if rows.shape[0] >= MIN_ROWS:
         return rows
     with torch.inference_mode(False):  # a compiled model takes tensors of one kind

@@ -1,13 +1,13 @@
 """`RowsExecutor`: spans as rows of batches, with the model's own attention code, over a paged cache.
 
-For models that do their attention themselves, or have recurrent states: the model finds keys and values of each row's
-sequence in a cache of `transformers`' form (`paged_cache`), padded on the left, with a mask; and states by slot. All
-spans of one token run in one batch, so that decodes share the reading of weights; beginnings of sequences that are
-about equally long run together, padded on the left; any other span runs alone. What a span counts on is there before
-it: beginnings count on nothing, all others keep their order.
+For models that compute attention themselves, or have recurrent states. The model finds the keys and values of each
+row's sequence in a cache of `transformers`' form (`RowCache`), padded on the left, with a mask; and states by slot. All
+spans of one token run as one batch, so that decodes share the reading of weights. Spans that begin a sequence and are
+about equally long run together, padded on the left; any other span runs alone. Whatever a span relies on has run before
+it: the beginnings rely on nothing, and all other spans keep their order.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -16,39 +16,40 @@ from transformers import DynamicCache, PreTrainedModel
 from inflight.contracts.cache_layout import ALL_TOKENS
 from inflight.contracts.errors import ModelError
 from inflight.contracts.plan import Span
-from inflight.execution.executors.whole_prompts import TokensBySlot
+from inflight.execution.executors.interface import Capabilities
+from inflight.execution.executors.token_history import TokenHistory
 from inflight.execution.hf.model_call import ModelCall
-from inflight.execution.hf.row_cache import PagedCache, Rows, bytes_of, check_layers, places_of
-from inflight.execution.ragged_batch import RaggedBatch, to_device
+from inflight.execution.hf.row_cache import RowCache, Rows, bytes_of, check_layers, indices_of_blocks
+from inflight.execution.ragged_batch import RaggedBatch, cache_indices, to_device
 
-MOST_PADDED = 1.5
-"""How many times their tokens the places of rows may be that run together."""
+MAX_PADDING_RATIO = 1.5
+"""Rows that run together may have at most this many positions, padding included, for each token."""
 
 
-def groups_of(spans: Iterable[Span], *, pads: bool) -> Iterator[list[Span]]:
-    """Spans that run together, in an order in which each finds what it counts on."""
+def row_batches(spans: Iterable[Span], *, pads: bool) -> Iterator[list[Span]]:
+    """Batches of spans that run together, in an order in which each span finds what it relies on."""
     beginnings: list[Span] = []
     others: list[Span] = []
     for span in spans:
         (beginnings if span.start == 0 else others).append(span)
     beginnings.sort(key=lambda span: span.length)
 
-    def fits(span: Span, group: list[Span]) -> bool:
+    def fits(span: Span, together: list[Span]) -> bool:
         if span.start > 0:
-            return span.length == group[-1].length == 1
-        num_tokens = sum(each.length for each in group) + span.length
-        padded = span.length * (len(group) + 1)
-        return padded == num_tokens or (pads and padded <= MOST_PADDED * num_tokens)
+            return span.length == together[-1].length == 1
+        num_tokens = sum(each.length for each in together) + span.length
+        padded = span.length * (len(together) + 1)
+        return padded == num_tokens or (pads and padded <= MAX_PADDING_RATIO * num_tokens)
 
     for kind in (beginnings, others):
-        group: list[Span] = []
+        together: list[Span] = []
         for span in kind:
-            if group and not fits(span, group):
-                yield group
-                group = []
-            group.append(span)
-        if group:
-            yield group
+            if together and not fits(span, together):
+                yield together
+                together = []
+            together.append(span)
+        if together:
+            yield together
 
 
 class RowsExecutor:
@@ -57,11 +58,11 @@ class RowsExecutor:
     Args:
         model: ours alone, in evaluation mode, with an attention implementation of its own.
         block_size, num_slots: of the cache.
-        in_one_piece: whether prompts are only run whole: the model cannot go on with several tokens at once.
-        pads: whether beginnings of different lengths run together.
+        in_one_piece: whether prompts only run whole, because the model cannot go on with several tokens at once.
+        pads: whether sequences of different lengths begin together.
 
     Raises:
-        ModelError: its cache holds something else than keys, values and states.
+        ModelError: the model's cache holds anything other than keys, values and states.
     """
 
     name = "rows"
@@ -83,15 +84,19 @@ class RowsExecutor:
         self.in_one_piece = in_one_piece
         self._call = ModelCall(model)
         self._like = self._own_cache()
-        self._cache = PagedCache(self._like, 1, 1)
-        self._tokens = TokensBySlot()
-        self._num_run: dict[int, int] = {}  # tokens of each slot's sequence
+        self._cache = RowCache(self._like, 1, 1)
+        self._history = TokenHistory()
+        self._num_run: dict[int, int] = {}  # tokens of each slot's sequence that have run
 
     @property
-    def can_share_prefixes(self) -> bool:
-        """See `Executor`. What a state has seen is nobody else's; and what is run whole has to be known from its first
-        token on."""
-        return not self._cache.has_states and not self.in_one_piece
+    def capabilities(self) -> Capabilities:
+        """See `Executor`. A state cannot be shared, because it has seen one sequence only; and a prompt that runs whole
+        has to be known from its first token on."""
+        return Capabilities(
+            shares_prefixes=not self._cache.has_states and not self.in_one_piece,
+            chunks_prompts=not self.in_one_piece,
+            has_paged_attention=False,
+        )
 
     @property
     def bytes_per_slot(self) -> int:
@@ -99,48 +104,60 @@ class RowsExecutor:
         return bytes_of(self._like)[1]
 
     def bytes_per_block(self, block_size: int) -> int:
-        """See `Executor`. Twice its keys and values: those of sequences that decode are kept gathered as well."""
+        """See `Executor`. Twice the keys and values: those of decoding sequences are kept gathered as well."""
         return 2 * block_size * bytes_of(self._like)[0]
 
     def allocate(self, num_blocks: int) -> None:
         """See `Executor`."""
-        self._cache = PagedCache(self._like, num_blocks * self.block_size, self.num_slots)
+        self._cache = RowCache(self._like, num_blocks * self.block_size, self.num_slots)
+
+    def compile(self, mode: str) -> str | None:
+        """See `Executor`."""
+        return f"it runs as {self.name}"
+
+    def release(self, slots: Iterable[int]) -> None:
+        """See `Executor`."""
+        slots = list(slots)
+        self._history.release(slots)
+        self._cache.release(slots)
+        for slot in slots:
+            self._num_run.pop(slot, None)
 
     @torch.inference_mode()
-    def forward(self, batch: RaggedBatch, copies: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """See `Executor`."""
-        if copies:
-            self._cache.copy(*places_of(copies, self.block_size))
+        if copies := batch.plan.copies:
+            self._cache.copy(*indices_of_blocks(copies, self.block_size))
         logits: dict[int, torch.Tensor] = {}
-        for group in groups_of(self._runnable(batch), pads=self.pads):
-            self._run(group, batch, logits)
+        for together in row_batches(self._runnable(batch), pads=self.pads):
+            self._run(together, batch, logits)
         wanted = [logits[span.sequence_id] for span in batch.spans if span.sequence_id in logits]
         return torch.cat(wanted) if wanted else self._call.no_logits
 
     def _runnable(self, batch: RaggedBatch) -> Iterator[Span]:
-        """What is to be run of a step."""
+        """The spans of a step that run now; chunks of a prompt that runs whole are held back until the last one."""
         for span in batch.spans:
             if not self.in_one_piece:
                 yield span
                 continue
-            self._tokens.add(span)
+            self._history.add(span)
             if span.start == 0:
-                self._num_run.pop(span.slot, None)  # whose slot it was before
+                self._num_run.pop(span.slot, None)  # the sequence starts over
             if span.length > 1 and span.num_logit_rows == 0:
-                continue  # the rest is still to come
+                continue
             can_go_on = span.start == 0 or (span.length == 1 and self._num_run.get(span.slot) == span.start)
-            yield span if can_go_on else self._tokens.whole(span)
+            yield span if can_go_on else self._history.from_the_beginning(span)
 
-    def _run(self, group: list[Span], batch: RaggedBatch, logits: dict[int, torch.Tensor]) -> None:
-        """Run spans together; adds the wanted logits `[num_logit_rows, V]` of each, by sequence id."""
-        rows = self._rows(group, batch)
+    def _run(self, spans: list[Span], batch: RaggedBatch, logits: dict[int, torch.Tensor]) -> None:
+        """Run spans together; add the wanted logits `[num_logit_rows, V]` of each to `logits`, by sequence id."""
+        rows = self._rows(spans, batch)
         columns, padding = np.arange(rows.num_keys), rows.num_keys - rows.ends[:, None]
         needs_mask = self._cache.has_keys or rows.tokens is not None
-        token_ids = np.zeros((len(group), rows.num_new), dtype=np.int64)
-        for row, span in zip(token_ids, group, strict=True):
+        token_ids = np.zeros((len(spans), rows.num_new), dtype=np.int64)
+        for row, span in zip(token_ids, spans, strict=True):
             row[rows.num_new - span.length :] = span.token_ids
         self._cache.enter(rows)
-        most_logits = max(span.num_logit_rows for span in group)
+        most_logits = max(span.num_logit_rows for span in spans)
         given = self._call(
             token_ids,
             np.maximum(columns - padding, 0)[:, rows.num_past :],
@@ -149,40 +166,39 @@ class RowsExecutor:
             most_logits,
         )
         self._cache.leave(rows)
-        for place, span in enumerate(group):
+        for number, span in enumerate(spans):
             self._num_run[span.slot] = span.end
             if span.num_logit_rows:
-                logits[span.sequence_id] = given[place, most_logits - span.num_logit_rows :]
+                logits[span.sequence_id] = given[number, most_logits - span.num_logit_rows :]
 
-    def _rows(self, group: list[Span], batch: RaggedBatch) -> Rows:
-        starts, ends = (np.array([getattr(span, name) for span in group]) for name in ("start", "end"))
+    def _rows(self, spans: list[Span], batch: RaggedBatch) -> Rows:
+        starts, ends = (np.array([getattr(span, name) for span in spans]) for name in ("start", "end"))
         num_keys = int(ends.max())
         positions = np.maximum(np.arange(num_keys) - (num_keys - ends)[:, None], 0)
-        places = {span.sequence_id: place for place, span in enumerate(batch.spans)}
-        sequence_ids = np.array([span.sequence_id for span in group])
-        tables = batch.groups[0].block_tables_host[[places[each] for each in sequence_ids.tolist()]].astype(np.int64)
-        blocks = np.take_along_axis(tables, positions // self.block_size, axis=1)
-        gathered = blocks * self.block_size + positions % self.block_size
-        device, num_new = self.model.device, max(span.length for span in group)
-        kv_slots, tokens = gathered[:, num_keys - num_new :].ravel(), None
-        if any(span.length < num_new for span in group):
+        numbers = {span.sequence_id: number for number, span in enumerate(batch.spans)}
+        sequence_ids = np.array([span.sequence_id for span in spans])
+        tables = np.array([numbers[each] for each in sequence_ids.tolist()])[:, None]
+        gathered = cache_indices(batch.groups[0].block_tables_host, tables, positions, self.block_size)
+        device, num_new = self.model.device, max(span.length for span in spans)
+        written, tokens = gathered[:, num_keys - num_new :].ravel(), None
+        if any(span.length < num_new for span in spans):
             tokens = np.flatnonzero(np.arange(num_new) >= num_new - (ends - starts)[:, None])
-            kv_slots = kv_slots[tokens]
+            written = written[tokens]
         return Rows(
             sequence_ids=sequence_ids,
-            slots=np.array([span.slot for span in group]),
+            slots=np.array([span.slot for span in spans]),
             starts=starts,
             ends=ends,
             num_new=num_new,
             tokens=None if tokens is None else to_device(tokens, device),
-            kv_slots=to_device(kv_slots, device),
+            written=to_device(written, device),
             gathered=to_device(gathered, device),
             num_keys=num_keys,
         )
 
     @torch.inference_mode()
     def _own_cache(self) -> DynamicCache:
-        """The model's own cache after some tokens, which shows what it keeps. Raises `ModelError`."""
+        """The model's own cache after two tokens, which shows what it keeps. Raises `ModelError`."""
         tokens, reasons = np.array([[1, 2]]) % self._call.vocab_size, list[str]()
         for config in (self.model.config, None):  # some configurations count other layers than the decoder's
             try:

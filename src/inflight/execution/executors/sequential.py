@@ -1,11 +1,11 @@
-"""`SequentialExecutor`: one sequence after the other, each with a cache of the model's own making.
+"""`SequentialExecutor`: one sequence after the other, each with a cache that the model makes for itself.
 
-The last resort, which every causal model takes. A cache that does not stand where a span begins (a step was given up,
-the slot is another sequence's now, or there is none at all) is made anew from the sequence's tokens: so nothing has to
-be taken back, and a model without any cache is run from the start every time.
+The last resort, which works for every causal model. If a sequence's cache does not end where its span begins (a step
+was given up, or the sequence starts over), it is made anew from the sequence's tokens. So no step ever has to be
+undone, and a model without any cache is run from the beginning for every token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,15 @@ from transformers import PreTrainedModel
 
 from inflight.contracts.cache_layout import ALL_TOKENS
 from inflight.contracts.plan import Span
-from inflight.execution.executors.whole_prompts import TokensBySlot
+from inflight.execution.executors.interface import Capabilities
+from inflight.execution.executors.token_history import TokenHistory
 from inflight.execution.hf.model_call import ModelCall
 from inflight.execution.ragged_batch import RaggedBatch
 
 
 @dataclass(slots=True)
 class _OwnCache:
-    """What the model keeps of one sequence's first `length` tokens."""
+    """What the model keeps for one sequence's first `length` tokens."""
 
     kept: Any
     length: int
@@ -32,21 +33,25 @@ class SequentialExecutor:
 
     Args:
         model: ours alone, in evaluation mode, with an attention implementation of its own.
-        in_one_piece: whether prompts are only run whole: the model cannot go on with several tokens at once.
+        in_one_piece: whether prompts only run whole, because the model cannot go on with several tokens at once.
         uses_cache: whether the model keeps anything; if not, a sequence is run from its beginning for every token.
     """
 
     name = "sequential"
     cache_groups = (ALL_TOKENS,)
-    can_share_prefixes = False
     bytes_per_slot = 0
 
     def __init__(self, model: PreTrainedModel, *, in_one_piece: bool = False, uses_cache: bool = True) -> None:
         self.model = model
         self.in_one_piece = in_one_piece
         self._call = ModelCall(model, uses_cache=uses_cache)
-        self._tokens = TokensBySlot()
+        self._history = TokenHistory()
         self._caches: dict[int, _OwnCache] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `Executor`."""
+        return Capabilities(shares_prefixes=False, chunks_prompts=not self.in_one_piece, has_paged_attention=False)
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `Executor`. How much the model's own caches take is not known."""
@@ -56,27 +61,38 @@ class SequentialExecutor:
         """See `Executor`. The model makes room for itself."""
         self._caches.clear()
 
+    def compile(self, mode: str) -> str | None:
+        """See `Executor`."""
+        return f"it runs as {self.name}"
+
+    def release(self, slots: Iterable[int]) -> None:
+        """See `Executor`."""
+        slots = list(slots)
+        self._history.release(slots)
+        for slot in slots:
+            self._caches.pop(slot, None)
+
     @torch.inference_mode()
-    def forward(self, batch: RaggedBatch, copies: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """See `Executor`."""
         wanted = [logits for span in batch.spans if (logits := self._run(span)) is not None]
         return torch.cat(wanted) if wanted else self._call.no_logits
 
     def _run(self, span: Span) -> torch.Tensor | None:
-        """Its logits `[num_logit_rows, V]`, if any are wanted."""
-        self._tokens.add(span)
+        """A span's logits `[num_logit_rows, V]`, if any are wanted."""
+        self._history.add(span)
         is_whole = span.start == 0
         if is_whole:
-            self._caches.pop(span.slot, None)  # whose slot it was before
+            self._caches.pop(span.slot, None)  # the sequence starts over
         if self.in_one_piece and span.num_logit_rows == 0:
-            return None  # the rest is still to come
+            return None  # held back until its last chunk comes
         own = self._caches.pop(span.slot, None)
         can_go_on = own is not None and own.length == span.start and (span.length == 1 or not self.in_one_piece)
         if is_whole or not can_go_on:
-            own, span = None, self._tokens.whole(span)
+            own, span = None, self._history.from_the_beginning(span)
         outputs = self._call.outputs(
             [span.token_ids],
-            None,  # which positions these are is the model's own affair
+            None,  # the model counts positions by itself
             None,
             None if own is None else own.kept,
             max(1, span.num_logit_rows),

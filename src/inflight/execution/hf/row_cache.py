@@ -1,8 +1,8 @@
-"""A `transformers` cache whose layers are ours: keys and values lie in blocks, recurrent states by slot.
+"""`RowCache`: a `transformers` cache whose layers are ours. Keys and values lie in blocks, recurrent states by slot.
 
-What a model finds in its `past_key_values` (or `cache_params`) while some rows of a step run: for each layer, keys and
-values of these rows' sequences, gathered and padded on the left, and the states that they have come to. Which kinds of
-layers there are is asked of the model's own cache. Decides where states are kept, so that a step can be run again.
+A model finds it as its `past_key_values` (or `cache_params`) while some rows of a step run: for each layer, the keys
+and values of these rows' sequences, gathered and padded on the left, and their states. The model's own cache shows
+which kinds of layers there are. Decides where states are kept, so that a step can be run again.
 """
 
 from collections.abc import Sequence
@@ -29,20 +29,20 @@ STATE = (LinearAttentionLayer,)
 BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 NUM_VERSIONS = 2
 NUM_SPARE = 64
-"""Tokens that there is room for behind those that were gathered."""
+"""Room for so many more tokens after those that were gathered."""
 
 
 @dataclass(slots=True)
 class Rows:
-    """G rows of L tokens, whose sequences have up to K keys by now; beginnings may have fewer, padded on the left.
+    """G rows of L tokens, whose sequences have up to K keys by now. Shorter beginnings are padded on the left.
 
     Attributes:
         sequence_ids, slots: `[G]`.
-        starts, ends: `[G]`, positions of each row's first token and of the one behind its last.
+        starts, ends: `[G]`, the positions of each row's first token and after its last.
         num_new: L.
-        tokens: places of the tokens in `[G * L]` int64; None: all are tokens.
-        kv_slots: int64, where each token's key and value belong.
-        gathered: `[G, K]` int64, the places of each sequence's keys, padded on the left with its first.
+        tokens: int64, which of the G * L entries are tokens, not padding; None: all of them.
+        written: int64, the cache index of each token.
+        gathered: `[G, K]` int64, the cache indices of each sequence's keys, padded on the left with its first.
         num_keys: K.
     """
 
@@ -52,12 +52,12 @@ class Rows:
     ends: IntArray
     num_new: int
     tokens: torch.Tensor | None
-    kv_slots: torch.Tensor
+    written: torch.Tensor
     gathered: torch.Tensor
     num_keys: int
 
     def follow(self, before: "Rows | None") -> bool:
-        """Whether these are the same sequences as those that ran before, each with its next token."""
+        """Whether these are the same sequences as in the rows before, each with its next token."""
         return (
             before is not None
             and np.array_equal(before.sequence_ids, self.sequence_ids)
@@ -67,29 +67,29 @@ class Rows:
 
     @property
     def num_past(self) -> int:
-        """Keys that are there already, as far as the model knows: those before all rows' tokens, padding included."""
+        """Keys that the model takes for cached: all before the rows' tokens, padding included."""
         return self.num_keys - self.num_new
 
 
-class PagedStates:
-    """Storage of one layer's keys, or values: `[places, Hkv, D]`.
+class PagedTensor:
+    """Storage of one layer's keys, or values: `[num_tokens, Hkv, D]`.
 
-    As long as the same sequences run, each with one token more, what was gathered of them is kept, and only their new
-    tokens are added: gathering takes longer than all of attention.
+    While the same sequences decode, their gathered keys are kept and only new tokens are added: gathering takes longer
+    than all of attention.
     """
 
-    def __init__(self, states: torch.Tensor, num_places: int) -> None:
-        shape = (num_places, states.shape[1], states.shape[3])
+    def __init__(self, states: torch.Tensor, num_tokens: int) -> None:
+        shape = (num_tokens, states.shape[1], states.shape[3])
         self._storage = torch.empty(shape, dtype=states.dtype, device=states.device)
-        self._gathered: torch.Tensor | None = None  # [G, Hkv, K and some more, D]
+        self._gathered: torch.Tensor | None = None  # [G, Hkv, K + spare, D]
 
     def update(self, states: torch.Tensor, rows: Rows, *, is_next: bool) -> torch.Tensor:
-        """Store the rows' new states `[G, Hkv, L, D]`; all of their sequences, `[G, Hkv, K, D]`."""
+        """Store the rows' new states `[G, Hkv, L, D]`; return those of their whole sequences, `[G, Hkv, K, D]`."""
         new = states.transpose(1, 2).flatten(0, 1)
-        self._storage[rows.kv_slots] = new if rows.tokens is None else new[rows.tokens]
+        self._storage[rows.written] = new if rows.tokens is None else new[rows.tokens]
         if rows.num_past == 0:
             if states.shape[2] == 1:
-                self._gathered = None  # it is of others
+                self._gathered = None  # it belongs to other sequences
             return states
         gathered, num_keys = self._gathered, rows.num_keys
         if is_next and gathered is not None and gathered.shape[2] >= num_keys:
@@ -103,41 +103,50 @@ class PagedStates:
                 self._gathered = gathered
         return gathered[:, :, :num_keys]
 
+    def forget_gathered(self) -> None:
+        """Free what was gathered."""
+        self._gathered = None
+
     def copy(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy places."""
+        """Copy tokens from cache indices to cache indices, `[n]` int64 each."""
         self._storage[destinations] = self._storage[sources]
 
 
 class PagedKeysAndValues:
-    """Storage of one layer's keys and values; made for the shapes of `layer`."""
+    """Storage of one layer's keys and values, in the shapes of `layer`."""
 
-    def __init__(self, layer: DynamicLayer, num_places: int) -> None:
-        self._keys, self._values = (PagedStates(states, num_places) for states in (layer.keys, layer.values))
+    def __init__(self, layer: DynamicLayer, num_tokens: int) -> None:
+        self._keys, self._values = (PagedTensor(states, num_tokens) for states in (layer.keys, layer.values))
         self.rows: Rows | None = None
         self.is_next = False
 
     @staticmethod
     def bytes_per_token(layer: DynamicLayer) -> int:
-        """Memory of one token."""
+        """Bytes that one token takes."""
         return sum(states.shape[1] * states.shape[3] * states.element_size() for states in (layer.keys, layer.values))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the rows' new keys and values `[G, Hkv, L, D]`; all of their sequences, `[G, Hkv, K, D]`."""
+        """Store the rows' new keys and values `[G, Hkv, L, D]`; return those of their sequences, `[G, Hkv, K, D]`."""
         rows = self.rows
         assert rows is not None
         keys = self._keys.update(key_states, rows, is_next=self.is_next)
         return keys, self._values.update(value_states, rows, is_next=self.is_next)
 
     def copy(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy places."""
+        """See `PagedTensor`."""
         for states in (self._keys, self._values):
             states.copy(sources, destinations)
 
+    def forget_gathered(self) -> None:
+        """See `PagedTensor`."""
+        for states in (self._keys, self._values):
+            states.forget_gathered()
+
 
 class StatesBySlot:
-    """Storage of one layer's recurrent states: for each slot what they were at two lengths of its sequence.
+    """Storage of one layer's recurrent states: for each slot the states at two lengths of its sequence.
 
-    So a step that was given up, and is run again, finds them as they were before it."""
+    So a step that is run again after it was given up finds the states from before it."""
 
     def __init__(self, layer: LinearAttentionLayer, num_slots: int) -> None:
         self.kernel_sizes = dict(layer.conv_kernel_size)
@@ -152,13 +161,14 @@ class StatesBySlot:
 
     @staticmethod
     def bytes_per_slot(layer: LinearAttentionLayer) -> int:
-        """Memory of one slot."""
+        """Bytes that one slot takes."""
         states = (*layer.conv_states.values(), *layer.recurrent_states.values())
         size = sum(state.numel() * state.element_size() for state in states if state is not None)
         return NUM_VERSIONS * int(size)
 
     def load(self, layer: LinearAttentionLayer, versions: torch.Tensor | None, slots: torch.Tensor) -> None:
-        """Give `layer` the states of `slots`; those of sequences that have none yet (`versions` is None) it makes."""
+        """Give `layer` the states of `slots` `[G]`, in these `versions` `[G]`; None: the sequences begin, and the layer
+        makes its states itself."""
         for name in ("conv_states", "recurrent_states"):
             states, known = getattr(layer, name), getattr(layer, f"is_{name}_initialized")
             for index in states:
@@ -170,13 +180,13 @@ class StatesBySlot:
         layer.conv_kernel_size.update(self.kernel_sizes)
 
     def store(self, layer: LinearAttentionLayer, versions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keep the states that `layer` has come to."""
+        """Keep the states that `layer` has now, for `slots` `[G]`, as these `versions` `[G]`."""
         for (name, index), kept in self.tensors.items():
             kept[versions, slots] = getattr(layer, name)[index]
 
 
 class _Paged:
-    """What layers with keys and values do otherwise than their class."""
+    """Overrides what layers with keys and values inherit."""
 
     storage: PagedKeysAndValues
 
@@ -193,7 +203,7 @@ class _Paged:
 
 
 class _PagedLayer(_Paged, DynamicLayer):
-    """Full attention. A window is up to the model's mask: all keys are there."""
+    """Full attention. All keys are there; a window is left to the model's mask."""
 
 
 class _SlidingPagedLayer(_Paged, DynamicSlidingWindowLayer):
@@ -216,18 +226,19 @@ _PAGED = {
 }
 
 
-class PagedCache(Cache):
+class RowCache(Cache):
     """The cache of all sequences of an engine, seen through the rows that run.
 
     Args:
-        like: the model's own cache after some tokens: which layers there are, and their shapes.
-        num_places: tokens that keys and values are kept of.
-        num_slots: sequences that states are kept of.
+        like: the model's own cache after some tokens, which shows its layers and their shapes.
+        num_tokens: room for keys and values.
+        num_slots: room for states.
 
-    Raises `ModelError` for layers that hold something else.
+    Raises:
+        ModelError: a layer holds anything other than keys, values and states.
     """
 
-    def __init__(self, like: DynamicCache, num_places: int, num_slots: int) -> None:
+    def __init__(self, like: DynamicCache, num_tokens: int, num_slots: int) -> None:
         check_layers(like)
         layers: list[Any] = []
         self._paged: list[PagedKeysAndValues] = []
@@ -235,14 +246,14 @@ class PagedCache(Cache):
         for layer in like.layers:
             own = _like(layer)
             if isinstance(own, _Paged):
-                own.storage = PagedKeysAndValues(layer, num_places)
+                own.storage = PagedKeysAndValues(layer, num_tokens)
                 self._paged.append(own.storage)
             if isinstance(own, STATE):
                 self._states.append((own, StatesBySlot(layer, num_slots)))
             layers.append(own)
         super().__init__(layers=layers)
         self._lengths = np.full((NUM_VERSIONS, num_slots), -1, dtype=np.int64)
-        self._before: Rows | None = None  # of one token each, that have run
+        self._before: Rows | None = None  # the last rows of one token each that have run
 
     @property
     def has_keys(self) -> bool:
@@ -253,12 +264,20 @@ class PagedCache(Cache):
         return bool(self._states)
 
     def copy(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy keys and values from places to places."""
+        """Copy keys and values from cache indices to cache indices, `[n]` int64 each."""
         for storage in self._paged:
             storage.copy(sources, destinations)
 
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget the sequences in these slots."""
+        self._lengths[:, list(slots)] = -1
+        if self._before is not None and np.isin(self._before.slots, slots).any():
+            self._before = None
+            for storage in self._paged:
+                storage.forget_gathered()
+
     def enter(self, rows: Rows) -> None:
-        """These rows run now. Raises `RuntimeError` if their states are not known."""
+        """Begin to run these rows. Raises `RuntimeError` if their states are not known."""
         is_next = rows.follow(self._before)
         if rows.num_new == 1:
             self._before = None  # until these have run
@@ -277,14 +296,16 @@ class PagedCache(Cache):
             states.load(layer, versions, slots)
 
     def leave(self, rows: Rows) -> None:
-        """These rows have run: keep the states that they have come to."""
+        """The rows have run: keep their new states."""
+        for storage in self._paged:
+            storage.rows = None
         if rows.num_new == 1:
             self._before = rows
         if not self._states:
             return
         if rows.starts[0] == 0:
-            self._lengths[:, rows.slots] = -1  # whose slots these were before is forgotten
-        versions = (self._lengths[1, rows.slots] != rows.starts).astype(np.int64)  # not where the states before are
+            self._lengths[:, rows.slots] = -1  # the sequences start over
+        versions = (self._lengths[1, rows.slots] != rows.starts).astype(np.int64)  # keeps those from before the step
         self._lengths[versions, rows.slots] = -1
         for layer, states in self._states:
             states.store(layer, torch.from_numpy(versions), torch.from_numpy(rows.slots))
@@ -292,18 +313,18 @@ class PagedCache(Cache):
 
 
 def check_layers(like: Cache) -> None:
-    """Raise `ModelError` unless all layers of a model's own cache are of kinds that are known here."""
+    """Raise `ModelError` unless all layers of a model's own cache are of known kinds."""
     if type(like) is not DynamicCache:
-        raise ModelError(f"its cache is of a kind of its own, {type(like).__name__}")
+        raise ModelError(f"its cache is of an unknown kind, {type(like).__name__}")
     for layer in like.layers:
         if type(layer) not in (*ATTENTION, *STATE, *BOTH, DummyLayer):
-            raise ModelError(f"its cache has layers of a kind of its own, {type(layer).__name__}")
+            raise ModelError(f"its cache has layers of an unknown kind, {type(layer).__name__}")
 
 
 def _like(layer: Any) -> Any:
-    """A layer of the same kind as the model's; of those with keys and values, ours."""
+    """A layer of the same kind as the model's, with our storage if it has keys and values."""
     if isinstance(layer, DynamicLayer) and not layer.is_initialized:
-        return DummyLayer()  # nothing was ever put there
+        return DummyLayer()  # never used
     kind: Any = _PAGED.get(type(layer), type(layer))
     options: dict[str, Any] = {}
     if isinstance(layer, DynamicSlidingWindowLayer):
@@ -314,16 +335,17 @@ def _like(layer: Any) -> Any:
 
 
 def bytes_of(like: DynamicCache) -> tuple[int, int]:
-    """Memory that a token takes, and that a slot takes."""
-    of_token = sum(
+    """Bytes that a token takes, and bytes that a slot takes."""
+    per_token = sum(
         PagedKeysAndValues.bytes_per_token(layer)
         for layer in like.layers
         if isinstance(layer, DynamicLayer) and layer.is_initialized
     )
-    return of_token, sum(StatesBySlot.bytes_per_slot(layer) for layer in like.layers if isinstance(layer, STATE))
+    return per_token, sum(StatesBySlot.bytes_per_slot(layer) for layer in like.layers if isinstance(layer, STATE))
 
 
-def places_of(copies: Sequence[tuple[int, int]], block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places of whole blocks, of the sources and of the destinations."""
+def indices_of_blocks(copies: Sequence[tuple[int, int]], block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cache indices of all tokens in the source blocks, and of those in the destination blocks: `[n]` int64
+    each."""
     blocks = np.array(copies, dtype=np.int64).reshape(-1, 2).T[..., None] * block_size + np.arange(block_size)
     return torch.from_numpy(blocks[0].ravel()), torch.from_numpy(blocks[1].ravel())

@@ -235,7 +235,8 @@ class _Search:
         def make(block_size: int, num_slots: int) -> Executor:
             longest = min(report.max_model_len, config.max_model_len or report.max_model_len)
             attention = backend(block_size)
-            return PackedExecutor(model, attention, group_calls(report.specs, longest, attention.bytes_per_block))
+            grouping = group_calls(report.specs, longest, attention.bytes_per_block)
+            return PackedExecutor(model, attention, grouping, report.modules)
 
         return Choice(make, backend(config.block_size).name, proved_on, report)
 

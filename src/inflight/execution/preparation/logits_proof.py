@@ -220,7 +220,7 @@ def _steps(
                 replace(span, num_logit_rows=int((span.sequence_id, span.end) not in chunks)) for span in spans
             )
         plan = StepPlan(spans, (tuple(tables[number] for number, _, _ in step),))
-        yield RaggedBatch.pack(plan, PROOF_BLOCK_SIZE, device), spans
+        yield RaggedBatch.from_plan(plan, PROOF_BLOCK_SIZE, device), spans
 
 
 def _plain_logits(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tensor:

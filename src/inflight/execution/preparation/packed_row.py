@@ -267,7 +267,7 @@ def _is_batch_invariant(executor: PackedExecutor, vocab_size: int) -> bool:
             for number, first, last in parts
         )
         plan = StepPlan(spans, (tuple(tables[number] for number, _, _ in parts),))
-        logits = executor.forward(RaggedBatch.pack(plan, PROBE_BLOCK_SIZE, device))
+        logits = executor.forward(RaggedBatch.from_plan(plan, PROBE_BLOCK_SIZE, device))
         return list(logits.split([span.length for span in spans]))  # type: ignore[no-untyped-call]
 
     (alone,) = run((0, 0, length))
@@ -287,7 +287,7 @@ def _packed_steps(
             for number, part in parts
         ]
         plan = StepPlan(tuple(spans), (tuple(tables[number] for number, _ in parts),))
-        yield RaggedBatch.pack(plan, PROBE_BLOCK_SIZE, device), spans
+        yield RaggedBatch.from_plan(plan, PROBE_BLOCK_SIZE, device), spans
 
 
 @contextmanager

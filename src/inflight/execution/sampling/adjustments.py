@@ -6,7 +6,7 @@ for repetition, OpenAI's for presence and frequency, with vLLM's meaning: the re
 """
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,32 +14,21 @@ import numpy.typing as npt
 import torch
 
 from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import SlotAssignment
 from inflight.execution.ragged_batch import IntArray, to_device
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 
 class Adjuster:
-    """One sequence's wishes, and what of its tokens they depend on.
+    """What one sequence wants changed, and the part of its tokens that this depends on."""
 
-    Args:
-        token_ids: the sequence so far, `prompt_len` of it the prompt.
-        stop_token_ids: not chosen before `min_tokens`.
-        bad_words: sequences of tokens whose last one is not chosen behind the others.
-    """
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        token_ids: Sequence[int],
-        prompt_len: int,
-        stop_token_ids: Collection[int] = (),
-        bad_words: Collection[Sequence[int]] = (),
-    ) -> None:
+    def __init__(self, assignment: SlotAssignment) -> None:
+        params, token_ids, prompt_len = assignment.params, assignment.token_ids, assignment.prompt_len
         self._params = params
         self._prompt_len = prompt_len
-        self._stop_token_ids = tuple(stop_token_ids)
-        self._bad_words = [tuple(word) for word in bad_words]
+        self._stop_token_ids = tuple(assignment.stop_token_ids)
+        self._bad_words = assignment.bad_words
         self._bias_ids = np.array(list(params.logit_bias or ()), dtype=np.int64)
         self._biases = np.array(list((params.logit_bias or {}).values()), dtype=np.float32)
         self._token_ids = array("q", token_ids)

@@ -3,13 +3,13 @@
 Decides nothing about tokens. They are taken of the logits before anything is changed about them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
 from inflight.contracts.outputs import TokenScore
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import SlotAssignment
 from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
 
 ROWS_AT_ONCE = 256
@@ -26,12 +26,21 @@ class Scorer:
     def __init__(self, max_num_seqs: int) -> None:
         self._num_top = np.full(max_num_seqs, -1, dtype=np.int64)
         self._num_prompt_top = np.full(max_num_seqs, -1, dtype=np.int64)
-        self._are_wanted = False  # by anybody who has a slot, or had it last
+        self._are_wanted = False  # by any sequence that has a slot
 
-    def assign(self, slot: int, params: SamplingParams) -> None:
-        """A sequence with these parameters has moved into a slot."""
-        self._num_top[slot] = -1 if params.logprobs is None else params.logprobs
-        self._num_prompt_top[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+    def assign(self, assignment: SlotAssignment) -> None:
+        """A sequence has moved into a slot."""
+        params = assignment.params
+        self._set(assignment.slot, params.logprobs, params.prompt_logprobs)
+
+    def release(self, slots: Iterable[int]) -> None:
+        """The sequences in these slots want no scores any more."""
+        for slot in slots:
+            self._set(slot, None, None)
+
+    def _set(self, slot: int, num_top: int | None, num_prompt_top: int | None) -> None:
+        self._num_top[slot] = -1 if num_top is None else num_top
+        self._num_prompt_top[slot] = -1 if num_prompt_top is None else num_prompt_top
         self._are_wanted = bool((self._num_top >= 0).any() or (self._num_prompt_top >= 0).any())
 
     @torch.inference_mode()

@@ -8,14 +8,14 @@ kernels, which sort next to nothing (`kernels/sample.cpp`), elsewhere by torch's
 neither preemption, chunking, the order of rows nor other rows change them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import SlotAssignment
 from inflight.execution.kernels import kernels_available
 from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
 from inflight.execution.sampling.adjustments import NO_EDITS, Adjuster, Edits, adjust
@@ -46,34 +46,26 @@ class Sampler:
         self._adjusters: dict[int, Adjuster] = {}  # of those slots that need one
         self._is_adjusted = np.zeros(max_num_seqs, dtype=np.bool_)  # whether that is so
 
-    def assign(
-        self,
-        slot: int,
-        params: SamplingParams,
-        *,
-        seed: int,
-        index: int,
-        token_ids: Sequence[int],
-        prompt_len: int,
-        stop_token_ids: Collection[int] = (),
-        bad_words: Collection[Sequence[int]] = (),
-    ) -> None:
-        """A sequence has moved into a slot: the `index`-th of its request, with `token_ids` so far, of which
-        `prompt_len` are the prompt.
-
-        `stop_token_ids` (EOS included) are not chosen before `min_tokens` output tokens, the last token of one of
-        `bad_words` never behind its others."""
+    def assign(self, assignment: SlotAssignment) -> None:
+        """A sequence has moved into a slot."""
+        slot, params = assignment.slot, assignment.params
         self._temperature[slot] = min(params.temperature, MAX_TEMPERATURE)
         self._top_k[slot] = max(params.top_k, 0)
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
-        self._seed[slot] = seed
-        self._index[slot] = index
-        self._prompt_len[slot] = prompt_len
-        self._adjusters.pop(slot, None)
-        self._is_adjusted[slot] = Adjuster.is_needed(params)
-        if self._is_adjusted[slot]:
-            self._adjusters[slot] = Adjuster(params, token_ids, prompt_len, stop_token_ids, bad_words)
+        self._seed[slot] = assignment.seed
+        self._index[slot] = assignment.index
+        self._prompt_len[slot] = assignment.prompt_len
+        self.release([slot])
+        if Adjuster.is_needed(params):
+            self._is_adjusted[slot] = True
+            self._adjusters[slot] = Adjuster(assignment)
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Forget what the sequences in these slots wanted changed."""
+        for slot in slots:
+            self._adjusters.pop(slot, None)
+            self._is_adjusted[slot] = False
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, batch: RaggedBatch, masks: TokenMasks | None = None) -> list[int]:

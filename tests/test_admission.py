@@ -1,4 +1,4 @@
-"""The door refuses what could not run, in a sentence with the value and what is accepted, and resolves the rest."""
+"""Admission refuses what could not run, in a sentence with the value and what is accepted, and resolves the rest."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -61,13 +61,15 @@ def refusal_of(prompt: Sequence[int], info: ModelInfo | None = None, **options: 
 
 
 def test_a_request_says_everything_that_the_scheduler_needs() -> None:
-    assert request_of([5, 6, 7], n=3, max_tokens=4, min_tokens=2, stop_token_ids=[9]) == Request(
+    params = SamplingParams(n=3, max_tokens=4, min_tokens=2, stop_token_ids=[9])
+    assert make_request("r", [5, 6, 7], params, model_info()) == Request(
         request_id="r",
         prompt_token_ids=[5, 6, 7],
         max_num_tokens=7,
         min_output_tokens=2,
         stop_token_ids=frozenset({EOS, 9}),
         num_sequences=3,
+        params=params,
     )
 
 

@@ -1,5 +1,6 @@
-"""`TokensBySlot`: what an executor needs that runs prompts whole, or sequences again from their beginning."""
+"""`TokenHistory`: the tokens of each slot's sequence, for executors that run a sequence again from its beginning."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -8,14 +9,14 @@ from inflight.contracts.plan import Span
 from inflight.execution.ragged_batch import IntArray
 
 
-class TokensBySlot:
+class TokenHistory:
     """The tokens that each slot's sequence has been given so far."""
 
     def __init__(self) -> None:
         self._token_ids: dict[int, IntArray] = {}
 
     def add(self, span: Span) -> None:
-        """A sequence has been given these; what was known from their first position on is forgotten."""
+        """Remember a span's tokens; what was known from its first position on is overwritten."""
         known = self._token_ids.get(span.slot)
         if known is None or len(known) < span.end:
             grown = np.zeros(max(64, 2 * span.end), dtype=np.int64)
@@ -24,6 +25,11 @@ class TokensBySlot:
             known = self._token_ids[span.slot] = grown
         known[span.start : span.end] = span.token_ids
 
-    def whole(self, span: Span) -> Span:
-        """From the sequence's first token on."""
+    def from_the_beginning(self, span: Span) -> Span:
+        """The same span, extended to begin with the sequence's first token."""
         return replace(span, start=0, token_ids=self._token_ids[span.slot][: span.end].tolist())
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Forget the sequences in these slots."""
+        for slot in slots:
+            self._token_ids.pop(slot, None)

@@ -1,0 +1,181 @@
+"""`Reporter`: what callers are told about their requests, and when a stop string ends a sequence.
+
+A sequence's news waits here until it is reported, so that an interrupt loses no token of any stream.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+
+from inflight.contracts.outputs import SequenceOutput, TokenScore
+from inflight.contracts.plan import SlotAssignment, Span
+from inflight.engine.admission import AcceptedRequest
+from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.sequence import Sequence
+from inflight.text.output_text import OutputText
+from inflight.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """What is kept of a request until its last sequence has ended; lists are by sequence index.
+
+    Attributes:
+        stop_texts: each sequence's text so far, if it has stop strings.
+        prompt_scores: the scores of its prompt that have not been reported yet.
+    """
+
+    accepted: AcceptedRequest
+    first_scheduled_times: list[float | None]
+    stop_texts: list[OutputText | None]
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What has happened to a sequence and has not been reported yet."""
+
+    sequence: Sequence
+    new_token_ids: list[int]
+    scores: SequenceOf[TokenScore] = ()
+    error: str | None = None
+
+
+class Reporter:
+    """Follows the requests of one engine.
+
+    Args:
+        scheduler: ends the sequences in whose text a stop string has come.
+        tokenizer: makes that text.
+    """
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None) -> None:
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._requests: dict[str, LiveRequest] = {}
+        self._news: deque[News] = deque()
+        self._outbox: list[SequenceOutput] = []
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def __len__(self) -> int:
+        """Requests that have not ended, or whose end has not been reported."""
+        return len(self._requests)
+
+    def accepted(self, request_id: str) -> AcceptedRequest | None:
+        """The request of this id, if it is followed."""
+        live = self._requests.get(request_id)
+        return None if live is None else live.accepted
+
+    def follow(self, accepted: AcceptedRequest) -> None:
+        """Report on a request from now on, until its last sequence has ended."""
+        num_sequences, stop_texts = accepted.params.n, list[OutputText | None]()
+        for _ in range(num_sequences):
+            if self._tokenizer is None or not accepted.params.stop_strings:
+                stop_texts.append(None)
+            else:
+                prompt = accepted.request.prompt_token_ids
+                stop_texts.append(OutputText.of_request(self._tokenizer, prompt, accepted.params))
+        request_id = accepted.request.request_id
+        self._requests[request_id] = LiveRequest(accepted, [None] * num_sequences, stop_texts)
+
+    def see_assignment(self, assignment: SlotAssignment, now: float) -> AcceptedRequest:
+        """A sequence moves into a slot. Returns its request."""
+        sequence = self._scheduler.running(assignment.sequence_id)
+        live = self._requests[sequence.request.request_id]
+        if live.first_scheduled_times[sequence.index] is None:
+            live.first_scheduled_times[sequence.index] = now
+        return live.accepted
+
+    def see_prompt_scores(self, span: Span, scores: SequenceOf[TokenScore]) -> None:
+        """Keep the scores of a span's `scored_ids` until they can be reported; call it before the commit."""
+        sequence = self._scheduler.running(span.sequence_id)
+        so_far = self._requests[sequence.request.request_id].prompt_scores
+        so_far[sequence.num_scored_tokens - 1 :] = scores  # a step that runs again brings them again
+
+    def add(self, news: Iterable[News]) -> None:
+        """Keep news until `report`."""
+        self._news += news
+
+    def report(self) -> None:
+        """Turn all news into outputs."""
+        while self._news:
+            self._outbox.append(self._output_of(self._news[0]))
+            self._news.popleft()
+
+    def take_outputs(self) -> list[SequenceOutput]:
+        """The outputs that were not taken yet."""
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def forget(self, request_id: str, aborted: Iterable[Sequence]) -> list[SequenceOutput]:
+        """Drop a request and everything not yet reported about it; returns the ends of its `aborted` sequences."""
+        live = self._requests.pop(request_id, None)
+        self._news = deque(news for news in self._news if news.sequence.request.request_id != request_id)
+        self._outbox = [output for output in self._outbox if output.request_id != request_id]
+        return [] if live is None else [_output(sequence, [], live) for sequence in aborted]
+
+    def _output_of(self, news: News) -> SequenceOutput:
+        """The output for a sequence's news, cut at a stop string if one has come, which ends the sequence."""
+        sequence, new_token_ids, scores = news.sequence, news.new_token_ids, news.scores
+        live = self._requests[sequence.request.request_id]
+        text, stop_reason, error = live.stop_texts[sequence.index], None, news.error
+        if text is not None and new_token_ids:
+            num_before = text.num_tokens_until_stop
+            try:
+                text.take_in(new_token_ids, sequence.finish_reason)
+            except Exception as failure:  # the tokenizer failed: end this request, and no other
+                logger.exception("looking for stop strings failed")
+                error = repr(failure)
+                self._scheduler.finish(sequence.sequence_id, "error")
+                sequence.finish_reason = "error"
+            stop_reason = text.stop_reason
+            if stop_reason is not None:
+                num_kept = text.num_tokens_until_stop
+                self._scheduler.finish(sequence.sequence_id, "stop", num_kept)
+                sequence.finish_reason = "stop"
+                new_token_ids = new_token_ids[: num_kept - num_before]
+                scores = scores[: len(new_token_ids)]
+        if sequence.finish_reason is not None and not self._has_more(sequence):
+            del self._requests[sequence.request.request_id]
+        output = _output(sequence, new_token_ids, live, stop_reason, error)
+        if not scores and not live.prompt_scores:
+            return output
+        prompt_scores: list[TokenScore] | None = None
+        if sequence.index == 0 and len(live.prompt_scores) == sequence.num_prompt_tokens - 1:  # else it ended before
+            prompt_scores, live.prompt_scores = live.prompt_scores, []
+        return replace(output, scores=list(scores) or None, prompt_scores=prompt_scores or None)
+
+    def _has_more(self, sequence: Sequence) -> bool:
+        """Whether a request has more to report than the end of this one of its sequences."""
+        request_id = sequence.request.request_id
+        unheard = any(n.sequence is not sequence and n.sequence.request.request_id == request_id for n in self._news)
+        return unheard or self._scheduler.is_unfinished(request_id)
+
+
+def _output(
+    sequence: Sequence,
+    new_token_ids: list[int],
+    live: LiveRequest,
+    stop_reason: int | str | None = None,
+    error: str | None = None,
+) -> SequenceOutput:
+    if sequence.finish_reason == "stop" and stop_reason is None:
+        last = sequence.token_ids[-1]
+        stop_reason = last if last in (live.accepted.params.stop_token_ids or ()) else None
+    return SequenceOutput(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        new_token_ids=new_token_ids,
+        finish_reason=sequence.finish_reason,
+        stop_reason=stop_reason,
+        error=error,
+        first_scheduled_time=live.first_scheduled_times[sequence.index],
+        num_preemptions=sequence.num_preemptions,
+        num_cached_tokens=sequence.num_cached_tokens,
+    )

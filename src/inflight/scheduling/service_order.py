@@ -1,0 +1,56 @@
+"""`ServiceOrder`: which sequence is served first, and preempted last.
+
+Effective priority = priority - floor(steps since arrival / aging_steps); lower is served first, equals in the order of
+their arrival. So no sequence waits for ever while better ones keep coming. Steps count from a sequence's arrival on,
+also while it runs: a later sequence that is no better can never catch up with it and take its place.
+"""
+
+from typing import TypeAlias
+
+from inflight.scheduling.sequence import Sequence
+
+Rank: TypeAlias = tuple[int, int]
+"""(priority, sequence id): the smaller is served first."""
+
+
+class ServiceOrder:
+    """The order in which sequences are served.
+
+    Args:
+        aging_steps: a sequence gains one priority for each so many steps; None: priorities do not count, and the order
+            is that of arrival.
+    """
+
+    def __init__(self, aging_steps: int | None) -> None:
+        self._aging_steps = aging_steps
+
+    @property
+    def has_priorities(self) -> bool:
+        """Whether anything but the order of arrival counts."""
+        return self._aging_steps is not None
+
+    def effective_priority(self, sequence: Sequence, now: int) -> int:
+        """A sequence's priority in step `now`; 0 for all where priorities do not count."""
+        if self._aging_steps is None:
+            return 0
+        return sequence.request.priority - (now - sequence.arrival) // self._aging_steps
+
+    def rank(self, sequence: Sequence, now: int) -> Rank:
+        """A sequence's rank in step `now`."""
+        return self.effective_priority(sequence, now), sequence.sequence_id
+
+    # Written out, floor((now - arrival) / aging_steps) differs among sequences of equal `arrival % aging_steps` only by
+    # a constant. Within such a residue the order therefore never changes.
+
+    def fixed_rank(self, sequence: Sequence) -> tuple[int, Rank]:
+        """A sequence's residue, and its rank among those of the same residue, which is the same at all times."""
+        if self._aging_steps is None:
+            return 0, (0, sequence.sequence_id)
+        quotient, residue = divmod(sequence.arrival, self._aging_steps)
+        return residue, (sequence.request.priority + quotient, sequence.sequence_id)
+
+    def rank_at(self, residue: int, fixed_rank: Rank, now: int) -> Rank:
+        """The rank in step `now` of a sequence with this `fixed_rank`."""
+        if self._aging_steps is None:
+            return fixed_rank
+        return fixed_rank[0] - (now - residue) // self._aging_steps, fixed_rank[1]

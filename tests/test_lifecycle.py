@@ -97,7 +97,7 @@ def test_several_sequences_of_a_prompt_have_streams_of_their_own_and_repeat_with
         ({"priority": "high"}, "priority is 'high'"),
         ({"priority": 2**70}, "priority is 1180591620717411303424; it must be an integer from -2147483647 to"),
         ({"cache_salt": 5}, "cache_salt is 5; it must be text"),
-        ({"cache_salt": "\ud800"}, "must be text that UTF-8 can write"),
+        ({"cache_salt": "\ud800"}, "must be text that UTF-8 can encode"),
     ],
 )
 def test_bad_options_are_refused_at_the_door(options: dict[str, Any], message: str) -> None:

@@ -72,7 +72,7 @@ def test_a_bad_sampling_parameter_is_refused_by_name_with_its_value(name: str, v
             {"bad_words": [""]},
             "bad_words contains ''; it must be a list of strings of 1 to 256 characters",
         ),
-        ({"bad_words": ["\ud800"]}, "bad_words contains '\\ud800'; it must be text that UTF-8 can write"),
+        ({"bad_words": ["\ud800"]}, "bad_words contains '\\ud800'; it must be text that UTF-8 can encode"),
         ({"bad_words": ["a"] * 1025}, "bad_words has 1025 strings; it must be at most 1024"),
     ],
     ids=lambda value: "",

@@ -1,7 +1,7 @@
-"""`AsyncLLM`: the front for those who serve. Streams of many callers at once, in one event loop or in several.
+"""`AsyncLLM`: the front for servers. Streams for many callers at once, in one event loop or in several.
 
-Decides how one request is followed: text is made here, in the caller's process, when the reader is ready for more, so
-that a slow one gets more at once. The engine runs in a process of its own, or in a thread; `Supervisor` starts it.
+Decides how a request is followed: its text is made here, in the caller's process, when the reader is ready for more, so
+a slow reader gets more at once. The engine runs in a process of its own, or in a thread; `Supervisor` starts it.
 """
 
 import asyncio
@@ -47,21 +47,21 @@ from inflight.text.collector import Collector
 class AsyncLLM:
     """A model that generates for many callers at once, each with a stream of its own.
 
-    The engine starts with the first call, or with `start()` (`async with` does that, and `stop()`). If it dies,
-    whatever waits for it raises `EngineDeadError`, and the next call starts it anew.
+    The engine starts with the first call, or with `start()` (`async with` calls that, and `stop()`). If it dies,
+    everything that waits for it raises `EngineDeadError`, and the next call starts it again.
 
     Args:
         model: a hub id or a local folder; None is the small embedded model.
-        tokenizer: a hub id or a folder; None takes the one in the model's folder or repository.
-        in_process: run the engine in a thread of this process instead of in a process of its own. Then `model` and
+        tokenizer: a hub id or a folder; None: the one in the model's folder or repository.
+        in_process: run the engine in a thread of this process instead of a process of its own. Then `model` and
             `tokenizer` may be loaded ones, as for `LLM`.
-        restart_delays: seconds from a crash of the engine to its next start, for each crash in a row that is put up
-            with; after one more every call raises `EngineDeadError` at once, until `stop()` has been called.
+        restart_delays: seconds between a crash of the engine and its next start, for each crash in a row that is
+            tolerated. After one more, every call raises `EngineDeadError` at once, until `stop()` has been called.
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
     Raises:
-        ModelError: there is no such model, or its tokenizer cannot be loaded (a `ValueError`). What else is wrong with
-            it shows when the engine starts, and is raised there.
+        ModelError: there is no such model, or its tokenizer cannot be loaded (a `ValueError`). Other faults of the
+            model show, and are raised, when the engine starts.
         ValueError: an option is unknown or out of range.
     """
 
@@ -89,16 +89,17 @@ class AsyncLLM:
         self._ready: Ready | None = None
         self._calls: dict[str, _Call] = {}
         self._numbers = count()
-        weakref.finalize(self, self._supervisor.stop)  # nobody else will when this one is gone
+        weakref.finalize(self, self._supervisor.stop)  # an engine must not outlive its front
 
     # ------------------------------------------------------------------------------------- the engine
 
     async def start(self) -> None:
-        """Start the engine, if it does not run, and wait until it is loaded. Raises `ModelError`, `EngineDeadError`."""
+        """Start the engine if it is not running, and wait until it is loaded. Raises `ModelError`,
+        `EngineDeadError`."""
         await self._session()
 
     async def stop(self) -> None:
-        """End the engine and wait until it has ended; whatever is still unfinished raises `EngineDeadError`."""
+        """End the engine and wait until it has ended. Unfinished requests raise `EngineDeadError`."""
         session = self._supervisor.stop()
         if session is not None:
             await asyncio.to_thread(session.join)
@@ -121,7 +122,7 @@ class AsyncLLM:
         return replace(stats, num_crashes=self._supervisor.num_crashes)
 
     def is_ready(self) -> bool:
-        """Whether the engine is loaded and runs; one that does not is started. Does not wait.
+        """Whether the engine is loaded and running. Starts it if it is not, without waiting.
 
         Raises `EngineDeadError` if it has died too often, `ModelError` if its model cannot be loaded."""
         started = self._supervisor.start()
@@ -130,17 +131,17 @@ class AsyncLLM:
         return started.done()
 
     async def check_health(self) -> None:
-        """Return once the engine has answered. Raises `EngineDeadError` if it cannot be had."""
+        """Return once the engine has answered. Raises `EngineDeadError` if it cannot be started."""
         await self.stats()
 
     @property
     def model_info(self) -> ModelInfo:
-        """What was found out about the model at load, and how it is run. Known from the first start on."""
+        """What was found out about the model at load, and how it is run. Known after the first start."""
         return self._known().model_info
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used when no parameters are given: the model's `generation_config`, else `SamplingParams()`. Known
-        from the first start on."""
+        """The parameters used when none are given: the model's `generation_config`, else `SamplingParams()`. Known
+        after the first start."""
         return self._known().default_params
 
     # ------------------------------------------------------------------------------------- requests
@@ -155,20 +156,20 @@ class AsyncLLM:
         cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate for one prompt; yields all that there is so far, each time that there is more.
+        """Generate for one prompt. Yields the whole output so far, each time that it has grown.
 
         Leaving the loop, or cancelling the task that runs it, aborts the request.
 
         Args:
             prompt: text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages" (and "cache_salt").
             sampling_params: None: the model's own defaults.
-            request_id: to call it by, in `abort`; None: a new one.
+            request_id: its name for `abort`; None: a new one.
             priority: lower runs first (if `policy="priority"`).
             cache_salt: only requests of the same salt share cached prefixes.
             timeout: seconds from now after which it is aborted, if it has not finished.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter is bad, or the `request_id` is in use.
+            InvalidRequestError: the prompt or a parameter is wrong, or the `request_id` is in use.
             QueueFullError: too many wait already (`max_num_waiting`).
             EngineDeadError: the engine died.
         """
@@ -187,7 +188,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
-        """Like `generate`, but yields only what is new, and the whole with the last piece."""
+        """Like `generate`, but yields only what is new; the last piece has the whole output."""
         follow = self._follow(prompt, sampling_params, request_id, priority, cache_salt, timeout)
         async with aclosing(follow) as updates:
             async for _, deltas in updates:
@@ -205,7 +206,7 @@ class AsyncLLM:
         timeout: float | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`generate` for a chat, written out by the tokenizer's chat template.
+        """Like `generate`, for a chat that the tokenizer's chat template writes out.
 
         Args:
             messages: dicts with "role" and "content".
@@ -220,7 +221,7 @@ class AsyncLLM:
         )
 
     async def abort(self, request_id: str) -> None:
-        """End a request, whose stream then ends with `finish_reason="abort"`; nothing happens if it is unknown."""
+        """End a request; its stream ends with `finish_reason="abort"`. Does nothing if it is unknown."""
         call = self._calls.get(request_id)
         if call is not None:
             call.abort()
@@ -234,7 +235,7 @@ class AsyncLLM:
         cache_salt: str | None,
         timeout: float | None,
     ) -> AsyncGenerator[tuple[Collector, list[TextDelta]], None]:
-        """One request to its end: what there is so far, and what is new, each time that there is more."""
+        """Follow one request to its end. Yields its collector and what is new, each time that there is more."""
         if timeout is not None:
             check_number("timeout", timeout, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -262,7 +263,7 @@ class AsyncLLM:
 
     @contextmanager
     def _call(self, request_id: str | None) -> "Iterator[_Call]":
-        """A request that goes by its id until the block ends."""
+        """A request that can be aborted by its id until the block ends."""
         if request_id is None:
             request_id = f"request-{next(self._numbers)}"
         if request_id in self._calls:
@@ -274,7 +275,7 @@ class AsyncLLM:
             del self._calls[request_id]
 
     async def _session(self) -> Session:
-        """The engine, started if it has to be."""
+        """The running engine, started if necessary."""
         started = self._supervisor.start()
         session = started.result() if started.done() else await asyncio.wrap_future(started)
         self._ready = session.ready
@@ -287,7 +288,7 @@ class AsyncLLM:
 
 
 class _Call:
-    """A request as its caller knows it; where it runs, as soon as it does."""
+    """A request as its caller knows it, and where it runs, once it does."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -296,20 +297,20 @@ class _Call:
         self._address = ""
 
     def reach(self, session: Session, address: str) -> None:
-        """It was sent to be run; if it was aborted before, so it is now."""
+        """The request was sent to an engine. If it was aborted before, abort it there."""
         self._session, self._address = session, address
         if self._is_aborted:
             self.abort()
 
     def abort(self) -> None:
-        """Abort it, or let it be aborted as soon as it runs."""
+        """Abort the request, now or as soon as it runs."""
         self._is_aborted = True
         if self._session is not None:
             self._session.send(Abort(self._address))
 
 
 def _load(model: str | PreTrainedModel, tokenizer: TokenizerSource | None, config: EngineConfig) -> Load:
-    """What another process has to be told to load the same; only names can be told."""
+    """The message that lets another process load the same. Raises `ModelError` for what is loaded already."""
     for what, given in (("model", model), ("tokenizer", tokenizer)):
         if isinstance(given, PreTrainedModel | PreTrainedTokenizerBase):
             raise ModelError(
@@ -321,13 +322,13 @@ def _load(model: str | PreTrainedModel, tokenizer: TokenizerSource | None, confi
 
 
 def _full_name(name: str) -> str:
-    """A hub id as it is, a folder in full: the caller may be in another directory when the engine starts anew."""
+    """A hub id as it is; a folder as an absolute path, since the caller may change its directory before a restart."""
     name = os.path.expanduser(name)
     return os.path.abspath(name) if os.path.isdir(name) else name
 
 
 def _merged(news: list[SequenceOutput]) -> list[SequenceOutput]:
-    """What several steps gave, as if one had: one message for each sequence."""
+    """The outputs of several steps as if one step had given them: one for each sequence."""
     if len(news) == 1:
         return news
     of_index: dict[int, list[SequenceOutput]] = {}

@@ -1,6 +1,6 @@
-"""`CallbackLLM`: the front for those who serve without asyncio. Each piece of a stream is handed to a function.
+"""`CallbackLLM`: the front for many callers without asyncio. It calls a function with each piece of a stream.
 
-An `AsyncLLM` whose event loop runs in a thread of its own, where the functions are called one after another.
+It is an `AsyncLLM` whose event loop runs in a thread of its own, where the functions are called one after another.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ OnToken = Callable[[TextDelta], object]
 class CallbackLLM:
     """A model that generates for many callers at once, and calls them back.
 
-    Arguments and errors are those of `AsyncLLM`. Methods may be called from any thread; `start`, `stop` and `stats`
-    wait, and so must not be called from a callback.
+    Arguments and errors are those of `AsyncLLM`. Any thread may call its methods, but `start`, `stop` and `stats` wait
+    and must not be called from a callback.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class CallbackLLM:
         self._wait(self._llm.start())
 
     def stop(self) -> None:
-        """End the engine, and wait until every request that was unfinished has had its last call."""
+        """End the engine, and wait until every unfinished request has had its last call."""
         if self._loop is None or self._thread is None:
             return
         self._wait(self._stop())
@@ -77,12 +77,13 @@ class CallbackLLM:
         cache_salt: str | None = None,
         timeout: float | None = None,
     ) -> str:
-        """Let a request be run, and return its id at once.
+        """Queue a request, and return its id at once.
 
         Args:
-            on_token: called with each piece of its stream. The last call, and only that, has the `output` set, whose
-                sequences say why they ended; if the request was refused or the engine died there are none, and its
-                `error` says why. Should be quick: others wait. If it raises, that is logged and its request aborted.
+            on_token: called with each piece of its stream. Only the last call has `output` set; its sequences say why
+                they ended. If the request was refused or the engine died, `output` has no sequences, and its `error`
+                says why. The function should be quick, because others wait. If it raises, the error is logged and the
+                request aborted.
             prompt, sampling_params, request_id, priority, cache_salt, timeout: as for `AsyncLLM.generate`.
         """
         request_id = f"submitted-{next(self._numbers)}" if request_id is None else request_id
@@ -94,7 +95,7 @@ class CallbackLLM:
         return request_id
 
     def cancel(self, request_id: str) -> None:
-        """End a request, whose last call then says "abort"; nothing happens if it has ended."""
+        """End a request; its last call then says "abort". Does nothing if it has ended."""
         asyncio.run_coroutine_threadsafe(self._llm.abort(request_id), self._running())
 
     # ------------------------------------------------------------------------------------- in the loop's thread
@@ -130,7 +131,7 @@ class CallbackLLM:
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         if threading.current_thread() is self._thread:
             work.close()
-            raise RuntimeError("start(), stop() and stats() wait, and all callbacks with them: call them elsewhere")
+            raise RuntimeError("start(), stop() and stats() would hold up all callbacks; call them from another thread")
         return asyncio.run_coroutine_threadsafe(work, self._running()).result()
 
 

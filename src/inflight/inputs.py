@@ -1,6 +1,6 @@
-"""What callers give, and what is made of it: models, tokenizers, options, prompts. The fronts share it.
+"""What callers give, and what the fronts make of it: models, tokenizers, options, prompts.
 
-Decides what counts as each of these. Knows no request: whether a prompt can be run is the door's to say.
+Decides what counts as each of these. Knows no request: admission says whether a prompt can run.
 """
 
 import os
@@ -26,21 +26,22 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 TokenizerSource: TypeAlias = str | os.PathLike[str] | PreTrainedTokenizerBase
 
 TEMPLATE_OPTIONS = {"chat_template", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
-"""What a chat may carry besides its messages, for the template."""
+"""What a prompt may have besides its messages, for the chat template."""
 
 
 def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:
-    """The options of a front as a configuration. Raises `ValueError` if one is unknown or out of range."""
+    """A front's options as a configuration. Raises `ValueError` if one is unknown or out of range."""
     refuse_unknown_options(options, [field.name for field in fields(EngineConfig)], owner)
     options = dict(options)
-    for name in ("dtype", "device"):  # torch.bfloat16 and torch.device("cuda") are welcome, too
+    for name in ("dtype", "device"):  # torch.bfloat16 and torch.device("cuda") are accepted, too
         if isinstance(options.get(name), torch.dtype | torch.device):
             options[name] = str(options[name]).removeprefix("torch.")
     return EngineConfig(**options)
 
 
 def model_source(model: object) -> str | PreTrainedModel:
-    """What was given as a model, `~` expanded; None is the embedded one. Raises `ModelError` for anything else."""
+    """A hub id, a folder with `~` expanded, or a loaded model; None is the embedded model. Raises `ModelError` for
+    anything else."""
     if model is None:
         return str(DEMO_MODEL)
     if isinstance(model, PreTrainedModel):
@@ -55,7 +56,8 @@ def model_source(model: object) -> str | PreTrainedModel:
 def load_tokenizer(
     model: str | PreTrainedModel, tokenizer: TokenizerSource | None, config: EngineConfig
 ) -> Tokenizer | None:
-    """The tokenizer given, or else the one that comes with the model; None: there is none. Raises `ModelError`."""
+    """The tokenizer that was given, else the one that comes with the model; None if there is none. Raises
+    `ModelError`."""
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         return Tokenizer(tokenizer)
     if tokenizer is None and isinstance(model, PreTrainedModel):
@@ -73,7 +75,7 @@ def load_tokenizer(
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Sequence[int], str | None]:
     """A prompt's text, if it has one, its token ids, and its cache salt. Raises `InvalidRequestError`."""
     if isinstance(prompt, str):
-        if not prompt:  # whatever tokens the tokenizer would put around it
+        if not prompt:  # even if the tokenizer would add tokens
             raise InvalidRequestError("the prompt is empty; it must have at least one character")
         return prompt, _needed(tokenizer, "text").encode(prompt), None
     if isinstance(prompt, Mapping):
@@ -95,7 +97,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None
 
 
 def check_chat(messages: object) -> None:
-    """Raise `InvalidRequestError` unless this may be a chat, or a list of them; the template looks at the rest."""
+    """Raise `InvalidRequestError` unless this may be a chat, or a list of chats. The template checks the rest."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise InvalidRequestError(f"messages is {messages!r}; a chat is a list of dicts with a role and a content")
 

@@ -1,6 +1,6 @@
 """`LLM`: the offline front. Prompts in, texts out, in the caller's process and thread.
 
-Decides how the results of one call are put together; everything else is the engine's, or `inputs`'.
+Decides how the results of one call are put together. Everything else belongs to the engine, or to `inputs`.
 """
 
 import os
@@ -40,12 +40,12 @@ class LLM:
 
     Args:
         model: a hub id, a local folder, or a loaded `PreTrainedModel`; None is the small embedded model.
-        tokenizer: a hub id, a folder, or a loaded tokenizer; None takes the one in the model's folder or repository.
-            Without a tokenizer (a loaded model comes without) prompts are token ids, and texts stay empty.
+        tokenizer: a hub id, a folder, or a loaded tokenizer; None: the one in the model's folder or repository. Without
+            a tokenizer (a loaded model has none) prompts are token ids, and texts stay empty.
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
     Raises:
-        ModelError: the model or tokenizer cannot be loaded, or the model cannot be run exactly (a `ValueError`).
+        ModelError: the model or tokenizer cannot be loaded, or no executor runs the model exactly (a `ValueError`).
         ValueError: an option is unknown or out of range.
     """
 
@@ -69,7 +69,7 @@ class LLM:
         return self.engine.model_info
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used when no parameters are given: the model's `generation_config`, else `SamplingParams()`."""
+        """The parameters used when none are given: the model's `generation_config`, else `SamplingParams()`."""
         return self.engine.default_sampling_params()
 
     def generate(
@@ -79,20 +79,20 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for all prompts; results are in the prompts' order.
+        """Generate for all prompts. Results come in the order of the prompts.
 
         Args:
             prompts: one or many, each text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages"
                 (and "cache_salt": only prompts of the same salt share cached prefixes).
             sampling_params: for all, or one for each prompt; None: the model's own defaults.
             use_tqdm: show a progress bar with tokens a second on standard error.
-            priority: one for each prompt, lower runs first (if `policy="priority"`); None: all alike.
+            priority: one for each prompt; lower runs first (if `policy="priority"`). None: the same for all.
 
         Raises:
-            InvalidRequestError: a prompt or parameter is bad (a `ValueError` that names its index); nothing has run.
+            InvalidRequestError: a prompt or parameter is wrong (a `ValueError` that names its index); nothing has run.
         """
         stream = self._open_stream(prompts, sampling_params, priority)
-        with closing(self._run(stream)) as deltas:  # an interrupt, wherever it comes, leaves nothing running
+        with closing(self._run(stream)) as deltas:  # an interrupt leaves nothing running, wherever it comes
             shown = with_progress(deltas, len(stream.accepted), enabled=use_tqdm)
             outputs = {delta.prompt_index: delta.output for delta in shown if delta.output is not None}
         return [outputs[index] for index in sorted(outputs)]
@@ -126,7 +126,7 @@ class LLM:
     ) -> Generator[TextDelta, None, None]:
         """Like `generate`, but yields each piece of text as it is made, all prompts interleaved.
 
-        Prompts are checked before this returns. Closing the generator aborts what has not finished.
+        Prompts are checked before this returns. Closing the generator aborts what is unfinished.
         """
         return self._run(self._open_stream(prompts, sampling_params, priority))
 
@@ -138,7 +138,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
     ) -> "_Stream":
-        """Take all prompts of a call through the door; the first bad one is refused by its index."""
+        """Accept all prompts of a call, or refuse the first wrong one by its index."""
         is_one = _is_one_prompt(prompts)
         many: Sequence[Any] = [prompts] if is_one else prompts  # type: ignore[assignment]
         if sampling_params is None:
@@ -190,7 +190,7 @@ class LLM:
 
 
 class _Stream:
-    """The requests of one call, and what they have produced that the caller has not taken yet."""
+    """The requests of one call, and the deltas that its caller has not taken yet."""
 
     def __init__(self) -> None:
         self.accepted: list[AcceptedRequest] = []
@@ -198,7 +198,7 @@ class _Stream:
         self.deltas: deque[TextDelta] = deque()
 
     def take_in(self, news: SequenceOutput) -> None:
-        """Add what one step gave one of the call's sequences."""
+        """Add what a step gave one of the call's sequences."""
         delta = self.collectors[news.request_id].take_in(news)
         self.deltas.append(delta)
         if delta.output is not None:

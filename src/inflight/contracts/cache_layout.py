@@ -1,4 +1,4 @@
-"""`CacheGroup`: layers that keep the same tokens. Plain data, and the arithmetic of how many blocks that takes."""
+"""`CacheGroup`: layers that keep the same tokens; `CacheLayout`: how many blocks a sequence takes. Plain data."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """What the layers of a group keep of each sequence: all of its tokens, or those that can still be seen.
+    """Which tokens of a sequence a group of layers keeps: all, or those that a later query can still see.
 
     Attributes:
         window: a query at position i sees keys j with `i - j < window`; None: all before it.
@@ -23,7 +23,7 @@ class CacheGroup:
         return " in ".join(words) or "all tokens"
 
     def first_visible(self, position: int) -> int:
-        """The first token that a query at this position, or any after it, may see."""
+        """The first token that a query at this position, or at any later one, may see."""
         first = 0
         if self.window is not None:
             first = max(first, position - self.window + 1)
@@ -32,7 +32,7 @@ class CacheGroup:
         return first
 
     def max_num_blocks(self, num_tokens: int, max_span: int, block_size: int) -> int:
-        """Blocks that a sequence takes at most while it grows to so many tokens, in spans of up to `max_span`."""
+        """The most blocks that a sequence takes while it grows to `num_tokens` tokens, in spans of up to `max_span`."""
         num_blocks = -(-num_tokens // block_size)
         reach = min((each for each in (self.window, self.chunk) if each is not None), default=num_tokens)
         return min(num_blocks, (reach + max_span + block_size - 2) // block_size + 1)
@@ -43,12 +43,12 @@ ALL_TOKENS = CacheGroup()
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """How sequences lie in the cache: each in every group, in blocks that any group may have.
+    """How sequences lie in the cache: each in every cache group, in blocks that any group may have.
 
     Attributes:
-        block_size: tokens of a block.
-        groups: of layers. A block holds keys and values of one group's layers.
-        max_span: tokens of a sequence that are computed at once, at most.
+        block_size: tokens in a block.
+        groups: the cache groups. A block holds keys and values of one group's layers.
+        max_span: the most tokens of one sequence that a step computes.
     """
 
     block_size: int
@@ -56,9 +56,9 @@ class CacheLayout:
     max_span: int = 1
 
     def max_num_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence takes at most while it grows to so many tokens."""
+        """The most blocks that a sequence takes while it grows to `num_tokens` tokens."""
         return sum(group.max_num_blocks(num_tokens, self.max_span, self.block_size) for group in self.groups)
 
     def longest_sequence(self, num_blocks: int, limit: int) -> int:
-        """Tokens, up to `limit`, that one sequence can have in so many blocks."""
+        """The longest sequence, up to `limit` tokens, that fits into `num_blocks` blocks."""
         return bisect_right(range(1, limit + 1), num_blocks, key=self.max_num_blocks)

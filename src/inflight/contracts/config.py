@@ -21,40 +21,41 @@ class EngineConfig:
     """How a model is loaded and how its requests are batched.
 
     Attributes:
-        dtype: of weights, activations and cache. "auto" takes the checkpoint's; on a CPU bfloat16 where that has
-            arithmetic of its own (AVX512-BF16, AMX), else float32. A loaded model keeps its own.
+        dtype: of weights, activations and cache. "auto" is the checkpoint's; on a CPU it is bfloat16 if the CPU has
+            instructions for it (AVX512-BF16, AMX), else float32. A loaded model keeps its own.
         device: "auto" (CUDA, else MPS, else CPU) or a torch device such as "cuda:1".
-        load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the config alone.
+        load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the configuration.
         trust_remote_code: whether Python code that comes with a checkpoint may run.
         revision: branch, tag or commit of a hub repository.
-        executor: the way through the model: "packed" (all tokens of a step in one row), "rows" (batches of rows, by the
+        executor: how the model is run: "packed" (all tokens of a step in one row), "rows" (batches of rows, with the
             model's own attention), "sequential" (one sequence after the other), or "auto" (the first of them that is
-            proved exact). One that is given is proved, too.
-        remember_verdicts: whether what was proved on a small copy of a model's class is kept for the next load (in
-            `~/.cache/inflight/verdicts`), as long as class, configuration, versions and machine are the same.
+            proved exact). An executor that is asked for is proved, too.
+        remember_verdicts: whether to keep what was proved on a small copy of a model's class for the next load (in
+            `~/.cache/inflight/verdicts`), as long as class, configuration, versions and machine stay the same.
         attention_backend: "reference" (the definition, slow), "torch" (any device), "cpu" (our kernels), or "auto" (the
             best here).
-        kv_cache_dtype: of keys and values: "auto" (the model's) or "int8" (with a scale for each token and head; half
-            of bfloat16's memory, not exact; only with the "cpu" backend).
-        quantization: None, or "int8": weights with a scale for each output channel, activations with one for each row;
-            from any checkpoint, on a CPU with our kernels. A quarter of float32's memory; not exact.
-        compile: "off", "auto" (through `torch.compile`: faster steps after up to a minute, once) or "max" (faster
-            still, longer to compile). On a CPU with our kernels; a model that cannot be compiled runs as with "off".
-        max_model_len: most tokens a sequence can have, prompt and output; None: what the model was made for.
-        max_num_seqs: most sequences that run at once, the number of slots.
+        kv_cache_dtype: of keys and values: "auto" (the model's) or "int8" (one scale for each token and head; half of
+            bfloat16's memory; not exact; only with the "cpu" backend).
+        quantization: None, or "int8": weights with a scale for each output channel, activations with a scale for each
+            row, from any checkpoint, on a CPU. A quarter of float32's memory; not exact.
+        compile: "off", "auto" (`torch.compile`: faster steps, after compiling once for up to a minute) or "max" (faster
+            still, longer to compile). Only on a CPU with our kernels; a model that cannot be compiled runs as with
+            "off".
+        max_model_len: the most tokens of a sequence, prompt and output; None: what the model was made for.
+        max_num_seqs: the most sequences that run at once: the number of slots.
         max_num_batched_tokens: the token budget of a step.
         max_prefill_tokens_per_step: how many tokens of a step may be prefill while other sequences decode, so that a
-            long prompt does not stall them; None: no limit offline, in `AsyncLLM` derived from measured speed.
+            long prompt does not stall them; None: no limit offline; `AsyncLLM` derives one from measured speed.
         policy: "fcfs" (first come, first served) or "priority" (lower `priority` runs first, and may preempt).
         aging_steps: with "priority", a waiting request gains one priority for each so many steps.
         max_num_waiting: a request is refused while so many sequences wait; None: no limit.
         enable_prefix_caching: whether blocks of the cache are found again by their content.
         block_size: tokens in a block of the cache.
         num_blocks: blocks in the cache; None: as many as `kv_cache_memory` holds. A sequence takes one for each
-            `block_size` tokens; of a model with sliding windows one in each of its groups of layers.
+            `block_size` tokens, and in a model with sliding windows one in each cache group.
         kv_cache_memory: bytes for keys and values; None: 90 % of what is free on a CUDA device, else up to a quarter
-            of the machine's memory, which a CPU only touches as it is needed. Not looked at with `num_blocks`.
-        seed: of the random streams of requests without a seed of their own, and of dummy weights.
+            of the machine's memory, which a CPU only touches as needed. Ignored if `num_blocks` is given.
+        seed: for requests without a seed of their own, and for dummy weights.
     """
 
     dtype: str = "auto"

@@ -1,26 +1,26 @@
 """The errors that inflight raises for its callers to read.
 
-All but the last are `ValueError`s: something that the caller gave was wrong, and the sentence says what, with which
-value, and what would be accepted. A fault inside a running step is not raised but reported on its requests
+All but the last are `ValueError`s: the caller gave something wrong, and one sentence says what, with its value, and
+what would be accepted. A fault inside a running step is not raised but reported on its requests
 (`finish_reason="error"`).
 """
 
 
 class InvalidRequestError(ValueError):
-    """A prompt or a sampling parameter was refused at the door; nothing was queued."""
+    """A prompt or a sampling parameter was refused; nothing was queued."""
 
 
 class QueueFullError(ValueError):
-    """Too many requests wait already; nothing was queued, and the same request may be accepted later."""
+    """Too many requests wait already. Nothing was queued; the same request may be accepted later."""
 
 
 class UnknownOptionError(ValueError, TypeError):
-    """An option that does not exist was given by name (a `TypeError` too, as Python's own refusal would be)."""
+    """There is no option of this name. (A `TypeError`, too, as Python itself would raise.)"""
 
 
 class ModelError(ValueError):
-    """A model could not be loaded, or cannot be run exactly by any executor; the message says why."""
+    """A model could not be loaded, or no executor runs it exactly; the message says why."""
 
 
 class EngineDeadError(RuntimeError):
-    """The engine died, or was stopped, before it could answer; the message says how. The next call starts it anew."""
+    """The engine died or was stopped before it could answer; the message says how. The next call starts it again."""

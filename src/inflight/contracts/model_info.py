@@ -1,4 +1,4 @@
-"""`ModelInfo`: what was found out about a model at load, and how it will be run. Plain data."""
+"""`ModelInfo`: what was found out about a model at load, and how it is run. Plain data."""
 
 from dataclasses import dataclass
 
@@ -7,26 +7,26 @@ from inflight.contracts.cache_layout import CacheGroup
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the probe found and what was decided from it.
+    """What preparation found out about a model, and what was decided from it.
 
     Attributes:
-        executor: the way through the model that was proved exact.
-        proved_on: what that was proved on: the model itself, or a small copy of its class in float32.
+        executor: how the model is run: "packed", "rows" or "sequential", proved exact.
+        proved_on: what the proof was done on: the model itself, or a small float32 copy of its class.
         compile: how the model is compiled: "off", "auto" or "max".
         quantization: "int8", or None.
-        logits_error, attention_error: the proof's relative errors against the plain model; attention's is None where
-            it is left to the model.
+        logits_error, attention_error: the proof's relative errors against the plain model; `attention_error` is None
+            where attention is the model's own.
         attention_calls: each kind of attention call of a forward pass, as "28 x 16 heads over 8 key/value heads …".
-        is_batch_invariant: whether a sequence's logits were the same bits alone, in company and in chunks.
-        max_model_len: tokens that a sequence can have.
-        recompute_beyond: a sequence that grows past so many tokens is computed anew (LongRoPE); None: no such length.
+        is_batch_invariant: whether a sequence's logits were the same bits alone, in a batch and in chunks.
+        max_model_len: the most tokens that a sequence can have.
+        recompute_beyond: a sequence that grows past so many tokens is recomputed (LongRoPE); None: no such length.
         can_share_prefixes: whether a sequence can go on from what another one has computed (prefix cache, forks).
-        cache_groups: what the groups of its layers keep of each sequence.
-        max_cached_len: tokens of one sequence that the cache has room for.
+        cache_groups: which tokens of a sequence each group of layers keeps.
+        max_cached_len: the longest sequence that the cache has room for.
         kv_bytes_per_token: cache memory of one token in all layers.
-        kv_bytes_per_lasting_token: of one that has left all windows.
+        kv_bytes_per_lasting_token: cache memory of one token that has left all windows.
         eos_token_ids: tokens that end a sequence.
-        notes: what was limited or is not honoured, and why.
+        notes: what is limited or not honoured, and why.
     """
 
     model_class: str

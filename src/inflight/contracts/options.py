@@ -1,4 +1,4 @@
-"""How option classes are checked: by name, by type and by range, one clear sentence each. Knows no option itself."""
+"""Checks for option classes: by name, by type and by range, each with one clear sentence. Knows no option itself."""
 
 import difflib
 import functools
@@ -24,7 +24,7 @@ def refuse_unknown_options(names: Iterable[str], accepted: Iterable[str], owner:
 
 
 def strict_options(cls: type[T]) -> type[T]:
-    """Class decorator for dataclasses: an unknown keyword is refused by name, with what would be accepted."""
+    """A decorator for dataclasses: refuses an unknown keyword by name, and says what would be accepted."""
     accepted = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     original = cls.__init__
 

@@ -1,4 +1,4 @@
-"""What callers get back. Names are vLLM's, which this field's users know. Plain data."""
+"""What callers get back, under vLLM's names. Plain data."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -8,11 +8,12 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When what happened to a request. Times are seconds of `time.monotonic()`; None: not yet.
+    """When a request arrived, started and ended. Times are seconds of `time.monotonic()`; None: not yet.
 
-    `num_cached_tokens` counts prompt tokens of its first sequence that were found in the prefix cache instead of being
-    computed (what the other `n - 1` share with that one is not counted);
-    `num_preemptions` how often one of its sequences had to give its blocks back and start over.
+    Attributes:
+        num_cached_tokens: prompt tokens of its first sequence that were found in the prefix cache instead of being
+            computed. What the other `n - 1` sequences share with the first is not counted.
+        num_preemptions: how often one of its sequences had to give its blocks back and start over.
     """
 
     arrival_time: float
@@ -26,11 +27,11 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely the model found a token, at one position.
+    """How likely the model found one token at one position.
 
     Attributes:
         logprob: natural logarithm of its probability, as the model gave it (before temperature, penalties, filters).
-        rank: its place among all tokens, from 1; tokens that are equally likely may share it.
+        rank: its place among all tokens, from 1; equally likely tokens may share a rank.
         decoded_token: its text by itself; None when there is no tokenizer.
     """
 
@@ -40,7 +41,7 @@ class Logprob:
 
 
 TokenLogprobs: TypeAlias = dict[int, Logprob]
-"""Of one position, by token id: the token that is there first, then the likeliest."""
+"""The log-probabilities at one position, by token id: first the token that is there, then the likeliest ones."""
 
 
 @dataclass(slots=True)
@@ -50,9 +51,9 @@ class CompletionOutput:
     Attributes:
         index: which of the request's `n` sequences.
         text: the decoded output, cut at a stop string; empty when there is no tokenizer.
-        token_ids: the generated tokens, a stop token included.
-        logprobs: of each generated token, if `logprobs` was asked for.
-        cumulative_logprob: the sum of the generated tokens' own, then.
+        token_ids: the generated tokens, including a stop token.
+        logprobs: one entry for each generated token, if the request asks for `logprobs`.
+        cumulative_logprob: the sum of the generated tokens' own log-probabilities, in the same case.
         finish_reason: "stop" (EOS, stop token or stop string), "length", "abort", "error"; None: still running.
         stop_reason: the stop string or stop token id that ended it; None for EOS.
     """
@@ -73,7 +74,8 @@ class RequestOutput:
     Attributes:
         prompt: the prompt's text, if text was given.
         prompt_token_ids: the tokens that ran, after truncation.
-        prompt_logprobs: of each of them, if `prompt_logprobs` was asked for; nothing comes before the first: None.
+        prompt_logprobs: one entry for each of them, if the request asks for `prompt_logprobs`; None for the first
+            token, which no token comes before.
         error: what went wrong, if a sequence ended with "error".
     """
 
@@ -88,7 +90,8 @@ class RequestOutput:
 
 
 class TokenScore(NamedTuple):
-    """A token's log-probability, its rank, and the likeliest tokens at its place: the engine's word for `Logprob`s."""
+    """A token's log-probability, its rank, and the likeliest tokens at its position: `TokenLogprobs` inside the
+    engine."""
 
     logprob: float
     rank: int
@@ -100,12 +103,12 @@ class TokenScore(NamedTuple):
 class SequenceOutput:
     """What one step gave one sequence: the engine's message to the fronts.
 
-    Every sequence is heard of until, exactly once, `finish_reason` is set. `first_scheduled_time`, `num_preemptions`
-    and `num_cached_tokens` are the sequence's own (metrics of its request are made from them).
+    Every sequence is reported on until `finish_reason` is set, exactly once. `first_scheduled_time`, `num_preemptions`
+    and `num_cached_tokens` are the sequence's own; its request's metrics are made from them.
 
     Attributes:
-        scores: of the new tokens, if the request wants `logprobs`.
-        prompt_scores: of the prompt's tokens from the second on, if it wants `prompt_logprobs`: once, with the first
+        scores: of the new tokens, if the request asks for `logprobs`.
+        prompt_scores: of the prompt's tokens from the second on, if it asks for `prompt_logprobs`: once, with the first
             new tokens of sequence 0.
     """
 
@@ -129,10 +132,10 @@ class TextDelta:
     Attributes:
         prompt_index: which of the prompts given.
         index: which of its `n` sequences.
-        text: certain text: whole characters, nothing that may yet turn out to be a stop string.
+        text: final text: whole characters, and nothing that may still become part of a stop string.
         token_ids: the step's new tokens (their text may follow in a later delta).
-        logprobs: of these tokens, if `logprobs` was asked for.
-        prompt_logprobs: of the prompt, as in `RequestOutput`: once, on a first delta.
+        logprobs: of these tokens, if the request asks for them.
+        prompt_logprobs: as in `RequestOutput`, once, on a first delta.
         finish_reason, stop_reason: set on the sequence's last delta, as in `CompletionOutput`.
         output: the whole request, on the delta that finishes its last sequence.
     """

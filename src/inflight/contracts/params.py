@@ -18,8 +18,8 @@ class SamplingParams:
     """How the tokens of one request are chosen, and when it ends. Names and meanings are vLLM's.
 
     Logits are changed in this order: bad words, `min_tokens`, `logit_bias`, repetition, frequency and presence penalty,
-    temperature, top-k, top-p, min-p (each sees what the one before left). Log-probabilities are the model's own, before
-    all of that.
+    temperature, top-k, top-p, min-p; each sees what the one before has left. Log-probabilities are the model's own,
+    before all of these.
 
     Attributes:
         n: how many sequences to generate for the prompt; each has its own random stream.
@@ -27,25 +27,25 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens whose probability reaches this, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: drop tokens less likely than this share of the most likely one's probability, in [0, 1].
-        presence_penalty: taken from the logits of tokens that the output has already, in [-2, 2].
-        frequency_penalty: the same for each time that the output has them, in [-2, 2].
-        repetition_penalty: logits of tokens that prompt or output have are divided by it if they are positive, else
-            multiplied with it; in [0.01, 100], and 1 is none (Keskar et al., 2019).
-        logit_bias: what is added to the logits of token ids.
-        bad_words: texts that are not generated: their last token is never chosen behind the others.
-        logprobs: how many of the likeliest tokens' log-probabilities to tell at each output token, beside its own; 0:
-            its own alone; None: none.
-        prompt_logprobs: the same for each prompt token but the first. The prompt is computed as a whole then, whatever
-            the prefix cache has.
-        structured_output: what the whole output has to look like: JSON of a schema, a regular expression, … Tokens are
-            chosen from those that can lead there, whatever else shapes their distribution.
-        seed: makes the request's random numbers its own: the same tokens whatever else runs. None: the engine's
-            seed and the order of arrival decide.
+        presence_penalty: subtracted from the logits of tokens that the output already has, in [-2, 2].
+        frequency_penalty: the same, once for each time that the output has them, in [-2, 2].
+        repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens that the prompt or
+            the output has; in [0.01, 100]; 1 changes nothing (Keskar et al., 2019).
+        logit_bias: what to add to the logits of token ids.
+        bad_words: texts that are never generated: their last token is never chosen after the others.
+        logprobs: how many of the likeliest tokens to report with each output token, besides its own log-probability;
+            0: only its own; None: none.
+        prompt_logprobs: the same for each prompt token but the first. The whole prompt is computed then, without the
+            prefix cache.
+        structured_output: what the whole output must look like: JSON of a schema, a regular expression, … Only tokens
+            that can lead there are chosen.
+        seed: of the request's random numbers: the same seed gives the same tokens, whatever else runs. None: it depends
+            on the engine's seed and the order of arrival.
         max_tokens: the most tokens to generate; None: until a stop or the context is full.
-        min_tokens: neither EOS nor a stop token is chosen, and no stop string looked for, before so many tokens.
-        stop: strings that end the text; the text is cut just before the first that appears.
+        min_tokens: before so many tokens, neither EOS nor a stop token is chosen, and stop strings do not count.
+        stop: strings that end the text. The text is cut just before the first that appears.
         stop_token_ids: token ids that end the sequence, besides the model's EOS ids.
-        ignore_eos: go on past the model's EOS ids.
+        ignore_eos: EOS does not end the sequence.
         include_stop_str_in_output: keep the stop string at the end of the text.
         skip_special_tokens: leave special tokens out of the text.
         truncate_prompt_tokens: keep only the last so many tokens of the prompt.
@@ -130,7 +130,7 @@ class SamplingParams:
                     f"bad_words contains {word!r}; it must be a list of strings of 1 to {MAX_BAD_WORD} characters"
                 )
             if any("\ud800" <= character <= "\udfff" for character in word):
-                raise ValueError(f"bad_words contains {word!r}; it must be text that UTF-8 can write")
+                raise ValueError(f"bad_words contains {word!r}; it must be text that UTF-8 can encode")
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise ValueError(f"bad_words has {len(self.bad_words)} strings; it must be at most {MAX_BAD_WORDS}")
 

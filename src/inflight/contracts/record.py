@@ -1,4 +1,5 @@
-"""`StepRecord`: what one step did; `EngineStats`: what all did. Plain data: for timelines, recordings and counters."""
+"""`StepRecord`: what one step did; `EngineStats`: totals of all steps. Plain data for timelines, recordings,
+counters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +9,11 @@ SpanKind: TypeAlias = Literal["prefill", "chunk", "decode"]
 
 
 class SpanRecord(NamedTuple):
-    """One span as it ran: `kind` is "chunk" if it ended before its sequence's last token, "decode" if it computed one
-    generated token, else "prefill" (a prompt's last part, or a preempted sequence's recomputation).
+    """One span as it ran.
 
-    (A named tuple, because many are made in each step: that takes a third of a frozen dataclass's time.)
+    `kind` is "chunk" if it ended before its sequence's last token, "decode" if it computed one generated token, else
+    "prefill" (a prompt's last part, or the recomputation of a preempted sequence). A named tuple, because a step makes
+    many: that takes a third of the time of a frozen dataclass.
     """
 
     slot: int
@@ -44,15 +46,13 @@ class ArrivalRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step: its number from 0, when it ran (seconds of `time.monotonic()`), which spans, the state it left behind.
-
-    `num_preemptions`, `num_prompt_tokens` (of admitted sequences) and `num_cached_tokens` (of these, how many did not
-    have to be computed) count from the engine's start. Blocks are used (held by a sequence), cached (held by nobody,
-    their content can be found), or free.
+    """One step: its number from 0, when it ran (seconds of `time.monotonic()`), its spans, and the state after it.
 
     Attributes:
-        arrivals: what was submitted since the step before was told of.
-        preempted: who had to make room for this step.
+        num_preemptions, num_prompt_tokens, num_cached_tokens: counted since the engine's start; see `EngineStats`.
+        num_blocks_used, num_blocks_cached, num_blocks: the other blocks are free; see `BlockPool`.
+        arrivals: requests submitted since the record before.
+        preempted: sequences that had to make room for this step.
     """
 
     step: int
@@ -72,7 +72,7 @@ class StepRecord:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computed: what it used of its budget."""
+        """Tokens that the step computed: the part of the budget that it used."""
         return sum(span.length for span in self.spans)
 
 
@@ -81,14 +81,13 @@ class EngineStats:
     """An engine's totals since it was started, and its state now.
 
     Attributes:
-        num_requests: that were queued (those refused are not counted).
-        num_prompt_tokens: of sequences that have been admitted, each once.
-        num_cached_tokens: of these, how many did not have to be computed.
-        num_generated_tokens: that were reported to callers.
+        num_requests: requests that were queued; refused ones are not counted.
+        num_prompt_tokens: prompt tokens of sequences that have had a slot, each sequence counted once.
+        num_cached_tokens: how many of these did not have to be computed.
+        num_generated_tokens: tokens reported to callers.
         num_running, num_waiting: sequences with and without a slot.
-        num_blocks_used, num_blocks_cached, num_blocks_free: blocks held by a sequence, held by nobody with content that
-            can be found, and the rest.
-        num_crashes: how often the engine died before and was started anew; all else counts from its last start.
+        num_blocks_used, num_blocks_cached, num_blocks_free: see `BlockPool`.
+        num_crashes: how often the engine has died and was started again; everything else counts from the last start.
     """
 
     num_requests: int
@@ -106,5 +105,5 @@ class EngineStats:
 
     @property
     def cache_hit_rate(self) -> float:
-        """The share of prompt tokens that did not have to be computed."""
+        """The share of prompt tokens that did not have to be computed, from 0 to 1."""
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0

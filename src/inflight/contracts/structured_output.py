@@ -1,6 +1,6 @@
 """`StructuredOutput`: what a request's text must look like. Plain data, checked when made.
 
-Decides nothing about grammars: whether a schema, a regex or a grammar can be enforced is `inflight.grammar`'s to say.
+Decides nothing about grammars: `inflight.grammar` says whether a schema, a regex or a grammar can be enforced.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from inflight.contracts.options import check_switch, strict_options
 
 MAX_CHARACTERS = 2**18
-"""The longest description that is looked at; what it may cost to compile has limits of its own."""
+"""The longest description that is accepted. The cost of compiling it has limits of its own."""
 
 _TEXTS = ("json_schema", "regex", "grammar")
 _KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
@@ -17,7 +17,7 @@ _KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """What the whole output of a sequence must be: exactly one of these is given.
+    """What the whole output of a sequence must be. Exactly one of these is given.
 
     Attributes:
         json_schema: JSON that this JSON schema (its text) accepts.
@@ -54,17 +54,17 @@ class StructuredOutput:
         for text in self.choice:
             _check_text("a member of choice", text)
         if sum(map(len, self.choice)) > MAX_CHARACTERS:
-            raise ValueError(f"choice has more than {MAX_CHARACTERS} characters in all; so many are accepted")
+            raise ValueError(f"choice has more than {MAX_CHARACTERS} characters in all, the most that are accepted")
         object.__setattr__(self, "choice", tuple(self.choice))
 
     @property
     def kind(self) -> str:
-        """The name of the one that is given."""
+        """The name of the field that is given."""
         return next(name for name in _KINDS if getattr(self, name) not in (None, False))
 
     @property
     def num_characters(self) -> int:
-        """How long the description is."""
+        """The length of the description."""
         return len(self.json_schema or self.regex or self.grammar or "") + sum(map(len, self.choice or ()))
 
 
@@ -74,4 +74,4 @@ def _check_text(name: str, text: object) -> None:
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"{name} has {len(text)} characters; at most {MAX_CHARACTERS} are accepted")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{name} has half of a surrogate pair in it; it must be text that UTF-8 can write")
+        raise ValueError(f"{name} has half of a surrogate pair in it; it must be text that UTF-8 can encode")

@@ -126,7 +126,7 @@ def make_request(
             f"priority is {priority!r}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}, lower runs first"
         )
     if cache_salt is not None and not _is_text(cache_salt):
-        raise InvalidRequestError(f"cache_salt is {cache_salt!r}; it must be text that UTF-8 can write")
+        raise InvalidRequestError(f"cache_salt is {cache_salt!r}; it must be text that UTF-8 can encode")
     _token_ids("logit_bias", list(params.logit_bias or ()), info.vocab_size)
     stop_token_ids = set(_token_ids("stop_token_ids", params.stop_token_ids or (), info.vocab_size))
     if not params.ignore_eos:

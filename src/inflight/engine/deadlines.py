@@ -1,10 +1,10 @@
-"""`Deadlines`: which requests have run out of time. Time is passed in; there is no clock."""
+"""`Deadlines`: which requests have run out of time. Callers pass the time in; there is no clock here."""
 
 import heapq
 
 
 class Deadlines:
-    """Requests that are to end by a time. Those that have ended before are simply reported again; nobody minds."""
+    """Requests with a deadline. A request that has ended before its deadline is still reported as due."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
@@ -14,7 +14,7 @@ class Deadlines:
         heapq.heappush(self._heap, (deadline, request_id))
 
     def due(self, now: float) -> list[str]:
-        """The requests whose deadline has passed; each once."""
+        """The requests whose deadline has passed, each once."""
         ids = []
         while self._heap and self._heap[0][0] <= now:
             ids.append(heapq.heappop(self._heap)[1])

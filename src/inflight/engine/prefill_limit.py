@@ -1,19 +1,19 @@
 """`PrefillLimit`: how many prefill tokens a step may have beside decodes, from how long steps were seen to take.
 
-A step is taken to last `decode time + tokens x time per prefill token` (Sarathi-Serve, Agrawal et al., OSDI 2024, sets
-its chunks by such a budget of time). The limit lets prefills make a step at most `1 + stretch` times as long as a step
-of decodes alone. Pure: durations are passed in.
+The model: a step lasts `decode time + tokens x time per prefill token` (Sarathi-Serve, Agrawal et al., OSDI 2024, sets
+its chunks by such a time budget). The limit keeps a step at most `1 + stretch` times as long as a step of decodes
+alone. Pure: callers pass durations in.
 """
 
 MIN_TOKENS = 16
-"""Fewer would not pay: that many rows cost hardly more than one where decoding is bound by memory."""
+"""Fewer would not pay: where decoding is bound by memory, this many rows cost hardly more than one."""
 
 SMOOTHING = 0.2
 """Weight of the newest measurement in the running averages."""
 
 
 class PrefillLimit:
-    """Learns from steps as they are seen. Until it has seen both kinds it allows everything."""
+    """Learns from the steps that it sees. Until it has seen steps with and without prefill it sets no limit."""
 
     def __init__(self, stretch: float = 2.0) -> None:
         self.stretch = stretch
@@ -28,7 +28,7 @@ class PrefillLimit:
         return max(MIN_TOKENS, int(self.stretch * self._decode_seconds / self._seconds_per_token))
 
     def see(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
-        """One step that took so long."""
+        """Learn from one step, which took `seconds`."""
         if num_prefill_tokens == 0:
             self._decode_seconds = _smooth(self._decode_seconds, seconds)
         elif num_prefill_tokens >= MIN_TOKENS:

@@ -1,6 +1,6 @@
-"""`StepWatch`: turns what a scheduler has planned, and the state that a step left behind, into a `StepRecord`.
+"""`StepWatch`: makes a `StepRecord` from what a scheduler has planned and the state after the step.
 
-Whoever runs the steps (the engine, the simulator) calls it around each; it reads the scheduler and changes nothing.
+The engine and the simulator call it around each step. It reads the scheduler and changes nothing.
 """
 
 from typing import NamedTuple
@@ -27,11 +27,11 @@ class StepWatch:
         self._arrivals: list[ArrivalRecord] = []
 
     def see_arrival(self, arrival: ArrivalRecord) -> None:
-        """A request was submitted; the next record tells of it."""
+        """Put a submitted request into the next record."""
         self._arrivals.append(arrival)
 
     def see_plan(self, plan: StepPlan) -> PlannedStep:
-        """To be called with each plan before it is committed: then its sequences may be gone."""
+        """Look at a plan. Call it before the commit, which may remove the plan's sequences."""
         owners, find = self._owners, self._scheduler.running
         preempted = tuple(
             PreemptionRecord(slot, owner.request.request_id, owner.index)
@@ -49,7 +49,7 @@ class StepWatch:
         return PlannedStep(tuple(spans), preempted)
 
     def record(self, planned: PlannedStep, step: int, start_time: float, duration: float) -> StepRecord:
-        """The record of a step that has run: `start_time` and `duration` in seconds."""
+        """The record of a step that has run; `start_time` and `duration` in seconds."""
         scheduler, pool = self._scheduler, self._scheduler.block_pool
         arrivals = tuple(self._arrivals)
         self._arrivals.clear()

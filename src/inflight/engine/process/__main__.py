@@ -1,7 +1,7 @@
-"""The process that an engine runs in: commands come in on standard input, events go out on standard output.
+"""The engine's process: commands arrive on standard input, events leave on standard output.
 
-It ends when standard input does, that is when the caller closes it or dies, whatever the engine is doing then. What
-anybody prints here goes to standard error.
+It ends when its standard input ends, because the caller closed it or died, whatever the engine is doing then. Anything
+that is printed here goes to standard error.
 """
 
 import os
@@ -21,7 +21,7 @@ def main() -> int:
     commands: Commands = SimpleQueue()
     threading.Thread(target=_listen, args=(incoming, commands), daemon=True).start()
 
-    from inflight.engine.engine import Engine  # after the thread, which hears the caller die while this loads
+    from inflight.engine.engine import Engine  # loads long; the thread notices meanwhile if the caller dies
     from inflight.engine.process.loop import serve
     from inflight.inputs import load_tokenizer
 
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def _take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Standard input and output for this module alone; all others read nothing, and write to standard error."""
+    """Keep standard input and output for this module; all other code reads nothing and writes to standard error."""
     incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -53,7 +53,7 @@ def _listen(incoming: BinaryIO, commands: Commands) -> None:
         while (command := read_command(incoming)) is not None:
             commands.put(command)
     finally:
-        os._exit(0)  # the engine may be in the middle of anything, and nobody wants it any more
+        os._exit(0)  # the engine may be in the middle of anything, and no caller is left
 
 
 if __name__ == "__main__":

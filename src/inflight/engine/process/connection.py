@@ -1,7 +1,5 @@
-"""`Connection`: to an engine's loop, which it starts. Two kinds: to a process of its own, to a thread of this one.
-
-Carries messages; does not look into them.
-"""
+"""`Connection`: starts an engine's loop, in a process of its own or in a thread of this one, and carries messages to
+and from it without looking into them."""
 
 import atexit
 import os
@@ -19,37 +17,37 @@ from inflight.engine.process.loop import serve
 from inflight.engine.process.protocol import Command, Commands, Event, Load, read_event, to_frame
 
 IDLE_THREADS_SLEEP = {"GOMP_SPINCOUNT": "10000"}
-"""Of the engine's process, where its caller has not said otherwise: threads that wait for each other soon leave the
-cores to those that the engine shares them with, its own callers first of all. (Sleeping at once costs a quarter of the
-speed of an engine that is alone, spinning for ever several times that of one that is not.)"""
+"""Environment of the engine's process, unless its caller sets it: threads that wait for each other soon leave the cores
+to other processes, the caller first of all. (Threads that sleep at once slow down an engine that has the machine to
+itself by a quarter; threads that spin for ever slow down one that shares it several times.)"""
 SECONDS_TO_END = 5.0
-"""An engine that was told to end has so long before it is killed."""
+"""How long an engine that was told to end may take before it is killed."""
 
 
 class Connection(Protocol):
     """One engine loop. Any thread may `send` and `close`; one thread receives."""
 
     def send(self, command: Command) -> None:
-        """Queue a command; returns at once, whatever the engine is doing. An engine that has ended does not mind."""
+        """Queue a command, and return at once, whatever the engine is doing. Does nothing if the engine has ended."""
 
     def receive(self) -> Event | None:
-        """Wait for the next event; None: the engine has ended, and no more will come."""
+        """Wait for the next event; None: the engine has ended, and no event will follow."""
 
     def close(self) -> None:
-        """Tell the engine to end; returns at once. What it is still doing is not waited for."""
+        """Tell the engine to end, and return at once, without waiting for it."""
 
     def kill(self) -> None:
-        """End an engine that does not listen, if that is possible."""
+        """End an engine that does not answer, if that is possible."""
 
     def ending(self) -> str:
-        """How it ended, such as "was killed by SIGKILL"; to be asked after the last event."""
+        """How it ended, such as "was killed by SIGKILL". Call it after the last event."""
 
 
 class ProcessConnection:
-    """To `python -m inflight.engine.process`, which finds modules where this process does.
+    """A connection to `python -m inflight.engine.process`, which finds modules where this process does.
 
-    It is in a session of its own: what a terminal sends to interrupt this process does not end the engine. The write
-    end of its standard input is in no other process's hands, so it is at its end as soon as this process is.
+    The engine has a session of its own, so that an interrupt from the terminal does not end it. No other process has
+    the write end of its standard input, so that ends as soon as this process does.
     """
 
     def __init__(self, load: Load) -> None:
@@ -66,7 +64,7 @@ class ProcessConnection:
 
     @property
     def pid(self) -> int:
-        """The engine's process."""
+        """The engine's process id."""
         return self._process.pid
 
     def send(self, command: Command) -> None:
@@ -100,7 +98,7 @@ class ProcessConnection:
     def _write(self) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        with suppress(OSError):  # it has ended: that is for the receiver to notice
+        with suppress(OSError):  # the engine has ended, which the receiver notices
             while (frame := self._frames.get()) is not None:
                 stdin.write(frame)
                 stdin.flush()
@@ -109,7 +107,7 @@ class ProcessConnection:
 
 
 class ThreadConnection:
-    """To a thread of this process: for what cannot be named to another one, such as a model that is loaded already."""
+    """A connection to a thread of this process: for models that are loaded already, which no other process can have."""
 
     def __init__(self, load: Callable[[], Engine]) -> None:
         self._commands: Commands = SimpleQueue()

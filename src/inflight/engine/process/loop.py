@@ -1,6 +1,6 @@
-"""`serve`: an engine run by messages. Between steps it takes in whatever commands have come; idle, it waits for one.
+"""`serve`: runs an engine by messages. Between steps it obeys the commands that have come; when idle, it waits for one.
 
-Runs in a process of its own or in a thread, and does not know which. Grammars are compiled beside it.
+Runs in a process of its own or in a thread, and does not know which. Other threads compile grammars.
 """
 
 import logging
@@ -30,11 +30,11 @@ from inflight.engine.process.protocol import (
 logger = logging.getLogger(__name__)
 
 NUM_COMPILING = 2
-"""Grammars at a time."""
+"""How many grammars are compiled at a time."""
 
 
 def serve(load: Callable[[], Engine], commands: Commands, send: Callable[[Event], None]) -> bool:
-    """Make an engine and run it until None comes. Whether all went well; what went wrong is the last event."""
+    """Make an engine and run it until None comes. Returns whether all went well; if not, the last event says why."""
     try:
         engine = load()
         send(Ready(engine.model_info, engine.default_sampling_params()))
@@ -54,12 +54,12 @@ class _Loop:
         self.engine = engine
         self.commands = commands
         self.send = send
-        engine.prefill_limit = PrefillLimit()  # somebody waits for every token
+        engine.prefill_limit = PrefillLimit()  # callers wait for every token
         self._pool = ThreadPoolExecutor(NUM_COMPILING, "inflight: grammars")
         self._compiling: set[str] = set()
 
     def run(self) -> None:
-        """Step and obey until None comes."""
+        """Step and obey commands until None comes."""
         try:
             while True:
                 for command in self._arrived():
@@ -71,7 +71,7 @@ class _Loop:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _arrived(self) -> Iterator[Command | Callable[[], None] | None]:
-        """The commands that have come; as long as there is nothing to compute, those to come."""
+        """The commands that have come; while there is nothing to compute, also those that will come."""
         try:
             while True:
                 yield self.commands.get(block=not self.engine.has_unfinished_requests)
@@ -91,7 +91,7 @@ class _Loop:
                 command()
 
     def _take_in(self, asked: Generate) -> None:
-        """Submit a request, or have its grammar compiled first."""
+        """Submit a request, after another thread has compiled its grammar, if it has one."""
         engine, request_id = self.engine, asked.request_id
         accepted = engine.accept(
             request_id,
@@ -115,13 +115,13 @@ class _Loop:
             self._try_to(request_id, lambda: self.engine.submit(compiled.result()))
 
     def _try_to(self, request_id: str, take_in: Callable[[], None]) -> None:
-        """Take in a request, or refuse it: what one request made go wrong ends nobody else's."""
+        """Take in a request, or refuse it. Whatever goes wrong with one request ends no other."""
         try:
             take_in()
         except (InvalidRequestError, QueueFullError) as error:
             self.send(Refused(request_id, type(error).__name__, str(error)))
         except Exception as error:
-            logger.exception("a request could not be looked at")
+            logger.exception("a request could not be examined")
             self.send(Refused(request_id, InvalidRequestError.__name__, f"the request cannot be run: {error!r}"))
 
     def _tell(self, outputs: list[SequenceOutput]) -> None:

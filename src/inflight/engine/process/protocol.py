@@ -1,9 +1,8 @@
-"""What a caller and an engine's loop say to each other, and how it is written to a pipe.
+"""The protocol between a caller and an engine's loop: commands, events, and how a pipe carries them.
 
 A frame is the length of what follows (4 bytes, little-endian) and one message in MessagePack that names its type.
-Times are of `time.monotonic()`, which all processes of a machine share. `request_id`s are the caller's side's own
-(`Session` gives each out once), not those of its callers: so what is still on its way for a request that was left
-is never taken for another's.
+Times are those of `time.monotonic()`, which all processes of a machine share. `Session` gives out each `request_id`
+once, so a late message about an abandoned request is never taken for one about another.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ LENGTH_BYTES = 4
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
-    """The first frame that an engine process gets: which engine to make (hub ids or folders)."""
+    """The first frame that an engine's process gets: which engine to make, from hub ids or folders."""
 
     model: str
     tokenizer: str | None
@@ -30,7 +29,7 @@ class Load(msgspec.Struct, tag=True, frozen=True):
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
-    """Run a request, and tell of each of its sequences until it has ended."""
+    """Run a request, and report on each of its sequences until it has ended."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -60,7 +59,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):
-    """What one step, or an abort, gave all its sequences."""
+    """What one step, or an abort, gave all sequences."""
 
     outputs: list[SequenceOutput]
 
@@ -73,7 +72,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A request was not taken in; `error` is the name of the class to raise."""
+    """A request was refused; `error` is the name of the class to raise."""
 
     request_id: str
     error: str
@@ -81,7 +80,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The engine could not be made (a `ModelError`), or its loop broke; nothing follows."""
+    """The engine could not be made (a `ModelError`), or its loop failed; nothing follows."""
 
     message: str
     is_model_error: bool = False
@@ -90,11 +89,11 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 Command: TypeAlias = Generate | Abort | AskStats
 Event: TypeAlias = Ready | Outputs | Stats | Refused | Failed
 Commands: TypeAlias = "SimpleQueue[Command | Callable[[], None] | None]"
-"""What an engine's loop is to do next: what it was told, what it has put off itself; None: to end."""
+"""What an engine's loop does next: commands, and calls that it has put off itself; None: it ends."""
 
 
 def _plain(value: Any) -> Any:
-    """What MessagePack has no type for: a number of numpy's, or some sequence."""
+    """A value that MessagePack has no type for: a numpy number, or some kind of sequence."""
     return float(value) if isinstance(value, float) else list(value)
 
 
@@ -105,13 +104,13 @@ _event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 def to_frame(message: Load | Command | Event) -> bytes:
-    """A message as it is written."""
+    """A message as a frame."""
     payload = _encoder.encode(message)
     return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
 
 
 def read_load(stream: IO[bytes]) -> Load | None:
-    """The frame that comes first; None at the end of the stream."""
+    """The first message; None at the end of the stream."""
     payload = _read_payload(stream)
     return None if payload is None else _load_decoder.decode(payload)
 

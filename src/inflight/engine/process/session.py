@@ -1,7 +1,7 @@
-"""`Session`: one engine from its start to its end, and everybody who waits to hear from it.
+"""`Session`: one engine from its start to its end, and the mailboxes of all who wait for it.
 
-A thread listens to the engine. It hands each event loop all that one step gave its readers in one call, so a step costs
-a loop one wake-up, and puts it into mailboxes: a reader who is slow finds more in his, and holds up nobody.
+A thread listens to the engine. For each event loop it makes one call with everything that a step gave the loop's
+readers, so that a step wakes a loop once. A slow reader finds more in its mailbox, and holds up no other.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ class Mailbox:
     """What has come for one request and was not read yet. Belongs to the event loop that it was made in.
 
     Attributes:
-        address: the `request_id` to give in commands.
+        address: the `request_id` to use in commands.
     """
 
     def __init__(self, address: str) -> None:
@@ -32,7 +32,7 @@ class Mailbox:
         self._has_mail = asyncio.Event()
 
     async def read(self) -> list[Any]:
-        """Wait until there is something, and take all of it. Raises the error that has come, if one has."""
+        """Wait until something has come, and take all of it. Raises the error that has come, if one has."""
         await self._has_mail.wait()
         self._has_mail.clear()
         mail, self._mail = self._mail, []
@@ -41,7 +41,7 @@ class Mailbox:
         return mail
 
     def put(self, item: object) -> None:
-        """To be called in the mailbox's own loop."""
+        """Add an item. Call this in the mailbox's own loop."""
         self._mail.append(item)
         self._has_mail.set()
 
@@ -50,15 +50,15 @@ class Session:
     """One engine.
 
     Args:
-        connect: starts it.
+        connect: starts the engine.
         delay: seconds to wait before that.
-        on_end: told of the end, and the error that everybody who still waits is about to get; called in a thread.
+        on_end: called in a thread at the end, with the error that all waiting readers are about to get.
 
     Attributes:
-        started: done when the engine is loaded (this session) or could not be (its error).
-        ready: what it said when it was loaded.
-        has_served: whether a request has come to its end in it.
-        is_stopped: whether it was told to end.
+        started: done when the engine is loaded (with this session), or could not be loaded (with its error).
+        ready: what the engine said when it was loaded.
+        has_served: whether a request has run to its end.
+        is_stopped: whether the engine was told to end.
     """
 
     ready: Ready
@@ -67,7 +67,7 @@ class Session:
         self, connect: Callable[[], Connection], delay: float, on_end: Callable[["Session", Exception], None]
     ) -> None:
         self.started: Future[Session] = Future()
-        self.started.set_running_or_notify_cancel()  # many may wait, and one who gives up must not cancel it for all
+        self.started.set_running_or_notify_cancel()  # many may wait, and one that gives up must not cancel it for all
         self.has_served = False
         self._connect, self._delay, self._on_end = connect, delay, on_end
         self._connection: Connection | None = None
@@ -97,18 +97,18 @@ class Session:
             self._mailboxes.pop(mailbox.address, None)
 
     def send(self, command: Command) -> None:
-        """Queue a command for the engine; if it has died nothing happens."""
+        """Queue a command for the engine; does nothing if it has died."""
         assert self._connection is not None
         self._connection.send(command)
 
     def stop(self) -> None:
-        """Let the engine end, in whatever state it is; returns at once."""
+        """Tell the engine to end, whatever it is doing, and return at once."""
         self._stopping.set()
         if self._connection is not None:
             self._connection.close()
 
     def join(self) -> None:
-        """Wait until a stopped engine has ended; one that does not is killed."""
+        """Wait until a stopped engine has ended; kill it if it does not."""
         self._thread.join(SECONDS_TO_END)
         if self._thread.is_alive() and self._connection is not None:
             self._connection.kill()
@@ -130,7 +130,7 @@ class Session:
             self.started.set_exception(error)
 
     def _listen(self) -> Exception:
-        """Start the engine and hear it to its end; why it ended."""
+        """Start the engine and take in its events until it ends. Returns why it ended."""
         stopped = EngineDeadError("the engine was stopped")
         if self._stopping.wait(self._delay):
             return stopped
@@ -164,7 +164,7 @@ class Session:
                 self.started.set_result(self)
 
     def _post(self, letters: Iterable[tuple[str, object]]) -> None:
-        """Put letters into the mailboxes that they are addressed to; those that were closed are skipped."""
+        """Put letters into the mailboxes with their addresses, and skip mailboxes that were closed."""
         sacks: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, object]]] = {}
         for address, letter in letters:
             mailbox = self._mailboxes.get(address)
@@ -173,7 +173,7 @@ class Session:
         for loop, sack in sacks.items():
             try:
                 loop.call_soon_threadsafe(_empty, sack)
-            except RuntimeError:  # the loop was closed, and with it everybody who read there
+            except RuntimeError:  # the loop was closed, and with it all of its readers
                 for address in {mailbox.address for mailbox, _ in sack}:  # one may have several letters
                     self._mailboxes.pop(address, None)
                     self.send(Abort(address))
@@ -185,5 +185,5 @@ def _empty(sack: list[tuple[Mailbox, object]]) -> None:
 
 
 def _copy(error: Exception) -> Exception:
-    """One for each who raises it: raising an exception writes into it."""
+    """A copy for each reader: raising an exception writes into it."""
     return type(error)(str(error))

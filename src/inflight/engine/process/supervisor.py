@@ -1,4 +1,4 @@
-"""`Supervisor`: decides when an engine that has died is started anew, and when it is given up. Knows no request."""
+"""`Supervisor`: decides when an engine that has died is started again, and when it is given up. Knows no request."""
 
 import threading
 import time
@@ -10,16 +10,16 @@ from inflight.engine.process.connection import Connection
 from inflight.engine.process.session import Session
 
 RESTART_DELAYS = (0.5, 1.0)
-"""Seconds after each crash in a row before the engine is started anew; after one crash more it is given up."""
+"""Seconds between a crash and the next start, for each crash in a row. After one more crash the engine is given up."""
 
 
 class Supervisor:
-    """Has at most one engine running, which starts when it is first asked for.
+    """Keeps at most one engine running, which starts when it is first asked for.
 
     Args:
         connect: starts an engine.
-        restart_delays: seconds from a crash to the next start, for each crash in a row that is put up with. A request
-            that comes to its end in between starts the row anew.
+        restart_delays: seconds between a crash and the next start, for each crash in a row that is tolerated. Once a
+            request has run to its end, counting begins again.
 
     Attributes:
         num_crashes: how many engines have died.
@@ -35,7 +35,7 @@ class Supervisor:
         self._last_crash: tuple[float, Exception] = (0.0, EngineDeadError())
 
     def start(self) -> "Future[Session]":
-        """The engine that runs, or is being started, or is started now.
+        """The engine that runs, or that is being started, or that starts now.
 
         Raises `EngineDeadError` if it has died too often in a row."""
         with self._lock:
@@ -44,7 +44,7 @@ class Supervisor:
             return self._session.started
 
     def stop(self) -> Session | None:
-        """Let the engine end; returns at once, with what may be joined. The next start is as if it were the first."""
+        """Tell the engine to end, and return its session at once, to be joined. The next start counts as the first."""
         with self._lock:
             session, self._session = self._session, None
             self._num_in_a_row = 0

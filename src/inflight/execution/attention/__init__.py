@@ -1,4 +1,4 @@
-"""Attention over a paged cache: one interface, several backends. `reference` is the definition of all others."""
+"""Attention over a paged cache: one interface and several backends, of which `reference` is the definition."""
 
 import torch
 
@@ -23,11 +23,11 @@ __all__ = [
 def make_backend(
     name: str, device: torch.device, dtype: torch.dtype, block_size: int, kv_cache_dtype: str = "auto"
 ) -> AttentionBackend:
-    """The backend of this name; "auto" is the best for the device.
+    """The backend of this name; "auto" is the best one for the device.
 
     Args:
         dtype: the model's.
-        kv_cache_dtype: "auto" is the model's; "int8" only the "cpu" backend can.
+        kv_cache_dtype: "auto" is the model's; "int8" needs the "cpu" backend.
 
     Raises:
         ModelError: the backend cannot run here, or not with this dtype.

@@ -1,8 +1,8 @@
-"""`CpuAttention`: attention in C++, reading the cache's blocks in place (`execution/kernels/attend_tile.h` has the
-arithmetic and the layout, `attention.cpp` who computes what).
+"""`CpuAttention`: attention in C++ that reads the cache's blocks in place.
 
-A token's result has the same bits whatever runs beside it, however its prompt was chunked, wherever its blocks lie and
-with any number of threads; what several sequences of a step share is read once for all of them.
+`execution/kernels/attend_tile.h` has the arithmetic and the layout, `attention.cpp` the division of work. A token's
+result has the same bits whatever runs beside it, however its prompt was chunked, wherever its blocks lie, and with any
+number of threads. Blocks that several sequences of a step share are read once for all of them.
 """
 
 import weakref
@@ -23,9 +23,10 @@ class CpuCache(KVStorage):
     """Keys and values in the kernel's layout, as views `[N + 1, Hkv, stripes, …]` of one piece of memory.
 
     Attributes:
-        stored: all of it, `[N + 1, Hkv, stripes, bytes of a stripe]` int8.
-        key_scales, value_scales: of int8, `[N + 1, Hkv, stripes, lanes]` float32: of each token and head.
-        call: the number by which the kernel knows this attention call.
+        stored: the whole piece, `[N + 1, Hkv, stripes, bytes of a stripe]` int8.
+        key_scales, value_scales: for an int8 cache, `[N + 1, Hkv, stripes, lanes]` float32, one for each token and
+            head.
+        call: the number under which the kernels know this attention call.
     """
 
     stored: torch.Tensor
@@ -39,7 +40,7 @@ class CpuAttention:
 
     Args:
         dtype: of keys and values in the cache: float32, bfloat16 or int8. Queries may be float32 or bfloat16.
-        block_size: any; one that is no multiple of 16 may waste what is missing to it.
+        block_size: any; it is rounded up to a multiple of 16 in memory.
     """
 
     name = "cpu"
@@ -108,7 +109,7 @@ class CpuAttention:
         cache.stored[destinations] = cache.stored[sources]
 
     def _stripe_parts(self, spec: AttentionSpec) -> list[int]:
-        """Bytes of a stripe's keys and values, and of int8 their scales."""
+        """Bytes of a stripe's keys and of its values; for int8 also of the scales of each."""
         num_lanes: int = torch.ops.inflight.num_lanes()
         key_size = spec.head_size + spec.head_size % 2 if self.dtype == torch.bfloat16 else spec.head_size
         value_size = -(-spec.value_head_size // num_lanes) * num_lanes

@@ -1,9 +1,9 @@
-"""Which attention calls share blocks: those that keep the same tokens, in groups that take the same memory.
+"""Cache groups: which attention calls share blocks. They keep the same tokens, and each group takes the same memory.
 
-A block holds keys and values of one group, and any group may have it: the calls of each group are laid out over the
-same storages, one call to a storage, or several to equal parts of its blocks where they keep less of a token than
-others do. So no memory is set aside for windows or for full attention: whoever needs more takes more. (The idea is that
-of vLLM's hybrid cache manager.)
+A block holds the keys and values of one group, and any group may have it. The calls of every group are laid out over
+the same storages: one call to a storage, or several calls to equal parts of its blocks, where they keep fewer bytes of
+a token than others. So no memory is set aside for windows or for full attention. (The idea is that of vLLM's hybrid
+cache manager.)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +13,10 @@ from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup
 from inflight.execution.attention import AttentionSpec
 
 MAX_PADDING, MAX_PADDING_OF_WINDOWS = 0.1, 0.25
-"""What may be wasted of the memory of calls that keep all tokens, and of others, of which there is less: because a
-group has fewer calls than it has room for."""
+"""The share of memory that may be wasted because a group has fewer calls than it has room for: in groups that keep all
+tokens, and in groups that keep a window, which take less memory anyway."""
 MAX_GROUPS = 16
-"""Each takes a block table for each sequence."""
+"""Each group costs a block table for each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class BlockPart:
 
     Attributes:
         group: index of the cache group.
-        part, num_parts: in which of so many equal parts. A part of a block is numbered as if it were a block:
+        part, num_parts: in which of how many equal parts of a block. A part is numbered as if it were a block:
             `block * num_parts + part`.
     """
 
@@ -40,8 +40,8 @@ class Grouping:
 
     Attributes:
         specs: the calls in order; their `cache_group` is an index into `parts`.
-        groups: the cache groups, those that keep all tokens first.
-        parts: of their blocks.
+        groups: the cache groups; groups that keep all tokens come first.
+        parts: the parts of their blocks.
     """
 
     specs: tuple[AttentionSpec, ...]
@@ -49,7 +49,7 @@ class Grouping:
     parts: tuple[BlockPart, ...] = (BlockPart(0),)
 
     def storages(self) -> list[list[int]]:
-        """Ordinals of the calls that lie in the same memory, one first that has whole blocks."""
+        """For each storage, the ordinals of the calls that lie in it; the first has whole blocks."""
         by_part: list[list[int]] = [[] for _ in self.parts]
         for number, spec in enumerate(self.specs):
             if spec.shares_cache_with is None:
@@ -58,20 +58,21 @@ class Grouping:
         return [sorted(calls, key=lambda call: self.part_of(call).num_parts) for calls in storages]
 
     def part_of(self, call: int) -> BlockPart:
-        """Of a call, by its ordinal."""
+        """Where the call of this ordinal lies."""
         return self.parts[self.specs[call].cache_group]
 
 
 def group_calls(
     specs: Sequence[AttentionSpec], max_model_len: int, bytes_per_block: Callable[[AttentionSpec], int]
 ) -> Grouping:
-    """Groups of calls that keep the same tokens.
+    """Put attention calls into cache groups.
 
-    There is one group that keeps everything where calls cannot be cut into few groups that take about the same memory,
-    or see more of the keys and values that they share with another one than that one does.
+    All calls become one group that keeps everything if they cannot be divided into a few groups of about equal memory,
+    or if a call sees more of the keys and values that it shares with another call than that call itself.
 
     Args:
-        bytes_per_block: that a call takes, as the attention backend stores keys and values.
+        specs: the calls in order.
+        bytes_per_block: the bytes that a call takes in the attention backend.
     """
     kept = [_kept_by(spec, max_model_len) for spec in specs]
     owners = [n if spec.shares_cache_with is None else spec.shares_cache_with for n, spec in enumerate(specs)]
@@ -98,7 +99,7 @@ def group_calls(
 
 
 def _kept_by(spec: AttentionSpec, max_model_len: int) -> CacheGroup:
-    """What a call can see, where that is less than the longest sequence."""
+    """Which tokens a call keeps. A window or chunk of at least `max_model_len` is none."""
     window, chunk = (None if each is None or each >= max_model_len else each for each in (spec.window, spec.chunk))
     return CacheGroup(window, chunk)
 
@@ -106,8 +107,8 @@ def _kept_by(spec: AttentionSpec, max_model_len: int) -> CacheGroup:
 def _parts_of_blocks(
     calls: Mapping[CacheGroup, Sequence[AttentionSpec]], bytes_per_block: Callable[[AttentionSpec], int]
 ) -> dict[CacheGroup, int] | None:
-    """How many calls of each kind take as much of keys and of values as one of the largest; None: there is no such
-    number, or calls of one kind differ."""
+    """How many calls of each kind take as many bytes of keys and of values as one of the largest; None if there is no
+    such number, or if calls of one kind differ."""
     if len(calls) == 1:
         return dict.fromkeys(calls, 1)
     sizes = {
@@ -128,8 +129,8 @@ def _parts_of_blocks(
 
 
 def _size_of_groups(num_calls: Mapping[CacheGroup, int], num_parts: Mapping[CacheGroup, int]) -> int | None:
-    """The most storages that each group can lie in, given how many calls of each kind there are, and in how many parts
-    of blocks they lie; None: it would waste too much, or take too many groups."""
+    """The largest number of storages that each group can lie in, for so many calls of each kind and parts of a block;
+    None if that wastes too much memory or takes too many groups."""
     for size in range(max(number for each, number in num_calls.items() if num_parts[each] == 1), 0, -1):
         num_groups = {each: -(-number // (size * num_parts[each])) for each, number in num_calls.items()}
         if all(

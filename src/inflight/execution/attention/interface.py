@@ -1,4 +1,4 @@
-"""What an attention backend is asked to do, and what it is told about each attention call of a model.
+"""The interface of attention backends, and what they are told about each attention call of a model.
 
 Shapes: T tokens in the row, H query heads, Hkv key/value heads, Dk and Dv head sizes of keys and values.
 """
@@ -19,14 +19,14 @@ class AttentionSpec:
     Attributes:
         num_heads, num_kv_heads: H and Hkv; query heads `i * H // Hkv ...` share key/value head i.
         head_size, value_head_size: Dk and Dv.
-        scale: what the products of queries and keys are multiplied with.
+        scale: factor of the products of queries and keys.
         window: a query at position i sees keys j with `i - j < window`; None sees all before it.
         chunk: a query sees only keys in its own aligned chunk of so many positions (Llama 4); None: no chunks.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2); None: they stay.
         has_sinks: a per-head logit joins each softmax and is dropped from the result (GPT-OSS).
         cache_group: index into the groups of the batch that a backend is given.
-        shares_cache_with: ordinal of the earlier call whose keys and values this one is given again, and reads where
-            they lie (Gemma 3n and 4); None: its own.
+        shares_cache_with: ordinal of the earlier call whose keys and values this call is given again, and reads where
+            they lie (Gemma 3n and 4); None: it has its own.
     """
 
     num_heads: int
@@ -44,10 +44,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVStorage:
-    """Keys and values of one attention call; blocks are the first dimension, the rest is the backend's own layout.
+    """Storage for the keys and values of one attention call: N + 1 blocks, then dimensions of the backend's choice.
 
-    The definition's is `[N + 1, B, Hkv, Dk]` and `[N + 1, B, Hkv, Dv]`. The last block belongs to nobody: what is
-    written to place -1 may lie there.
+    The definition's are `[N + 1, B, Hkv, Dk]` and `[N + 1, B, Hkv, Dv]`. The last block belongs to no sequence: what is
+    written to cache index -1 may lie there.
     """
 
     keys: torch.Tensor
@@ -60,7 +60,7 @@ class AttentionBackend(Protocol):
     In every layer all writes of a step are finished before any read.
 
     Attributes:
-        is_batch_invariant: whether what a query gets is the same bits, whatever runs beside it.
+        is_batch_invariant: whether a query's result has the same bits, whatever runs beside it.
     """
 
     name: str
@@ -68,18 +68,20 @@ class AttentionBackend(Protocol):
     block_size: int
 
     def bytes_per_block(self, spec: AttentionSpec) -> int:
-        """Memory that a block takes in one attention call."""
+        """Bytes that a block takes in one attention call."""
         ...
 
     def allocate(self, num_blocks: int, spec: AttentionSpec, beside: KVStorage | None = None) -> KVStorage:
-        """Storage for one attention call; memory is only committed as it is touched, where the system allows.
+        """Storage for one attention call. Memory is only committed as it is touched, where the system allows.
 
-        `beside`: what was allocated for another call, in whose memory this one is to lie: the calls have no block in
-        common. It has as much of keys and of values, if with fewer blocks of more each."""
+        Args:
+            beside: the storage of another call, in whose memory this one shall lie. The calls never use the same block.
+                It has as many bytes of keys and of values, perhaps in fewer and larger blocks.
+        """
         ...
 
     def begin_step(self, batch: RaggedBatch) -> None:
-        """Prepare what all calls of this step have in common."""
+        """Prepare what all attention calls of this step have in common."""
         ...
 
     def write(self, cache: KVStorage, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:

@@ -1,7 +1,7 @@
-"""`ReferenceAttention`: the definition. The whole row at once, its mask written out, in plain torch, for reading.
+"""`ReferenceAttention`: the definition, in plain torch, for reading. It attends over the whole row with its mask.
 
-Every other backend is tested against this one. It gathers the keys of all spans end to end, builds the
-block-diagonal causal mask over them, and attends densely: `T x sum(kv_lens)` scores a head, so it is for small steps.
+Every other backend is tested against this one. It gathers the keys of all spans end to end, builds the block-diagonal
+causal mask over them, and attends densely: `T x sum(kv_lens)` scores per head, so it is for small steps.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from inflight.execution.attention.interface import AttentionSpec, KVStorage
-from inflight.execution.ragged_batch import RaggedBatch, ragged_arange
+from inflight.execution.ragged_batch import RaggedBatch, cache_indices, ragged_arange
 
 
 def may_attend(
@@ -18,7 +18,7 @@ def may_attend(
 ) -> torch.Tensor:
     """Which keys of its own sequence a query may see: `[..., L, K]` bool from positions `[..., L]` and `[..., K]`.
 
-    A key must not be later than the query; a window and a chunk narrow that down (see `AttentionSpec`).
+    A key must not come after the query; a window and a chunk narrow that down (see `AttentionSpec`).
     """
     queries, keys = query_positions.unsqueeze(-1), key_positions.unsqueeze(-2)
     distance = queries - keys
@@ -33,8 +33,8 @@ def may_attend(
 def ragged_mask(batch: RaggedBatch, window: int | None = None, chunk: int | None = None) -> torch.Tensor:
     """The mask that keeps sequences apart: `[T, sum(kv_lens)]` bool, on the host.
 
-    Rows are the tokens of the step, columns the keys of all spans end to end: block-diagonal (a query sees keys of its
-    own sequence only) and causal.
+    Rows are the tokens of the step, columns the keys of all spans end to end. It is block-diagonal (a query sees only
+    keys of its own sequence) and causal.
     """
     query_lens, kv_lens = batch.query_lens_host, batch.kv_lens_host
     query_positions = torch.from_numpy(ragged_arange(query_lens) + np.repeat(kv_lens - query_lens, query_lens))
@@ -75,7 +75,7 @@ def dense_attention(
 
 
 class ReferenceAttention:
-    """Attention as it is defined, in plain torch."""
+    """The definition as an `AttentionBackend`."""
 
     name = "reference"
     is_batch_invariant = False  # torch's operators choose by sizes
@@ -88,7 +88,7 @@ class ReferenceAttention:
 
     @property
     def batch(self) -> RaggedBatch:
-        """The step that is running."""
+        """The running step."""
         assert self._batch is not None, "begin_step comes before the first call of a step"
         return self._batch
 
@@ -97,13 +97,13 @@ class ReferenceAttention:
         return self.block_size * spec.num_kv_heads * (spec.head_size + spec.value_head_size) * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, spec: AttentionSpec, beside: KVStorage | None = None) -> KVStorage:
-        """See `AttentionBackend`: `[num_blocks + 1, B, Hkv, D]`, the layout of the definition."""
+        """See `AttentionBackend`. Keys and values are `[num_blocks + 1, B, Hkv, D]`."""
         shape = (num_blocks + 1, self.block_size, spec.num_kv_heads)
         sizes = spec.head_size, spec.value_head_size
         if beside is not None:
             return KVStorage(beside.keys.view(*shape, sizes[0]), beside.values.view(*shape, sizes[1]))
         keys, values = (torch.empty(*shape, size, dtype=self.dtype, device=self.device) for size in sizes)
-        keys[-1] = values[-1] = 0  # the definition gathers what was let go from there, and masks it
+        keys[-1] = values[-1] = 0  # blocks that were let go are gathered from there, and masked
         return KVStorage(keys, values)
 
     def begin_step(self, batch: RaggedBatch) -> None:
@@ -111,19 +111,19 @@ class ReferenceAttention:
         self._batch = batch
 
     def write(self, cache: KVStorage, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
-        """See `AttentionBackend`. Place -1 is the last one, in the block that belongs to nobody."""
-        cache_indices = self.batch.groups[spec.cache_group].cache_indices
-        cache.keys.flatten(0, 1)[cache_indices] = key
-        cache.values.flatten(0, 1)[cache_indices] = value
+        """See `AttentionBackend`. Cache index -1 is the last one, in the block that belongs to no sequence."""
+        indices = self.batch.groups[spec.cache_group].cache_indices
+        cache.keys.flatten(0, 1)[indices] = key
+        cache.values.flatten(0, 1)[indices] = value
 
     def attend(
         self, query: torch.Tensor, cache: KVStorage, spec: AttentionSpec, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
         allowed = ragged_mask(self.batch, spec.window, spec.chunk).to(self.device)
-        cache_indices = self._cache_indices_of_all_keys(spec.cache_group)
-        key = cache.keys.flatten(0, 1)[cache_indices].transpose(0, 1)
-        value = cache.values.flatten(0, 1)[cache_indices].transpose(0, 1)
+        indices = self._cache_indices_of_all_keys(spec.cache_group)
+        key = cache.keys.flatten(0, 1)[indices].transpose(0, 1)
+        value = cache.values.flatten(0, 1)[indices].transpose(0, 1)
         return dense_attention(query.transpose(0, 1), key, value, allowed, spec, sinks).transpose(0, 1)
 
     def copy_blocks(self, cache: KVStorage, copies: Sequence[tuple[int, int]]) -> None:
@@ -133,8 +133,7 @@ class ReferenceAttention:
         cache.values[destinations] = cache.values[sources]
 
     def _cache_indices_of_all_keys(self, cache_group: int) -> torch.Tensor:
-        """The places of the keys of all spans, end to end: `[sum(kv_lens)]` int64."""
-        kv_lens = self.batch.kv_lens_host
+        """The cache indices of the keys of all spans, end to end: `[sum(kv_lens)]` int64."""
+        kv_lens, tables = self.batch.kv_lens_host, self.batch.groups[cache_group].block_tables_host
         spans, positions = np.repeat(np.arange(len(kv_lens)), kv_lens), ragged_arange(kv_lens)
-        blocks = self.batch.groups[cache_group].block_tables_host[spans, positions // self.block_size].astype(np.int64)
-        return torch.from_numpy(blocks * self.block_size + positions % self.block_size).to(self.device)
+        return torch.from_numpy(cache_indices(tables, spans, positions, self.block_size)).to(self.device)

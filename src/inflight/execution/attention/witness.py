@@ -1,7 +1,7 @@
-"""`WitnessedAttention`: a backend with the definition beside it, so that what ran can be held against what should have.
+"""`WitnessedAttention`: a backend with the definition beside it, to compare what ran with what should have.
 
-The definition keeps a cache of its own from the first step on: it does not depend on how the witnessed backend lays out
-its storage, nor on whether that was written correctly. Decides nothing of what runs: results are the witnessed ones.
+The definition keeps a cache of its own from the first step on, so the comparison depends neither on how the witnessed
+backend lays out its storage nor on whether it stored correctly. Results are the witnessed backend's.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class WitnessedCache(KVStorage):
 @dataclass(frozen=True, slots=True)
 class WitnessedCall:
     """One attention call of a step, and the largest difference between the two outputs, relative to the largest
-    magnitude in the definition's (infinite if one of them is not finite)."""
+    magnitude in the definition's; infinite if an output is not finite."""
 
     spec: AttentionSpec
     difference: float
@@ -35,12 +35,12 @@ class WitnessedAttention:
     """An `AttentionBackend` that runs `witnessed`, and `ReferenceAttention` beside it.
 
     Attributes:
-        comparing: whether to attend through the definition, too; writes always go to both.
+        comparing: whether the definition attends, too. Writes always go to both caches.
         block_size: of both caches.
-        num_parts: of a block in the first group of a batch, which has parts for blocks (`BlockPart`).
-        batch: of the step that runs or ran last.
+        num_parts: how many parts a block has in a batch's first group (`BlockPart`).
+        batch: the step that runs, or ran last.
         copies: the blocks that were copied before it, (source, destination) each.
-        calls: that step's attention calls in order; empty if it was not compared.
+        calls: its attention calls in order; empty if they were not compared.
     """
 
     def __init__(self, witnessed: AttentionBackend, definition: ReferenceAttention, num_parts: int = 1) -> None:
@@ -56,11 +56,11 @@ class WitnessedAttention:
         self._definition = definition
 
     def bytes_per_block(self, spec: AttentionSpec) -> int:
-        """See `AttentionBackend`; of both caches."""
+        """See `AttentionBackend`. Bytes in both caches."""
         return self._witnessed.bytes_per_block(spec) + self._definition.bytes_per_block(spec)
 
     def allocate(self, num_blocks: int, spec: AttentionSpec, beside: KVStorage | None = None) -> WitnessedCache:
-        """See `AttentionBackend`; takes the memory of two."""
+        """See `AttentionBackend`. Takes the memory of two caches."""
         own_beside, shadow_beside = (None, None) if beside is None else _both(beside)
         own = self._witnessed.allocate(num_blocks, spec, own_beside)
         shadow = self._definition.allocate(num_blocks, spec, shadow_beside)

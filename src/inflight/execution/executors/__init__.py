@@ -1,4 +1,4 @@
-"""Ways through a model: as one ragged row, as batches of rows, sequence by sequence."""
+"""Executors: a model run as one ragged row, as batches of rows, or sequence by sequence."""
 
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.executors.packed import PackedExecutor, require_packed

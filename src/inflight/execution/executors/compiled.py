@@ -1,9 +1,8 @@
-"""The model through `torch.compile`: its small operators fused, the Python between them gone.
+"""The model through `torch.compile`: small operators are fused, and the Python between them is gone.
 
 One graph serves every step. The numbers of rows and of logit rows are symbols in it, not constants, so there are no
-buckets to fill and nothing is compiled again in service. Linear layers and attention stay what they are, our own
-operators, each known to the graph by its number; so the weights are packed once and the arithmetic is that of the eager
-model, except where fused operators round less often.
+buckets and nothing is compiled again in service. Linear layers and attention remain our own operators, which the graph
+knows by number. So the arithmetic is that of the eager model, except where fused operators round less often.
 """
 
 import os
@@ -25,11 +24,11 @@ Forward: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.
 
 MAX_ROWS = 2**20
 COMPILED_ROWS = (32, 8)
-"""T and R of the step that is compiled with: where the compiler wants a size to plan for, it takes these."""
+"""T and R of the step that is compiled: the compiler plans for these sizes."""
 
 
 def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> FunctionType:
-    """The model's own forward pass over one row."""
+    """The model's own forward pass over one row, as a `Forward`."""
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         options = {"logits_to_keep": logit_rows} if takes_logit_rows else {}
@@ -54,18 +53,18 @@ def compile_forward(
     caches: Sequence[CpuCache],
     mode: str,
 ) -> Forward:
-    """`forward`, compiled and run once; the model attends through the kernel from now on, and only so.
+    """`forward`, compiled and run once. From now on the model attends only through the kernel.
 
     Args:
-        forward: what to compile, of `model`.
-        modules: the attention modules in the order of their calls, each calling once, with the cache of each call.
-        mode: "auto", or "max": the calls between operators are compiled, too (C++ instead of Python), which takes
-            longer.
+        forward: the forward pass of `model`.
+        modules, caches: the attention modules in the order of their calls, each of which attends once, and their
+            caches.
+        mode: "auto", or "max": the calls between operators are compiled, too (to C++), which takes longer.
 
     Raises:
-        Exception: whatever the compiler says of a model that it cannot take in one piece.
+        Exception: whatever the compiler raises for a model that it cannot compile in one piece.
     """
-    # The compiler remembers, and counts, by code object: each model gets one of its own.
+    # The compiler caches, and counts, by code object: each model gets its own.
     forward = FunctionType(forward.__code__.replace(), forward.__globals__, closure=forward.__closure__)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
     for module, cache in zip(modules, caches, strict=True):
@@ -73,7 +72,7 @@ def compile_forward(
     use_attention(model, "inflight_compiled")
     options: dict[str, str | int | bool | Callable[..., Any]] = {
         "cpp_wrapper": mode == "max",
-        # Nothing but the rows ever changes: half a millisecond of looking at every module in every step is saved.
+        # Only the rows ever change: this saves half a millisecond of checking every module in every step.
         "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe,
     }
     compiled = torch.compile(forward, dynamic=True, fullgraph=True, options=options)

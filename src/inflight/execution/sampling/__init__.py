@@ -1,1 +1,1 @@
-"""What happens to logits around the choice of a token: what a request wants changed, and what it wants to know."""
+"""From logits to tokens: what requests change about logits, the choice itself, and log-probabilities."""

@@ -1,8 +1,9 @@
-"""What a sequence wants changed about its logits before a token is chosen: bad words, `min_tokens`, biases, penalties.
+"""What a request changes about logits before a token is chosen: bad words, `min_tokens`, biases, penalties.
 
-One `Adjuster` for each sequence that wants anything; all rows of a step are changed together, at the few tokens that
-are concerned, never over the whole vocabulary. Knows no slot and no step. Penalties are CTRL's (Keskar et al., 2019)
-for repetition, OpenAI's for presence and frequency, with vLLM's meaning: the repetition penalty counts the prompt.
+Each sequence that changes anything has an `Adjuster`. All rows of a step are changed together, and only at the few
+tokens concerned, never over the whole vocabulary. Knows no slot and no step. The repetition penalty is CTRL's (Keskar
+et al., 2019), presence and frequency penalties are OpenAI's, with vLLM's meaning: the repetition penalty counts the
+prompt.
 """
 
 from array import array
@@ -21,7 +22,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 
 class Adjuster:
-    """What one sequence wants changed, and the part of its tokens that this depends on."""
+    """What to change for one sequence, and those of its tokens that this depends on."""
 
     def __init__(self, assignment: SlotAssignment) -> None:
         params, token_ids, prompt_len = assignment.params, assignment.token_ids, assignment.prompt_len
@@ -36,18 +37,18 @@ class Adjuster:
 
     @staticmethod
     def is_needed(params: SamplingParams) -> bool:
-        """Whether any row of a sequence with these parameters has to be changed."""
+        """Whether these parameters change anything about logits."""
         return bool(params.min_tokens or params.logit_bias or params.bad_words or has_penalties(params))
 
     def see(self, position: int, token_id: int) -> None:
-        """The sequence has this token at this position. One that it was told of is not counted again."""
+        """The sequence has this token at this position. A token that was seen already is not counted again."""
         if position == len(self._token_ids):
             self._token_ids.append(token_id)
             if self._seen is not None:
                 self._seen.add(token_id)
 
     def edits(self) -> "Edits | None":
-        """What to change about the logits of the token that comes next; None: nothing."""
+        """What to change about the logits of the next token; None: nothing."""
         params = self._params
         forbidden = [word[-1] for word in self._bad_words if self._output_ends_with(word[:-1])]
         if len(self._token_ids) - self._prompt_len < params.min_tokens:
@@ -73,8 +74,13 @@ class Adjuster:
 
 
 class Edits(NamedTuple):
-    """What to change about one row of logits: token ids that are forbidden; ids and what is added; ids of tokens that
-    were seen, the factors of repetition and what is taken from each."""
+    """What to change about one row of logits.
+
+    Attributes:
+        forbidden: token ids that may not be chosen.
+        biased, biases: token ids, and what to add to each.
+        seen, factors, taken: token ids that the sequence has, the repetition penalty of each, and what to subtract.
+    """
 
     forbidden: IntArray
     biased: IntArray
@@ -88,7 +94,7 @@ NO_EDITS = Edits(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.em
 
 
 class SeenTokens:
-    """Which tokens a sequence has, each once, and how often its output has them."""
+    """The distinct tokens of a sequence, and how often its output has each."""
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt))}
@@ -100,16 +106,16 @@ class SeenTokens:
 
     @property
     def token_ids(self) -> IntArray:
-        """All tokens of prompt and output."""
+        """The distinct tokens of prompt and output, `[n]`."""
         return self._ids[: len(self._places)]
 
     @property
     def output_counts(self) -> IntArray:
-        """How often each of them is in the output."""
+        """How often each of them is in the output, `[n]`."""
         return self._counts[: len(self._places)]
 
     def add(self, token_id: int) -> None:
-        """One more token of the output."""
+        """Count one more token of the output."""
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
             self._ids, self._counts = (np.resize(each, 2 * len(each)) for each in (self._ids, self._counts))
@@ -119,12 +125,12 @@ class SeenTokens:
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether tokens that were seen are treated differently."""
+    """Whether tokens that the sequence already has are treated differently."""
     return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
 def adjust(logits: torch.Tensor, edits: Sequence[Edits]) -> None:
-    """Change logits `[R, V]` float32 in place."""
+    """Change logits `[R, V]` float32 in place, one `Edits` for each row."""
     forbidden, biased, biases, seen, factors, taken = zip(*edits, strict=True)
     if (places := _places(forbidden, logits)) is not None:
         logits[places] = -torch.inf
@@ -136,7 +142,7 @@ def adjust(logits: torch.Tensor, edits: Sequence[Edits]) -> None:
 
 
 def _places(ids: Sequence[IntArray], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Rows and columns of some tokens of each row; None if there are none."""
+    """Rows `[n]` and columns `[n]` of the given tokens of each row of logits `[R, V]`; None if there are none."""
     rows = np.repeat(np.arange(len(ids)), [len(each) for each in ids])
     if not len(rows):
         return None

@@ -1,6 +1,6 @@
-"""Log-probabilities of tokens as the model gave them: of those that were chosen, and of those that a prompt has.
+"""Log-probabilities of chosen tokens and of prompt tokens, as the model gave them, before anything is changed.
 
-Decides nothing about tokens. They are taken of the logits before anything is changed about them.
+Decides nothing about which tokens are chosen.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,11 +13,11 @@ from inflight.contracts.plan import SlotAssignment
 from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
 
 ROWS_AT_ONCE = 256
-"""Of logits in float32: so many rows of a vocabulary, and not more, are there a second time."""
+"""At most so many rows of logits are copied to float32 at a time."""
 
 
 class Scorer:
-    """Scores the rows of a step whose sequences want it, each with as many of the likeliest tokens as it wants.
+    """Scores the rows of a step whose requests ask for it, each with as many of the likeliest tokens as it asks for.
 
     Args:
         max_num_seqs: number of slots.
@@ -45,7 +45,7 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, logits: torch.Tensor, batch: RaggedBatch, token_ids: Sequence[int]) -> dict[int, TokenScore]:
-        """By row of `logits` `[R, V]`, the score of its token, for the rows that want one."""
+        """The scores of the tokens of `logits`' rows `[R, V]`, by row, where a request asks for one."""
         if not self._are_wanted:
             return {}
         slots = batch.logit_slots_host
@@ -60,7 +60,7 @@ class Scorer:
 
 
 def score_rows(logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_top: IntArray) -> list[TokenScore]:
-    """Of some `rows` `[N]` of `logits` `[R, V]`, the scores of `token_ids` `[N]` with the `num_top` `[N]` likeliest."""
+    """The scores of `token_ids` `[N]` in `rows` `[N]` of `logits` `[R, V]`, each with its `num_top` `[N]` likeliest."""
     scored = logits[to_device(rows, logits.device)].float()
     normaliser = torch.logsumexp(scored, dim=-1, keepdim=True)
     own = scored.gather(-1, to_device(token_ids, logits.device)[:, None])

@@ -23,7 +23,7 @@ from inflight.execution.sampling.token_mask import TokenMasks, apply_mask
 
 MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 INVALID_TOKEN = -1
-"""What `sample` returns for a row whose logits are not finite."""
+"""The token of a row whose logits are not finite."""
 
 
 class Sampler:
@@ -69,10 +69,12 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, batch: RaggedBatch, masks: TokenMasks | None = None) -> list[int]:
-        """One token for each row of `logits` `[R, V]`; `INVALID_TOKEN` where they are not finite. Of rows that are only
-        to be scored, that is the token that is there. `masks`, if there are any, say what some rows may choose from.
+        """One token for each row of `logits` `[R, V]`, or `INVALID_TOKEN` where they are not finite; for rows that are
+        only scored, the token that is there already. This is the step's only transfer from the device.
 
-        This is the step's only transfer from the device."""
+        Args:
+            masks: which tokens some rows may choose from.
+        """
         scored = batch.logit_targets_host >= 0
         if not scored.any():
             return self._sample(logits, batch, np.arange(batch.num_logit_rows), masks)
@@ -82,7 +84,7 @@ class Sampler:
         return result
 
     def _sample(self, logits: torch.Tensor, batch: RaggedBatch, rows: IntArray, masks: TokenMasks | None) -> list[int]:
-        """Tokens of some `rows` `[N]` of a batch, whose logits are `[N, V]`."""
+        """Tokens for `rows` `[N]` of a batch, from their logits `[N, V]`."""
         if len(rows) == 0:
             return []
         slots = batch.logit_slots_host[rows]
@@ -108,7 +110,8 @@ class Sampler:
         return result
 
     def _edits(self, batch: RaggedBatch, rows: IntArray, slots: IntArray) -> dict[int, Edits]:
-        """What is to be changed, by the places in `rows` (of these `slots`) of those where anything is."""
+        """What to change about the logits of `rows` `[N]`, in these `slots` `[N]`: by index into `rows`, where anything
+        is."""
         edits: dict[int, Edits] = {}
         for place in np.flatnonzero(self._is_adjusted[slots]).tolist():
             row, adjuster = rows[place], self._adjusters[int(slots[place])]
@@ -118,7 +121,7 @@ class Sampler:
         return edits
 
     def _choose(self, logits: torch.Tensor, slots: IntArray, output_positions: IntArray) -> torch.Tensor:
-        """Tokens `[N]` of rows of logits `[N, V]` as they are."""
+        """Tokens `[N]` from logits `[N, V]`, in `slots` `[N]`, at `output_positions` `[N]`."""
         tokens = best_tokens(logits)
         random_rows = np.flatnonzero(self._temperature[slots] > 0)
         if len(random_rows):
@@ -128,7 +131,7 @@ class Sampler:
         return tokens
 
     def _sample_rows(self, logits: torch.Tensor, slots: IntArray, output_positions: IntArray) -> torch.Tensor:
-        """Sampled tokens `[R]` of rows that all have a temperature above 0."""
+        """Sampled tokens `[N]` from logits `[N, V]` whose rows all have a temperature above 0."""
         uniform = counter_uniform(self._seed[slots], self._index[slots], output_positions.astype(np.uint64))
         if has_kernels(logits):
             parameters = (self._temperature, self._top_k, self._top_p, self._min_p)
@@ -158,12 +161,12 @@ class Sampler:
 
 
 def has_kernels(logits: torch.Tensor) -> bool:
-    """Whether our kernels take these logits."""
+    """Whether our kernels take these logits `[R, V]`."""
     return logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16) and kernels_available()
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Each row's greatest logit's token, `[R]` of `[R, V]`; `INVALID_TOKEN` if that is infinite or any logit is NaN."""
+    """The token of each row's greatest logit, `[R]` from `[R, V]`; `INVALID_TOKEN` if it is infinite or any is NaN."""
     if has_kernels(logits):
         tokens: torch.Tensor = torch.ops.inflight.greedy(logits)
         return tokens
@@ -172,7 +175,7 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 
 def top_k_filter(logits: torch.Tensor, top_k: torch.Tensor, largest_k: int) -> torch.Tensor:
-    """Keep each row's k most likely tokens: logits `[R, V]`, top_k `[R, 1]` int64 in [1, largest_k]; ties are kept."""
+    """Keep each row's k most likely tokens, and ties: logits `[R, V]`, top_k `[R, 1]` int64 in [1, largest_k]."""
     largest = torch.topk(logits, min(largest_k, logits.shape[-1]), dim=-1).values
     least = largest.gather(-1, top_k.clamp(max=largest.shape[-1]) - 1)
     return logits.masked_fill(logits < least, float("-inf"))
@@ -181,7 +184,7 @@ def top_k_filter(logits: torch.Tensor, top_k: torch.Tensor, largest_k: int) -> t
 def top_p_filter(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keep each row's smallest set of most likely tokens that reaches probability p: `[R, V]`, top_p `[R, 1]`.
 
-    Nucleus sampling (Holtzman et al., 2020). Ties with the least likely token that is kept are kept."""
+    Nucleus sampling (Holtzman et al., 2020). Keeps ties with the least likely token that is kept."""
     ascending = torch.sort(logits, dim=-1).values
     num_dropped = (torch.softmax(ascending, dim=-1).cumsum(dim=-1) <= 1 - top_p).sum(dim=-1, keepdim=True)
     least = ascending.gather(-1, num_dropped.clamp(max=logits.shape[-1] - 1))
@@ -189,7 +192,7 @@ def top_p_filter(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def min_p_filter(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Drop tokens less likely than min_p times each row's most likely one: logits `[R, V]`, min_p `[R, 1]` > 0."""
+    """Drop tokens less likely than min_p times the row's most likely token: logits `[R, V]`, min_p `[R, 1]` > 0."""
     return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), float("-inf"))
 
 
@@ -198,7 +201,7 @@ def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     cumulative = probabilities.cumsum(dim=-1)
     target = uniform[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True).clamp(max=probabilities.shape[-1] - 1)
-    # Sums that a device adds up in parallel need not rise everywhere: never choose what has no probability.
+    # Sums that a device computes in parallel need not rise everywhere: never choose a token without probability.
     possible = probabilities.gather(-1, tokens) > 0
     return torch.where(possible, tokens, probabilities.argmax(dim=-1, keepdim=True))[:, 0]
 
@@ -206,7 +209,7 @@ def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def counter_uniform(
     seed: npt.NDArray[np.uint64], index: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float32]:
-    """Uniform numbers in [0, 1) from three counters each, `[R]`: SplitMix64's mixing (Steele et al., 2014) chained."""
+    """Uniform numbers `[R]` in [0, 1), each from three counters: SplitMix64's mixing (Steele et al., 2014), chained."""
     mixed = _mix(_mix(_mix(seed) ^ index) ^ position)
     return (mixed >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 

@@ -1,6 +1,6 @@
-"""Which tokens a row of logits may choose from, as bits: everything else becomes impossible.
+"""Masks of the tokens that a row of logits may choose from; all others become impossible.
 
-Knows bits and logits; where the bits come from (`inflight.grammar`) is not its business.
+Knows bits and logits, not where the bits come from (`inflight.grammar`).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 
 
 class TokenMasks(NamedTuple):
-    """Masks of some rows of a step's logits: the rows, ascending, and int32 words `[len(rows), ceil(V / 32)]`."""
+    """Masks for some rows of a step's logits: the rows, ascending, and int32 words `[len(rows), ceil(V / 32)]`."""
 
     rows: Sequence[int]
     words: npt.NDArray[np.int32]
@@ -22,11 +22,11 @@ class TokenMasks(NamedTuple):
 def apply_mask(logits: torch.Tensor, mask: torch.Tensor) -> None:
     """Set the logits of tokens that are not allowed to -inf, in place; NaN stays NaN.
 
-    Each byte of the mask is looked up as eight upper limits: no branch on a bit (a seventh of `masked_fill_`'s time).
+    Looks each byte of the mask up as eight upper limits, without a branch on a bit: a seventh of `masked_fill_`'s time.
 
     Args:
         logits: `[R, V]`, floating point.
-        mask: int32 `[R, ceil(V / 32)]`, on the same device: a set bit is an allowed token, the lowest bit first.
+        mask: int32 `[R, ceil(V / 32)]`, on the same device; a set bit is an allowed token, the lowest bit first.
     """
     bytes_ = mask.view(torch.uint8).int()  # the lowest byte first, as on every machine that torch runs on
     limits = torch.nn.functional.embedding(bytes_, _limits_of_byte(logits.dtype, logits.device)).flatten(1)
@@ -35,6 +35,6 @@ def apply_mask(logits: torch.Tensor, mask: torch.Tensor) -> None:
 
 @cache
 def _limits_of_byte(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[256, 8]`: for each byte and each of its bits, infinity if it is set, else -infinity."""
+    """`[256, 8]`: for each byte and each of its bits, infinity if the bit is set, else -infinity."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return torch.where(bits.bool(), torch.inf, -torch.inf).to(dtype=dtype, device=device)

@@ -162,7 +162,7 @@ class Scene:
 def measure_decode(heads: str, dtype: str, repeats: int) -> Decode:
     """32 sequences of 1,024 tokens."""
     scene = Scene(HEADS[heads], DTYPES[dtype], _scattered(NUM_DECODES, DECODE_CONTEXT), DECODE_CONTEXT)
-    meter = MachineMeter(torch.float32, packed=True)
+    meter = MachineMeter(torch.float32, prepacked=True)
     (seconds,) = _medians(repeats, meter.measure, scene.attend)
     num_bytes = round(NUM_DECODES * DECODE_CONTEXT * scene.bytes_per_token)
     return Decode(heads, dtype, num_bytes, seconds, meter.machine().read_bytes_per_second)
@@ -187,7 +187,7 @@ def measure_prefill(heads: str, dtype: str, repeats: int) -> Prefill:
     """One span of 2,048 tokens."""
     spec = HEADS[heads]
     scene = Scene(spec, DTYPES[dtype], _scattered(1, PREFILL_LENGTH), PREFILL_LENGTH, PREFILL_LENGTH)
-    meter = MachineMeter(scene.queries.dtype, packed=True)
+    meter = MachineMeter(scene.queries.dtype, prepacked=True)
     (seconds,) = _medians(repeats, meter.measure, scene.attend)
     num_products = spec.num_heads * PREFILL_LENGTH * (PREFILL_LENGTH + 1) // 2
     num_operations = 2 * num_products * (spec.head_size + spec.value_head_size)

@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds only its own folder
 
 from benchmarks.compare import RESULTS, describe_machine
-from inflight.execution.weights.packed_linear import OneDnnLinear, PackedLinear, PanelLinear, has_panels
+from inflight.execution.weights.prepacked_linear import OneDnnLinear, PanelLinear, PrepackedLinear, has_panels
 
 SHAPES = ((576, 1536), (1024, 3072), (2048, 8192), (1024, 30000))
 """Inputs and outputs."""
@@ -29,7 +29,7 @@ SECONDS = 0.05
 """That a repetition takes at least."""
 
 
-def seconds_of(layers: Sequence[PackedLinear], x: torch.Tensor, num_runs: int = 1) -> float:
+def seconds_of(layers: Sequence[PrepackedLinear], x: torch.Tensor, num_runs: int = 1) -> float:
     """What one layer takes, over so many runs through all."""
     start = time.perf_counter()
     for _ in range(num_runs):

@@ -1,4 +1,4 @@
-"""Packed linear layers: the same function, from weights that are there only once."""
+"""Prepacked linear layers: the same function, from weights that are there only once."""
 
 import copy
 import gc
@@ -13,21 +13,21 @@ from torch.nn import functional
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.engine.engine import Engine
-from inflight.execution.weights import packed_linear
-from inflight.execution.weights.experts import pack_experts
+from inflight.execution.weights import prepacked_linear
+from inflight.execution.weights.experts import prepack_experts
 from inflight.execution.weights.linears import (
     LinearCalls,
-    PackedEmbedding,
+    PrepackedEmbedding,
     RowActivation,
     SiblingLinear,
     is_linear,
-    pack_linears,
+    prepack_linears,
     watch_linears,
 )
-from inflight.execution.weights.packed_linear import (
+from inflight.execution.weights.prepacked_linear import (
     OneDnnLinear,
-    PackedLinear,
     PanelLinear,
+    PrepackedLinear,
     has_panels,
     quantise,
     sums_int8,
@@ -40,7 +40,7 @@ SHAPES = [(64, 64), (300, 96), (33, 40), (256, 64), (96, 768), (70, 33)]
 KINDS = [PanelLinear, OneDnnLinear]
 
 
-def needs(kind: type[PackedLinear], dtype: torch.dtype) -> None:
+def needs(kind: type[PrepackedLinear], dtype: torch.dtype) -> None:
     if kind is PanelLinear and not has_panels(dtype):
         pytest.skip("this CPU has no instructions for it")
     this_cpu.needs(dtype)
@@ -68,8 +68,8 @@ def watch(model: nn.Module) -> LinearCalls:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 33, 150])
-def test_a_packed_layer_is_the_layer(
-    kind: type[PackedLinear], shape: tuple[int, int], dtype: torch.dtype, num_rows: int
+def test_a_prepacked_layer_is_the_layer(
+    kind: type[PrepackedLinear], shape: tuple[int, int], dtype: torch.dtype, num_rows: int
 ) -> None:
     needs(kind, dtype)
     weight, bias = random_weight(shape, dtype), random_weight((1, shape[0]), dtype)[0]
@@ -87,7 +87,7 @@ def test_a_packed_layer_is_the_layer(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")])
 def test_an_activation_is_part_of_the_layer(
-    activation: nn.Module, dtype: torch.dtype, kind: type[PackedLinear], quantized: bool
+    activation: nn.Module, dtype: torch.dtype, kind: type[PrepackedLinear], quantized: bool
 ) -> None:
     needs(kind, dtype)
     if quantized:
@@ -119,7 +119,7 @@ def test_panels_give_a_row_the_same_bits_in_any_company(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_is_near_and_rows_are_strangers(
-    shape: tuple[int, int], dtype: torch.dtype, kind: type[PackedLinear]
+    shape: tuple[int, int], dtype: torch.dtype, kind: type[PrepackedLinear]
 ) -> None:
     needs(kind, torch.int8)
     this_cpu.needs(dtype)
@@ -134,7 +134,7 @@ def test_int8_is_near_and_rows_are_strangers(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_int8_passes_on_what_is_not_finite_in_its_own_row_alone(kind: type[PackedLinear]) -> None:
+def test_int8_passes_on_what_is_not_finite_in_its_own_row_alone(kind: type[PrepackedLinear]) -> None:
     needs(kind, torch.int8)
     layer = kind(random_weight((64, 64), torch.float32), None, "none", "none", quantized=True)
     x = random_weight((3, 64), torch.float32)
@@ -158,7 +158,9 @@ def test_quantised_weights_are_the_nearest() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, (1000, 33)])
-def test_the_layout_finds_every_element(shape: tuple[int, int], dtype: torch.dtype, kind: type[PackedLinear]) -> None:
+def test_the_layout_finds_every_element(
+    shape: tuple[int, int], dtype: torch.dtype, kind: type[PrepackedLinear]
+) -> None:
     needs(kind, dtype)
     weight = random_weight(shape, dtype)
     layer = kind(weight, None, "none", "none", quantized=False)
@@ -171,14 +173,14 @@ def test_the_layout_finds_every_element(shape: tuple[int, int], dtype: torch.dty
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_a_packed_model_is_the_model(name: str) -> None:
-    """Float32, so rounding explains next to nothing; no linear layer and no expert is left unpacked."""
+def test_a_prepacked_model_is_the_model(name: str) -> None:
+    """Float32, so rounding explains next to nothing; no linear layer and no expert is left as it was."""
     model, tokens = copy.deepcopy(zoo.build(name)), torch.arange(40)[None] % zoo.VOCAB_SIZE
     calls = watch(model)
     with torch.inference_mode():
         expected = model(tokens, use_cache=False).logits
-        pack_experts(model, quantized=False)
-        pack_linears(model, calls)
+        prepack_experts(model, quantized=False)
+        prepack_linears(model, calls)
         actual = model(tokens, use_cache=False).logits
     assert relative_error(actual, expected) < 1e-5
     assert not any(is_linear(module) for module in model.modules())
@@ -197,11 +199,11 @@ def test_what_runs_as_one_is_seen_not_known() -> None:
 
 def test_siblings_and_activations_are_replaced() -> None:
     model = copy.deepcopy(zoo.build("llama"))
-    pack_linears(model, watch(model))
+    prepack_linears(model, watch(model))
     assert isinstance(model.model.layers[0].self_attn.k_proj, SiblingLinear)
     assert isinstance(model.model.layers[0].mlp.act_fn, RowActivation)
     model = copy.deepcopy(zoo.build("gpt2"))
-    pack_linears(model, watch(model))
+    prepack_linears(model, watch(model))
     assert model.transformer.h[0].mlp.c_fc.activation == "gelu"
     assert isinstance(model.transformer.h[0].mlp.act, nn.Identity)
 
@@ -216,10 +218,10 @@ def test_a_tied_embedding_reads_the_head(name: str, quantized: bool) -> None:
     embedding, tokens = model.get_input_embeddings(), torch.arange(zoo.VOCAB_SIZE).view(2, -1)
     expected = embedding(tokens)
     weight = weakref.ref(embedding.weight)
-    pack_linears(model, watch(model), quantized=quantized)
+    prepack_linears(model, watch(model), quantized=quantized)
     gc.collect()
-    assert isinstance(embedding, PackedEmbedding)
-    assert weight() is None, "the unpacked weight is still there"
+    assert isinstance(embedding, PrepackedEmbedding)
+    assert weight() is None, "the plain weight is still there"
     actual = embedding(tokens)
     assert torch.equal(actual, expected) if not quantized else relative_error(actual, expected) < 1e-2
     assert actual.dtype == expected.dtype
@@ -246,7 +248,7 @@ def test_where_onednn_multiplies_a_model_is_not_compiled_and_says_why(
 ) -> None:
     if quantization:
         this_cpu.needs(torch.int8)
-    monkeypatch.setattr(packed_linear, "has_panels", lambda dtype: False)
+    monkeypatch.setattr(prepacked_linear, "has_panels", lambda dtype: False)
     info = Engine(zoo.build("llama"), EngineConfig(num_blocks=20, compile="auto", quantization=quantization)).model_info
     assert info.compile == "off"
     (note,) = info.notes

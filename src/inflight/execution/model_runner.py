@@ -29,8 +29,8 @@ from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampling.logprobs import Scorer
 from inflight.execution.sampling.sampler import INVALID_TOKEN, Sampler
 from inflight.execution.sampling.token_mask import TokenMasks
-from inflight.execution.weights.linears import can_pack
-from inflight.execution.weights.packed_linear import sums_int8
+from inflight.execution.weights.linears import can_prepack
+from inflight.execution.weights.prepacked_linear import sums_int8
 
 NOT_HONOURED = {
     *("num_beams", "penalty_alpha", "guidance_scale", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
@@ -53,7 +53,7 @@ class ModelRunner:
         self.model = load_model(source, config)
         device, dtype = self.model.device, self.model.dtype
         self._num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        if config.quantization is not None and not can_pack(self.model):
+        if config.quantization is not None and not can_prepack(self.model):
             raise ModelError(
                 f"quantization {config.quantization!r} needs float32, or bfloat16 where the CPU supports it, on a CPU; "
                 f"not {dtype} on {device}"

@@ -19,7 +19,7 @@ from inflight.profiling.machine import MachineMeter
 from inflight.profiling.operators import OperatorTimes, profile_operators
 from inflight.profiling.phases import PhaseTimes, time_phases
 from inflight.profiling.step_profile import StepProfile, take_apart
-from inflight.profiling.work import decode_work, has_packed_linears
+from inflight.profiling.work import decode_work, has_prepacked_linears
 
 MAX_ROUNDS = 5
 SETTLING_STEPS = 3
@@ -48,7 +48,7 @@ def profile_decode(
     _check(engine, num_sequences, num_prompt_tokens + num_decodes + 1)
     executor = engine.runner.require_packed()
     model, quantized = engine.runner.model, engine.model_info.quantization == "int8"
-    meter = MachineMeter(model.dtype, packed=has_packed_linears(model), quantized=quantized)
+    meter = MachineMeter(model.dtype, prepacked=has_prepacked_linears(model), quantized=quantized)
     decodes = Decodes(engine, num_sequences, num_prompt_tokens, params)
     whole: list[float] = []
     phases: list[PhaseTimes] = []

@@ -2,7 +2,7 @@
 
 One graph serves every step. The numbers of rows and of logit rows are symbols in it, not constants, so there are no
 buckets to fill and nothing is compiled again in service. Linear layers and attention stay what they are, our own
-operators, each known to the graph by its number; so the weights are packed once and the arithmetic is that of the eager
+operators, each known to the graph by its number; so weights are prepacked once and the arithmetic is that of the eager
 model, except where fused operators round less often.
 """
 

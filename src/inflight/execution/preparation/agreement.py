@@ -29,7 +29,7 @@ class Tolerance:
 FULL_PRECISION = Tolerance(attention=2e-5, logits=2e-5, isolation=2e-5)
 LOW_PRECISION = Tolerance(attention=3e-2, logits=1e-2, isolation=1e-3)
 ROUNDED_ANEW = Tolerance(attention=5e-1, logits=5e-1, isolation=1e-3)
-"""After the proof the weights are packed. In low precision that rounds what attention sees differently, and a sharp
+"""After the proof the weights are prepacked. In low precision that rounds what attention sees differently, and a sharp
 softmax or a router makes much of it: only a mistake, which changes everything, is looked for."""
 
 

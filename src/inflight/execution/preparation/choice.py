@@ -21,12 +21,17 @@ from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.hf.hook import attention_in_use, restore_attention
 from inflight.execution.preparation.agreement import FULL_PRECISION, NotFiniteError, precision_of
 from inflight.execution.preparation.logits_proof import PlainModel
-from inflight.execution.preparation.own_attention import find_way, make_executor, prepare_own_attention, why_not_to_pack
+from inflight.execution.preparation.own_attention import (
+    find_way,
+    make_executor,
+    prepare_own_attention,
+    why_not_to_prepack,
+)
 from inflight.execution.preparation.packed_row import MakeBackend, prepare_packed, prove_packed
 from inflight.execution.preparation.report import ProbeReport
 from inflight.execution.preparation.twin import make_twin
 from inflight.execution.preparation.verdict import Verdict, VerdictCache, Way, verdict_key
-from inflight.execution.weights.linears import LetGo, can_pack
+from inflight.execution.weights.linears import LetGo, can_prepack
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +68,12 @@ def choose_executor(
 
     Args:
         model: ours alone, in evaluation mode, on its device. It is left ready for what was chosen.
-        let_go: called with each weight that was packed and is not needed any more.
+        let_go: called with each weight that was prepacked and is not needed any more.
         verdicts: what twins have shown before; None: the user's.
 
     Raises:
         ModelError: with all reasons, if none is exact.
-        RuntimeError: there is a mistake in how weights are packed.
+        RuntimeError: there is a mistake in how weights are prepacked.
     """
     if model.config.is_encoder_decoder:
         raise ModelError(
@@ -193,19 +198,19 @@ class _Search:
         except ModelError as error:
             raise ModelError("; ".join([*reasons.values(), str(error)])) from error
         verdict = find_way(alone, own, reasons, self._failed)
-        if not can_pack(self._model):
+        if not can_prepack(self._model):
             return verdict
-        return replace(verdict, why_not_packed=self._why_not_to_pack(verdict, alone))
+        return replace(verdict, why_not_prepacked=self._why_not_to_prepack(verdict, alone))
 
     def _exact_backend(self, subject: PreTrainedModel) -> MakeBackend:
         """Attention as it will be computed, over a cache that rounds nothing."""
         return partial(make_backend, self._config.attention_backend, subject.device, subject.dtype)
 
-    def _why_not_to_pack(self, verdict: Verdict, alone: PlainModel) -> str | None:
-        """What packing its weights would spoil, tried on a twin, of which nothing is asked any more."""
+    def _why_not_to_prepack(self, verdict: Verdict, alone: PlainModel) -> str | None:
+        """What prepacking its weights would spoil, tried on a twin, of which nothing is asked any more."""
         try:
             twin = make_twin(self._model) if alone.model is self._model else alone
-            return why_not_to_pack(verdict.way, twin.as_generated() if verdict.is_generated else twin)
+            return why_not_to_prepack(verdict.way, twin.as_generated() if verdict.is_generated else twin)
         except ModelError as error:
             return str(error)
 

@@ -29,15 +29,15 @@ from inflight.execution.preparation.logits_proof import (
 )
 from inflight.execution.preparation.report import ProbeReport
 from inflight.execution.preparation.verdict import Verdict, Way
-from inflight.execution.weights.experts import pack_experts
-from inflight.execution.weights.linears import LetGo, can_pack, pack_linears, watch_linears
+from inflight.execution.weights.experts import prepack_experts
+from inflight.execution.weights.linears import LetGo, can_prepack, prepack_linears, watch_linears
 
 MISTAKEN = 0.7
 """A relative error that says something is wrong; unless rounding makes as much of a model, then it says nothing."""
 ROUNDED = 0.2
 """The relative error of logits that rounding explains in low precision, where only a mistake is looked for: the proof
 is on a twin."""
-PACKING_RUN_LENGTH = 12
+PREPACKING_RUN_LENGTH = 12
 """Tokens of the pass in which it is looked for which linear layers run together."""
 
 WAYS = {
@@ -126,12 +126,12 @@ def _prove(way: Way, plain: PlainModel) -> None:
         raise ModelError(f"{type(failure).__name__}: {failure}") from failure
 
 
-def why_not_to_pack(way: Way, twin: PlainModel) -> str | None:
-    """What packing changes about a twin, if it does: the model itself may read a weight in ways of its own, and there
+def why_not_to_prepack(way: Way, twin: PlainModel) -> str | None:
+    """What prepacking changes about a twin, if anything: the model itself may read a weight in its own ways, and there
     is no way back for it. (Nothing can be proved on the twin any more.)"""
     try:
         as_it_was = twin.given_by(_small(way, twin))
-        pack_weights(twin.model)
+        prepack_weights(twin.model)
         compare(_small(way, as_it_was), as_it_was, _tolerance(twin))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -158,11 +158,11 @@ def prepare_own_attention(
     Args:
         model: ours alone, in evaluation mode, on its device, with an attention implementation of its own.
         is_large: whether to hold it against its plain results in short.
-        let_go: called with each weight that was packed and is not needed any more.
+        let_go: called with each weight that was prepacked and is not needed any more.
 
     Raises:
         ModelError: it does not give its plain results.
-        RuntimeError: not with packed weights, so that there is no way back to a model that others could run.
+        RuntimeError: not with prepacked weights, so that there is no way back to a model that others could run.
     """
     way = verdict.way
     try:
@@ -174,16 +174,16 @@ def prepare_own_attention(
         raise
     except Exception as failure:
         raise ModelError(f"{type(model).__name__} does not run as {way}: {failure}") from failure
-    if can_pack(model) and verdict.why_not_packed is None:
+    if can_prepack(model) and verdict.why_not_prepacked is None:
         try:
-            pack_weights(model, let_go)
+            prepack_weights(model, let_go)
             error = _compare(way, plain)
         except Exception as failure:
-            raise RuntimeError(f"the weights of {type(model).__name__} could not be packed") from failure
+            raise RuntimeError(f"the weights of {type(model).__name__} could not be prepacked") from failure
     max_model_len, notes = own_limit(model.config.get_text_config())
     notes[:0] = [f"not {each}: {reason}" for each, reason in verdict.reasons.items()]
-    if verdict.why_not_packed is not None:
-        notes.append(f"its weights are not packed: {verdict.why_not_packed}")
+    if verdict.why_not_prepacked is not None:
+        notes.append(f"its weights are not prepacked: {verdict.why_not_prepacked}")
     if NOISE_MARGIN * plain.noise >= MISTAKEN:
         notes.append("rounding changes its logits too much to tell anything by them: proved on a float32 twin")
     if not way.uses_cache:
@@ -212,11 +212,11 @@ def _compare(way: Way, plain: PlainModel) -> float:
 
 
 @torch.inference_mode()
-def pack_weights(model: PreTrainedModel, let_go: LetGo | None = None) -> None:
-    """Replace experts and linear layers by packed ones."""
-    tokens = torch.arange(PACKING_RUN_LENGTH, device=model.device)[None] % num_embeddings(model)
+def prepack_weights(model: PreTrainedModel, let_go: LetGo | None = None) -> None:
+    """Replace experts and linear layers by prepacked ones."""
+    tokens = torch.arange(PREPACKING_RUN_LENGTH, device=model.device)[None] % num_embeddings(model)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     with watch_linears(model) as calls:
         model(input_ids=tokens[:, :limit], use_cache=False)
-    pack_experts(model, quantized=False, let_go=let_go)
-    pack_linears(model, calls, let_go=let_go)
+    prepack_experts(model, quantized=False, let_go=let_go)
+    prepack_linears(model, calls, let_go=let_go)

@@ -10,7 +10,7 @@ in chunks, mixed, over scattered blocks. Three things must hold:
 - *Isolation*: other tokens in the neighbouring sequence change nothing. A state that runs along the row (a convolution,
   a state space, a linear attention) shows itself here.
 
-What is made ready gets its weights packed (`linears`, `experts`) and is held against its plain results.
+What is made ready gets its weights prepacked (`linears`, `experts`) and is held against its plain results.
 """
 
 import inspect
@@ -42,8 +42,8 @@ from inflight.execution.preparation.attention_calls import DRY_RUN_LENGTH, find_
 from inflight.execution.preparation.limits import max_row_len, packed_limit
 from inflight.execution.preparation.report import ProbeReport
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.execution.weights.experts import pack_experts
-from inflight.execution.weights.linears import LetGo, can_pack, pack_linears, watch_linears
+from inflight.execution.weights.experts import prepack_experts
+from inflight.execution.weights.linears import LetGo, can_prepack, prepack_linears, watch_linears
 
 Step: TypeAlias = tuple[tuple[int, int, int | None], ...]
 PROBE_LENGTHS = (23, 11)
@@ -103,11 +103,11 @@ def prepare_packed(
         quantized: whether its weights become int8.
         rounds_cache: whether the backend keeps less of keys and values than it is given.
         is_large: whether to hold it against its plain results in short.
-        let_go: called with each weight that was packed and is not needed any more.
+        let_go: called with each weight that was prepacked and is not needed any more.
 
     Raises:
         ModelError: it does not give its plain results.
-        RuntimeError: not with packed weights, so that there is no way back to a model that others could run.
+        RuntimeError: not with prepacked weights, so that there is no way back to a model that others could run.
     """
     with _refusing(model):
         run = PlainRun(model, max(SHORT_LENGTHS if is_large else PROBE_LENGTHS), in_short=is_large)
@@ -117,17 +117,17 @@ def prepare_packed(
         errors = run.require_agreement(executor, tolerance)
         if not is_large:
             run.check_neighbours_and_rows(executor)
-        packs = can_pack(model)
-        is_batch_invariant = not packs and _is_batch_invariant(executor, run.vocab_size)
-    if packs:
+        prepacks = can_prepack(model)
+        is_batch_invariant = not prepacks and _is_batch_invariant(executor, run.vocab_size)
+    if prepacks:
         try:
-            pack_experts(model, quantized=quantized, let_go=let_go)
-            pack_linears(model, run.linear_calls, quantized=quantized, let_go=let_go)
+            prepack_experts(model, quantized=quantized, let_go=let_go)
+            prepack_linears(model, run.linear_calls, quantized=quantized, let_go=let_go)
             is_exact = tolerance is FULL_PRECISION and not quantized
             errors = run.require_agreement(executor, tolerance if is_exact else ROUNDED_ANEW)
             is_batch_invariant = _is_batch_invariant(executor, run.vocab_size)
         except Exception as error:
-            raise RuntimeError(f"the weights of {type(model).__name__} could not be packed") from error
+            raise RuntimeError(f"the weights of {type(model).__name__} could not be prepacked") from error
     return ProbeReport(
         specs=run.specs,
         modules=run.modules,

@@ -1,4 +1,4 @@
-"""Mixtures of experts through packed weights: what `transformers` keeps as bare parameters instead of linear layers.
+"""Mixtures of experts through prepacked weights: what `transformers` keeps as bare parameters instead of linear layers.
 
 Experts are one three-dimensional parameter a projection; models look up by name how to run them, and "inflight" is
 ours: the tokens of each expert together, and each token's experts added up in its own order of choice, so that a token
@@ -17,19 +17,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
 from inflight.execution.weights.linears import ACTIVATIONS, LetGo, is_linear
-from inflight.execution.weights.packed_linear import PackedLinear, PanelLinear, pack_linear
+from inflight.execution.weights.prepacked_linear import PanelLinear, PrepackedLinear, prepack_linear
 
 MIN_ROWS = 2  # a single row would take another way through oneDNN
 
 
-class PackedExperts:
-    """The projections of all experts of a module, packed one by one: `up` (with the gate, where there is one) and
+class PrepackedExperts:
+    """The projections of all experts of a module, prepacked one by one: `up` (with the gate, where there is one) and
     `down`."""
 
     def __init__(self, module: Any, *, quantized: bool, let_go: LetGo | None = None) -> None:
         name = "gate_up_proj" if module.has_gate else "up_proj"
-        self.up = _pack_each(module, name, quantized, let_go)
-        self.down = _pack_each(module, "down_proj", quantized, let_go)
+        self.up = _prepack_each(module, name, quantized, let_go)
+        self.down = _prepack_each(module, "down_proj", quantized, let_go)
         self._number = self._at_once(module)
 
     def _at_once(self, module: Any) -> int | None:
@@ -74,17 +74,17 @@ class PackedExperts:
         return outputs
 
 
-def _pack_each(module: Any, name: str, quantized: bool, let_go: LetGo | None) -> list[PackedLinear]:
+def _prepack_each(module: Any, name: str, quantized: bool, let_go: LetGo | None) -> list[PrepackedLinear]:
     weights = getattr(module, name).detach()
     biases = getattr(module, f"{name}_bias").detach() if module.has_bias else [None] * len(weights)
-    packed = [
-        pack_linear(weight.T if module.is_transposed else weight, bias, quantized=quantized)
+    linears = [
+        prepack_linear(weight.T if module.is_transposed else weight, bias, quantized=quantized)
         for weight, bias in zip(weights, biases, strict=True)
     ]
     delattr(module, name)
     if let_go:
         let_go(weights)
-    return packed
+    return linears
 
 
 def _run_experts(
@@ -100,50 +100,50 @@ ExpertsInterface.register("inflight", _run_experts)
 
 
 class RouterWeight(nn.Parameter):
-    """A matrix `[out, in]` that `functional.linear` multiplies with through its packed form, made for each dtype that
+    """A matrix `[out, in]` that `functional.linear` multiplies with through a prepacked form, made for each dtype that
     is asked for; everything else treats it as a parameter."""
 
-    packings: dict[torch.dtype, PackedLinear]
+    prepacked: dict[torch.dtype, PrepackedLinear]
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> "RouterWeight":
         """The same values; the memory is shared."""
         router_weight = torch.Tensor._make_subclass(cls, weight.detach(), False)
-        router_weight.packings = {}
+        router_weight.prepacked = {}
         return router_weight
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Catch `functional.linear`; a copy in another dtype shares the packed forms."""
+        """Catch `functional.linear`; a copy in another dtype shares the prepacked forms."""
         kwargs = kwargs or {}
         if function is functional.linear and isinstance(args[1], RouterWeight):
             return args[1].project(*args, **kwargs)
         result = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
         source = args[0] if args else None
         if isinstance(result, RouterWeight) and isinstance(source, RouterWeight) and result.shape == source.shape:
-            result.packings = source.packings
+            result.prepacked = source.prepacked
         return result
 
     def project(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`functional.linear`."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self.dtype not in self.packings:
-                self.packings[self.dtype] = pack_linear(self.detach(), None)
+            if self.dtype not in self.prepacked:
+                self.prepacked[self.dtype] = prepack_linear(self.detach(), None)
             rows = x.reshape(-1, x.shape[-1])
             padded = rows if len(rows) >= MIN_ROWS else rows.expand(MIN_ROWS, -1)
-            out: torch.Tensor = self.packings[self.dtype](padded)[: len(rows)]
+            out: torch.Tensor = self.prepacked[self.dtype](padded)[: len(rows)]
             return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
 
 
-def pack_experts(model: PreTrainedModel, *, quantized: bool, let_go: LetGo | None = None) -> None:
-    """Pack the experts and routers of `model`, which is ours alone; nothing happens if it has none. `let_go` is called
+def prepack_experts(model: PreTrainedModel, *, quantized: bool, let_go: LetGo | None = None) -> None:
+    """Prepack the experts and routers of `model`, which is ours alone, if it has some. `let_go` is called
     with each weight that is not needed any more."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(module, "_apply_gate") and hasattr(module, "has_gate") and isinstance(config, PreTrainedConfig):
-            module.inflight_experts = PackedExperts(module, quantized=quantized, let_go=let_go)
+            module.inflight_experts = PrepackedExperts(module, quantized=quantized, let_go=let_go)
             config._experts_implementation_internal = "inflight"
     if any(hasattr(module, "inflight_experts") for module in model.modules()):
         for module in model.modules():

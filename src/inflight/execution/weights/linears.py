@@ -1,11 +1,11 @@
-"""A model's linear layers with packed weights: laid out once at load, read at full speed ever after.
+"""A model's linear layers with prepacked weights: laid out once at load, read at full speed ever after.
 
 `LinearCalls` watches a forward pass and finds what can run as one: layers beside each other that read the same tensor
-(query, key and value; gate and up), and an activation that reads nothing but a layer's output. `pack_linears` then
-replaces the modules. Weights are packed layer by layer and the unpacked copy is let go at once; an input embedding that
-shares its weight with the output head reads its rows out of the packed one.
+(query, key and value; gate and up), and an activation that reads nothing but a layer's output. `prepack_linears` then
+replaces the modules. Weights are prepacked layer by layer and the plain copy is let go at once; an input embedding that
+shares its weight with the output head reads its rows out of the prepacked one.
 
-Knows modules and tensors, no architecture. Whoever packs proves the model afterwards (`probe`).
+Knows modules and tensors, no architecture. Whoever prepacks them proves the model afterwards (`probe`).
 """
 
 import re
@@ -21,7 +21,7 @@ from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from inflight.execution.kernels import kernels_available
-from inflight.execution.weights.packed_linear import PackedLinear, WeightLayout, pack_linear, quantise
+from inflight.execution.weights.prepacked_linear import PrepackedLinear, WeightLayout, prepack_linear, quantise
 
 ACTIVATIONS: dict[type[nn.Module], tuple[str, str]] = {
     nn.ReLU: ("relu", "none"),
@@ -31,7 +31,7 @@ ACTIVATIONS: dict[type[nn.Module], tuple[str, str]] = {
     NewGELUActivation: ("gelu", "tanh"),
     GELUTanh: ("gelu", "tanh"),
 }
-"""Activations that a packed layer computes itself: its name for each, and the variant."""
+"""Activations that a prepacked layer computes itself: its name for each, and the variant."""
 
 
 # ------------------------------------------------------------------------------------ what runs together
@@ -115,14 +115,14 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-# ------------------------------------------------------------------------------------ packing
+# ------------------------------------------------------------------------------------ prepacking
 
 LetGo: TypeAlias = Callable[[torch.Tensor], None]
-"""What is done with the memory of a weight that was packed."""
+"""What is done with the memory of a weight that was prepacked."""
 
 
-def can_pack(model: PreTrainedModel) -> bool:
-    """Whether there are packed linear layers for this model's device and dtype, here."""
+def can_prepack(model: PreTrainedModel) -> bool:
+    """Whether there are prepacked linear layers for this model's device and dtype, here."""
     if model.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     return model.dtype == torch.float32 or (
@@ -130,10 +130,10 @@ def can_pack(model: PreTrainedModel) -> bool:
     )
 
 
-def pack_linears(
+def prepack_linears(
     model: PreTrainedModel, calls: LinearCalls, *, quantized: bool = False, let_go: LetGo | None = None
 ) -> None:
-    """Replace every linear layer of `model`, which is ours alone, by a packed one.
+    """Replace every linear layer of `model`, which is ours alone, by a prepacked one.
 
     Args:
         calls: what may run together.
@@ -158,7 +158,7 @@ def pack_linears(
             modules[name]._parameters.clear()
             modules[name] = nn.Identity()
         del members
-    shared: dict[int, PackedLinear] = {}  # a module that has several names is packed once
+    shared: dict[int, PrepackedLinear] = {}  # a module that has several names is prepacked once
     for name in list(modules):
         module = modules.pop(name)
         if isinstance(model.get_submodule(name), nn.Identity | SiblingLinear):
@@ -170,12 +170,12 @@ def pack_linears(
         if id(module) not in shared:
             activation = calls.activations.get(name)
             kind = ACTIVATIONS[type(originals[activation])] if activation else ("none", "none")
-            shared[id(module)] = pack_linear(*_weight_and_bias(module), *kind, quantized=quantized)
+            shared[id(module)] = prepack_linear(*_weight_and_bias(module), *kind, quantized=quantized)
             if activation:
                 _replace(model, activation, nn.Identity())
         _replace(model, name, shared[id(module)])
         if module is head and is_tied:
-            share_packed_weight(embedding, shared[id(module)])
+            share_prepacked_weight(embedding, shared[id(module)])
         if module._parameters:
             let_go(module.weight)
         module._parameters.clear()
@@ -214,7 +214,7 @@ class SiblingLinears:
         weights, biases = zip(*map(_weight_and_bias, members), strict=True)
         self.sizes = [weight.shape[0] for weight in weights]
         bias = _joined(biases, self.sizes, weights[0].dtype)
-        self.linear = pack_linear(torch.cat(weights), bias, quantized=quantized)
+        self.linear = prepack_linear(torch.cat(weights), bias, quantized=quantized)
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def output(self, x: torch.Tensor, number: int) -> torch.Tensor:
@@ -254,8 +254,8 @@ class SiblingLinear(nn.Module):
 # ------------------------------------------------------------------------------------ a tied embedding
 
 
-class PackedEmbedding(nn.Embedding):
-    """An embedding that has no weight of its own: it reads the rows of a packed output head.
+class PrepackedEmbedding(nn.Embedding):
+    """An embedding that has no weight of its own: it reads the rows of a prepacked output head.
 
     Layouts are blocked: an element's place is the sum of what its row and what its column contribute.
     """
@@ -267,7 +267,7 @@ class PackedEmbedding(nn.Embedding):
         return self.weight.rows(input)  # type: ignore[no-any-return]
 
 
-class PackedTable:
+class PrepackedTable:
     """What stands for such an embedding's weight: its rows can be had, by those who look them up themselves.
 
     Args:
@@ -275,7 +275,7 @@ class PackedTable:
         dtype: of the rows.
     """
 
-    def __init__(self, head: PackedLinear, layout: WeightLayout, dtype: torch.dtype) -> None:
+    def __init__(self, head: PrepackedLinear, layout: WeightLayout, dtype: torch.dtype) -> None:
         self.head, self.layout, self.dtype = head, layout, dtype
         self.device = torch.device("cpu")
         self.shape = torch.Size((head.out_features, head.in_features))
@@ -296,8 +296,8 @@ class PackedTable:
         return self.head.out_features
 
 
-def share_packed_weight(embedding: nn.Embedding, head: PackedLinear) -> None:
-    """Let `embedding` read the weight of `head`, which is its own, packed; if that can't be done, it keeps its own."""
+def share_prepacked_weight(embedding: nn.Embedding, head: PrepackedLinear) -> None:
+    """Let `embedding` read its own weight out of `head`, which has it prepacked, if that is possible."""
     layout = head.layout()
     if layout is None:
         return
@@ -310,8 +310,10 @@ def share_packed_weight(embedding: nn.Embedding, head: PackedLinear) -> None:
     kind = type(embedding)
     # A subclass (one that scales, say) goes on in front of the class that looks up.
     embedding.__class__ = (
-        PackedEmbedding if kind is nn.Embedding else type(f"Packed{kind.__name__}", (kind, PackedEmbedding), {})
+        PrepackedEmbedding
+        if kind is nn.Embedding
+        else type(f"Prepacked{kind.__name__}", (kind, PrepackedEmbedding), {})
     )
     dtype = embedding.weight.dtype
     embedding._parameters.clear()
-    cast(PackedEmbedding, embedding).weight = PackedTable(head, layout, dtype)
+    cast(PrepackedEmbedding, embedding).weight = PrepackedTable(head, layout, dtype)

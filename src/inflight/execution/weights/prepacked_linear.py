@@ -1,9 +1,9 @@
 """A linear layer whose weight is laid out once, at load, for how it will be read.
 
 Two kinds of layer do the same: `PanelLinear` runs our kernel, on CPUs that have AVX-512 (with BF16 and VNNI, or AMX,
-for these dtypes); `OneDnnLinear` runs oneDNN's prepacked operators everywhere else. `pack_linear` chooses.
+for these dtypes); `OneDnnLinear` runs oneDNN's prepacked operators everywhere else. `prepack_linear` chooses.
 
-A packed layer gives a row the same bits beside any number of other rows; of oneDNN's that is true from two rows on, as
+A prepacked layer gives a row the same bits beside any number of other rows; oneDNN's does so from two rows on, as
 a single one takes another way, so nobody should run one.
 """
 
@@ -29,7 +29,7 @@ ZERO_POINT = 128
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Where the elements of a packed weight lie, for as long as its layer exists:
+    """Where the elements of a prepacked weight lie, for as long as its layer exists:
     `elements[row_places[row] + column_places[column]]`."""
 
     elements: torch.Tensor
@@ -37,18 +37,18 @@ class WeightLayout:
     column_places: torch.Tensor
 
 
-class PackedLinear(nn.Module, ABC):
+class PrepackedLinear(nn.Module, ABC):
     """`activation(x @ weight.T + bias)` with a weight that only this layer can read.
 
     As int8 the weight has a scale for each output channel, and each row of activations is rounded to int8 with a scale
     of its own just before the product; sums are exact.
 
     Attributes:
-        packed: the weight, in the layer's own layout.
+        prepacked: the weight, in the layer's own layout.
         scales: of int8, of the output channels: `[out]` float32.
     """
 
-    packed: torch.Tensor
+    prepacked: torch.Tensor
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, variant: str, *, quantized: bool
@@ -61,10 +61,10 @@ class PackedLinear(nn.Module, ABC):
         self.scales: torch.Tensor | None = None
         if quantized:
             weight, self.scales = quantise(weight)
-        self._pack(weight)
+        self._prepack(weight)
 
     @abstractmethod
-    def _pack(self, weight: torch.Tensor) -> None:
+    def _prepack(self, weight: torch.Tensor) -> None:
         """Lay out a weight `[out, in]`: float32, bfloat16, or int8 with `scales`."""
 
     @abstractmethod
@@ -81,14 +81,14 @@ class PackedLinear(nn.Module, ABC):
         return f"in_features={self.in_features}, out_features={self.out_features}{activation}"
 
 
-def pack_linear(
+def prepack_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str = "none",
     variant: str = "none",
     *,
     quantized: bool = False,
-) -> PackedLinear:
+) -> PrepackedLinear:
     """The layer for this CPU.
 
     Args:
@@ -110,32 +110,32 @@ def has_panels(dtype: torch.dtype) -> bool:
 def sums_int8() -> bool:
     """Whether int8 layers are right on this CPU, tried on the largest numbers there are. Without VNNI oneDNN adds pairs
     of products in 16 bits, where they are cut off."""
-    layer = pack_linear(torch.ones(32, 64), None, quantized=True)
+    layer = prepack_linear(torch.ones(32, 64), None, quantized=True)
     return bool((layer(torch.ones(2, 64)) - 64).abs().max() < 1e-2)
 
 
-class PanelLinear(PackedLinear):
+class PanelLinear(PrepackedLinear):
     """Our kernel: `kernels/linear.h` describes the layout."""
 
-    def _pack(self, weight: torch.Tensor) -> None:
-        self.packed = panels_of(weight)
+    def _prepack(self, weight: torch.Tensor) -> None:
+        self.prepacked = panels_of(weight)
         sizes, activation = (self.in_features, self.out_features), (self.activation, self.variant)
-        self.number: int = torch.ops.inflight.new_linear(self.packed, self.bias, self.scales, *sizes, *activation)
+        self.number: int = torch.ops.inflight.new_linear(self.prepacked, self.bias, self.scales, *sizes, *activation)
         """By which the kernels know it."""
         weakref.finalize(self, torch.ops.inflight.delete_linear, self.number)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `PackedLinear`."""
+        """See `PrepackedLinear`."""
         out: torch.Tensor = torch.ops.inflight.linear.default(x, self.number, self.out_features)
         return out
 
     def layout(self) -> WeightLayout:
-        """See `PackedLinear`."""
-        _, steps, _, pack = self.packed.shape
+        """See `PrepackedLinear`."""
+        _, steps, _, pack = self.prepacked.shape
         rows, columns = torch.arange(self.out_features), torch.arange(self.in_features)
         row_places = rows // PANEL_OUTPUTS * steps * PANEL_OUTPUTS * pack + rows % PANEL_OUTPUTS * pack
         column_places = columns // pack * PANEL_OUTPUTS * pack + columns % pack
-        return WeightLayout(self.packed.view(-1), row_places, column_places)
+        return WeightLayout(self.prepacked.view(-1), row_places, column_places)
 
 
 def panels_of(weight: torch.Tensor) -> torch.Tensor:
@@ -154,23 +154,23 @@ def panels_of(weight: torch.Tensor) -> torch.Tensor:
     return panels
 
 
-class OneDnnLinear(PackedLinear):
+class OneDnnLinear(PrepackedLinear):
     """oneDNN's prepacked operators."""
 
-    def _pack(self, weight: torch.Tensor) -> None:
+    def _prepack(self, weight: torch.Tensor) -> None:
         if self.scales is not None:
-            self.packed = torch.ops.onednn.qlinear_prepack(weight, None)
+            self.prepacked = torch.ops.onednn.qlinear_prepack(weight, None)
         else:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+            self.prepacked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `PackedLinear`."""
+        """See `PrepackedLinear`."""
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
         if self.scales is not None:
             return self._forward_int8(x)
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
-            x, self.packed, self.bias, self.activation, [], self.variant
+            x, self.prepacked, self.bias, self.activation, [], self.variant
         )
         return out
 
@@ -182,7 +182,7 @@ class OneDnnLinear(PackedLinear):
         rounded = (rows / scales.clamp_min(1e-30)).round().nan_to_num().add(ZERO_POINT).to(torch.uint8)
         zero_points = torch.zeros(self.out_features, dtype=torch.int64)
         sums = torch.ops.onednn.qlinear_pointwise(
-            *(rounded, 1.0, ZERO_POINT, self.packed, self.scales, zero_points, None),
+            *(rounded, 1.0, ZERO_POINT, self.prepacked, self.scales, zero_points, None),
             *(1.0, 0, torch.float32, "none", [], ""),
         )
         out = sums * scales
@@ -191,15 +191,15 @@ class OneDnnLinear(PackedLinear):
         return _activate(out, self.activation, self.variant).to(x.dtype).view(*x.shape[:-1], -1)
 
     def layout(self) -> WeightLayout | None:
-        """See `PackedLinear`. None if oneDNN's descriptor is not the one of its version 3.
+        """See `PrepackedLinear`. None if oneDNN's descriptor is not the one of its version 3.
 
         The descriptor (`dnnl_memory_desc` as oneDNN serialises it) names the strides of blocks and the blocks' own
         dimensions from the outermost to the innermost, each a piece of one of the matrix's dimensions.
         """
-        packed = self.packed  # int8 as [in, out]
-        description = torch.ops.mkldnn._get_mkldnn_serialized_md(packed).numpy().tobytes()
+        prepacked = self.prepacked  # int8 as [in, out]
+        description = torch.ops.mkldnn._get_mkldnn_serialized_md(prepacked).numpy().tobytes()
         words = memoryview(description[: len(description) // 8 * 8]).cast("q")
-        max_dims, rows, columns = 12, packed.shape[0], packed.shape[1]
+        max_dims, rows, columns = 12, prepacked.shape[0], prepacked.shape[1]
         if len(words) < 77 or tuple(words[1:3]) != (rows, columns) or words[52] > max_dims or words[38] != 0:
             return None
         num_inner, sizes, dims = words[52], list(words[53:65]), list(words[65:77])
@@ -213,12 +213,12 @@ class OneDnnLinear(PackedLinear):
                     index = index // size
                 stride *= size
             places.append(place + index * words[40 + dim])
-        num_bytes = torch.ops.mkldnn._nbytes(packed)
-        if int(places[0].max() + places[1].max()) * packed.dtype.itemsize >= num_bytes:
+        num_bytes = torch.ops.mkldnn._nbytes(prepacked)
+        if int(places[0].max() + places[1].max()) * prepacked.dtype.itemsize >= num_bytes:
             return None
-        memory = (ctypes.c_char * num_bytes).from_address(torch.ops.mkldnn.data_ptr(packed))
+        memory = (ctypes.c_char * num_bytes).from_address(torch.ops.mkldnn.data_ptr(prepacked))
         row_places, column_places = places if self.scales is None else reversed(places)
-        return WeightLayout(torch.frombuffer(memory, dtype=packed.dtype), row_places, column_places)
+        return WeightLayout(torch.frombuffer(memory, dtype=prepacked.dtype), row_places, column_places)
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inflight.execution.weights.prepacked_linear import sums_int8
+from inflight.execution.weights.formats.int8 import sums_int8
 
 
 def needs(dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from inflight.execution.attention import AttentionSpec, CpuAttention, ReferenceAttention
 from inflight.execution.kernels import kernels_available
-from inflight.execution.weights.prepacked_linear import prepack_linear
+from inflight.execution.weights.formats import PLAIN
 from inflight.profiling import Machine
 from inflight.profiling.operators import OperatorTimes
 from inflight.profiling.phases import PhaseTimes, timed_calls
@@ -84,7 +84,7 @@ def test_experts_are_read_but_not_every_row_goes_through_them() -> None:
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_prepacked_weights_count_as_they_lie_in_memory() -> None:
-    model = nn.Sequential(prepack_linear(torch.ones(64, 32), None))
+    model = nn.Sequential(PLAIN.prepack_linear(torch.ones(64, 32), None))
     work = decode_work(model, [], ReferenceAttention(torch.device("cpu"), torch.float32, 4), 4, [1])
     assert work.weight_bytes == 4 * 64 * 32
     assert has_prepacked_linears(model)

@@ -15,6 +15,7 @@ import torch
 
 from inflight.contracts.params import SamplingParams
 from inflight.engine.engine import Engine
+from inflight.execution.weights.formats import find_format
 from inflight.profiling.machine import MachineMeter
 from inflight.profiling.operators import OperatorTimes, profile_operators
 from inflight.profiling.phases import PhaseTimes, time_phases
@@ -47,8 +48,9 @@ def profile_decode(
     num_prompt_tokens = max(1, num_cached_tokens - num_decodes // 2)
     _check(engine, num_sequences, num_prompt_tokens + num_decodes + 1)
     executor = engine.runner.require_packed()
-    model, quantized = engine.runner.model, engine.model_info.quantization == "int8"
-    meter = MachineMeter(model.dtype, prepacked=has_prepacked_linears(model), quantized=quantized)
+    model = engine.runner.model
+    is_prepacked = has_prepacked_linears(model)
+    meter = MachineMeter(model.dtype, find_format(engine.model_info.quantization) if is_prepacked else None)
     decodes = Decodes(engine, num_sequences, num_prompt_tokens, params)
     whole: list[float] = []
     phases: list[PhaseTimes] = []

@@ -16,7 +16,7 @@ from inflight.execution.executors.compiled import Forward, compile_forward, plai
 from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
-from inflight.execution.weights.prepacked_linear import OneDnnLinear
+from inflight.execution.weights.onednn import OneDnnLinear
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,9 @@ from inflight.execution.preparation.packed_row import MakeBackend, prepare_packe
 from inflight.execution.preparation.report import ProbeReport
 from inflight.execution.preparation.twin import make_twin
 from inflight.execution.preparation.verdict import Verdict, VerdictCache, Way, verdict_key
-from inflight.execution.weights.linears import LetGo, can_prepack
+from inflight.execution.weights.formats import find_format
+from inflight.execution.weights.linears import LetGo
+from inflight.execution.weights.prepacked_linear import can_prepack
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +195,8 @@ class _Search:
             raise ModelError("; ".join(reasons.values()))
         try:
             if self._config.quantization is not None or self._config.kv_cache_dtype != "auto":
-                raise ModelError("int8 weights and caches need a model that runs packed")
+                asked = self._config.quantization or self._config.kv_cache_dtype
+                raise ModelError(f"{asked} weights and caches need a model that runs packed")
             alone = plain()
         except ModelError as error:
             raise ModelError("; ".join([*reasons.values(), str(error)])) from error
@@ -231,7 +234,7 @@ class _Search:
         report = prepare_packed(
             model,
             backend,
-            quantized=config.quantization is not None,
+            weight_format=find_format(config.quantization),
             rounds_cache=config.kv_cache_dtype != "auto",
             is_large=is_large,
             let_go=self._let_go,

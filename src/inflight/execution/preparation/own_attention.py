@@ -30,7 +30,9 @@ from inflight.execution.preparation.logits_proof import (
 from inflight.execution.preparation.report import ProbeReport
 from inflight.execution.preparation.verdict import Verdict, Way
 from inflight.execution.weights.experts import prepack_experts
-from inflight.execution.weights.linears import LetGo, can_prepack, prepack_linears, watch_linears
+from inflight.execution.weights.linear_calls import watch_linears
+from inflight.execution.weights.linears import LetGo, prepack_linears
+from inflight.execution.weights.prepacked_linear import can_prepack
 
 MISTAKEN = 0.7
 """A relative error that says something is wrong; unless rounding makes as much of a model, then it says nothing."""
@@ -218,5 +220,5 @@ def prepack_weights(model: PreTrainedModel, let_go: LetGo | None = None) -> None
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     with watch_linears(model) as calls:
         model(input_ids=tokens[:, :limit], use_cache=False)
-    prepack_experts(model, quantized=False, let_go=let_go)
+    prepack_experts(model, let_go=let_go)
     prepack_linears(model, calls, let_go=let_go)

@@ -43,7 +43,9 @@ from inflight.execution.preparation.limits import max_row_len, packed_limit
 from inflight.execution.preparation.report import ProbeReport
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.weights.experts import prepack_experts
-from inflight.execution.weights.linears import LetGo, can_prepack, prepack_linears, watch_linears
+from inflight.execution.weights.formats import PLAIN, WeightFormat
+from inflight.execution.weights.linear_calls import watch_linears
+from inflight.execution.weights.linears import LetGo, prepack_linears
 
 Step: TypeAlias = tuple[tuple[int, int, int | None], ...]
 PROBE_LENGTHS = (23, 11)
@@ -90,7 +92,7 @@ def prepare_packed(
     model: PreTrainedModel,
     make_backend: MakeBackend,
     *,
-    quantized: bool = False,
+    weight_format: WeightFormat = PLAIN,
     rounds_cache: bool = False,
     is_large: bool = False,
     let_go: LetGo | None = None,
@@ -100,7 +102,7 @@ def prepare_packed(
     Args:
         model: ours alone, in evaluation mode, on its device.
         make_backend: gives an attention backend for a block size.
-        quantized: whether its weights become int8.
+        weight_format: what its weights are prepacked as.
         rounds_cache: whether the backend keeps less of keys and values than it is given.
         is_large: whether to hold it against its plain results in short.
         let_go: called with each weight that was prepacked and is not needed any more.
@@ -117,13 +119,13 @@ def prepare_packed(
         errors = run.require_agreement(executor, tolerance)
         if not is_large:
             run.check_neighbours_and_rows(executor)
-        prepacks = can_prepack(model)
+        prepacks = weight_format.why_unusable(model) is None
         is_batch_invariant = not prepacks and _is_batch_invariant(executor, run.vocab_size)
     if prepacks:
         try:
-            prepack_experts(model, quantized=quantized, let_go=let_go)
-            prepack_linears(model, run.linear_calls, quantized=quantized, let_go=let_go)
-            is_exact = tolerance is FULL_PRECISION and not quantized
+            prepack_experts(model, weight_format, let_go)
+            prepack_linears(model, run.linear_calls, weight_format, let_go)
+            is_exact = tolerance is FULL_PRECISION and weight_format.is_lossless
             errors = run.require_agreement(executor, tolerance if is_exact else ROUNDED_ANEW)
             is_batch_invariant = _is_batch_invariant(executor, run.vocab_size)
         except Exception as error:

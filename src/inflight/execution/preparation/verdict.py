@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from inflight.contracts.config import EngineConfig
 from inflight.execution.hf.hook import attention_in_use
 from inflight.execution.kernels import cache_folder, kernels_available
-from inflight.execution.weights.linears import can_prepack
+from inflight.execution.weights.prepacked_linear import can_prepack
 
 logger = logging.getLogger(__name__)
 

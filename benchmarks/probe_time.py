@@ -42,7 +42,7 @@ def load(folder: str, remembered: str) -> Load:
     """Load a model in this process, which has run nothing before; verdicts are in the folder `remembered`."""
     from inflight.contracts.config import EngineConfig
     from inflight.execution import model_runner
-    from inflight.execution.preparation import own_attention, packed_row
+    from inflight.execution.preparation import own_attention, packed_way
     from inflight.execution.preparation.verdict import VerdictCache
 
     seconds = {"choosing": 0.0, "prepacking": 0.0}
@@ -60,7 +60,7 @@ def load(folder: str, remembered: str) -> Load:
         setattr(module, name, run)
 
     timed(model_runner, "choose_executor", "choosing")
-    for module in (packed_row, own_attention):
+    for module in (packed_way, own_attention):
         timed(module, "prepack_linears", "prepacking")
         timed(module, "prepack_experts", "prepacking")
     VerdictCache.of_the_user = lambda: VerdictCache(Path(remembered))  # type: ignore[method-assign]

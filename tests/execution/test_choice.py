@@ -12,8 +12,8 @@ from inflight import LLM, ModelError, SamplingParams
 from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.preparation import own_attention
 from inflight.execution.preparation.agreement import relative_error
-from inflight.execution.preparation.logits_proof import PlainModel, prove
 from inflight.execution.preparation.own_attention import make_executor
+from inflight.execution.preparation.proof import PlainModel, prove
 from inflight.execution.preparation.verdict import Way
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.profiling.decode_profile import profile_decode

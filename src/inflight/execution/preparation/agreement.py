@@ -1,6 +1,9 @@
 """When two ways of running a model agree: relative errors, and what rounding explains of them."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf, isnan
 
 import torch
 from transformers import PreTrainedModel
@@ -15,6 +18,17 @@ class NotFiniteError(ModelError):
         super().__init__(
             f"the logits of {type(model).__name__} are not finite even when it runs alone: are its weights intact?"
         )
+
+
+@contextmanager
+def as_model_error(words: str) -> Iterator[None]:
+    """Inside, any error becomes a `ModelError` that begins with these words; one that is a `ModelError` stays."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{words}{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +52,11 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     expected = expected.float()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
     return float((actual.float() - expected).norm() / spread.clamp_min(1e-30))
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest; one that is not a number is larger than any."""
+    return max(errors, key=lambda error: inf if isnan(error) else error)
 
 
 def precision_of(model: PreTrainedModel) -> Tolerance:

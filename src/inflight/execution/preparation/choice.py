@@ -19,15 +19,15 @@ from inflight.execution.attention import AttentionBackend, make_backend
 from inflight.execution.attention.grouping import group_calls
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.hf.hook import attention_in_use, restore_attention
-from inflight.execution.preparation.agreement import FULL_PRECISION, NotFiniteError, precision_of
-from inflight.execution.preparation.logits_proof import PlainModel
+from inflight.execution.preparation.agreement import FULL_PRECISION, NotFiniteError, as_model_error, precision_of
 from inflight.execution.preparation.own_attention import (
     find_way,
     make_executor,
     prepare_own_attention,
-    why_not_to_prepack,
+    prove_prepacking,
 )
-from inflight.execution.preparation.packed_row import MakeBackend, prepare_packed, prove_packed
+from inflight.execution.preparation.packed_way import MakeBackend, prepare_packed, prove_packed
+from inflight.execution.preparation.proof import PlainModel
 from inflight.execution.preparation.report import ProbeReport
 from inflight.execution.preparation.twin import make_twin
 from inflight.execution.preparation.verdict import Verdict, VerdictCache, Way, verdict_key
@@ -163,13 +163,8 @@ class _Search:
         """The model itself, to prove on."""
         if why_no_twin is not None and not self._is_precise:
             raise why_no_twin
-        try:
+        with as_model_error(f"{type(self._model).__name__} does not run by itself: "):
             return PlainModel.of(self._model).with_effect()
-        except ModelError:
-            raise
-        except Exception as error:
-            name = type(self._model).__name__
-            raise ModelError(f"{name} does not run by itself: {type(error).__name__}: {error}") from error
 
     def _first_exact(
         self, executors: Sequence[str], subject: PreTrainedModel, plain: Callable[[], PlainModel]
@@ -213,9 +208,10 @@ class _Search:
         """What prepacking its weights would spoil, tried on a twin, of which nothing is asked any more."""
         try:
             twin = make_twin(self._model) if alone.model is self._model else alone
-            return why_not_to_prepack(verdict.way, twin.as_generated() if verdict.is_generated else twin)
-        except ModelError as error:
-            return str(error)
+            prove_prepacking(verdict.way, twin.as_generated() if verdict.is_generated else twin)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
 
     # --------------------------------------------------------------------------------------- the model itself
 

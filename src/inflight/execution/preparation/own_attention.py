@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from inflight.contracts.errors import ModelError
 from inflight.execution.executors import Executor, RowsExecutor, SequentialExecutor
-from inflight.execution.preparation.agreement import FULL_PRECISION, precision_of, relative_error
+from inflight.execution.preparation.agreement import FULL_PRECISION, as_model_error, precision_of, relative_error
 from inflight.execution.preparation.attention_calls import num_embeddings
 from inflight.execution.preparation.limits import depends_on_row, own_limit
-from inflight.execution.preparation.logits_proof import (
+from inflight.execution.preparation.proof import (
     IN_SHORT,
     NOISE_MARGIN,
     NUM_PROOF_SLOTS,
@@ -120,24 +120,16 @@ def _prove(way: Way, plain: PlainModel) -> None:
     why_not = depends_on_row(plain.model.config.get_text_config())
     if why_not is not None and not (way.executor == "sequential" and way.in_one_piece):
         raise ModelError(why_not)
-    try:
+    with as_model_error(""):
         prove(_small(way, plain), plain, _tolerance(plain))
-    except ModelError:
-        raise
-    except Exception as failure:
-        raise ModelError(f"{type(failure).__name__}: {failure}") from failure
 
 
-def why_not_to_prepack(way: Way, twin: PlainModel) -> str | None:
-    """What prepacking changes about a twin, if anything: the model itself may read a weight in its own ways, and there
-    is no way back for it. (Nothing can be proved on the twin any more.)"""
-    try:
-        as_it_was = twin.given_by(_small(way, twin))
-        prepack_weights(twin.model)
-        compare(_small(way, as_it_was), as_it_was, _tolerance(twin))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+def prove_prepacking(way: Way, twin: PlainModel) -> None:
+    """Raise an error if prepacking changes what a twin gives. (A model may read a weight in its own way, and prepacking
+    cannot be undone: nothing can be proved on this twin any more.)"""
+    as_it_was = twin.given_by(_small(way, twin))
+    prepack_weights(twin.model)
+    compare(_small(way, as_it_was), as_it_was, _tolerance(twin))
 
 
 def _tolerance(plain: PlainModel) -> float:
@@ -167,15 +159,11 @@ def prepare_own_attention(
         RuntimeError: not with prepacked weights, so that there is no way back to a model that others could run.
     """
     way = verdict.way
-    try:
-        plain = PlainModel.of(model, IN_SHORT if is_large else PROOF)
+    with as_model_error(f"{type(model).__name__} does not run as {way}: "):
+        plain = PlainModel.of(model, IN_SHORT if is_large else PROOF).with_noise()
         if verdict.is_generated:
             plain = plain.as_generated()
         error = _compare(way, plain)
-    except ModelError:
-        raise
-    except Exception as failure:
-        raise ModelError(f"{type(model).__name__} does not run as {way}: {failure}") from failure
     if can_prepack(model) and verdict.why_not_prepacked is None:
         try:
             prepack_weights(model, let_go)
@@ -193,14 +181,9 @@ def prepare_own_attention(
     if way.in_one_piece:
         notes.append("prompts are computed in one piece, when their last tokens have come")
     return ProbeReport(
-        specs=(),
-        modules=(),
         max_model_len=max_model_len,
-        attention_error=None,
         logits_error=error,
         vocab_size=plain.vocab_size,
-        is_batch_invariant=False,
-        max_row_len=None,
         notes=tuple(notes),
     )
 

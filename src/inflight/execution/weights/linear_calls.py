@@ -5,9 +5,11 @@ activation that reads nothing but its output. Tensors are compared by identity; 
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,34 +54,26 @@ def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
     calls = LinearCalls()
     readers: list[tuple[torch.Tensor, list[str]]] = []  # a tensor, and the layers of one parent that read it in turn
     outputs: list[tuple[torch.Tensor, str]] = []
-    num_calls: dict[str, int] = {}
+    num_calls: Counter[str] = Counter()
 
-    def see_linear(name: str) -> Callable[..., None]:
-        def see(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            num_calls[name] = num_calls.get(name, 0) + 1
-            calls.patterns.add(_pattern(name))
-            outputs.append((output, name))
-            if readers and readers[-1][0] is args[0] and _parent(readers[-1][1][-1]) == _parent(name):
-                readers[-1][1].append(name)
-            else:
-                readers.append((args[0], [name]))
-
-        return see
-
-    def see_activation(name: str) -> Callable[..., None]:
-        def see(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            num_calls[name] = num_calls.get(name, 0) + 1
+    def see(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        num_calls[name] += 1
+        if not is_linear(module):
             if outputs and args[0] is outputs[-1][0]:
                 calls.activations[outputs[-1][1]] = name
+            return
+        calls.patterns.add(_pattern(name))
+        outputs.append((output, name))
+        if readers and readers[-1][0] is args[0] and _parent(readers[-1][1][-1]) == _parent(name):
+            readers[-1][1].append(name)
+        else:
+            readers.append((args[0], [name]))
 
-        return see
-
-    hooks = []
-    for name, module in model.named_modules(remove_duplicate=False):
-        if is_linear(module):
-            hooks.append(module.register_forward_hook(see_linear(name)))
-        elif type(module) in ACTIVATIONS:
-            hooks.append(module.register_forward_hook(see_activation(name)))
+    hooks = [
+        module.register_forward_hook(partial(see, name))
+        for name, module in model.named_modules(remove_duplicate=False)
+        if is_linear(module) or type(module) in ACTIVATIONS
+    ]
     try:
         yield calls
     finally:

@@ -4,7 +4,7 @@
 once. Knows modules and tensors, no architecture; whoever prepacks a model proves it afterwards (`preparation`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -123,8 +123,7 @@ class SiblingLinears:
         return output
 
 
-def _joined(biases: Iterable[torch.Tensor | None], sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-    biases = list(biases)
+def _joined(biases: Sequence[torch.Tensor | None], sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
     if all(bias is None for bias in biases):
         return None
     pairs = zip(biases, sizes, strict=True)

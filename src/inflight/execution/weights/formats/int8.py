@@ -25,12 +25,9 @@ class _Int8(WeightFormat):
     name = "int8"
     is_lossless = False
 
-    def prepack_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none", variant: str = "none"
-    ) -> PrepackedLinear:
+    def layer_class(self, dtype: torch.dtype) -> type[PrepackedLinear]:
         """See `WeightFormat`."""
-        kind = Int8PanelLinear if has_panels(torch.int8) else Int8OneDnnLinear
-        return kind(weight, bias, activation, variant)
+        return Int8PanelLinear if has_panels(torch.int8) else Int8OneDnnLinear
 
     def why_unusable(self, model: PreTrainedModel) -> str | None:
         """See `WeightFormat`."""

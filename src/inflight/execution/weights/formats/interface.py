@@ -21,11 +21,14 @@ class WeightFormat(ABC):
     is_lossless: bool
 
     @abstractmethod
+    def layer_class(self, dtype: torch.dtype) -> type[PrepackedLinear]:
+        """The layer for this CPU, for weights that come in `dtype` (float32 or bfloat16)."""
+
     def prepack_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none", variant: str = "none"
     ) -> PrepackedLinear:
-        """The layer for this CPU, in this format. The arguments are `PrepackedLinear`'s: weight `[out, in]`, float32 or
-        bfloat16, and bias `[out]`."""
+        """A layer from a weight `[out, in]`, float32 or bfloat16, and a bias `[out]`; see `PrepackedLinear`."""
+        return self.layer_class(weight.dtype)(weight, bias, activation, variant)
 
     def why_unusable(self, model: PreTrainedModel) -> str | None:
         """Why `model` cannot have this format here, as words that follow the format's name; None: it can."""

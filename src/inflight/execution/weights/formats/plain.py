@@ -14,12 +14,9 @@ class _Plain(WeightFormat):
     name = "plain"
     is_lossless = True
 
-    def prepack_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none", variant: str = "none"
-    ) -> PrepackedLinear:
+    def layer_class(self, dtype: torch.dtype) -> type[PrepackedLinear]:
         """See `WeightFormat`."""
-        kind = PanelLinear if has_panels(weight.dtype) else OneDnnLinear
-        return kind(weight, bias, activation, variant)
+        return PanelLinear if has_panels(dtype) else OneDnnLinear
 
 
 FORMAT = _Plain()

@@ -37,6 +37,7 @@ from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.attention import AttentionSpec, CpuAttention, CpuCache
 from inflight.execution.kernels import kernels_available
 from inflight.execution.ragged_batch import RaggedBatch
+from inflight.execution.weights.formats import PLAIN
 from inflight.profiling.machine import MachineMeter, last_level_cache_bytes
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -162,7 +163,7 @@ class Scene:
 def measure_decode(heads: str, dtype: str, repeats: int) -> Decode:
     """32 sequences of 1,024 tokens."""
     scene = Scene(HEADS[heads], DTYPES[dtype], _scattered(NUM_DECODES, DECODE_CONTEXT), DECODE_CONTEXT)
-    meter = MachineMeter(torch.float32, packed=True)
+    meter = MachineMeter(torch.float32, PLAIN)
     (seconds,) = _medians(repeats, meter.measure, scene.attend)
     num_bytes = round(NUM_DECODES * DECODE_CONTEXT * scene.bytes_per_token)
     return Decode(heads, dtype, num_bytes, seconds, meter.machine().read_bytes_per_second)
@@ -187,7 +188,7 @@ def measure_prefill(heads: str, dtype: str, repeats: int) -> Prefill:
     """One span of 2,048 tokens."""
     spec = HEADS[heads]
     scene = Scene(spec, DTYPES[dtype], _scattered(1, PREFILL_LENGTH), PREFILL_LENGTH, PREFILL_LENGTH)
-    meter = MachineMeter(scene.queries.dtype, packed=True)
+    meter = MachineMeter(scene.queries.dtype, PLAIN)
     (seconds,) = _medians(repeats, meter.measure, scene.attend)
     num_products = spec.num_heads * PREFILL_LENGTH * (PREFILL_LENGTH + 1) // 2
     num_operations = 2 * num_products * (spec.head_size + spec.value_head_size)

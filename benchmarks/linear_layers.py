@@ -18,7 +18,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds only its own folder
 
 from benchmarks.compare import RESULTS, describe_machine
-from inflight.execution.weights.packed_linear import OneDnnLinear, PackedLinear, PanelLinear, has_panels
+from inflight.execution.weights.formats.int8 import Int8OneDnnLinear, Int8PanelLinear
+from inflight.execution.weights.onednn import OneDnnLinear
+from inflight.execution.weights.panels import PanelLinear, has_panels
+from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 SHAPES = ((576, 1536), (1024, 3072), (2048, 8192), (1024, 30000))
 """Inputs and outputs."""
@@ -29,7 +32,7 @@ SECONDS = 0.05
 """That a repetition takes at least."""
 
 
-def seconds_of(layers: Sequence[PackedLinear], x: torch.Tensor, num_runs: int = 1) -> float:
+def seconds_of(layers: Sequence[PrepackedLinear], x: torch.Tensor, num_runs: int = 1) -> float:
     """What one layer takes, over so many runs through all."""
     start = time.perf_counter()
     for _ in range(num_runs):
@@ -42,8 +45,8 @@ def lines_of(num_inputs: int, num_outputs: int, *, quantized: bool, num_repeats:
     """The table's lines for one shape."""
     num_layers = max(1, min(24, NUM_WEIGHTS // (num_inputs * num_outputs)))
     weights = [(torch.randn(num_outputs, num_inputs) * 0.02).bfloat16() for _ in range(num_layers)]
-    ours = [PanelLinear(weight, None, "none", "none", quantized=quantized) for weight in weights]
-    theirs = [OneDnnLinear(weight, None, "none", "none", quantized=quantized) for weight in weights]
+    kinds = (Int8PanelLinear, Int8OneDnnLinear) if quantized else (PanelLinear, OneDnnLinear)
+    ours, theirs = ([kind(weight, None) for weight in weights] for kind in kinds)
     lines = []
     for num_rows in NUMBERS_OF_ROWS:
         x = torch.randn(num_rows, num_inputs).bfloat16()

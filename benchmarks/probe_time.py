@@ -4,7 +4,7 @@ python benchmarks/probe_time.py
 
 Each is loaded twice, in a process of its own: when nothing is known of its class and configuration, and when what its
 twin has shown is remembered. "Probing" is all that is done between loading weights and allocating the cache but for
-packing the weights, which is told beside it: finding the executor, proving it, holding the model against its plain
+prepacking the weights, which is told beside it: finding the executor, proving it, holding the model against its plain
 results, trying whether it is batch invariant.
 """
 
@@ -35,17 +35,17 @@ class Load:
     executor: str
     proved_on: str
     probing: float
-    packing: float
+    prepacking: float
 
 
 def load(folder: str, remembered: str) -> Load:
     """Load a model in this process, which has run nothing before; verdicts are in the folder `remembered`."""
     from inflight.contracts.config import EngineConfig
     from inflight.execution import model_runner
-    from inflight.execution.preparation import own_attention, packed_row
+    from inflight.execution.preparation import own_attention, packed_way
     from inflight.execution.preparation.verdict import VerdictCache
 
-    seconds = {"choosing": 0.0, "packing": 0.0}
+    seconds = {"choosing": 0.0, "prepacking": 0.0}
 
     def timed(module: Any, name: str, phase: str) -> None:
         function: Callable[..., Any] = getattr(module, name)
@@ -60,13 +60,13 @@ def load(folder: str, remembered: str) -> Load:
         setattr(module, name, run)
 
     timed(model_runner, "choose_executor", "choosing")
-    for module in (packed_row, own_attention):
-        timed(module, "pack_linears", "packing")
-        timed(module, "pack_experts", "packing")
+    for module in (packed_way, own_attention):
+        timed(module, "prepack_linears", "prepacking")
+        timed(module, "prepack_experts", "prepacking")
     VerdictCache.of_the_user = lambda: VerdictCache(Path(remembered))  # type: ignore[method-assign]
     config = EngineConfig(load_format="dummy", dtype="bfloat16", num_blocks=200)
     info = model_runner.ModelRunner(folder, config).info
-    return Load(info.executor, info.proved_on, seconds["choosing"] - seconds["packing"], seconds["packing"])
+    return Load(info.executor, info.proved_on, seconds["choosing"] - seconds["prepacking"], seconds["prepacking"])
 
 
 def main() -> None:
@@ -92,14 +92,14 @@ def main() -> None:
         "",
         f"bfloat16, random weights, medians of {arguments.rounds} rounds. {machine}.",
         "",
-        "| shape | executor | proved on | probing s (lowest to highest) | packing s |",
+        "| shape | executor | proved on | probing s (lowest to highest) | prepacking s |",
         "|---|---|---|---:|---:|",
     ]
     for (name, proved_on), each in loads.items():
         probing = sorted(one.probing for one in each)
         lines.append(
             f"| {name} | {each[0].executor} | {proved_on} | {statistics.median(probing):.1f} "
-            f"({probing[0]:.1f} to {probing[-1]:.1f}) | {statistics.median(one.packing for one in each):.1f} |"
+            f"({probing[0]:.1f} to {probing[-1]:.1f}) | {statistics.median(one.prepacking for one in each):.1f} |"
         )
     text = "\n".join([*lines, ""])
     print(text)

@@ -148,7 +148,7 @@ FACTORS: dict[str, float] = {
 def build(name: str, seed: int = 0) -> PreTrainedModel:
     """The sensitive model of an architecture: float32, eval mode, eager attention, the same bits for the same seed.
 
-    All callers get the same object. Whoever changes a model (packs its weights, say) takes one from `draw` or a copy.
+    All callers get the same object. Whoever changes a model (prepacks it, say) takes one from `draw` or a copy.
     """
     return draw(name, FACTORS[name], seed)
 

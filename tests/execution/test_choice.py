@@ -12,8 +12,8 @@ from inflight import LLM, ModelError, SamplingParams
 from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.preparation import own_attention
 from inflight.execution.preparation.agreement import relative_error
-from inflight.execution.preparation.logits_proof import PlainModel, prove
 from inflight.execution.preparation.own_attention import make_executor
+from inflight.execution.preparation.proof import PlainModel, prove
 from inflight.execution.preparation.verdict import Way
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.profiling.decode_profile import profile_decode
@@ -198,29 +198,29 @@ def test_what_attends_by_itself_cannot_be_looked_into() -> None:
         profile_decode(llm.engine, 1, 8, 1, SamplingParams())
 
 
-def test_there_is_no_way_back_once_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_way_back_once_weights_are_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = others.build("bloom")
-    pack = own_attention.pack_weights
+    prepack = own_attention.prepack_weights
 
-    def fail_for_the_model(packed: PreTrainedModel, *args: Any) -> None:
-        pack(packed, *args)
+    def fail_for_the_model(model: PreTrainedModel, *args: Any) -> None:
+        prepack(model, *args)
         if args:  # not the twin
             raise ValueError("no")
 
-    monkeypatch.setattr(own_attention, "pack_weights", fail_for_the_model)
-    with pytest.raises(RuntimeError, match="the weights of BloomForCausalLM could not be packed"):
+    monkeypatch.setattr(own_attention, "prepack_weights", fail_for_the_model)
+    with pytest.raises(RuntimeError, match="the weights of BloomForCausalLM could not be prepacked"):
         LLM(model, **others.options())
 
 
 def test_what_a_twin_does_not_stand_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
     model = others.build("bloom")
 
-    def spoil(packed: PreTrainedModel, *args: Any) -> None:
-        packed.get_input_embeddings().weight[:, 0] += 1
+    def spoil(model: PreTrainedModel, *args: Any) -> None:
+        model.get_input_embeddings().weight[:, 0] += 1
 
-    monkeypatch.setattr(own_attention, "pack_weights", spoil)
+    monkeypatch.setattr(own_attention, "prepack_weights", spoil)
     llm = LLM(model, **others.options())
-    assert any(note.startswith("its weights are not packed: ModelError") for note in llm.model_info.notes)
+    assert any(note.startswith("its weights are not prepacked: ModelError") for note in llm.model_info.notes)
     assert not any(others.wrong_tokens(model, p, o) for p, o in zip(prompts(), generate(llm), strict=True))
 
 

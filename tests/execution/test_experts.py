@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from inflight.execution.preparation.agreement import relative_error
-from inflight.execution.weights.experts import PackedExperts
-from inflight.execution.weights.packed_linear import has_panels
+from inflight.execution.weights.experts import PrepackedExperts
+from inflight.execution.weights.formats import PLAIN, WeightFormat
+from inflight.execution.weights.formats.int8 import FORMAT as INT8
+from inflight.execution.weights.panels import has_panels
 from tests import zoo
 from tests.execution import this_cpu
 
@@ -30,12 +32,14 @@ def tokens(module: Any, dtype: torch.dtype, num_chosen: int = 2) -> tuple[torch.
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantized", "tolerance"),
-    [(torch.float32, False, 1e-6), (torch.bfloat16, False, 1e-2), (torch.bfloat16, True, 5e-2)],
+    ("dtype", "weight_format", "tolerance"),
+    [(torch.float32, PLAIN, 1e-6), (torch.bfloat16, PLAIN, 1e-2), (torch.bfloat16, INT8, 5e-2)],
 )
-def test_each_choice_gives_what_its_expert_gives(dtype: torch.dtype, quantized: bool, tolerance: float) -> None:
+def test_each_choice_gives_what_its_expert_gives(
+    dtype: torch.dtype, weight_format: WeightFormat, tolerance: float
+) -> None:
     this_cpu.needs(dtype)
-    this_cpu.needs(torch.int8 if quantized else dtype)
+    this_cpu.needs(torch.int8 if weight_format is INT8 else dtype)
     module = mixture(dtype=dtype)
     states, chosen = tokens(module, dtype)
     expected = []
@@ -43,33 +47,33 @@ def test_each_choice_gives_what_its_expert_gives(dtype: torch.dtype, quantized: 
         for expert in experts:
             gate, up = nn.functional.linear(state, module.gate_up_proj[expert].float()).chunk(2)
             expected.append(nn.functional.linear(nn.functional.silu(gate) * up, module.down_proj[expert].float()))
-    packed = PackedExperts(module, quantized=quantized)
-    actual = packed.run(module, states, chosen)
+    prepacked = PrepackedExperts(module, weight_format)
+    actual = prepacked.run(module, states, chosen)
     assert actual.dtype == dtype
     assert relative_error(actual, torch.stack(expected)) < tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("quantized", [False, True])
-def test_a_token_gets_the_same_bits_in_any_company(dtype: torch.dtype, quantized: bool) -> None:
+@pytest.mark.parametrize("weight_format", [PLAIN, INT8])
+def test_a_token_gets_the_same_bits_in_any_company(dtype: torch.dtype, weight_format: WeightFormat) -> None:
     this_cpu.needs(dtype)
-    this_cpu.needs(torch.int8 if quantized else dtype)
+    this_cpu.needs(torch.int8 if weight_format is INT8 else dtype)
     module = mixture(dtype=dtype)
     states, chosen = tokens(module, dtype)
-    packed = PackedExperts(module, quantized=quantized)
-    together = packed.run(module, states, chosen).view(NUM_TOKENS, 2, -1)
+    prepacked = PrepackedExperts(module, weight_format)
+    together = prepacked.run(module, states, chosen).view(NUM_TOKENS, 2, -1)
     for number in range(0, NUM_TOKENS, 7):
-        alone = packed.run(module, states[number : number + 1], chosen[number : number + 1])
+        alone = prepacked.run(module, states[number : number + 1], chosen[number : number + 1])
         assert torch.equal(alone, together[number])
 
 
 def test_an_expert_that_does_not_exist_gives_nothing() -> None:
     module = mixture()
     states, chosen = tokens(module, torch.float32)
-    packed = PackedExperts(module, quantized=False)
-    expected = packed.run(module, states, chosen)
+    prepacked = PrepackedExperts(module)
+    expected = prepacked.run(module, states, chosen)
     chosen[3, 1] = module.num_experts
-    actual = packed.run(module, states, chosen)
+    actual = prepacked.run(module, states, chosen)
     assert not actual[7].any()
     rest = torch.arange(2 * NUM_TOKENS) != 7
     assert torch.equal(actual[rest], expected[rest])
@@ -78,4 +82,4 @@ def test_an_expert_that_does_not_exist_gives_nothing() -> None:
 @pytest.mark.skipif(not has_panels(torch.float32), reason="the kernel is for weights in panels")
 @pytest.mark.parametrize(("name", "runs"), [("qwen3_moe", True), ("mixtral", True), ("gpt_oss", False)])
 def test_experts_with_a_gate_of_their_own_are_run_one_by_one(name: str, runs: bool) -> None:
-    assert (PackedExperts(mixture(name), quantized=False)._number is not None) == runs
+    assert (PrepackedExperts(mixture(name))._number is not None) == runs

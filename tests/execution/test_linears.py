@@ -1,8 +1,9 @@
-"""Packed linear layers: the same function, from weights that are there only once."""
+"""Prepacked linear layers: the same function, from weights that are there only once."""
 
 import copy
 import gc
 import weakref
+from importlib import import_module
 from typing import Literal
 
 import pytest
@@ -10,38 +11,30 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.config import QUANTIZATIONS, EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.engine.engine import Engine
-from inflight.execution.weights import packed_linear
-from inflight.execution.weights.experts import pack_experts
-from inflight.execution.weights.linears import (
-    LinearCalls,
-    PackedEmbedding,
-    RowActivation,
-    SiblingLinear,
-    is_linear,
-    pack_linears,
-    watch_linears,
-)
-from inflight.execution.weights.packed_linear import (
-    OneDnnLinear,
-    PackedLinear,
-    PanelLinear,
-    has_panels,
-    quantise,
-    sums_int8,
-)
+from inflight.execution.weights.experts import prepack_experts
+from inflight.execution.weights.formats import PLAIN, find_format
+from inflight.execution.weights.formats.int8 import FORMAT as INT8
+from inflight.execution.weights.formats.int8 import Int8OneDnnLinear, Int8PanelLinear, round_weight, sums_int8
+from inflight.execution.weights.linear_calls import LinearCalls, is_linear, watch_linears
+from inflight.execution.weights.linears import RowActivation, SiblingLinear, prepack_linears
+from inflight.execution.weights.onednn import OneDnnLinear
+from inflight.execution.weights.panels import PanelLinear, has_panels
+from inflight.execution.weights.prepacked_linear import PrepackedLinear
+from inflight.execution.weights.tied_embedding import PrepackedEmbedding
 from tests import zoo
 from tests.execution import this_cpu
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(64, 64), (300, 96), (33, 40), (256, 64), (96, 768), (70, 33)]
 KINDS = [PanelLinear, OneDnnLinear]
+INT8_KINDS = [Int8PanelLinear, Int8OneDnnLinear]
 
 
-def needs(kind: type[PackedLinear], dtype: torch.dtype) -> None:
-    if kind is PanelLinear and not has_panels(dtype):
+def needs(kind: type[PrepackedLinear], dtype: torch.dtype) -> None:
+    if issubclass(kind, PanelLinear) and not has_panels(dtype):
         pytest.skip("this CPU has no instructions for it")
     this_cpu.needs(dtype)
 
@@ -68,13 +61,13 @@ def watch(model: nn.Module) -> LinearCalls:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 33, 150])
-def test_a_packed_layer_is_the_layer(
-    kind: type[PackedLinear], shape: tuple[int, int], dtype: torch.dtype, num_rows: int
+def test_a_prepacked_layer_is_the_layer(
+    kind: type[PrepackedLinear], shape: tuple[int, int], dtype: torch.dtype, num_rows: int
 ) -> None:
     needs(kind, dtype)
     weight, bias = random_weight(shape, dtype), random_weight((1, shape[0]), dtype)[0]
     x = random_weight((num_rows, shape[1]), dtype)[None]
-    actual = kind(weight, bias, "none", "none", quantized=False)(x)
+    actual = kind(weight, bias)(x)
     assert actual.shape == (1, num_rows, shape[0])
     assert actual.dtype == dtype
     if num_rows:
@@ -82,50 +75,49 @@ def test_a_packed_layer_is_the_layer(
         assert relative_error(actual, expected) < (1e-6 if dtype == torch.float32 else 5e-3)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + INT8_KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")])
 def test_an_activation_is_part_of_the_layer(
-    activation: nn.Module, dtype: torch.dtype, kind: type[PackedLinear], quantized: bool
+    activation: nn.Module, dtype: torch.dtype, kind: type[PrepackedLinear]
 ) -> None:
     needs(kind, dtype)
-    if quantized:
+    if kind in INT8_KINDS:
         needs(kind, torch.int8)
     weight, x = random_weight((50, 64), dtype), random_weight((5, 64), dtype)
     name = {"ReLU": "relu", "SiLU": "swish"}.get(type(activation).__name__, "gelu")
-    layer = kind(weight, None, name, getattr(activation, "approximate", "none"), quantized=quantized)
+    layer = kind(weight, None, name, getattr(activation, "approximate", "none"))
     expected = activation(functional.linear(x.double(), weight.double()))
-    tolerance = 3e-2 if quantized else 1e-6 if dtype == torch.float32 else 5e-3
+    tolerance = 3e-2 if kind in INT8_KINDS else 1e-6 if dtype == torch.float32 else 5e-3
     assert relative_error(layer(x), expected) < tolerance
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("kind", [PanelLinear, Int8PanelLinear])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_panels_give_a_row_the_same_bits_in_any_company(
-    shape: tuple[int, int], quantized: bool, dtype: torch.dtype
+    shape: tuple[int, int], kind: type[PanelLinear], dtype: torch.dtype
 ) -> None:
-    needs(PanelLinear, torch.int8 if quantized else dtype)
+    needs(kind, torch.int8 if kind is Int8PanelLinear else dtype)
     this_cpu.needs(dtype)
-    layer = PanelLinear(random_weight(shape, dtype), None, "none", "none", quantized=quantized)
+    layer = kind(random_weight(shape, dtype), None)
     x = random_weight((200, shape[1]), dtype)
     together = layer(x)
     for first, last in ((0, 1), (3, 5), (60, 69), (100, 117), (7, 200)):
         assert torch.equal(layer(x[first:last]), together[first:last])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INT8_KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_is_near_and_rows_are_strangers(
-    shape: tuple[int, int], dtype: torch.dtype, kind: type[PackedLinear]
+    shape: tuple[int, int], dtype: torch.dtype, kind: type[PrepackedLinear]
 ) -> None:
     needs(kind, torch.int8)
     this_cpu.needs(dtype)
     weight, bias = random_weight(shape, dtype), random_weight((1, shape[0]), dtype)[0]
     x = random_weight((9, shape[1]), dtype)
-    layer = kind(weight, bias, "none", "none", quantized=True)
+    layer = kind(weight, bias)
     expected = functional.linear(x.double(), weight.double(), bias.double())
     assert relative_error(layer(x), expected) < 3e-2
     beside = torch.cat([x[:3], 1000 * x[3:]])
@@ -133,10 +125,10 @@ def test_int8_is_near_and_rows_are_strangers(
     assert torch.equal(layer(x[:1]), layer(x)[:1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_int8_passes_on_what_is_not_finite_in_its_own_row_alone(kind: type[PackedLinear]) -> None:
+@pytest.mark.parametrize("kind", INT8_KINDS)
+def test_int8_passes_on_what_is_not_finite_in_its_own_row_alone(kind: type[PrepackedLinear]) -> None:
     needs(kind, torch.int8)
-    layer = kind(random_weight((64, 64), torch.float32), None, "none", "none", quantized=True)
+    layer = kind(random_weight((64, 64), torch.float32), None)
     x = random_weight((3, 64), torch.float32)
     expected = layer(x)
     for bad in (float("nan"), float("inf")):
@@ -150,7 +142,7 @@ def test_int8_passes_on_what_is_not_finite_in_its_own_row_alone(kind: type[Packe
 def test_quantised_weights_are_the_nearest() -> None:
     weight = random_weight((50, 96), torch.float32)
     weight[7] = 0
-    rounded, scales = quantise(weight)
+    rounded, scales = round_weight(weight)
     assert rounded.abs().max() == 127
     assert ((weight - rounded * scales[:, None]).abs() <= scales[:, None] / 2 + 1e-7).all()
 
@@ -158,10 +150,12 @@ def test_quantised_weights_are_the_nearest() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, (1000, 33)])
-def test_the_layout_finds_every_element(shape: tuple[int, int], dtype: torch.dtype, kind: type[PackedLinear]) -> None:
+def test_the_layout_finds_every_element(
+    shape: tuple[int, int], dtype: torch.dtype, kind: type[PrepackedLinear]
+) -> None:
     needs(kind, dtype)
     weight = random_weight(shape, dtype)
-    layer = kind(weight, None, "none", "none", quantized=False)
+    layer = kind(weight, None)
     layout = layer.layout()
     assert layout is not None
     assert torch.equal(layout.elements[layout.row_places[:, None] + layout.column_places], weight)
@@ -171,14 +165,14 @@ def test_the_layout_finds_every_element(shape: tuple[int, int], dtype: torch.dty
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_a_packed_model_is_the_model(name: str) -> None:
-    """Float32, so rounding explains next to nothing; no linear layer and no expert is left unpacked."""
+def test_a_prepacked_model_is_the_model(name: str) -> None:
+    """Float32, so rounding explains next to nothing; no linear layer and no expert is left as it was."""
     model, tokens = copy.deepcopy(zoo.build(name)), torch.arange(40)[None] % zoo.VOCAB_SIZE
     calls = watch(model)
     with torch.inference_mode():
         expected = model(tokens, use_cache=False).logits
-        pack_experts(model, quantized=False)
-        pack_linears(model, calls)
+        prepack_experts(model)
+        prepack_linears(model, calls)
         actual = model(tokens, use_cache=False).logits
     assert relative_error(actual, expected) < 1e-5
     assert not any(is_linear(module) for module in model.modules())
@@ -197,11 +191,11 @@ def test_what_runs_as_one_is_seen_not_known() -> None:
 
 def test_siblings_and_activations_are_replaced() -> None:
     model = copy.deepcopy(zoo.build("llama"))
-    pack_linears(model, watch(model))
+    prepack_linears(model, watch(model))
     assert isinstance(model.model.layers[0].self_attn.k_proj, SiblingLinear)
     assert isinstance(model.model.layers[0].mlp.act_fn, RowActivation)
     model = copy.deepcopy(zoo.build("gpt2"))
-    pack_linears(model, watch(model))
+    prepack_linears(model, watch(model))
     assert model.transformer.h[0].mlp.c_fc.activation == "gelu"
     assert isinstance(model.transformer.h[0].mlp.act, nn.Identity)
 
@@ -216,10 +210,10 @@ def test_a_tied_embedding_reads_the_head(name: str, quantized: bool) -> None:
     embedding, tokens = model.get_input_embeddings(), torch.arange(zoo.VOCAB_SIZE).view(2, -1)
     expected = embedding(tokens)
     weight = weakref.ref(embedding.weight)
-    pack_linears(model, watch(model), quantized=quantized)
+    prepack_linears(model, watch(model), INT8 if quantized else PLAIN)
     gc.collect()
-    assert isinstance(embedding, PackedEmbedding)
-    assert weight() is None, "the unpacked weight is still there"
+    assert isinstance(embedding, PrepackedEmbedding)
+    assert weight() is None, "the plain weight is still there"
     actual = embedding(tokens)
     assert torch.equal(actual, expected) if not quantized else relative_error(actual, expected) < 1e-2
     assert actual.dtype == expected.dtype
@@ -246,11 +240,17 @@ def test_where_onednn_multiplies_a_model_is_not_compiled_and_says_why(
 ) -> None:
     if quantization:
         this_cpu.needs(torch.int8)
-    monkeypatch.setattr(packed_linear, "has_panels", lambda dtype: False)
+    module = import_module(type(find_format(quantization)).__module__)
+    monkeypatch.setattr(module, "has_panels", lambda dtype: False)
     info = Engine(zoo.build("llama"), EngineConfig(num_blocks=20, compile="auto", quantization=quantization)).model_info
     assert info.compile == "off"
     (note,) = info.notes
     assert note.startswith("the model is not compiled: this CPU has no AVX-512 for its dtype")
+
+
+def test_every_quantization_that_can_be_asked_for_is_a_format() -> None:
+    assert [find_format(name).name for name in QUANTIZATIONS] == list(QUANTIZATIONS)
+    assert find_format(None) is PLAIN
 
 
 @pytest.mark.skipif(sums_int8(), reason="this CPU can")

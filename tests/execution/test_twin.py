@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from inflight.contracts.errors import ModelError
-from inflight.execution.preparation.logits_proof import NotCausalError
+from inflight.execution.preparation.proof import NotCausalError
 from inflight.execution.preparation.twin import ENOUGH, make_twin
 from tests import others, zoo
 from tests.execution.probed_models import default_model, tiny

@@ -15,9 +15,9 @@ from inflight import LLM, ModelError, SamplingParams
 from inflight.contracts.config import EngineConfig
 from inflight.execution.executors import PackedExecutor, RowsExecutor
 from inflight.execution.hf.load import load_model
-from inflight.execution.preparation import choice, own_attention, packed_row, verdict
+from inflight.execution.preparation import choice, own_attention, packed_way, verdict
 from inflight.execution.preparation.choice import EARLIER, ITSELF, PACKED, TWIN, Choice, choose_executor
-from inflight.execution.preparation.logits_proof import PlainModel
+from inflight.execution.preparation.proof import PlainModel
 from inflight.execution.preparation.verdict import Verdict, VerdictCache, Way, verdict_key
 from tests import others, zoo
 from tests.execution import this_cpu
@@ -140,7 +140,7 @@ def test_a_way_that_the_model_itself_does_not_stand_is_not_the_last_of_its_execu
     assert "not rows with prompts in pieces, padded: not padded" in found.report.notes
 
 
-def test_weights_that_cannot_be_packed_are_no_verdict(
+def test_weights_that_cannot_be_prepacked_are_no_verdict(
     all_are_large: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoil(model: PreTrainedModel, *args: Any, **options: Any) -> None:
@@ -149,8 +149,8 @@ def test_weights_that_cannot_be_packed_are_no_verdict(
 
     this_cpu.needs(torch.bfloat16)
     verdicts = VerdictCache(tmp_path)
-    monkeypatch.setattr(packed_row, "pack_experts", spoil)
-    with pytest.raises(RuntimeError, match="the weights of LlamaForCausalLM could not be packed"):
+    monkeypatch.setattr(packed_way, "prepack_experts", spoil)
+    with pytest.raises(RuntimeError, match="the weights of LlamaForCausalLM could not be prepacked"):
         choose(zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(torch.bfloat16), verdicts)
     assert not list(tmp_path.iterdir())
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from inflight.execution.weights.packed_linear import sums_int8
+from inflight.execution.weights.formats.int8 import sums_int8
 
 
 def needs(dtype: torch.dtype) -> None:
-    """Skip the test unless linear layers of a dtype are packed here."""
+    """Skip the test unless linear layers of a dtype are prepacked here."""
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this CPU has no instructions for bfloat16")
     if dtype == torch.int8 and not sums_int8():

@@ -8,12 +8,12 @@ from torch import nn
 
 from inflight.execution.attention import AttentionSpec, CpuAttention, ReferenceAttention
 from inflight.execution.kernels import kernels_available
-from inflight.execution.weights.packed_linear import pack_linear
+from inflight.execution.weights.formats import PLAIN
 from inflight.profiling import Machine
 from inflight.profiling.operators import OperatorTimes
 from inflight.profiling.phases import PhaseTimes, timed_calls
 from inflight.profiling.step_profile import split_forward, take_apart
-from inflight.profiling.work import StepWork, decode_work, has_packed_linears
+from inflight.profiling.work import StepWork, decode_work, has_prepacked_linears
 
 MACHINE = Machine(read_bytes_per_second=1000.0, operations_per_second=1e6)
 WORK = StepWork(weight_bytes=500, linear_operations=100, cache_bytes=100)
@@ -71,7 +71,7 @@ def test_weights_are_counted_once_and_embeddings_only_as_output_heads() -> None:
     assert work.weight_bytes == 4 * (4 * 6 + 4 * 10)
     assert work.linear_operations == 2 * 2 * (4 * 6 + 4 * 10)
     assert work.cache_bytes == 0
-    assert not has_packed_linears(model)
+    assert not has_prepacked_linears(model)
 
 
 def test_experts_are_read_but_not_every_row_goes_through_them() -> None:
@@ -83,11 +83,11 @@ def test_experts_are_read_but_not_every_row_goes_through_them() -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-def test_packed_weights_count_as_they_lie_in_memory() -> None:
-    model = nn.Sequential(pack_linear(torch.ones(64, 32), None))
+def test_prepacked_weights_count_as_they_lie_in_memory() -> None:
+    model = nn.Sequential(PLAIN.prepack_linear(torch.ones(64, 32), None))
     work = decode_work(model, [], ReferenceAttention(torch.device("cpu"), torch.float32, 4), 4, [1])
     assert work.weight_bytes == 4 * 64 * 32
-    assert has_packed_linears(model)
+    assert has_prepacked_linears(model)
 
 
 @pytest.mark.parametrize(

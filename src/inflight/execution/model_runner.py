@@ -28,8 +28,7 @@ from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampling.logprobs import Scorer
 from inflight.execution.sampling.sampler import INVALID_TOKEN, Sampler
 from inflight.execution.sampling.token_mask import TokenMasks
-from inflight.execution.weights.linears import can_pack
-from inflight.execution.weights.packed_linear import sums_int8
+from inflight.execution.weights.formats import find_format
 
 
 class ModelRunner:
@@ -41,17 +40,11 @@ class ModelRunner:
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
         self.config = config
         self.model = load_model(source, config)
-        device, dtype = self.model.device, self.model.dtype
+        device = self.model.device
         self._num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        if config.quantization is not None and not can_pack(self.model):
-            raise ModelError(
-                f"quantization {config.quantization!r} needs float32, or bfloat16 where the CPU supports it, on a CPU; "
-                f"not {dtype} on {device}"
-            )
-        if config.quantization is not None and not sums_int8():
-            raise ModelError(
-                f"quantization {config.quantization!r} needs a CPU that sums int8 in 32 bits (VNNI or AMX)"
-            )
+        why_not = find_format(config.quantization).why_unusable(self.model)
+        if config.quantization is not None and why_not is not None:
+            raise ModelError(f"quantization {config.quantization!r} {why_not}")
         is_loaded = device.type == "cpu" and not isinstance(source, PreTrainedModel)  # by us: no caller's memory
         choice = choose_executor(self.model, config, let_go_of_file_pages if is_loaded else None)
         if is_loaded:

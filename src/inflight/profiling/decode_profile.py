@@ -15,11 +15,12 @@ import torch
 
 from inflight.contracts.params import SamplingParams
 from inflight.engine.engine import Engine
+from inflight.execution.weights.formats import find_format
 from inflight.profiling.machine import MachineMeter
 from inflight.profiling.operators import OperatorTimes, profile_operators
 from inflight.profiling.phases import PhaseTimes, time_phases
 from inflight.profiling.step_profile import StepProfile, take_apart
-from inflight.profiling.work import decode_work, has_packed_linears
+from inflight.profiling.work import decode_work, has_prepacked_linears
 
 MAX_ROUNDS = 5
 SETTLING_STEPS = 3
@@ -47,8 +48,9 @@ def profile_decode(
     num_prompt_tokens = max(1, num_cached_tokens - num_decodes // 2)
     _check(engine, num_sequences, num_prompt_tokens + num_decodes + 1)
     executor = engine.runner.require_packed()
-    model, quantized = engine.runner.model, engine.model_info.quantization == "int8"
-    meter = MachineMeter(model.dtype, packed=has_packed_linears(model), quantized=quantized)
+    model = engine.runner.model
+    is_prepacked = has_prepacked_linears(model)
+    meter = MachineMeter(model.dtype, find_format(engine.model_info.quantization) if is_prepacked else None)
     decodes = Decodes(engine, num_sequences, num_prompt_tokens, params)
     whole: list[float] = []
     phases: list[PhaseTimes] = []

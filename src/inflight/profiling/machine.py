@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from inflight.execution.weights.packed_linear import pack_linear
+from inflight.execution.weights.formats import WeightFormat
 
 MIN_READ_BYTES = 256 * 2**20
 MAX_READ_BYTES = 2 * 2**30
@@ -44,17 +44,17 @@ class MachineMeter:
 
     Args:
         dtype: of the linear layer.
-        packed: whether its weights are packed, as those of a model are wherever that is possible.
-        quantized: whether they are int8, then, and activations, too.
+        weight_format: of its prepacked weights; None: they are not prepacked.
     """
 
-    def __init__(self, dtype: torch.dtype, packed: bool, quantized: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype, weight_format: WeightFormat | None) -> None:
         num_bytes = min(max(MIN_READ_BYTES, CACHES_TO_OVERFLOW * last_level_cache_bytes()), MAX_READ_BYTES)
         integers = torch.ones(num_bytes // 8, dtype=torch.int64)
         floats = integers.view(torch.float32)
         rows = torch.ones(LINEAR_ROWS, LINEAR_SIZE, dtype=dtype)
         weight = torch.ones(LINEAR_SIZE, LINEAR_SIZE, dtype=dtype)
-        linear = pack_linear(weight, None, quantized=quantized) if packed else lambda x: functional.linear(x, weight)
+        prepacked = weight_format and weight_format.prepack_linear(weight, None)
+        linear = prepacked or (lambda x: functional.linear(x, weight))
         self._num_bytes = num_bytes
         self._readers: list[Callable[[], object]] = [lambda: integers.sum(), lambda: floats.amax()]
         self._read_seconds: list[list[float]] = [[] for _ in self._readers]

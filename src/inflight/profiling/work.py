@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from inflight.execution.attention import AttentionBackend, AttentionSpec
-from inflight.execution.weights.experts import PackedExperts
+from inflight.execution.weights.experts import PrepackedExperts
 from inflight.execution.weights.linears import SiblingLinear
-from inflight.execution.weights.packed_linear import PackedLinear
+from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ def decode_work(
     )
 
 
-def has_packed_linears(model: nn.Module) -> bool:
-    """Whether any of a model's linear layers was packed."""
-    return any(isinstance(module, PackedLinear | SiblingLinear) for module in model.modules())
+def has_prepacked_linears(model: nn.Module) -> bool:
+    """Whether any of a model's linear layers was prepacked."""
+    return any(isinstance(module, PrepackedLinear | SiblingLinear) for module in model.modules())
 
 
 def _once(weights_of: Callable[[nn.Module], Iterator[torch.Tensor]], model: nn.Module) -> Iterator[torch.Tensor]:
@@ -75,20 +75,20 @@ def _once(weights_of: Callable[[nn.Module], Iterator[torch.Tensor]], model: nn.M
 
 
 def _linear_weights(module: nn.Module) -> Iterator[torch.Tensor]:
-    """The matrix of a linear layer, packed or not."""
+    """The matrix of a linear layer, prepacked or not."""
     if isinstance(module, SiblingLinear):
-        yield module.together.linear.packed
-    elif isinstance(module, PackedLinear):
-        yield module.packed
+        yield module.together.linear.prepacked
+    elif isinstance(module, PrepackedLinear):
+        yield module.prepacked
     elif not isinstance(module, nn.Embedding):
         yield from (parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 2)
 
 
 def _expert_weights(module: nn.Module) -> Iterator[torch.Tensor]:
-    """All experts' matrices, packed or not."""
+    """All experts' matrices, prepacked or not."""
     experts = getattr(module, "inflight_experts", None)
-    if isinstance(experts, PackedExperts):
-        yield from (linear.packed for linear in (*experts.up, *experts.down))
+    if isinstance(experts, PrepackedExperts):
+        yield from (linear.prepacked for linear in (*experts.up, *experts.down))
     yield from (parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 2)
 
 

@@ -19,7 +19,7 @@ from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.hf.hook import attend_with, attention_sinks, use_attention
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
-from inflight.execution.weights.packed_linear import OneDnnLinear
+from inflight.execution.weights.onednn import OneDnnLinear
 
 logger = logging.getLogger(__name__)
 

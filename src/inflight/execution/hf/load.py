@@ -132,8 +132,8 @@ def _host_memory() -> int:
 
 
 def release_checkpoint(model: PreTrainedModel) -> None:
-    """Once its weights are packed: let go of the file that a loaded model's parameters still lie in, and give back to
-    the system what packing has freed. Only for a model that is nobody else's."""
+    """After prepacking: let go of the file that a loaded model's parameters still lie in, and give back to
+    the system what prepacking has freed. Only for a model that is nobody else's."""
     for parameter in model.parameters():
         if type(parameter) is torch.nn.Parameter:
             parameter.data = parameter.data.clone()

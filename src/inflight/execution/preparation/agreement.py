@@ -1,6 +1,9 @@
 """When two ways of running a model agree: relative errors, and what rounding explains of them."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf, isnan
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +20,17 @@ class NotFiniteError(ModelError):
         )
 
 
+@contextmanager
+def as_model_error(words: str) -> Iterator[None]:
+    """Inside, any error becomes a `ModelError` that begins with these words; one that is a `ModelError` stays."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{words}{type(error).__name__}: {error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """Largest relative errors that rounding explains."""
@@ -29,7 +43,7 @@ class Tolerance:
 FULL_PRECISION = Tolerance(attention=2e-5, logits=2e-5, isolation=2e-5)
 LOW_PRECISION = Tolerance(attention=3e-2, logits=1e-2, isolation=1e-3)
 ROUNDED_ANEW = Tolerance(attention=5e-1, logits=5e-1, isolation=1e-3)
-"""After the proof the weights are packed. In low precision that rounds what attention sees differently, and a sharp
+"""After the proof the weights are prepacked. In low precision that rounds what attention sees differently, and a sharp
 softmax or a router makes much of it: only a mistake, which changes everything, is looked for."""
 
 
@@ -38,6 +52,11 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     expected = expected.float()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
     return float((actual.float() - expected).norm() / spread.clamp_min(1e-30))
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest; one that is not a number is larger than any."""
+    return max(errors, key=lambda error: inf if isnan(error) else error)
 
 
 def precision_of(model: PreTrainedModel) -> Tolerance:

@@ -1,5 +1,7 @@
 """The dry run: which attention calls a forward pass makes, found by watching one. No class is known by its name."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -78,6 +80,35 @@ def _attention_spec(
         softcap=kwargs.get("softcap"),
         has_sinks=attention_sinks(module, kwargs) is not None,
     )
+
+
+@contextmanager
+def watch_outputs(
+    modules: Sequence[torch.nn.Module], substitutes: Sequence[torch.Tensor] | None = None
+) -> Iterator[list[torch.Tensor]]:
+    """Collect what `modules` return in a forward pass of one row: `[T, …]` for each of their calls, in order.
+
+    Args:
+        substitutes: what to pass on instead, `[T, …]` for each call. Rows after these T are padding, and not collected.
+    """
+    seen: list[torch.Tensor] = []
+
+    def collect(module: torch.nn.Module, args: object, output: Any) -> Any:
+        states = (output[0] if isinstance(output, tuple) else output)[0]
+        if substitutes is None:
+            seen.append(states)
+            return None
+        substitute = substitutes[len(seen)]
+        seen.append(states[: len(substitute)])
+        states = torch.cat([substitute, states[len(substitute) :]])[None]
+        return (states, *output[1:]) if isinstance(output, tuple) else states
+
+    hooks = [module.register_forward_hook(collect) for module in modules]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def num_embeddings(model: PreTrainedModel) -> int:

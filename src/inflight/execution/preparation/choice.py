@@ -19,14 +19,21 @@ from inflight.execution.attention import AttentionBackend, make_backend
 from inflight.execution.attention.grouping import group_calls
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.hf.hook import attention_in_use, restore_attention
-from inflight.execution.preparation.agreement import FULL_PRECISION, NotFiniteError, precision_of
-from inflight.execution.preparation.logits_proof import PlainModel
-from inflight.execution.preparation.own_attention import find_way, make_executor, prepare_own_attention, why_not_to_pack
-from inflight.execution.preparation.packed_row import MakeBackend, prepare_packed, prove_packed
+from inflight.execution.preparation.agreement import FULL_PRECISION, NotFiniteError, as_model_error, precision_of
+from inflight.execution.preparation.own_attention import (
+    find_way,
+    make_executor,
+    prepare_own_attention,
+    prove_prepacking,
+)
+from inflight.execution.preparation.packed_way import MakeBackend, prepare_packed, prove_packed
+from inflight.execution.preparation.proof import PlainModel
 from inflight.execution.preparation.report import ProbeReport
 from inflight.execution.preparation.twin import make_twin
 from inflight.execution.preparation.verdict import Verdict, VerdictCache, Way, verdict_key
-from inflight.execution.weights.linears import LetGo, can_pack
+from inflight.execution.weights.formats import find_format
+from inflight.execution.weights.linears import LetGo
+from inflight.execution.weights.prepacked_linear import can_prepack
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +70,12 @@ def choose_executor(
 
     Args:
         model: ours alone, in evaluation mode, on its device. It is left ready for what was chosen.
-        let_go: called with each weight that was packed and is not needed any more.
+        let_go: called with each weight that was prepacked and is not needed any more.
         verdicts: what twins have shown before; None: the user's.
 
     Raises:
         ModelError: with all reasons, if none is exact.
-        RuntimeError: there is a mistake in how weights are packed.
+        RuntimeError: there is a mistake in how weights are prepacked.
     """
     if model.config.is_encoder_decoder:
         raise ModelError(
@@ -156,13 +163,8 @@ class _Search:
         """The model itself, to prove on."""
         if why_no_twin is not None and not self._is_precise:
             raise why_no_twin
-        try:
+        with as_model_error(f"{type(self._model).__name__} does not run by itself: "):
             return PlainModel.of(self._model).with_effect()
-        except ModelError:
-            raise
-        except Exception as error:
-            name = type(self._model).__name__
-            raise ModelError(f"{name} does not run by itself: {type(error).__name__}: {error}") from error
 
     def _first_exact(
         self, executors: Sequence[str], subject: PreTrainedModel, plain: Callable[[], PlainModel]
@@ -188,26 +190,28 @@ class _Search:
             raise ModelError("; ".join(reasons.values()))
         try:
             if self._config.quantization is not None or self._config.kv_cache_dtype != "auto":
-                raise ModelError("int8 weights and caches need a model that runs packed")
+                asked = self._config.quantization or self._config.kv_cache_dtype
+                raise ModelError(f"{asked} weights and caches need a model that runs packed")
             alone = plain()
         except ModelError as error:
             raise ModelError("; ".join([*reasons.values(), str(error)])) from error
         verdict = find_way(alone, own, reasons, self._failed)
-        if not can_pack(self._model):
+        if not can_prepack(self._model):
             return verdict
-        return replace(verdict, why_not_packed=self._why_not_to_pack(verdict, alone))
+        return replace(verdict, why_not_prepacked=self._why_not_to_prepack(verdict, alone))
 
     def _exact_backend(self, subject: PreTrainedModel) -> MakeBackend:
         """Attention as it will be computed, over a cache that rounds nothing."""
         return partial(make_backend, self._config.attention_backend, subject.device, subject.dtype)
 
-    def _why_not_to_pack(self, verdict: Verdict, alone: PlainModel) -> str | None:
-        """What packing its weights would spoil, tried on a twin, of which nothing is asked any more."""
+    def _why_not_to_prepack(self, verdict: Verdict, alone: PlainModel) -> str | None:
+        """What prepacking its weights would spoil, tried on a twin, of which nothing is asked any more."""
         try:
             twin = make_twin(self._model) if alone.model is self._model else alone
-            return why_not_to_pack(verdict.way, twin.as_generated() if verdict.is_generated else twin)
-        except ModelError as error:
-            return str(error)
+            prove_prepacking(verdict.way, twin.as_generated() if verdict.is_generated else twin)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
 
     # --------------------------------------------------------------------------------------- the model itself
 
@@ -226,7 +230,7 @@ class _Search:
         report = prepare_packed(
             model,
             backend,
-            quantized=config.quantization is not None,
+            weight_format=find_format(config.quantization),
             rounds_cache=config.kv_cache_dtype != "auto",
             is_large=is_large,
             let_go=self._let_go,

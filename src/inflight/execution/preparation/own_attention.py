@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from inflight.contracts.errors import ModelError
 from inflight.execution.executors import Executor, RowsExecutor, SequentialExecutor
-from inflight.execution.preparation.agreement import FULL_PRECISION, precision_of, relative_error
+from inflight.execution.preparation.agreement import FULL_PRECISION, as_model_error, precision_of, relative_error
 from inflight.execution.preparation.attention_calls import num_embeddings
 from inflight.execution.preparation.limits import depends_on_row, own_limit
-from inflight.execution.preparation.logits_proof import (
+from inflight.execution.preparation.proof import (
     IN_SHORT,
     NOISE_MARGIN,
     NUM_PROOF_SLOTS,
@@ -29,15 +29,17 @@ from inflight.execution.preparation.logits_proof import (
 )
 from inflight.execution.preparation.report import ProbeReport
 from inflight.execution.preparation.verdict import Verdict, Way
-from inflight.execution.weights.experts import pack_experts
-from inflight.execution.weights.linears import LetGo, can_pack, pack_linears, watch_linears
+from inflight.execution.weights.experts import prepack_experts
+from inflight.execution.weights.linear_calls import watch_linears
+from inflight.execution.weights.linears import LetGo, prepack_linears
+from inflight.execution.weights.prepacked_linear import can_prepack
 
 MISTAKEN = 0.7
 """A relative error that says something is wrong; unless rounding makes as much of a model, then it says nothing."""
 ROUNDED = 0.2
 """The relative error of logits that rounding explains in low precision, where only a mistake is looked for: the proof
 is on a twin."""
-PACKING_RUN_LENGTH = 12
+PREPACKING_RUN_LENGTH = 12
 """Tokens of the pass in which it is looked for which linear layers run together."""
 
 WAYS = {
@@ -118,24 +120,16 @@ def _prove(way: Way, plain: PlainModel) -> None:
     why_not = depends_on_row(plain.model.config.get_text_config())
     if why_not is not None and not (way.executor == "sequential" and way.in_one_piece):
         raise ModelError(why_not)
-    try:
+    with as_model_error(""):
         prove(_small(way, plain), plain, _tolerance(plain))
-    except ModelError:
-        raise
-    except Exception as failure:
-        raise ModelError(f"{type(failure).__name__}: {failure}") from failure
 
 
-def why_not_to_pack(way: Way, twin: PlainModel) -> str | None:
-    """What packing changes about a twin, if it does: the model itself may read a weight in ways of its own, and there
-    is no way back for it. (Nothing can be proved on the twin any more.)"""
-    try:
-        as_it_was = twin.given_by(_small(way, twin))
-        pack_weights(twin.model)
-        compare(_small(way, as_it_was), as_it_was, _tolerance(twin))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+def prove_prepacking(way: Way, twin: PlainModel) -> None:
+    """Raise an error if prepacking changes what a twin gives. (A model may read a weight in its own way, and prepacking
+    cannot be undone: nothing can be proved on this twin any more.)"""
+    as_it_was = twin.given_by(_small(way, twin))
+    prepack_weights(twin.model)
+    compare(_small(way, as_it_was), as_it_was, _tolerance(twin))
 
 
 def _tolerance(plain: PlainModel) -> float:
@@ -158,32 +152,28 @@ def prepare_own_attention(
     Args:
         model: ours alone, in evaluation mode, on its device, with an attention implementation of its own.
         is_large: whether to hold it against its plain results in short.
-        let_go: called with each weight that was packed and is not needed any more.
+        let_go: called with each weight that was prepacked and is not needed any more.
 
     Raises:
         ModelError: it does not give its plain results.
-        RuntimeError: not with packed weights, so that there is no way back to a model that others could run.
+        RuntimeError: not with prepacked weights, so that there is no way back to a model that others could run.
     """
     way = verdict.way
-    try:
-        plain = PlainModel.of(model, IN_SHORT if is_large else PROOF)
+    with as_model_error(f"{type(model).__name__} does not run as {way}: "):
+        plain = PlainModel.of(model, IN_SHORT if is_large else PROOF).with_noise()
         if verdict.is_generated:
             plain = plain.as_generated()
         error = _compare(way, plain)
-    except ModelError:
-        raise
-    except Exception as failure:
-        raise ModelError(f"{type(model).__name__} does not run as {way}: {failure}") from failure
-    if can_pack(model) and verdict.why_not_packed is None:
+    if can_prepack(model) and verdict.why_not_prepacked is None:
         try:
-            pack_weights(model, let_go)
+            prepack_weights(model, let_go)
             error = _compare(way, plain)
         except Exception as failure:
-            raise RuntimeError(f"the weights of {type(model).__name__} could not be packed") from failure
+            raise RuntimeError(f"the weights of {type(model).__name__} could not be prepacked") from failure
     max_model_len, notes = own_limit(model.config.get_text_config())
     notes[:0] = [f"not {each}: {reason}" for each, reason in verdict.reasons.items()]
-    if verdict.why_not_packed is not None:
-        notes.append(f"its weights are not packed: {verdict.why_not_packed}")
+    if verdict.why_not_prepacked is not None:
+        notes.append(f"its weights are not prepacked: {verdict.why_not_prepacked}")
     if NOISE_MARGIN * plain.noise >= MISTAKEN:
         notes.append("rounding changes its logits too much to tell anything by them: proved on a float32 twin")
     if not way.uses_cache:
@@ -191,14 +181,9 @@ def prepare_own_attention(
     if way.in_one_piece:
         notes.append("prompts are computed in one piece, when their last tokens have come")
     return ProbeReport(
-        specs=(),
-        modules=(),
         max_model_len=max_model_len,
-        attention_error=None,
         logits_error=error,
         vocab_size=plain.vocab_size,
-        is_batch_invariant=False,
-        max_row_len=None,
         notes=tuple(notes),
     )
 
@@ -212,11 +197,11 @@ def _compare(way: Way, plain: PlainModel) -> float:
 
 
 @torch.inference_mode()
-def pack_weights(model: PreTrainedModel, let_go: LetGo | None = None) -> None:
-    """Replace experts and linear layers by packed ones."""
-    tokens = torch.arange(PACKING_RUN_LENGTH, device=model.device)[None] % num_embeddings(model)
+def prepack_weights(model: PreTrainedModel, let_go: LetGo | None = None) -> None:
+    """Replace experts and linear layers by prepacked ones."""
+    tokens = torch.arange(PREPACKING_RUN_LENGTH, device=model.device)[None] % num_embeddings(model)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     with watch_linears(model) as calls:
         model(input_ids=tokens[:, :limit], use_cache=False)
-    pack_experts(model, quantized=False, let_go=let_go)
-    pack_linears(model, calls, let_go=let_go)
+    prepack_experts(model, let_go=let_go)
+    prepack_linears(model, calls, let_go=let_go)

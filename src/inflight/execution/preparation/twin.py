@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from inflight.contracts.errors import ModelError
 from inflight.execution.hf.load import ONE_AT_A_TIME
-from inflight.execution.preparation.logits_proof import NotCausalError, PlainModel
+from inflight.execution.preparation.proof import NotCausalError, PlainModel
 
 VOCAB_SIZE = 512
 MIN_LAYERS = 2

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from inflight.contracts.config import EngineConfig
 from inflight.execution.hf.hook import attention_in_use
 from inflight.execution.kernels import cache_folder, kernels_available
-from inflight.execution.weights.linears import can_pack
+from inflight.execution.weights.prepacked_linear import can_prepack
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +63,13 @@ class Verdict:
         way: the first exact one.
         reasons: why not as would have been better, by how.
         is_generated: whether exact means as `model.generate` sees.
-        why_not_packed: what packing its weights would spoil; None: nothing.
+        why_not_prepacked: what packing its weights would spoil; None: nothing.
     """
 
     way: Way
     reasons: dict[str, str] = field(default_factory=dict)
     is_generated: bool = False
-    why_not_packed: str | None = None
+    why_not_prepacked: str | None = None
 
     def to_json(self) -> str:
         """One line."""
@@ -153,7 +153,7 @@ def _digest(model: PreTrainedModel, config: EngineConfig) -> str:
         "config": {key: value for key, value in model.config.to_dict().items() if key not in NOT_OF_THE_SHAPE},
         "wanted": (config.executor, config.attention_backend, config.quantization, config.kv_cache_dtype),
         "attends by": sorted(set(map(str, attention_in_use(model).values()))),
-        "runs on": (str(model.dtype), model.device.type, can_pack(model), kernels_available(), _processor(model)),
+        "runs on": (str(model.dtype), model.device.type, can_prepack(model), kernels_available(), _processor(model)),
         "precision": (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
         "versions": (sys.version, *(version(name) for name in ("torch", "transformers", "inflight-llm"))),
     }

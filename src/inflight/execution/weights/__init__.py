@@ -1,1 +1,1 @@
-"""Weights laid out at load for how they are read: linear layers, experts, tied embeddings, and their formats."""
+"""Weights that are laid out at load for how they will be read: linear layers, experts, tied embeddings."""

@@ -1,9 +1,9 @@
-"""Mixtures of experts through packed weights: what `transformers` keeps as bare parameters instead of linear layers.
+"""Mixtures of experts with prepacked weights. `transformers` keeps these as bare parameters, not as linear layers.
 
-Experts are one three-dimensional parameter a projection; models look up by name how to run them, and "inflight" is
-ours: the tokens of each expert together, and each token's experts added up in its own order of choice, so that a token
-gets the same bits in any company. Routers hand a two-dimensional parameter to `functional.linear`; a tensor subclass
-catches that.
+All experts' matrices of one projection are one three-dimensional parameter, and models look up by name how to run them.
+"inflight" is our way: it runs the tokens of each expert together, and adds up each token's experts in the order of its
+own choice, so that a token gets the same bits in any company. Routers pass a two-dimensional parameter to
+`functional.linear`; a tensor subclass catches that call.
 """
 
 import weakref
@@ -16,24 +16,32 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
-from inflight.execution.weights.linears import ACTIVATIONS, LetGo, is_linear
-from inflight.execution.weights.packed_linear import PackedLinear, PanelLinear, pack_linear
+from inflight.execution.weights.formats import PLAIN, WeightFormat
+from inflight.execution.weights.linear_calls import ACTIVATIONS, is_linear
+from inflight.execution.weights.linears import LetGo
+from inflight.execution.weights.panels import PanelLinear
+from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
-MIN_ROWS = 2  # a single row would take another way through oneDNN
+MIN_ROWS = 2
+"""A single row would take another path through oneDNN, with other bits."""
 
 
-class PackedExperts:
-    """The projections of all experts of a module, packed one by one: `up` (with the gate, where there is one) and
-    `down`."""
+class PrepackedExperts:
+    """All experts of a module, each projection of each expert prepacked by itself.
 
-    def __init__(self, module: Any, *, quantized: bool, let_go: LetGo | None = None) -> None:
+    Attributes:
+        up: the layers `hidden` to `intermediate` (twice that, where there is a gate), one for each expert.
+        down: the layers back to `hidden`.
+    """
+
+    def __init__(self, module: Any, weight_format: WeightFormat = PLAIN, let_go: LetGo | None = None) -> None:
         name = "gate_up_proj" if module.has_gate else "up_proj"
-        self.up = _pack_each(module, name, quantized, let_go)
-        self.down = _pack_each(module, "down_proj", quantized, let_go)
-        self._number = self._at_once(module)
+        self.up = _prepack_each(module, name, weight_format, let_go)
+        self.down = _prepack_each(module, "down_proj", weight_format, let_go)
+        self._number = self._register(module)
 
-    def _at_once(self, module: Any) -> int | None:
-        """The number by which our kernels know all of them, if they are what the kernel can run."""
+    def _register(self, module: Any) -> int | None:
+        """The number by which our kernel knows these experts; None if it cannot run them."""
         activation = ACTIVATIONS.get(type(getattr(module, "act_fn", module)))
         panels = [each for each in (*self.up, *self.down) if isinstance(each, PanelLinear)]
         is_usual = type(module)._apply_gate is _default_apply_gate and not module.has_post_expert_norm
@@ -45,7 +53,8 @@ class PackedExperts:
         return number
 
     def run(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Tokens `[T, hidden]` and their experts `[T, K]`; returns `[T * K, hidden]`."""
+        """Tokens `[T, hidden]` and the numbers of their experts `[T, K]` int64; returns `[T * K, hidden]`, in which the
+        row of an expert that does not exist is 0."""
         if self._number is not None:
             outputs: torch.Tensor = torch.ops.inflight.experts.default(hidden_states, chosen, self._number)
             return outputs
@@ -61,7 +70,7 @@ class PackedExperts:
         return outputs
 
     def _run_one(self, module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        """One expert on `[n, hidden]`."""
+        """One expert on rows `[n, hidden]`; returns `[n, hidden]`."""
         num_rows = len(rows)
         if num_rows < MIN_ROWS:
             rows = rows.expand(MIN_ROWS, -1)
@@ -74,23 +83,24 @@ class PackedExperts:
         return outputs
 
 
-def _pack_each(module: Any, name: str, quantized: bool, let_go: LetGo | None) -> list[PackedLinear]:
+def _prepack_each(module: Any, name: str, weight_format: WeightFormat, let_go: LetGo | None) -> list[PrepackedLinear]:
+    """A layer for each expert; the module's parameter is gone then."""
     weights = getattr(module, name).detach()
     biases = getattr(module, f"{name}_bias").detach() if module.has_bias else [None] * len(weights)
-    packed = [
-        pack_linear(weight.T if module.is_transposed else weight, bias, quantized=quantized)
+    linears = [
+        weight_format.prepack_linear(weight.T if module.is_transposed else weight, bias)
         for weight, bias in zip(weights, biases, strict=True)
     ]
     delattr(module, name)
     if let_go:
         let_go(weights)
-    return packed
+    return linears
 
 
 def _run_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Tokens `[T, hidden]`, each one's experts and their weights `[T, K]`; returns `[T, hidden]`."""
+    """Tokens `[T, hidden]`, and each one's experts and their weights `[T, K]`; returns `[T, hidden]`."""
     outputs = module.inflight_experts.run(module, hidden_states, top_k_index)
     weighted: torch.Tensor = outputs.view(*top_k_index.shape, -1) * top_k_weights[..., None]
     return weighted.sum(dim=1).to(hidden_states.dtype)
@@ -100,50 +110,58 @@ ExpertsInterface.register("inflight", _run_experts)
 
 
 class RouterWeight(nn.Parameter):
-    """A matrix `[out, in]` that `functional.linear` multiplies with through its packed form, made for each dtype that
-    is asked for; everything else treats it as a parameter."""
+    """A matrix `[out, in]` that `functional.linear` multiplies with in prepacked form; for everything else it is a
+    parameter.
 
-    packings: dict[torch.dtype, PackedLinear]
+    Attributes:
+        prepacked: one layer for each dtype that was asked for.
+    """
+
+    prepacked: dict[torch.dtype, PrepackedLinear]
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> "RouterWeight":
-        """The same values; the memory is shared."""
+        """A weight `[out, in]` as one of these; the memory is shared."""
         router_weight = torch.Tensor._make_subclass(cls, weight.detach(), False)
-        router_weight.packings = {}
+        router_weight.prepacked = {}
         return router_weight
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Catch `functional.linear`; a copy in another dtype shares the packed forms."""
+        """Catch `functional.linear`; a copy in another dtype shares the prepacked forms."""
         kwargs = kwargs or {}
         if function is functional.linear and isinstance(args[1], RouterWeight):
             return args[1].project(*args, **kwargs)
         result = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
         source = args[0] if args else None
         if isinstance(result, RouterWeight) and isinstance(source, RouterWeight) and result.shape == source.shape:
-            result.packings = source.packings
+            result.prepacked = source.prepacked
         return result
 
     def project(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`functional.linear`."""
+        """`functional.linear`: `[…, in]` to `[…, out]`."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self.dtype not in self.packings:
-                self.packings[self.dtype] = pack_linear(self.detach(), None)
+            if self.dtype not in self.prepacked:
+                self.prepacked[self.dtype] = PLAIN.prepack_linear(self.detach(), None)
             rows = x.reshape(-1, x.shape[-1])
             padded = rows if len(rows) >= MIN_ROWS else rows.expand(MIN_ROWS, -1)
-            out: torch.Tensor = self.packings[self.dtype](padded)[: len(rows)]
+            out: torch.Tensor = self.prepacked[self.dtype](padded)[: len(rows)]
             return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
 
 
-def pack_experts(model: PreTrainedModel, *, quantized: bool, let_go: LetGo | None = None) -> None:
-    """Pack the experts and routers of `model`, which is ours alone; nothing happens if it has none. `let_go` is called
-    with each weight that is not needed any more."""
+def prepack_experts(model: PreTrainedModel, weight_format: WeightFormat = PLAIN, let_go: LetGo | None = None) -> None:
+    """Prepack the experts and routers of `model`, which is ours alone. Nothing happens if it has none.
+
+    Args:
+        weight_format: of the experts; routers stay plain.
+        let_go: called with each parameter `[experts, …]` as soon as it is prepacked.
+    """
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(module, "_apply_gate") and hasattr(module, "has_gate") and isinstance(config, PreTrainedConfig):
-            module.inflight_experts = PackedExperts(module, quantized=quantized, let_go=let_go)
+            module.inflight_experts = PrepackedExperts(module, weight_format, let_go)
             config._experts_implementation_internal = "inflight"
     if any(hasattr(module, "inflight_experts") for module in model.modules()):
         for module in model.modules():

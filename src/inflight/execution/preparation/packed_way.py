@@ -1,0 +1,230 @@
+"""The packed row: the proof that a model runs so, and what makes it ready to.
+
+A dry forward pass finds the attention calls; then two short prompts run through the plain model one by one, and packed:
+in chunks, mixed, over scattered blocks. Three things must hold:
+
+- *Each attention module* gives the plain module's output, from the plain model's own inputs (its output is replaced by
+  the plain one before it goes on, so that rounding does not pile up and no router is tipped). A randomly initialised
+  model's logits barely depend on its context, its attention outputs always do.
+- *The logits* then are the plain model's.
+- *Isolation*: other tokens in the neighbouring sequence change nothing. A state that runs along the row (a convolution,
+  a state space, a linear attention) shows itself here.
+
+What is made ready gets its weights prepacked (`linears`, `experts`) and is held against its plain results.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+from transformers import PreTrainedModel
+
+from inflight.contracts.errors import ModelError
+from inflight.execution.attention import AttentionBackend
+from inflight.execution.attention.grouping import Grouping
+from inflight.execution.executors import PackedExecutor
+from inflight.execution.hf.hook import use_attention
+from inflight.execution.preparation.agreement import (
+    FULL_PRECISION,
+    LOW_PRECISION,
+    ROUNDED_ANEW,
+    Tolerance,
+    as_model_error,
+    precision_of,
+    relative_error,
+    worst,
+)
+from inflight.execution.preparation.attention_calls import DRY_RUN_LENGTH, find_attention_calls, watch_outputs
+from inflight.execution.preparation.limits import max_row_len, packed_limit
+from inflight.execution.preparation.proof import (
+    IN_SHORT,
+    NUM_PROOF_BLOCKS,
+    PROOF,
+    PROOF_BLOCK_SIZE,
+    PlainModel,
+    Step,
+    Workload,
+    batches_of,
+    draw_prompts,
+    logits_of,
+)
+from inflight.execution.preparation.report import ProbeReport
+from inflight.execution.ragged_batch import RaggedBatch
+from inflight.execution.weights.experts import prepack_experts
+from inflight.execution.weights.formats import PLAIN, WeightFormat
+from inflight.execution.weights.linear_calls import watch_linears
+from inflight.execution.weights.linears import LetGo, prepack_linears
+
+INVARIANCE_LENGTHS = (18, 4)
+ALONE: Sequence[Step] = (((0, 0, 18),),)
+IN_PIECES: Sequence[Step] = (((1, 0, 2), (0, 0, 17)), ((0, 17, 18), (1, 2, 4)))
+"""The first prompt at once, and in two pieces, each beside a piece of the second."""
+MakeBackend: TypeAlias = Callable[[int], AttentionBackend]
+"""For a block size."""
+
+
+def prove_packed(model: PreTrainedModel, make_backend: MakeBackend) -> None:
+    """Prove that `model`, which is ours alone, runs packed. Raises `ModelError` with the reason if it does not.
+
+    Which attention function it calls is changed."""
+    with _refusing(model):
+        proof = PackedProof(model, DRY_RUN_LENGTH)
+        executor = proof.executor(make_backend)
+        proof.require_agreement(executor, precision_of(model))
+        packed_limit(model, proof.specs)
+        proof.check_neighbours_and_rows(executor)
+
+
+def prepare_packed(
+    model: PreTrainedModel,
+    make_backend: MakeBackend,
+    *,
+    weight_format: WeightFormat = PLAIN,
+    rounds_cache: bool = False,
+    is_large: bool = False,
+    let_go: LetGo | None = None,
+) -> ProbeReport:
+    """Make a model of which this was proved fast, hold it against its plain results, and leave it ready to run packed.
+
+    Args:
+        model: ours alone, in evaluation mode, on its device.
+        make_backend: gives an attention backend for a block size.
+        weight_format: what its weights are prepacked as.
+        rounds_cache: whether the backend keeps less of keys and values than it is given.
+        is_large: whether to hold it against its plain results in short.
+        let_go: called with each weight that was prepacked and is not needed any more.
+
+    Raises:
+        ModelError: it does not give its plain results.
+        RuntimeError: not with prepacked weights, so that there is no way back to a model that others could run.
+    """
+    with _refusing(model):
+        workload = IN_SHORT if is_large else PROOF
+        proof = PackedProof(model, max(workload.lengths), workload)
+        max_model_len, notes = packed_limit(model, proof.specs)
+        executor = proof.executor(make_backend)
+        tolerance = LOW_PRECISION if rounds_cache else precision_of(model)
+        attention_error, logits_error = proof.require_agreement(executor, tolerance)
+        if not is_large:
+            proof.check_neighbours_and_rows(executor)
+        prepacks = weight_format.why_unusable(model) is None
+        is_batch_invariant = not prepacks and _is_batch_invariant(executor, proof.vocab_size)
+    if prepacks:
+        try:
+            prepack_experts(model, weight_format, let_go)
+            prepack_linears(model, proof.linear_calls, weight_format, let_go)
+            is_exact = tolerance is FULL_PRECISION and weight_format.is_lossless
+            attention_error, logits_error = proof.require_agreement(executor, tolerance if is_exact else ROUNDED_ANEW)
+            is_batch_invariant = _is_batch_invariant(executor, proof.vocab_size)
+        except Exception as error:
+            raise RuntimeError(f"the weights of {type(model).__name__} could not be prepacked") from error
+    return ProbeReport(
+        specs=proof.specs,
+        modules=proof.modules,
+        max_model_len=max_model_len,
+        attention_error=attention_error,
+        logits_error=logits_error,
+        vocab_size=proof.vocab_size,
+        is_batch_invariant=is_batch_invariant,
+        max_row_len=max_row_len(model.config.get_text_config()),
+        notes=tuple(notes),
+    )
+
+
+def _refusing(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Inside, any error says that the model cannot be packed."""
+    return as_model_error(f"{type(model).__name__} cannot run as a packed row: ")
+
+
+class PackedProof:
+    """Holds the packed row against what the model computes when it runs as `transformers` runs it.
+
+    Args:
+        model: ours alone. It is left calling our attention function.
+        dry_run_length: tokens of the pass in which its attention calls are looked for.
+
+    Raises:
+        ModelError: it cannot be packed, by its signature or by its attention calls; or its logits are not finite.
+    """
+
+    def __init__(self, model: PreTrainedModel, dry_run_length: int, workload: Workload = PROOF) -> None:
+        name = type(model).__name__
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            raise ModelError(f"{name} takes no position_ids, which a packed row needs to keep sequences apart")
+        max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DRY_RUN_LENGTH
+        if max_positions <= max(PROOF.lengths):
+            raise ModelError(
+                f"{name} has only {max_positions} positions; the proof needs more than {max(PROOF.lengths)}"
+            )
+        self.model = model
+        use_attention(model, "inflight")
+        with watch_linears(model) as self.linear_calls:
+            self.specs, self.modules = find_attention_calls(model, min(dry_run_length, max_positions))
+        use_attention(model, "eager")
+        with watch_outputs(self.modules) as seen:
+            self._plain = PlainModel.of(model, workload)
+        use_attention(model, "inflight")
+        num_calls = len(seen) // 2
+        self._outputs = list(zip(seen[:num_calls], seen[num_calls:], strict=True))
+        """What each call of an attention module returned for each prompt: `[L, …]`."""
+        self.vocab_size = self._plain.vocab_size
+
+    def executor(self, make_backend: MakeBackend) -> PackedExecutor:
+        """The model as a packed row over a small cache."""
+        executor = PackedExecutor(self.model, make_backend(PROOF_BLOCK_SIZE), Grouping(self.specs))
+        executor.allocate(NUM_PROOF_BLOCKS)
+        return executor
+
+    def require_agreement(self, executor: PackedExecutor, tolerance: Tolerance) -> tuple[float, float]:
+        """The largest relative errors of an attention module's output in a step, and of a span's logits. Raises
+        `ModelError` if they are more than is tolerated."""
+        attention_errors: list[float] = []
+
+        def forward(batch: RaggedBatch) -> torch.Tensor:
+            plain = [torch.cat([call[s.sequence_id][s.start : s.end] for s in batch.spans]) for call in self._outputs]
+            with watch_outputs(self.modules, plain) as seen:
+                logits = executor.forward(batch)
+            attention_errors.extend(map(relative_error, seen, plain))
+            return logits
+
+        logits_error = self._plain.error_of(forward)
+        attention_error = worst(attention_errors)
+        if not (attention_error <= tolerance.attention and logits_error <= tolerance.logits):
+            raise ModelError(
+                f"{type(self.model).__name__} does not give the plain model's results when it runs as a packed row: "
+                f"its attention differs by {attention_error:.1e} of its size ({tolerance.attention:.0e} is allowed in "
+                f"this dtype), its logits by {logits_error:.1e} ({tolerance.logits:.0e} is allowed)"
+            )
+        return attention_error, logits_error
+
+    def check_neighbours_and_rows(self, executor: PackedExecutor) -> None:
+        """Raise `ModelError` unless a sequence's logits stay the same when the one before it in the row has other
+        tokens, and the model gives the logits of exactly the rows that it is asked for."""
+        name, device, tolerance = type(self.model).__name__, self.model.device, precision_of(self.model)
+        (changed, kept), steps = self._plain.prompts, self._plain.workload.steps[:1]
+        batch, others = (next(batches_of([each, kept], steps, device)) for each in (changed, changed[::-1]))
+        first, second = batch.spans
+        logits = executor.forward(batch)
+        leak = relative_error(executor.forward(others)[-second.length :], logits[-second.length :])
+        if not leak <= tolerance.isolation:
+            raise ModelError(
+                f"{name} lets sequences of a packed row see each other by other ways than attention (a recurrent "
+                f"state, a convolution): a neighbour's tokens change the logits by {leak:.1e} of their size"
+            )
+        last_rows = torch.tensor([first.length - 1, first.length + second.length - 1], device=device)
+        few = executor.forward(replace(batch, logit_rows=last_rows))
+        if not relative_error(few, logits[last_rows]) <= tolerance.logits:
+            raise ModelError(f"{name} gives other rows of logits than those it is asked for")
+
+
+def _is_batch_invariant(executor: PackedExecutor, vocab_size: int) -> bool:
+    """Whether a sequence's logits are the same bits computed at once and alone, and in pieces beside another one, as
+    far as a short one shows it."""
+    if not executor.backend.is_batch_invariant:
+        return False
+    prompts, device = draw_prompts(vocab_size, INVARIANCE_LENGTHS), executor.model.device
+    alone, pieces = (logits_of(executor.forward, batches_of(prompts, steps, device))[0] for steps in (ALONE, IN_PIECES))
+    return torch.equal(alone, pieces)

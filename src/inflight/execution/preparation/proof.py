@@ -1,0 +1,275 @@
+"""The proof harness: an executor has to give the plain model's logits for a ragged workload.
+
+Two short prompts run through the plain model one by one, without a cache. Then they run through the executor: in
+chunks, mixed, token by token, over scattered blocks; and again with their slots exchanged, so that anything left in a
+slot shows up. `packed_way` also watches the attention modules meanwhile. `own_attention` looks at nothing but logits,
+so these must depend on the context: a change of a token far back has to matter many times as much as the executor does.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from inflight.contracts.errors import ModelError
+from inflight.contracts.plan import Span, StepPlan
+from inflight.execution.executors import Executor
+from inflight.execution.hf.model_call import ModelCall
+from inflight.execution.preparation.agreement import (
+    NotFiniteError,
+    as_model_error,
+    precision_of,
+    relative_error,
+    worst,
+)
+from inflight.execution.preparation.attention_calls import num_embeddings
+from inflight.execution.ragged_batch import RaggedBatch
+
+PROOF_BLOCK_SIZE = 4
+NUM_PROOF_BLOCKS = 32
+NUM_PROOF_SLOTS = 2
+NOISE_MARGIN = 20
+"""A model rounds in every layer: its logits may differ by this many times what one rounding changes about them."""
+MIN_EFFECT = 20
+"""How many times the error the effect of the context must be."""
+
+Step: TypeAlias = tuple[tuple[int, int, int], ...]
+"""Spans that run together, each as (prompt, start, end)."""
+Forward: TypeAlias = Callable[[RaggedBatch], torch.Tensor]
+"""Returns the logits `[R, V]` that a batch asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What runs.
+
+    Attributes:
+        lengths: of the two prompts.
+        prefill_lengths: what `model.generate` would compute of each at once; the rest follows token by token.
+        steps: what runs together, in order.
+        slots: the slots of the two prompts; the steps run once for each pair.
+    """
+
+    lengths: tuple[int, int]
+    prefill_lengths: tuple[int, int]
+    steps: tuple[Step, ...]
+    slots: tuple[tuple[int, int], ...]
+
+
+PROOF = Workload(
+    lengths=(23, 12),
+    prefill_lengths=(20, 9),
+    steps=(
+        ((0, 0, 9), (1, 0, 6)),  # two chunks
+        ((1, 6, 9), (0, 9, 13)),  # two later chunks, in the other order
+        ((1, 9, 10), (0, 13, 20)),  # a decode beside a chunk
+        ((0, 20, 21), (1, 10, 11)),  # two decodes
+        ((1, 11, 12), (0, 21, 22)),  # two decodes, in the other order
+        ((0, 22, 23),),  # a decode alone
+    ),
+    slots=((0, 1), (1, 0)),
+)
+CHUNKS = frozenset({(0, 9), (0, 13), (1, 6), (1, 9)})
+"""Spans of `PROOF`, as (prompt, end), of which no logits are wanted in service. The second prompt's is one token longer
+than its chunks, so its last token comes alone."""
+IN_SHORT = Workload(
+    lengths=(12, 8), prefill_lengths=(12, 7), steps=(((0, 0, 5), (1, 0, 7)), ((1, 7, 8), (0, 5, 12))), slots=((0, 1),)
+)
+"""Two chunks; then a decode beside a chunk. For what was proved before and is only compared."""
+
+
+class NotCausalError(ModelError):
+    """A model whose later tokens change the logits of earlier ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainModel:
+    """What a model gives when it runs alone.
+
+    Attributes:
+        prompts: the token ids of each prompt.
+        logits: `[L, V]` of each prompt.
+        vocab_size: the lesser of embedding rows and logit columns: token ids that can be fed and can come out.
+        noise: what rounding does to the logits, as a relative error, as far as embeddings that were rounded once more
+            show it. Deep state spaces amplify it. 0 if not measured.
+        effect: what another token far back changes about the last logits, as a relative error; None: not measured.
+        is_generated: whether the logits are those that `model.generate` sees.
+    """
+
+    model: PreTrainedModel
+    workload: Workload
+    prompts: tuple[tuple[int, ...], ...]
+    logits: tuple[torch.Tensor, ...]
+    vocab_size: int
+    noise: float = 0.0
+    effect: float | None = None
+    is_generated: bool = False
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, workload: Workload = PROOF) -> "PlainModel":
+        """Run `model` on a workload's prompts. Raises `NotFiniteError` if its logits are not finite."""
+        vocab_size = num_embeddings(model)
+        prompts = draw_prompts(vocab_size, workload.lengths)
+        logits = tuple(_plain_logits(model, prompt) for prompt in prompts)
+        if not all(torch.isfinite(each).all() for each in logits):
+            raise NotFiniteError(model)
+        return cls(model, workload, prompts, logits, min(vocab_size, logits[0].shape[-1]))
+
+    def with_noise(self) -> "PlainModel":
+        """The same, with `noise` measured."""
+        rounded = _rounded_logits(self.model, self.prompts[0])
+        return replace(self, noise=relative_error(rounded, self.logits[0]))
+
+    def with_effect(self) -> "PlainModel":
+        """The same, with `noise` and `effect` measured. Raises `NotCausalError` if the model is not causal."""
+        plain, prompt, logits = self.with_noise(), self.prompts[0], self.logits[0]
+        begun = _plain_logits(self.model, prompt[:15])
+        if relative_error(begun, logits[:15]) > max(10 * precision_of(self.model).logits, NOISE_MARGIN * plain.noise):
+            name = type(self.model).__name__
+            raise NotCausalError(f"{name} is no causal language model: later tokens change the logits of earlier ones")
+        changed = (*prompt[:3], (prompt[3] + 1) % num_embeddings(self.model), *prompt[4:])
+        return replace(plain, effect=relative_error(_plain_logits(self.model, changed)[-8:], logits[-8:]))
+
+    def as_generated(self) -> "PlainModel":
+        """The same, with the logits that `model.generate` sees: the beginning of each prompt at once, the rest token by
+        token, over the model's own cache. (State spaces with two ways of computing give others than in one forward
+        pass.) Raises `ModelError` if the model does not run with a cache."""
+        with as_model_error("it does not run with its own cache: "):
+            pairs = zip(self.prompts, self.workload.prefill_lengths, strict=True)
+            logits = tuple(_generated_logits(self.model, prompt, length) for prompt, length in pairs)
+        return replace(self, logits=logits, is_generated=True)
+
+    def given_by(self, executor: Executor) -> "PlainModel":
+        """The same in short, with the logits that an executor gives."""
+        executor.allocate(NUM_PROOF_BLOCKS)
+        prompts = tuple(prompt[:length] for prompt, length in zip(self.prompts, IN_SHORT.lengths, strict=True))
+        logits = logits_of(executor.forward, batches_of(prompts, IN_SHORT.steps, self.model.device))
+        return replace(self, workload=IN_SHORT, prompts=prompts, logits=logits)
+
+    def error_of(self, forward: Forward, slots: Sequence[int] = (0, 1)) -> float:
+        """The largest relative error of a span's logits when `forward` runs the workload."""
+        spans = run(forward, batches_of(self.prompts, self.workload.steps, self.model.device, slots))
+        return worst(relative_error(rows, self.logits[span.sequence_id][span.start : span.end]) for span, rows in spans)
+
+
+def prove(executor: Executor, plain: PlainModel, tolerance: float) -> float:
+    """The executor's largest relative error. Raises `ModelError` if it is beyond `tolerance`, or proves nothing.
+
+    Args:
+        plain: with its effect.
+    """
+    assert plain.effect is not None
+    error = compare(executor, plain, tolerance)
+    if error * MIN_EFFECT > plain.effect:
+        raise ModelError(
+            f"nothing can be proved: the context changes its logits by {plain.effect:.1e} of their size only, and they "
+            f"differ by {error:.1e}"
+        )
+    return error
+
+
+def compare(executor: Executor, plain: PlainModel, tolerance: float) -> float:
+    """The executor's largest relative error. Raises `ModelError` if it is beyond `tolerance`."""
+    executor.allocate(NUM_PROOF_BLOCKS)
+    error = worst(plain.error_of(executor.forward, slots) for slots in plain.workload.slots)
+    if not error <= tolerance:
+        raise ModelError(f"its logits differ by {error:.1e} of their size ({tolerance:.0e} is allowed)")
+    if plain.workload is PROOF:
+        _check_few_logits(executor, plain, tolerance)
+    return error
+
+
+def _check_few_logits(executor: Executor, plain: PlainModel, tolerance: float) -> None:
+    """Ask for logits as in service: none of a chunk, one row of the end of any other span."""
+    # What `model.generate` computes at once may not be cut before its last token: that one would come as a decode.
+    chunks = CHUNKS - {(1, PROOF.prefill_lengths[1])} if plain.is_generated else CHUNKS
+    spans = run(executor.forward, batches_of(plain.prompts, PROOF.steps, plain.model.device, chunks=chunks))
+    expected = ((rows, plain.logits[span.sequence_id][span.end - 1 : span.end]) for span, rows in spans if len(rows))
+    if not worst(relative_error(*pair) for pair in expected) <= tolerance:
+        raise ModelError("it gives other rows of logits than those it is asked for")
+
+
+# ------------------------------------------------------------------------------------------- running
+
+
+def draw_prompts(vocab_size: int, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Random prompts of these lengths, the same ones every time."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(tuple(torch.randint(vocab_size, (each,), generator=generator).tolist()) for each in lengths)
+
+
+def batches_of(
+    prompts: Sequence[Sequence[int]],
+    steps: Sequence[Step],
+    device: torch.device,
+    slots: Sequence[int] = (0, 1),
+    chunks: Set[tuple[int, int]] | None = None,
+) -> Iterator[RaggedBatch]:
+    """The batches of `steps`, over blocks that alternate between the prompts.
+
+    Args:
+        slots: of the prompts.
+        chunks: None asks for all logits; else for none of these spans, given as (prompt, end), and for the last row of
+            each other one.
+    """
+    tables = [array("i", range(number, NUM_PROOF_BLOCKS, len(prompts))) for number in range(len(prompts))]
+    for step in steps:
+        spans = []
+        for number, start, end in step:
+            num_logit_rows = end - start if chunks is None else int((number, end) not in chunks)
+            token_ids = list(prompts[number][start:end])
+            spans.append(Span(number, slots[number], start, token_ids, num_logit_rows, len(prompts[number])))
+        plan = StepPlan(tuple(spans), (tuple(tables[number] for number, _, _ in step),))
+        yield RaggedBatch.from_plan(plan, PROOF_BLOCK_SIZE, device)
+
+
+def run(forward: Forward, batches: Iterable[RaggedBatch]) -> Iterator[tuple[Span, torch.Tensor]]:
+    """Each span of the batches, with the logits `[num_logit_rows, V]` that it was given."""
+    for batch in batches:
+        rows = forward(batch).split([span.num_logit_rows for span in batch.spans])  # type: ignore[no-untyped-call]
+        yield from zip(batch.spans, rows, strict=True)
+
+
+def logits_of(forward: Forward, batches: Iterable[RaggedBatch]) -> tuple[torch.Tensor, ...]:
+    """The logits `[L, V]` of each prompt that runs, put together from its spans."""
+    logits: dict[int, list[torch.Tensor]] = {}
+    for span, rows in run(forward, batches):
+        logits.setdefault(span.sequence_id, []).append(rows)
+    return tuple(torch.cat(logits[number]) for number in sorted(logits))
+
+
+@torch.inference_mode()
+def _plain_logits(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tensor:
+    """The logits `[L, V]` of a call as anybody would make it: some models count positions in their own way."""
+    tokens = torch.tensor([list(prompt)], device=model.device)
+    logits: torch.Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
+    return logits[0]
+
+
+def _rounded_logits(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tensor:
+    """The logits `[L, V]` of embeddings in which every second number is replaced by the next one of its dtype."""
+
+    def round_again(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        every_second = torch.arange(output.shape[-1], device=output.device) % 2
+        return output * (1 + every_second * torch.finfo(output.dtype).eps).to(output.dtype)
+
+    hook = model.get_input_embeddings().register_forward_hook(round_again)
+    try:
+        return _plain_logits(model, prompt)
+    finally:
+        hook.remove()
+
+
+@torch.inference_mode()
+def _generated_logits(model: PreTrainedModel, prompt: Sequence[int], prefill_length: int) -> torch.Tensor:
+    """The logits `[L, V]` of a prompt whose first tokens run at once and the others one by one."""
+    call, cache, logits = ModelCall(model), None, []
+    for start, end in ((0, prefill_length), *((i, i + 1) for i in range(prefill_length, len(prompt)))):
+        outputs = call.outputs(np.array([prompt[start:end]]), None, None, cache, end - start)
+        cache = call.cache_of(outputs)
+        logits.append(outputs.logits[0])
+    return torch.cat(logits)

@@ -1,0 +1,64 @@
+"""Linear layers through our own kernel, on CPUs with AVX-512 (BF16 and VNNI, or AMX, for these dtypes).
+
+`kernels/linear.h` describes the layout: panels of 32 outputs, which the kernel reads in the order of memory.
+"""
+
+import weakref
+
+import torch
+from torch import nn
+
+from inflight.execution.kernels import kernels_available
+from inflight.execution.weights.prepacked_linear import PrepackedLinear, WeightLayout
+
+PANEL_OUTPUTS = 32
+"""Outputs that lie side by side in a panel."""
+PANEL_INPUTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
+"""Neighbouring inputs that lie together for each of these outputs: as many as one instruction multiplies and adds."""
+
+
+def has_panels(dtype: torch.dtype) -> bool:
+    """Whether our kernel runs on this CPU for weights that are stored in `dtype`."""
+    return kernels_available() and bool(torch.ops.inflight.has_panels(dtype))
+
+
+class PanelLinear(PrepackedLinear):
+    """A layer in panels. The kernel knows it by its `number`."""
+
+    number: int
+
+    def _prepack(self, weight: torch.Tensor) -> None:
+        self.prepacked = panels_of(weight)
+        sizes, activation = (self.in_features, self.out_features), (self.activation, self.variant)
+        self.number = torch.ops.inflight.new_linear(self.prepacked, self.bias, self.scales, *sizes, *activation)
+        weakref.finalize(self, torch.ops.inflight.delete_linear, self.number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `PrepackedLinear`."""
+        out: torch.Tensor = torch.ops.inflight.linear.default(x, self.number, self.out_features)
+        return out
+
+    def layout(self) -> WeightLayout:
+        """See `PrepackedLinear`."""
+        _, steps, _, width = self.prepacked.shape
+        rows, columns = torch.arange(self.out_features), torch.arange(self.in_features)
+        row_places = rows // PANEL_OUTPUTS * steps * PANEL_OUTPUTS * width + rows % PANEL_OUTPUTS * width
+        column_places = columns // width * PANEL_OUTPUTS * width + columns % width
+        return WeightLayout(self.prepacked.view(-1), row_places, column_places, self.scales)
+
+
+def panels_of(weight: torch.Tensor) -> torch.Tensor:
+    """A weight `[out, in]` as panels `[out / 32, in / n, 32, n]`, both quotients rounded up and the rest filled with
+    zeros; n is `PANEL_INPUTS` of its dtype, which must be float32, bfloat16 or int8."""
+    width = PANEL_INPUTS[weight.dtype]
+    num_outputs, num_inputs = weight.shape
+    num_steps = -(-num_inputs // width)
+    panels = weight.new_empty(-(-num_outputs // PANEL_OUTPUTS), num_steps, PANEL_OUTPUTS, width)
+    if num_inputs % width:
+        weight = nn.functional.pad(weight, (0, num_steps * width - num_inputs))
+    num_whole = num_outputs // PANEL_OUTPUTS
+    whole, rest = weight[: num_whole * PANEL_OUTPUTS], weight[num_whole * PANEL_OUTPUTS :]
+    panels[:num_whole] = whole.view(num_whole, PANEL_OUTPUTS, num_steps, width).transpose(1, 2)
+    panels[num_whole:] = 0
+    panels[num_whole:, :, : len(rest)] = rest.view(len(rest), num_steps, width).transpose(0, 1)
+    return panels

@@ -1,0 +1,89 @@
+"""What all prepacked linear layers have in common: a weight that was laid out once, at load, for how it will be read.
+
+`panels` and `onednn` have the layers, `formats` says which of them holds a weight in which format. A prepacked layer
+gives a row the same bits beside any number of other rows. (oneDNN's layers do so from two rows on: a single row takes
+another path there; callers never run one alone.)
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def can_prepack(model: PreTrainedModel) -> bool:
+    """Whether this machine has prepacked layers for the model's device and dtype."""
+    if model.device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    return model.dtype == torch.float32 or (
+        model.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Where the elements of a prepacked weight lie, valid as long as its layer exists: element (row, column) is
+    `elements[row_places[row] + column_places[column]]`.
+
+    Attributes:
+        elements: the whole memory, `[size]` in the dtype that is stored.
+        row_places: `[out]` int64.
+        column_places: `[in]` int64.
+        scales: `[out]` float32, what each row's elements are multiplied by; None: nothing.
+    """
+
+    elements: torch.Tensor
+    row_places: torch.Tensor
+    column_places: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The weight's rows of these numbers: `[…]` int64 to `[…, in]`, in the stored dtype, or float32 if scaled."""
+        rows = self.elements[self.row_places[numbers][..., None] + self.column_places]
+        return rows if self.scales is None else rows * self.scales[numbers][..., None]
+
+
+class PrepackedLinear(nn.Module, ABC):
+    """`activation(x @ weight.T + bias)` with a weight that only this layer can read.
+
+    Args:
+        weight: `[out, in]`, float32 or bfloat16; not kept.
+        bias: `[out]` or None.
+        activation: "none", "relu", "swish", or "gelu" with the variant "none" or "tanh".
+
+    Attributes:
+        prepacked: the weight in the layer's own layout.
+        scales: `[out]` float32, where the stored weight has a scale for each output channel.
+    """
+
+    prepacked: torch.Tensor
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none", variant: str = "none"
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = torch.empty_like(weight, device="meta")  # for those who ask for its dtype: it has no elements
+        self.bias = bias
+        self.activation, self.variant = activation, variant
+        self.scales: torch.Tensor | None = None
+        self._prepack(weight)
+
+    @abstractmethod
+    def _prepack(self, weight: torch.Tensor) -> None:
+        """Lay out a weight `[out, in]`."""
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[…, in]` to `[…, out]`, float32 or bfloat16."""
+
+    @abstractmethod
+    def layout(self) -> WeightLayout | None:
+        """Where the weight's elements lie; None if that is not known."""
+
+    def extra_repr(self) -> str:
+        """For `print(model)`."""
+        activation = "" if self.activation == "none" else f", activation={self.activation}"
+        return f"in_features={self.in_features}, out_features={self.out_features}{activation}"

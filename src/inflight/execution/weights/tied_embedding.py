@@ -1,0 +1,69 @@
+"""An input embedding that shares its weight with the output head: once the head is prepacked, it reads rows there."""
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from inflight.execution.weights.prepacked_linear import PrepackedLinear, WeightLayout
+
+HALF_A_STEP = 0.51
+"""How far an element that was rounded to a scale may be from what it was, relative to the scale: half, and what
+floating-point adds."""
+
+
+class PrepackedEmbedding(nn.Embedding):
+    """An embedding without a weight of its own."""
+
+    weight: Any
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Token ids `[…]` int64 to `[…, hidden]`."""
+        return self.weight.rows(input)  # type: ignore[no-any-return]
+
+
+class PrepackedTable:
+    """Stands for such an embedding's weight `[vocabulary, hidden]`, also for models that index it themselves.
+
+    Args:
+        head: kept because it owns the memory behind the layout.
+        dtype: of the rows.
+    """
+
+    def __init__(self, head: PrepackedLinear, layout: WeightLayout, dtype: torch.dtype) -> None:
+        self.head, self.layout, self.dtype = head, layout, dtype
+        self.device = torch.device("cpu")
+        self.shape = torch.Size((head.out_features, head.in_features))
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Row numbers `[…]` int64 to `[…, hidden]`."""
+        return self.layout.rows(numbers).to(self.dtype)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        first, *others = index if isinstance(index, tuple) else (index,)
+        rows = self.rows(torch.arange(len(self))[first])
+        return rows[..., *others] if others else rows
+
+    def __len__(self) -> int:
+        return self.head.out_features
+
+
+def share_prepacked_weight(embedding: nn.Embedding, head: PrepackedLinear) -> None:
+    """Let `embedding` read its rows from `head`, which has its weight prepacked. The embedding keeps its own weight if
+    the head's layout is unknown, or a sample shows that it was misread."""
+    layout = head.layout()
+    if layout is None:
+        return
+    sample = torch.linspace(0, head.out_features - 1, 64, dtype=torch.float64).long()
+    error = (layout.rows(sample) - embedding.weight[sample]).abs()
+    allowed = 0 if layout.scales is None else HALF_A_STEP * layout.scales[sample, None]
+    if not (error <= allowed).all():
+        return
+    kind = type(embedding)
+    # The forward pass of a subclass (one that scales, say) goes first, and finds the lookup in its base class.
+    embedding.__class__ = (
+        PrepackedEmbedding if kind is nn.Embedding else type(f"Tied{kind.__name__}", (kind, PrepackedEmbedding), {})
+    )
+    dtype = embedding.weight.dtype
+    embedding._parameters.clear()
+    cast(PrepackedEmbedding, embedding).weight = PrepackedTable(head, layout, dtype)

@@ -1,0 +1,61 @@
+"""The proof harness itself: what runs, and that it is not satisfied with less than numbers that agree."""
+
+from collections.abc import Sequence
+from math import isnan, nan
+
+import pytest
+import torch
+
+from inflight.contracts.errors import ModelError
+from inflight.execution.preparation.agreement import worst
+from inflight.execution.preparation.own_attention import make_executor
+from inflight.execution.preparation.proof import CHUNKS, IN_SHORT, PROOF, PlainModel, Workload, compare
+from inflight.execution.preparation.verdict import Way
+from inflight.execution.ragged_batch import RaggedBatch
+from tests import others
+
+
+@pytest.mark.parametrize("workload", [PROOF, IN_SHORT])
+def test_every_token_of_each_prompt_runs_once_and_in_order(workload: Workload) -> None:
+    done = [0, 0]
+    for step in workload.steps:
+        for number, start, end in step:
+            assert done[number] == start < end
+            done[number] = end
+    assert tuple(done) == workload.lengths
+    spans = [span for step in workload.steps for span in step]
+    for number, length in enumerate(workload.prefill_lengths):
+        assert any((number, length) == (each, end) for each, _, end in spans)
+        assert all(
+            end - start == 1 for each, start, end in spans if (each, start) >= (number, length) and each == number
+        )
+
+
+def test_chunks_are_spans_that_do_not_end_a_prompt() -> None:
+    spans = {(number, end) for step in PROOF.steps for number, _, end in step}
+    assert spans > CHUNKS
+    assert not any(end == PROOF.lengths[number] for number, end in CHUNKS)
+
+
+@pytest.mark.parametrize("errors", [[nan, 1.0], [1.0, nan, 2.0], [1.0, nan]])
+def test_what_is_not_a_number_is_the_worst(errors: list[float]) -> None:
+    assert isnan(worst(errors))
+    assert worst([1.0, 3.0, 2.0]) == 3.0
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_logits_that_are_not_numbers_do_not_agree(slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last decode alone, and in one pair of slots alone."""
+    model = others.build("bloom")
+    executor = make_executor(Way("rows"), model, block_size=4, num_slots=2)
+    forward = executor.forward
+
+    def spoiled(batch: RaggedBatch, copies: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+        is_last = len(batch.spans) == 1 and batch.spans[0].slot == slot
+        return forward(batch, copies) * (nan if is_last else 1)
+
+    plain = PlainModel.of(model)
+    assert compare(executor, plain, 2e-5) < 2e-5
+    monkeypatch.setattr(executor, "forward", spoiled)
+    with pytest.raises(ModelError, match="its logits differ by nan"):
+        compare(executor, plain, 2e-5)

@@ -41,8 +41,7 @@ class Load:
 def load(folder: str, remembered: str) -> Load:
     """Load a model in this process, which has run nothing before; verdicts are in the folder `remembered`."""
     from inflight.contracts.config import EngineConfig
-    from inflight.execution import model_runner
-    from inflight.execution.preparation import own_attention, packed_way
+    from inflight.execution.preparation import own_attention, packed_way, prepare
     from inflight.execution.preparation.verdict import VerdictCache
 
     seconds = {"choosing": 0.0, "prepacking": 0.0}
@@ -59,13 +58,13 @@ def load(folder: str, remembered: str) -> Load:
 
         setattr(module, name, run)
 
-    timed(model_runner, "choose_executor", "choosing")
+    timed(prepare, "choose_executor", "choosing")
     for module in (packed_way, own_attention):
         timed(module, "prepack_linears", "prepacking")
         timed(module, "prepack_experts", "prepacking")
     VerdictCache.of_the_user = lambda: VerdictCache(Path(remembered))  # type: ignore[method-assign]
     config = EngineConfig(load_format="dummy", dtype="bfloat16", num_blocks=200)
-    info = model_runner.ModelRunner(folder, config).info
+    info = prepare.prepare(folder, config).info
     return Load(info.executor, info.proved_on, seconds["choosing"] - seconds["prepacking"], seconds["prepacking"])
 
 

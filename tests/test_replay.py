@@ -153,4 +153,4 @@ def test_samplers_hold_nothing_for_sequences_that_have_ended() -> None:
     serve(engine)
     assert not engine.runner.sampler._adjusters
     assert not engine.runner.sampler._is_adjusted.any()
-    assert not engine.runner.scorer._are_wanted
+    assert not engine.runner.scorer.is_needed

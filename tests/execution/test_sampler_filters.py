@@ -10,7 +10,8 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from inflight.contracts.params import SamplingParams
 from inflight.execution.sampling import sampler as sampler_module
-from inflight.execution.sampling.sampler import draw, min_p_filter, top_k_filter, top_p_filter
+from inflight.execution.sampling import torch_sampling
+from inflight.execution.sampling.torch_sampling import draw, min_p_filter, top_k_filter, top_p_filter
 from tests.execution.sampled_rows import (
     FILTERED,
     GREEDY,
@@ -60,7 +61,7 @@ def test_rows_of_a_batch_are_shaped_as_transformers_would_shape_each(vocab_size:
     logits = random_logits(len(rows), vocab_size, seed=seed)
     with (
         mock.patch.object(sampler_module, "has_kernels", return_value=False),
-        mock.patch.object(sampler_module, "draw", wraps=draw) as spy,
+        mock.patch.object(torch_sampling, "draw", wraps=draw) as spy,
     ):
         tokens = sample(logits, rows)
     probabilities = spy.call_args.args[0]

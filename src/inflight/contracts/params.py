@@ -135,6 +135,21 @@ class SamplingParams:
             raise ValueError(f"bad_words has {len(self.bad_words)} strings; it must be at most {MAX_BAD_WORDS}")
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that the sequence already has are treated differently."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before temperature and filters."""
+        return bool(self.min_tokens or self.logit_bias or self.bad_words or self.has_penalties)
+
+    @property
+    def asks_for_scores(self) -> bool:
+        """Whether log-probabilities are reported."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, empty if there is none."""
         if self.stop is None:

@@ -4,20 +4,24 @@ Whatever can go wrong because of what a caller gave is refused here, in one sent
 accepted. Nothing is checked again after that.
 """
 
+from __future__ import annotations
+
 import operator
 import random
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.params import SamplingParams
-from inflight.grammar.constraints import Constraints
-from inflight.grammar.matcher import GrammarMatcher
 from inflight.scheduling.sequence import Request
 from inflight.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from inflight.grammar.matcher import GrammarMatcher
 
 MAX_PRIORITY = 2**31 - 1
 
@@ -48,12 +52,9 @@ class Admission:
         tokenizer: finds stop strings and spells bad words; without one, requests that have some are refused.
     """
 
-    def __init__(
-        self, config: EngineConfig, model_info: ModelInfo, constraints: Constraints, tokenizer: Tokenizer | None
-    ) -> None:
+    def __init__(self, config: EngineConfig, model_info: ModelInfo, tokenizer: Tokenizer | None) -> None:
         self._seed = config.seed
         self._model_info = model_info
-        self._constraints = constraints
         self._tokenizer = tokenizer
         self._num_accepted = 0
 
@@ -67,7 +68,7 @@ class Admission:
         cache_salt: str | None = None,
         deadline: float | None = None,
     ) -> AcceptedRequest:
-        """Check a request and resolve it against the model, except for its grammar (`compile`).
+        """Check a request and resolve it against the model, except for its grammar (`Engine.compile`).
 
         Raises `InvalidRequestError`.
         """
@@ -83,15 +84,6 @@ class Admission:
         if seed is None:
             seed = random.Random(f"{self._seed} {self._num_accepted}").getrandbits(63)
         return AcceptedRequest(replace(request, seed=seed, bad_words=self._spelled(params.bad_words)), None, deadline)
-
-    def compile(self, accepted: AcceptedRequest) -> AcceptedRequest:
-        """The request with the grammar that its output must follow, if it asks for one. Raises `InvalidRequestError`.
-
-        May take seconds. Any thread may call it.
-        """
-        if accepted.params.structured_output is None or accepted.grammar is not None:
-            return accepted
-        return replace(accepted, grammar=self._constraints.compile(accepted.params))
 
     def _spelled(self, words: SequenceOf[str] | None) -> tuple[tuple[int, ...], ...]:
         """All ways to write some words in tokens of the model's vocabulary."""

@@ -10,11 +10,14 @@ chosen; - a step fails (its sequences end with "error") or is interrupted (it is
 Knows requests in tokens. Its callers turn prompts into tokens and tokens into text.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import InvalidRequestError, QueueFullError
@@ -31,9 +34,11 @@ from inflight.engine.step_watch import StepWatch
 from inflight.execution.hf.generation_defaults import default_sampling_params
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.model_runner import ModelRunner
-from inflight.grammar.constraints import Constraints
 from inflight.scheduling.scheduler import Scheduler
 from inflight.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from inflight.grammar.constraints import Constraints
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +71,10 @@ class Engine:
             can_share_prefixes=info.can_share_prefixes,
             layout=self.runner.cache_layout,
         )
-        self.constraints = Constraints(tokenizer, info)
         self.prefill_limit: PrefillLimit | None = None
         self.observer: Callable[[StepRecord], None] | None = None
-        self._admission = Admission(config, info, self.constraints, tokenizer)
+        self._constraints: Constraints | None = None
+        self._admission = Admission(config, info, tokenizer)
         self._reporter = Reporter(self.scheduler, tokenizer)
         self._deadlines = Deadlines()
         self._watch = StepWatch(self.scheduler)
@@ -124,7 +129,18 @@ class Engine:
 
         May take seconds. Any thread may call it.
         """
-        return self._admission.compile(accepted)
+        if accepted.params.structured_output is None or accepted.grammar is not None:
+            return accepted
+        return replace(accepted, grammar=self.constraints.compile(accepted.params))
+
+    @property
+    def constraints(self) -> Constraints:
+        """The grammars of this engine's sequences. Their library is loaded with the first of them."""
+        if self._constraints is None:
+            from inflight.grammar.constraints import Constraints
+
+            self._constraints = Constraints(self.tokenizer, self.model_info)
+        return self._constraints
 
     def check_room(self, accepted: AcceptedRequest) -> None:
         """Raise `QueueFullError` if too many sequences wait already."""
@@ -206,7 +222,8 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> None:
         """Run a plan and take in what came of it."""
-        masks = self.constraints.begin(plan, self._output_of)
+        constraints = self._constraints
+        masks = None if constraints is None else constraints.begin(plan, self._output_of)
         try:
             given = self.runner.run(plan, None if masks is None else masks.result)
         except Exception as error:
@@ -226,7 +243,7 @@ class Engine:
             )
         for span, span_tokens in zip(plan.spans, given, strict=True):
             if not span_tokens.is_finite and (sequence := self.scheduler.finish(span.sequence_id, "error")) is not None:
-                reason = self.constraints.failure(span.sequence_id)
+                reason = None if constraints is None else constraints.failure(span.sequence_id)
                 reason = reason or "the model's logits are not finite, or no token is allowed"
                 self._reporter.add([News(sequence, [], error=reason)])
 
@@ -236,7 +253,8 @@ class Engine:
 
     def _let_go(self) -> None:
         """Keep nothing for sequences that have ended: neither grammars nor, if no plan follows, anything by slot."""
-        self.constraints.keep_only(self.scheduler.has_sequence)
+        if self._constraints is not None:
+            self._constraints.keep_only(self.scheduler.has_sequence)
         if not self.has_unfinished_requests and (release := self.scheduler.plan_release()) is not None:
             self.runner.run(release, None)
 

@@ -27,25 +27,6 @@ COMPILED_ROWS = (32, 8)
 """T and R of the step that is compiled: the compiler plans for these sizes."""
 
 
-def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> FunctionType:
-    """The model's own forward pass over one row, as a `Forward`."""
-
-    def forward(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        options = {"logits_to_keep": logit_rows} if takes_logit_rows else {}
-        logits: torch.Tensor = model(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            attention_mask=None,
-            use_cache=False,
-            return_dict=True,
-            **options,
-        ).logits[0]
-        return logits if takes_logit_rows else logits[logit_rows]
-
-    assert isinstance(forward, FunctionType)
-    return forward
-
-
 def compile_forward(
     model: PreTrainedModel,
     forward: FunctionType,

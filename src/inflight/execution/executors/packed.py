@@ -3,7 +3,9 @@
 import inspect
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from inflight.execution.attention import AttentionBackend, CpuCache, ReferenceAt
 from inflight.execution.attention.grouping import BlockPart, Grouping
 from inflight.execution.attention.interface import KVStorage
 from inflight.execution.attention.witness import WitnessedAttention
-from inflight.execution.executors.compiled import Forward, compile_forward, plain_forward
+from inflight.execution.executors.compiled import Forward, compile_forward
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.hf.hook import attend_with, attention_sinks, use_attention
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
@@ -109,8 +111,9 @@ class PackedExecutor:
         if self._compiled is not None:
             return self._compiled(*rows)[: batch.num_logit_rows]
         self._num_calls, self._num_tokens = 0, batch.num_tokens
-        regime = length_of_its_own(self.model, batch, len(rows[0]), self._longrope_length)
-        with attend_with(self._attend), regime:
+        limit = self._longrope_length
+        embeddings = nullcontext() if limit is None else length_of_its_own(self.model, batch, len(rows[0]), limit)
+        with attend_with(self._attend), embeddings:
             logits: torch.Tensor = self._forward(*rows)
         if self._num_calls != len(self.specs):
             raise RuntimeError(f"the model made {self._num_calls} attention calls, not {len(self.specs)} as at load")
@@ -169,6 +172,25 @@ class PackedExecutor:
         if num_rows > num_tokens:
             output = torch.cat([output, output.new_zeros(num_rows - num_tokens, *output.shape[1:])])
         return output[None]
+
+
+def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> FunctionType:
+    """The model's own forward pass over one row, as a `Forward`."""
+
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        options = {"logits_to_keep": logit_rows} if takes_logit_rows else {}
+        logits: torch.Tensor = model(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            attention_mask=None,
+            use_cache=False,
+            return_dict=True,
+            **options,
+        ).logits[0]
+        return logits if takes_logit_rows else logits[logit_rows]
+
+    assert isinstance(forward, FunctionType)
+    return forward
 
 
 def require_packed(executor: Executor) -> PackedExecutor:

@@ -33,14 +33,14 @@ def longrope_length(config: PreTrainedConfig) -> int | None:
 
 
 @contextmanager
-def length_of_its_own(model: PreTrainedModel, batch: RaggedBatch, num_rows: int, limit: int | None) -> Iterator[None]:
+def length_of_its_own(model: PreTrainedModel, batch: RaggedBatch, num_rows: int, limit: int) -> Iterator[None]:
     """Inside, every token of `batch` gets the position embeddings for its own sequence's length.
 
     Args:
         num_rows: of the row that runs, padding included.
-        limit: the model's `longrope_length`; None does nothing.
+        limit: the model's `longrope_length`.
     """
-    if limit is None or not (batch.sequence_lens_host > limit).any():  # no position in the row reaches the limit
+    if not (batch.sequence_lens_host > limit).any():  # no position in the row reaches the limit
         yield
         return
     is_long = np.repeat(batch.sequence_lens_host > limit, batch.query_lens_host)

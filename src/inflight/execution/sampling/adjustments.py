@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import SlotAssignment
 from inflight.execution.ragged_batch import IntArray, to_device
 
@@ -33,12 +32,7 @@ class Adjuster:
         self._bias_ids = np.array(list(params.logit_bias or ()), dtype=np.int64)
         self._biases = np.array(list((params.logit_bias or {}).values()), dtype=np.float32)
         self._token_ids = array("q", token_ids)
-        self._seen = SeenTokens(token_ids[:prompt_len], token_ids[prompt_len:]) if has_penalties(params) else None
-
-    @staticmethod
-    def is_needed(params: SamplingParams) -> bool:
-        """Whether these parameters change anything about logits."""
-        return bool(params.min_tokens or params.logit_bias or params.bad_words or has_penalties(params))
+        self._seen = SeenTokens(token_ids[:prompt_len], token_ids[prompt_len:]) if params.has_penalties else None
 
     def see(self, position: int, token_id: int) -> None:
         """The sequence has this token at this position. A token that was seen already is not counted again."""
@@ -122,11 +116,6 @@ class SeenTokens:
             self._counts[place:] = 0
         self._ids[place] = token_id
         self._counts[place] += 1
-
-
-def has_penalties(params: SamplingParams) -> bool:
-    """Whether tokens that the sequence already has are treated differently."""
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
 def adjust(logits: torch.Tensor, edits: Sequence[Edits]) -> None:

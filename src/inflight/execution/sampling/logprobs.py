@@ -21,12 +21,15 @@ class Scorer:
 
     Args:
         max_num_seqs: number of slots.
+
+    Attributes:
+        is_needed: whether any sequence that has a slot asks for scores.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
         self._num_top = np.full(max_num_seqs, -1, dtype=np.int64)
         self._num_prompt_top = np.full(max_num_seqs, -1, dtype=np.int64)
-        self._are_wanted = False  # by any sequence that has a slot
+        self.is_needed = False
 
     def assign(self, assignment: SlotAssignment) -> None:
         """A sequence has moved into a slot."""
@@ -41,13 +44,11 @@ class Scorer:
     def _set(self, slot: int, num_top: int | None, num_prompt_top: int | None) -> None:
         self._num_top[slot] = -1 if num_top is None else num_top
         self._num_prompt_top[slot] = -1 if num_prompt_top is None else num_prompt_top
-        self._are_wanted = bool((self._num_top >= 0).any() or (self._num_prompt_top >= 0).any())
+        self.is_needed = bool((self._num_top >= 0).any() or (self._num_prompt_top >= 0).any())
 
     @torch.inference_mode()
     def score(self, logits: torch.Tensor, batch: RaggedBatch, token_ids: Sequence[int]) -> dict[int, TokenScore]:
         """The scores of the tokens of `logits`' rows `[R, V]`, by row, where a request asks for one."""
-        if not self._are_wanted:
-            return {}
         slots = batch.logit_slots_host
         num_top = np.where(batch.logit_targets_host >= 0, self._num_prompt_top[slots], self._num_top[slots])
         rows = np.flatnonzero(num_top >= 0)

@@ -9,7 +9,6 @@ neither preemption, chunking, the order of rows nor other rows change them.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from inflight.execution.kernels import kernels_available
 from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
 from inflight.execution.sampling.adjustments import NO_EDITS, Adjuster, Edits, adjust
 from inflight.execution.sampling.token_mask import TokenMasks, apply_mask
+from inflight.execution.sampling.torch_sampling import sample_with_torch
 
 MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 INVALID_TOKEN = -1
@@ -57,7 +57,7 @@ class Sampler:
         self._index[slot] = assignment.index
         self._prompt_len[slot] = assignment.prompt_len
         self.release([slot])
-        if Adjuster.is_needed(params):
+        if params.changes_logits:
             self._is_adjusted[slot] = True
             self._adjusters[slot] = Adjuster(assignment)
 
@@ -133,31 +133,15 @@ class Sampler:
     def _sample_rows(self, logits: torch.Tensor, slots: IntArray, output_positions: IntArray) -> torch.Tensor:
         """Sampled tokens `[N]` from logits `[N, V]` whose rows all have a temperature above 0."""
         uniform = counter_uniform(self._seed[slots], self._index[slots], output_positions.astype(np.uint64))
+        filters = self._top_k[slots], self._top_p[slots], self._min_p[slots]
+        by_row = (self._temperature[slots], *filters, uniform)
         if has_kernels(logits):
-            parameters = (self._temperature, self._top_k, self._top_p, self._min_p)
-            by_row = (torch.from_numpy(values) for values in (*(each[slots] for each in parameters), uniform))
-            tokens: torch.Tensor = torch.ops.inflight.sample(logits, *by_row)
+            tokens: torch.Tensor = torch.ops.inflight.sample(logits, *map(torch.from_numpy, by_row))
             return tokens
-        logits = logits.float()
-        # Less the largest logit, so that no temperature, however small, makes infinities.
-        logits = (logits - logits.amax(dim=-1, keepdim=True)) / self._column(self._temperature[slots])
-        top_k, top_p, min_p = self._top_k[slots], self._top_p[slots], self._min_p[slots]
-        if (rows := np.flatnonzero(top_k)).size:
-            selected, k = self._rows(rows), top_k[rows]
-            logits[selected] = top_k_filter(logits[selected], self._column(k), int(k.max()))
-        if (rows := np.flatnonzero(top_p < 1)).size:
-            selected = self._rows(rows)
-            logits[selected] = top_p_filter(logits[selected], self._column(top_p[rows]))
-        if (rows := np.flatnonzero(min_p)).size:
-            selected = self._rows(rows)
-            logits[selected] = min_p_filter(logits[selected], self._column(min_p[rows]))
-        return draw(torch.softmax(logits, dim=-1), self._column(uniform)[:, 0])
+        return sample_with_torch(logits, *by_row)
 
     def _rows(self, rows: IntArray) -> torch.Tensor:
         return to_device(rows, self.device)
-
-    def _column(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        return to_device(values, self.device)[:, None]
 
 
 def has_kernels(logits: torch.Tensor) -> bool:
@@ -172,38 +156,6 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
         return tokens
     best_logits, tokens = logits.max(dim=-1)
     return torch.where(best_logits.isfinite(), tokens, INVALID_TOKEN)
-
-
-def top_k_filter(logits: torch.Tensor, top_k: torch.Tensor, largest_k: int) -> torch.Tensor:
-    """Keep each row's k most likely tokens, and ties: logits `[R, V]`, top_k `[R, 1]` int64 in [1, largest_k]."""
-    largest = torch.topk(logits, min(largest_k, logits.shape[-1]), dim=-1).values
-    least = largest.gather(-1, top_k.clamp(max=largest.shape[-1]) - 1)
-    return logits.masked_fill(logits < least, float("-inf"))
-
-
-def top_p_filter(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep each row's smallest set of most likely tokens that reaches probability p: `[R, V]`, top_p `[R, 1]`.
-
-    Nucleus sampling (Holtzman et al., 2020). Keeps ties with the least likely token that is kept."""
-    ascending = torch.sort(logits, dim=-1).values
-    num_dropped = (torch.softmax(ascending, dim=-1).cumsum(dim=-1) <= 1 - top_p).sum(dim=-1, keepdim=True)
-    least = ascending.gather(-1, num_dropped.clamp(max=logits.shape[-1] - 1))
-    return logits.masked_fill(logits < least, float("-inf"))
-
-
-def min_p_filter(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Drop tokens less likely than min_p times the row's most likely token: logits `[R, V]`, min_p `[R, 1]` > 0."""
-    return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), float("-inf"))
-
-
-def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Invert each row's cumulative distribution: probabilities `[R, V]`, uniform `[R]` in [0, 1); tokens `[R]`."""
-    cumulative = probabilities.cumsum(dim=-1)
-    target = uniform[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target, right=True).clamp(max=probabilities.shape[-1] - 1)
-    # Sums that a device computes in parallel need not rise everywhere: never choose a token without probability.
-    possible = probabilities.gather(-1, tokens) > 0
-    return torch.where(possible, tokens, probabilities.argmax(dim=-1, keepdim=True))[:, 0]
 
 
 def counter_uniform(

@@ -1,0 +1,123 @@
+"""`describe`: what was found out about a model, as `ModelInfo`; decides its sequences' length and its cache's size."""
+
+from collections import Counter
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from inflight.contracts.cache_layout import ALL_TOKENS, CacheLayout
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
+from inflight.contracts.model_info import ModelInfo
+from inflight.execution.attention import AttentionSpec
+from inflight.execution.executors import Executor
+from inflight.execution.hf.generation_defaults import eos_token_ids, not_honoured
+from inflight.execution.hf.load import available_cache_memory
+from inflight.execution.hf.longrope import longrope_length
+from inflight.execution.preparation.choice import Choice
+from inflight.execution.preparation.report import ProbeReport
+
+
+def cache_layout(executor: Executor, config: EngineConfig) -> CacheLayout:
+    """How sequences lie in an executor's cache."""
+    return CacheLayout(config.block_size, executor.cache_groups, config.max_num_batched_tokens)
+
+
+def describe(
+    model: PreTrainedModel, executor: Executor, choice: Choice, config: EngineConfig, num_parameters: int
+) -> ModelInfo:
+    """What was found out about `model`, and how it is run, uncompiled.
+
+    Args:
+        num_parameters: how many it had before its weights were prepacked.
+
+    Raises:
+        ModelError: `config` asks for longer sequences or rows than the model runs exactly, or for too little cache.
+    """
+    report, layout = choice.report, cache_layout(executor, config)
+    max_model_len = _max_model_len(report, config)
+    bytes_per_block = executor.bytes_per_block(config.block_size)
+    num_blocks = _num_blocks(executor, layout.max_num_blocks(max_model_len), config)
+    num_lasting_groups = sum(group == ALL_TOKENS for group in layout.groups)
+    generation_config = model.generation_config or GenerationConfig()
+    return ModelInfo(
+        model_class=type(model).__name__,
+        num_parameters=num_parameters,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        executor=executor.name,
+        proved_on=choice.proved_on,
+        attention_backend=choice.attention_backend,
+        compile="off",
+        quantization=config.quantization,
+        attention_calls=_describe_calls(report.specs),
+        logits_error=report.logits_error,
+        attention_error=report.attention_error,
+        is_batch_invariant=report.is_batch_invariant,
+        vocab_size=report.vocab_size,
+        max_model_len=max_model_len,
+        recompute_beyond=longrope_length(model.config.get_text_config()),
+        can_share_prefixes=executor.capabilities.shares_prefixes,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        cache_groups=tuple(layout.groups),
+        max_cached_len=layout.longest_sequence(num_blocks, max_model_len),
+        kv_bytes_per_token=bytes_per_block * len(layout.groups) // config.block_size,
+        kv_bytes_per_lasting_token=bytes_per_block * num_lasting_groups // config.block_size,
+        eos_token_ids=eos_token_ids(generation_config, report.vocab_size),
+        notes=(*report.notes, *not_honoured(generation_config)),
+    )
+
+
+def _max_model_len(report: ProbeReport, config: EngineConfig) -> int:
+    """The longest sequence, which `config` may limit further."""
+    longest, reasons = report.max_model_len, "; ".join(report.notes)
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ModelError(
+            f"max_model_len is {config.max_model_len}; this model accepts at most {longest} "
+            f"({reasons or 'its max_position_embeddings'})"
+        )
+    if report.max_row_len is not None and config.max_num_batched_tokens > report.max_row_len:
+        raise ModelError(
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}; this model accepts at most "
+            f"{report.max_row_len} ({reasons})"
+        )
+    return longest if config.max_model_len is None else config.max_model_len
+
+
+def _num_blocks(executor: Executor, max_blocks_per_sequence: int, config: EngineConfig) -> int:
+    """As many blocks as are asked for, else as fit the memory, but no more than all slots at full length need."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    bytes_per_block = executor.bytes_per_block(config.block_size)
+    memory = config.kv_cache_memory or available_cache_memory(executor.model.device)
+    memory -= config.max_num_seqs * executor.bytes_per_slot
+    if memory < bytes_per_block:
+        raise ModelError(
+            f"the cache may take {max(0, memory)} bytes; one block of {config.block_size} tokens takes "
+            f"{bytes_per_block}"
+        )
+    return min(memory // max(1, bytes_per_block), config.max_num_seqs * max_blocks_per_sequence)
+
+
+def _describe_calls(specs: tuple[AttentionSpec, ...]) -> tuple[str, ...]:
+    """The kinds of attention calls of a forward pass in words, each with its number."""
+    kinds = Counter(_describe_call(spec) for spec in specs)
+    return tuple(f"{number} x {kind}" for kind, number in kinds.items())
+
+
+def _describe_call(spec: AttentionSpec) -> str:
+    sizes = str(spec.head_size)
+    if spec.value_head_size != spec.head_size:
+        sizes += f" (keys) and {spec.value_head_size} (values)"
+    words = [f"{spec.num_heads} heads over {spec.num_kv_heads} key/value heads of size {sizes}"]
+    if spec.window is not None:
+        words.append(f"window {spec.window}")
+    if spec.chunk is not None:
+        words.append(f"chunks of {spec.chunk}")
+    if spec.softcap is not None:
+        words.append(f"softcap {spec.softcap:g}")
+    if spec.has_sinks:
+        words.append("sinks")
+    if spec.shares_cache_with is not None:
+        words.append("keys and values of an earlier call")
+    return ", ".join(words)

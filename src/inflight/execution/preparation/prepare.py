@@ -1,0 +1,49 @@
+"""`prepare`: from a model's name to a model that is loaded, proved exact, made fast, and has its cache."""
+
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedModel
+
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
+from inflight.contracts.model_info import ModelInfo
+from inflight.execution.executors import Executor
+from inflight.execution.hf.load import ModelSource, load_model, release_checkpoint
+from inflight.execution.mapped_memory import let_go_of_file_pages
+from inflight.execution.preparation.choice import choose_executor
+from inflight.execution.preparation.describe import describe
+from inflight.execution.weights.formats import find_format
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model that is ready to run."""
+
+    model: PreTrainedModel
+    executor: Executor
+    info: ModelInfo
+
+
+def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
+    """Load a model, choose its executor, and allocate its cache.
+
+    Raises:
+        ModelError: it cannot be loaded, no allowed executor runs it exactly, or there is too little memory.
+    """
+    model = load_model(source, config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    why_not = find_format(config.quantization).why_unusable(model)
+    if config.quantization is not None and why_not is not None:
+        raise ModelError(f"quantization {config.quantization!r} {why_not}")
+    is_loaded_here = model.device.type == "cpu" and not isinstance(source, PreTrainedModel)  # no caller's memory
+    choice = choose_executor(model, config, let_go_of_file_pages if is_loaded_here else None)
+    if is_loaded_here:
+        release_checkpoint(model)
+    executor = choice.make_executor(config.block_size, config.max_num_seqs)
+    info = describe(model, executor, choice, config, num_parameters)
+    executor.allocate(info.num_blocks)
+    if config.compile != "off":
+        reason = executor.compile(config.compile)
+        note = () if reason is None else (f"the model is not compiled: {reason}",)
+        info = replace(info, compile="off" if reason else config.compile, notes=info.notes + note)
+    return PreparedModel(model, executor, info)

@@ -1,7 +1,7 @@
-"""Memory as the system gives it: page by page as it is first touched, and back again.
+"""Memory in pages: taken when first touched, and given back to the system.
 
-A checkpoint's weights lie in pages of a file, which count as this process's memory until somebody lets them go. A cache
-lies in pages of which most may never be needed.
+A checkpoint's weights lie in pages of a mapped file, which count as the process's memory until they are let go. A cache
+lies in pages most of which may never be needed.
 """
 
 import ctypes
@@ -16,25 +16,23 @@ MADV_DONTNEED = 4
 
 
 def untouched_memory(num_bytes: int) -> torch.Tensor:
-    """`[num_bytes]` int8, of which only what is touched takes memory, in large pages where the system has them: to find
-    scattered blocks in pages of 4 KiB takes the processor longer than to read them."""
+    """A tensor `[num_bytes]` int8 that takes memory only where it is touched. It lies in large pages if the system has
+    them: with pages of 4 KiB, the processor needs longer to find scattered blocks than to read them."""
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.int8)[:num_bytes]
 
 
 def let_go_of_file_pages(tensor: torch.Tensor) -> None:
-    """If a tensor lies in one piece in a mapped file, let its pages go; whoever reads it again reads the file again.
-
-    Nothing may have been written to it: that would be lost. Elsewhere than on Linux nothing happens.
-    """
+    """Let the pages of a tensor go if it lies in one piece in a mapped file. Reading it again reads the file again;
+    anything that was written to it is lost. Does nothing on systems other than Linux."""
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return
     if not (tensor.is_contiguous() or (tensor.dim() == 2 and tensor.T.is_contiguous())):
         return
-    page = mmap.PAGESIZE  # what lies beside it in the file stays
+    page = mmap.PAGESIZE  # pages that the tensor shares with its neighbours in the file stay
     first = -(-tensor.data_ptr() // page) * page
     last = (tensor.data_ptr() + tensor.nbytes) // page * page
     if first < last and _is_file(first, last):
@@ -42,13 +40,13 @@ def let_go_of_file_pages(tensor: torch.Tensor) -> None:
 
 
 def give_back_freed_memory() -> None:
-    """What was freed goes back to the system, where the C library offers that."""
+    """Return freed memory to the system, if the C library can."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def _is_file(first: int, last: int) -> bool:
-    """Whether all of these addresses are one mapping of a file."""
+    """Whether the addresses from `first` up to `last` lie in one mapping of a file."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, _, _, _, inode, *_ = line.split()
         begin, end = (int(address, 16) for address in addresses.split("-"))

@@ -1,10 +1,10 @@
-"""The seam into `transformers`: one attention function, and how it finds out whom to call.
+"""The hook into `transformers`: our attention function, and how it finds the handler of a call.
 
-`transformers` looks its attention function up by the name in a model's configuration, at every call. Ours is
-registered under the name "inflight" and hands each call to the handler of the running forward pass, which a context
-variable holds: engines in different threads never meet. (Keyword arguments to the model would be simpler, but some
-models do not pass them on.) In a compiled model there is no handler to ask: under the name "inflight_compiled" a call
-goes to the kernel at once, with the number of its cache, which is attached to its module.
+At every call, `transformers` looks its attention function up by the name in the model's configuration. Ours is called
+"inflight" and passes each call to the handler of the running forward pass. A context variable holds that handler, so
+engines in different threads never meet. (A keyword argument to the model would be simpler, but some models do not pass
+these on.) A compiled model has no handler: under the name "inflight_compiled", a call goes straight to the kernel, with
+the number of its cache, which its module carries.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ AttentionHandler: TypeAlias = Callable[
     [torch.nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, dict[str, Any]], torch.Tensor
 ]
 """Takes the calling module, query `[1, H, T, Dk]`, key `[1, Hkv, T, Dk]`, value `[1, Hkv, T, Dv]`, the model's mask and
-its keyword arguments; returns `[1, T, H, Dv]`."""
+the call's keyword arguments; returns `[1, T, H, Dv]`."""
 
 _handler: ContextVar[AttentionHandler] = ContextVar("inflight_attention_handler")
 
@@ -50,37 +50,38 @@ def _compiled_attention(
 
 
 def attention_sinks(module: torch.nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The per-head logits `[H]` that join this call's softmax, if it has any."""
+    """The attention sinks of a call, one logit per head that joins the softmax, `[H]`; None: it has none."""
     sinks = kwargs.get("s_aux")
     if sinks is None:
         sinks = getattr(module, "sinks", None)
     return sinks if isinstance(sinks, torch.Tensor) else None
 
 
-# No mask function is registered for the names, so that a model makes no mask: it is known here who may see what.
+# No mask function has these names, so models make no mask. They need none: the handler knows who may see what.
 AttentionInterface.register("inflight", _attention)
 AttentionInterface.register("inflight_compiled", _compiled_attention)
 
 
 def attention_in_use(model: PreTrainedModel) -> dict[int, str | None]:
-    """The attention implementation of each configuration in a model, to be restored."""
+    """The attention implementation of each configuration in a model, by the configuration's id; for
+    `restore_attention`."""
     return {id(config): config._attn_implementation_internal for config in _configurations(model)}
 
 
 def restore_attention(model: PreTrainedModel, in_use: dict[int, str | None]) -> None:
-    """Let a model run with the attention implementations that it had."""
+    """Give a model the attention implementations back that `attention_in_use` found."""
     for config in _configurations(model):
         config._attn_implementation_internal = in_use[id(config)]
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Let a model that is ours alone run with another attention implementation from now on."""
+    """Let a model that is ours alone run with the attention implementation of this name from now on."""
     for config in _configurations(model):
         config._attn_implementation_internal = name
 
 
 def _configurations(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
-    """Of a model and all modules in it."""
+    """The configurations of a model and of all modules in it."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
@@ -89,7 +90,7 @@ def _configurations(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
 
 @contextmanager
 def attend_with(handler: AttentionHandler) -> Iterator[None]:
-    """Inside, the attention calls that a model makes in this thread go to `handler`."""
+    """Inside, the attention calls of models in this thread go to `handler`."""
     token = _handler.set(handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Loading: from a hub id, a folder or a configuration to a `transformers` model on its device, ready to be probed."""
+"""Loading: a hub id, a folder or a loaded model becomes a `transformers` model of our own on its device."""
 
 import copy
 import gc
@@ -16,18 +16,19 @@ from inflight.execution.mapped_memory import give_back_freed_memory
 
 CACHE_SHARE_OF_GPU = 0.9
 CACHE_SHARE_OF_HOST = 0.25
+"""Shares of a GPU's free memory, and of a host's memory, that the cache takes by default."""
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ONE_AT_A_TIME = threading.Lock()
-"""Held while `transformers` makes a model: it changes torch's default dtype meanwhile, for all threads, and two that do
-so at once leave each other's behind."""
+"""Held while `transformers` makes a model. It changes torch's default dtype meanwhile, for all threads, and two threads
+that do so at once would restore each other's."""
 ModelSource: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 
 
 def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
     """The model of `source`, in evaluation mode, on the device and in the dtype that `config` asks for.
 
-    Of a loaded `PreTrainedModel` an own copy is made that shares its parameters; the caller's stays as it is.
-    Raises `ModelError` if it cannot be loaded, or not completely: missing weights are never made up.
+    A loaded `PreTrainedModel` is copied; the copy shares its parameters, and the caller's model stays as it is. Raises
+    `ModelError` if the model cannot be loaded completely: missing weights are never made up.
     """
     if isinstance(source, PreTrainedModel):
         return _own_copy(source, config)
@@ -52,7 +53,8 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
 
 
 def check_source(source: str | os.PathLike[str], config: EngineConfig) -> PreTrainedConfig:
-    """The configuration of a folder or hub repository; raises `ModelError` if there is none, before much is loaded."""
+    """The configuration of a folder or a hub repository. Raises `ModelError`, before anything large is loaded, if there
+    is none."""
     name = os.path.expanduser(source)
     looks_like_path = not isinstance(source, str) or name.startswith((".", "/")) or name.count("/") > 1
     if not Path(name).is_dir() and (looks_like_path or Path(name).exists()):
@@ -70,7 +72,8 @@ def _first_line(error: Exception) -> str:
 
 
 def resolve_device(device: str) -> torch.device:
-    """ "auto": CUDA, else MPS, else CPU. Raises `ModelError` for a device that is not here."""
+    """The torch device of this name; "auto" is CUDA, else MPS, else the CPU. Raises `ModelError` if it does not
+    exist."""
     if device == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
@@ -86,7 +89,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, model_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype asked for; "auto" is the checkpoint's own, but on a CPU what its arithmetic is fast in."""
+    """The dtype of this name; "auto" is the checkpoint's own, but on a CPU bfloat16 if that is fast, else float32."""
     if dtype != "auto":
         chosen: torch.dtype = getattr(torch, dtype)
         check_dtype(chosen, device)
@@ -103,7 +106,7 @@ def has_fast_bfloat16() -> bool:
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `ModelError` for float16 on a CPU: its arithmetic is hundreds of times slower there."""
+    """Raise `ModelError` for float16 on a CPU, where its arithmetic is hundreds of times slower."""
     if dtype == torch.float16 and device.type == "cpu":
         raise ModelError("dtype float16 is unusably slow on a CPU; use float32, or bfloat16 where the CPU supports it")
 
@@ -132,8 +135,8 @@ def _host_memory() -> int:
 
 
 def release_checkpoint(model: PreTrainedModel) -> None:
-    """After prepacking: let go of the file that a loaded model's parameters still lie in, and give back to
-    the system what prepacking has freed. Only for a model that is nobody else's."""
+    """Release the checkpoint's file, in which parameters that were not prepacked still lie, and return the memory that
+    prepacking has freed to the system. Only for a model that nobody else holds."""
     for parameter in model.parameters():
         if type(parameter) is torch.nn.Parameter:
             parameter.data = parameter.data.clone()
@@ -141,10 +144,10 @@ def release_checkpoint(model: PreTrainedModel) -> None:
 
 
 def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
-    """A model with modules, buffers and configuration of its own, so that nothing done to it touches the caller's.
+    """A copy with its own modules, buffers and configuration, so that nothing done to it touches the caller's model.
 
-    It shares the caller's parameters, unless another dtype or device is asked for. As when a checkpoint is loaded in
-    another dtype, buffers (rotary frequencies) and what the class wants kept in float32 are not converted."""
+    It shares the caller's parameters, unless another dtype or device is asked for. As in `from_pretrained`, a change of
+    dtype leaves buffers (rotary frequencies) and modules that the class keeps in float32 as they are."""
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1 or "meta" in devices or len(getattr(model, "hf_device_map", None) or {}) > 1:
         raise ModelError(f"the model given is spread over {', '.join(sorted(devices))}; inflight runs it on one device")
@@ -169,7 +172,7 @@ def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
 def _dummy_model(
     model_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, config: EngineConfig
 ) -> PreTrainedModel:
-    """Seeded random weights in the shapes of the configuration, made on the device."""
+    """A model with seeded random weights, made on the device."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
@@ -182,7 +185,7 @@ def _pretrained_model(name: str, dtype: torch.dtype, config: EngineConfig) -> Pr
         trust_remote_code=config.trust_remote_code,
         revision=config.revision,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are reported, and refused below
+        ignore_mismatched_sizes=True,  # these are reported, and refused below
     )
     for kind, problem in (("missing_keys", "lacks"), ("mismatched_keys", "has wrong shapes for")):
         if keys := sorted(map(str, report.get(kind) or ())):
@@ -193,13 +196,13 @@ def _pretrained_model(name: str, dtype: torch.dtype, config: EngineConfig) -> Pr
 
 
 def _unify_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Where `transformers` cannot run a checkpoint's quantised layers it makes plain ones of them, in another dtype
-    than the rest: give all the same. Raises `ModelError` if some are not what they should be."""
+    """Convert all parameters to `dtype`: where `transformers` cannot run a checkpoint's quantised layers, it turns them
+    into plain ones in another dtype than the rest. Raises `ModelError` if that has failed for some."""
     for name, module in model.named_modules():
         if type(module) is torch.nn.Linear and module.weight.dtype not in PLAIN_DTYPES:
             raise ModelError(f"the quantised weights of {name} could not be read: they are {module.weight.dtype}")
     if any(parameter.dtype not in PLAIN_DTYPES for parameter in model.parameters()):
-        return  # layers that compute in ways of their own
+        return  # quantised layers that `transformers` runs
     kept = _kept_in_float32(model)
     for name, parameter in model.named_parameters():
         if not kept.intersection(name.split(".")):
@@ -207,5 +210,5 @@ def _unify_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _kept_in_float32(model: PreTrainedModel) -> set[str]:
-    """Names of modules that a class wants in float32, whatever the rest is in."""
+    """Names of the modules that a class keeps in float32, whatever dtype the rest has."""
     return set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())

@@ -1,9 +1,9 @@
-"""Position embeddings that change with a sequence's length, in a row that holds sequences of many lengths.
+"""LongRoPE in a packed row, which holds sequences of many lengths.
 
 LongRoPE (Ding et al., 2024) has one set of frequencies for sequences up to the length that the model was first trained
 on, and another for longer ones. `transformers` chooses by the largest position in its input, so in a packed row one
-long sequence would change all others. Here each token gets the embedding that its own sequence calls for. (A sequence
-that grows past the length is computed anew, as `model.generate` does for Phi-3: that is the scheduler's part.)
+long sequence would change all others. Here each token gets the embedding for the length of its own sequence. (When a
+sequence grows past that length, the scheduler has it computed again, as `model.generate` does for Phi-3.)
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ from inflight.execution.ragged_batch import RaggedBatch, to_device
 
 
 def longrope_length(config: PreTrainedConfig) -> int | None:
-    """The length up to which a model uses its short frequencies; None if it has only one set.
+    """The longest sequence, in tokens, for which a model uses its short frequencies; None: it has one set only.
 
-    (Dynamic NTK scaling depends on the row too, but only beyond `max_position_embeddings`, where we never go.)
+    (Dynamic NTK scaling depends on the row, too, but only beyond `max_position_embeddings`, which no sequence reaches.)
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]  # one set for each type of layer
@@ -34,10 +34,10 @@ def longrope_length(config: PreTrainedConfig) -> int | None:
 
 @contextmanager
 def length_of_its_own(model: PreTrainedModel, batch: RaggedBatch, num_rows: int, limit: int) -> Iterator[None]:
-    """Inside, every token of `batch` gets the position embeddings for its own sequence's length.
+    """Inside, every token of `batch` gets the position embedding for its own sequence's length.
 
     Args:
-        num_rows: of the row that runs, padding included.
+        num_rows: tokens of the row that runs, padding included.
         limit: the model's `longrope_length`.
     """
     if not (batch.sequence_lens_host > limit).any():  # no position in the row reaches the limit
@@ -62,8 +62,9 @@ def _is_longrope(module: torch.nn.Module) -> bool:
 
 
 def _forward_by_length(forward: Any, long_tokens: torch.Tensor, limit: int) -> Any:
-    """A rotary embedding's `forward` that lets each token choose. Long ones are computed with an extra, far position in
-    the row, which is dropped again; short ones with all positions held below the limit."""
+    """A `forward` for a rotary embedding that chooses for each token, by `long_tokens` `[1, T, 1]` bool. The long
+    frequencies are forced by an extra, far position in the row, which is dropped again; the short ones by positions
+    that are clamped to the limit."""
 
     def forward_by_length(x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         far = position_ids.new_full((1, 1), limit)

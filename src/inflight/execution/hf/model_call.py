@@ -1,4 +1,4 @@
-"""`ModelCall`: how a model is called with a cache: not all take everything, and not by the same names."""
+"""`ModelCall`: calls a model with a cache. Models differ in the arguments that they take, and in their names."""
 
 import inspect
 from typing import Any
@@ -10,17 +10,19 @@ from transformers import PreTrainedModel
 from inflight.execution.ragged_batch import to_device
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems")
-"""What models call their cache."""
+"""The names that models give their cache, as an argument and as an output."""
 
 
 class ModelCall:
-    """One model's way of being called.
+    """Calls one model.
 
     Args:
-        uses_cache: whether the model is to keep anything.
+        uses_cache: whether the model shall fill a cache.
 
     Attributes:
-        no_logits: `[0, V]`.
+        vocab_size: V, the rows of the input embedding.
+        cache_name: the argument that takes the cache; None: there is none.
+        no_logits: `[0, V]` in the model's dtype.
     """
 
     def __init__(self, model: PreTrainedModel, *, uses_cache: bool = True) -> None:
@@ -35,18 +37,24 @@ class ModelCall:
         self.no_logits = torch.empty((0, self.vocab_size), dtype=model.dtype, device=model.device)
 
     def __call__(self, token_ids: Any, positions: Any, mask: Any, cache: Any, num_logit_rows: int) -> torch.Tensor:
-        """Logits `[G, num_logit_rows, V]` of the last of tokens `[G, L]` at positions `[G, L]`; mask `[G, K]`, None:
-        nothing is hidden."""
+        """Logits `[G, num_logit_rows, V]` of the last tokens of G rows.
+
+        Args:
+            token_ids, positions: `[G, L]` int64, on the host.
+            mask: `[G, K]` bool, on the host, true for each of K keys that may be seen; None hides nothing.
+            cache: what the model keeps of earlier tokens, or None.
+        """
         logits: torch.Tensor = self.outputs(token_ids, positions, mask, cache, max(1, num_logit_rows)).logits
         return logits[:, logits.shape[1] - num_logit_rows :]
 
     @staticmethod
     def cache_of(outputs: Any) -> Any:
-        """The cache that the model has filled; None if it has none."""
+        """The cache in a model's outputs; None: there is none."""
         return next((each for name in CACHE_NAMES if (each := getattr(outputs, name, None)) is not None), None)
 
     def outputs(self, token_ids: Any, positions: Any, mask: Any, cache: Any, num_logit_rows: int) -> Any:
-        """All that the model gives. Positions None: those that it thinks of itself."""
+        """All outputs of the model; the arguments are `__call__`'s. Without positions the model counts its own. A model
+        that cannot return fewer logits returns those of all tokens."""
         device = self.model.device
         options: dict[str, Any] = {"use_cache": self.uses_cache, "return_dict": True}
         if positions is not None and self._takes_positions:

@@ -1,9 +1,8 @@
-"""Our C++ kernels for the CPU: built once for this machine, kept on disk, found there from then on.
+"""Our C++ kernels for the CPU: built once for a machine, and kept on disk.
 
-Offers `kernels_available()`, and the folder of what is kept. After it has said yes the operators are
-`torch.ops.inflight.*` (`operators.cpp` lists them). The library's file name is a digest of all that went into it
-(sources, compiler, flags, torch, and the instruction sets of this very CPU), so a home folder that several machines
-share never makes one of them run the instructions of another.
+If `kernels_available()`, the operators are `torch.ops.inflight.*` (`operators.cpp` lists them). The library's file name
+is a digest of everything that went into it: sources, compiler, flags, torch, and this CPU's instruction sets. So in a
+home folder that several machines share, none of them runs instructions that were chosen for another.
 """
 
 import fcntl
@@ -35,7 +34,7 @@ COMPILER_FLAGS = [
 
 @functools.cache
 def kernels_available() -> bool:
-    """Whether `torch.ops.inflight` is there; builds and loads it at the first call. Warns if that fails."""
+    """Whether `torch.ops.inflight` exists. The first call builds and loads it, and warns if that fails."""
     if sys.platform != "linux":
         return False
     try:
@@ -50,7 +49,7 @@ def kernels_available() -> bool:
 
 
 def _describe_operators() -> None:
-    """Tell `torch.compile` the shapes that operators give."""
+    """Tell `torch.compile` the shapes of our operators' results."""
 
     def linear(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
         return x.new_empty(*x.shape[:-1], out_features)
@@ -69,7 +68,7 @@ def _describe_operators() -> None:
 
 
 def _built_library() -> Path:
-    """The library for this machine, built if it is not in the cache yet."""
+    """The library for this machine, built if it is not on disk yet."""
     folder = cache_folder()
     library = folder / f"kernels-{_digest()}.so"
     if not library.exists():
@@ -80,7 +79,7 @@ def _built_library() -> Path:
 
 
 def _build(library: Path) -> None:
-    from torch.utils import cpp_extension  # slow to import, and seldom needed
+    from torch.utils import cpp_extension  # slow to import, and rarely needed
 
     start = time.monotonic()
     print("inflight: building its CPU kernels for this machine, once …", end="", file=sys.stderr, flush=True)
@@ -103,7 +102,7 @@ def _build(library: Path) -> None:
 
 
 def _digest() -> str:
-    """Changes whenever another library would be built."""
+    """Names the library; differs whenever a build would."""
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.read_bytes())
@@ -121,7 +120,7 @@ def _digest() -> str:
 
 
 def _compiler() -> str:
-    """The one that `cpp_extension` will use."""
+    """The compiler that `cpp_extension` will use."""
     name = os.environ.get("CXX", "c++")
     if shutil.which(name) is None:
         raise OSError(f"there is no C++ compiler {name!r} here")
@@ -129,13 +128,13 @@ def _compiler() -> str:
 
 
 def _native_flag() -> str:
-    """For this very CPU; another one of its family can be asked for, as the tests do."""
+    """The flag that targets this CPU, or the one that `INFLIGHT_TARGET_CPU` names (for tests)."""
     option = "-march" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu"
     return f"{option}={os.environ.get('INFLIGHT_TARGET_CPU', 'native')}"
 
 
 def _instruction_sets() -> str:
-    """What this CPU can do, as its kernel tells."""
+    """What this CPU can do, as the operating system reports it."""
     lines = Path("/proc/cpuinfo").read_text().split("\n")
     kinds = ("flags", "Features", "model name", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
@@ -143,7 +142,7 @@ def _instruction_sets() -> str:
 
 @functools.cache
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/inflight` or `~/.cache/inflight`; a temporary one where that cannot be written."""
+    """`$XDG_CACHE_HOME/inflight` or `~/.cache/inflight`; a temporary folder if that is not writable."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     try:
         (base / "inflight").mkdir(parents=True, exist_ok=True)
@@ -155,7 +154,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """One process at a time; let go of when a process dies."""
+    """Inside, only one process runs. The lock is released when its process dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -163,7 +162,8 @@ def _lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _ninja_on_path() -> Iterator[None]:
-    """`cpp_extension` looks for ninja on PATH, where an environment that was not activated has not put it."""
+    """Inside, ninja is on PATH, where `cpp_extension` looks for it. (An environment that was not activated does not put
+    it there.)"""
     path, spec = os.environ.get("PATH", ""), importlib.util.find_spec("ninja")
     if spec is not None and shutil.which("ninja") is None:
         import ninja

@@ -1,4 +1,4 @@
-"""When two ways of running a model agree: relative errors, and what rounding explains of them."""
+"""When two ways of running a model agree: relative errors, and how large rounding may make them."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from inflight.contracts.errors import ModelError
 
 
 class NotFiniteError(ModelError):
-    """A model gives no numbers even when it runs alone: no other way of running it will help."""
+    """A model whose logits are not finite even when it runs alone: no other way of running it would help."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(
@@ -22,7 +22,7 @@ class NotFiniteError(ModelError):
 
 @contextmanager
 def as_model_error(words: str) -> Iterator[None]:
-    """Inside, any error becomes a `ModelError` that begins with these words; one that is a `ModelError` stays."""
+    """Inside, every error that is no `ModelError` becomes one, with these words before its own."""
     try:
         yield
     except ModelError:
@@ -33,7 +33,13 @@ def as_model_error(words: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest relative errors that rounding explains."""
+    """The largest relative errors that rounding explains.
+
+    Attributes:
+        attention: of the output of an attention module.
+        logits: of the logits, given the plain attention outputs.
+        isolation: of the logits, when a neighbour in the row has other tokens.
+    """
 
     attention: float
     logits: float
@@ -43,23 +49,24 @@ class Tolerance:
 FULL_PRECISION = Tolerance(attention=2e-5, logits=2e-5, isolation=2e-5)
 LOW_PRECISION = Tolerance(attention=3e-2, logits=1e-2, isolation=1e-3)
 ROUNDED_ANEW = Tolerance(attention=5e-1, logits=5e-1, isolation=1e-3)
-"""After the proof the weights are prepacked. In low precision that rounds what attention sees differently, and a sharp
-softmax or a router makes much of it: only a mistake, which changes everything, is looked for."""
+"""For a model that was proved and then prepacked. In low precision prepacked layers round differently, and a sharp
+softmax or a router amplifies that, so only a mistake can be found, which changes everything."""
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to how much the expected values vary within rows."""
+    """The norm of the difference of two tensors `[…, n]`, of any dtypes, relative to how much the expected rows
+    vary."""
     expected = expected.float()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
     return float((actual.float() - expected).norm() / spread.clamp_min(1e-30))
 
 
 def worst(errors: Iterable[float]) -> float:
-    """The largest; one that is not a number is larger than any."""
+    """The largest error; NaN is larger than any number."""
     return max(errors, key=lambda error: inf if isnan(error) else error)
 
 
 def precision_of(model: PreTrainedModel) -> Tolerance:
-    """What rounding explains in the dtype that a model runs in."""
+    """The tolerance for the arithmetic that a model runs in (TF32 counts as low precision)."""
     tensor_float = model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return FULL_PRECISION if model.dtype in (torch.float32, torch.float64) and not tensor_float else LOW_PRECISION

@@ -1,4 +1,7 @@
-"""The dry run: which attention calls a forward pass makes, found by watching one. No class is known by its name."""
+"""Watching attention: which calls a forward pass makes, and what the modules that make them return.
+
+No class is known by its name.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,14 +16,20 @@ from inflight.execution.attention import AttentionSpec
 from inflight.execution.hf.hook import attend_with, attention_sinks
 
 DRY_RUN_LENGTH = 160
-"""Tokens of a dry forward pass: long enough for compressed keys (DeepSeek-V4: every 128) to show themselves."""
+"""Tokens of a dry forward pass: enough for compressed keys (DeepSeek-V4 makes one of every 128) to appear."""
 
 
 @torch.inference_mode()
 def find_attention_calls(
     model: PreTrainedModel, num_tokens: int
 ) -> tuple[tuple[AttentionSpec, ...], tuple[torch.nn.Module, ...]]:
-    """One dry forward pass: the spec of each attention call in order, and the modules that make them (each once)."""
+    """Run a dry forward pass of `num_tokens` tokens; return the spec of each attention call in order, and the modules
+    that make these calls, each once.
+
+    Raises:
+        ModelError: no packed row can replace the calls: there are none, or they come with a mask, a position bias, or
+            other keys than those of the row.
+    """
     specs: list[AttentionSpec] = []
     modules: list[torch.nn.Module] = []
     given: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of each call
@@ -112,5 +121,5 @@ def watch_outputs(
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Token ids that can be fed."""
+    """How many token ids can be fed: the rows of the input embedding."""
     return int(model.get_input_embeddings().weight.shape[0])

@@ -1,6 +1,6 @@
-"""Which executor runs a model: the first of packed, rows and sequential that is proved to do as the plain model does.
+"""Chooses a model's executor: the first of packed, rows and sequential that is proved to give the plain results.
 
-Decides what a model is proved on, and what is asked of the model itself when its twin was proved.
+Decides what to prove this on, and what the model itself has to show when its twin was proved.
 """
 
 import logging
@@ -38,13 +38,13 @@ from inflight.execution.weights.prepacked_linear import can_prepack
 logger = logging.getLogger(__name__)
 
 LARGE = 300_000_000
-"""Parameters of a model from which on it is not proved itself: it would take longer than its twin."""
+"""A model of more parameters is not proved itself: that would take longer than a proof on its twin."""
 PACKED = Way("packed")
 ITSELF, TWIN, EARLIER = "the model itself", "a float32 twin", "a float32 twin, at an earlier load"
-"""What a model can have been proved on."""
+"""What a way can be proved on, in the words of `model_info`."""
 
 MakeExecutor: TypeAlias = Callable[[int, int], Executor]
-"""Over a cache of a block size and a number of slots."""
+"""Makes an executor for a block size and a number of slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Choice:
     """What was chosen.
 
     Attributes:
-        make_executor: makes it anew, over a cache of a block size and a number of slots.
+        make_executor: makes the executor, with a cache that is not allocated yet.
         attention_backend: the name of what computes attention.
-        proved_on: what the proof was done on, in words.
+        proved_on: what it was proved on, in words.
     """
 
     make_executor: MakeExecutor
@@ -66,16 +66,16 @@ class Choice:
 def choose_executor(
     model: PreTrainedModel, config: EngineConfig, let_go: LetGo | None = None, verdicts: VerdictCache | None = None
 ) -> Choice:
-    """Prove one of the executors that `config` allows, and make the model ready for it.
+    """Prove one of the executors that `config` allows, and prepare the model for it.
 
     Args:
-        model: ours alone, in evaluation mode, on its device. It is left ready for what was chosen.
-        let_go: called with each weight that was prepacked and is not needed any more.
-        verdicts: what twins have shown before; None: the user's.
+        model: ours alone, in evaluation mode, on its device.
+        let_go: called with each weight as soon as it is prepacked.
+        verdicts: what twins have shown before; None takes the user's.
 
     Raises:
-        ModelError: with all reasons, if none is exact.
-        RuntimeError: there is a mistake in how weights are prepacked.
+        ModelError: no executor is exact; with all reasons.
+        RuntimeError: the model is not exact after prepacking, which is a mistake of ours.
     """
     if model.config.is_encoder_decoder:
         raise ModelError(
@@ -87,7 +87,7 @@ def choose_executor(
 
 
 class _Search:
-    """For the executor of one model; the arguments are `choose_executor`'s."""
+    """The search for one model's executor; the arguments are `choose_executor`'s."""
 
     def __init__(
         self, model: PreTrainedModel, config: EngineConfig, let_go: LetGo | None, verdicts: VerdictCache
@@ -100,7 +100,7 @@ class _Search:
         self._is_precise = precision_of(model) is FULL_PRECISION
         self._is_proved_itself = self._is_precise and not self._is_large
         self._reasons: dict[str, str] = {}
-        """Why not, of each executor that the model itself did not stand."""
+        """For each way that was proved on a twin but is wrong for the model itself: why."""
         self._failed: list[Verdict] = []
 
     def choose(self) -> Choice:
@@ -133,7 +133,7 @@ class _Search:
                 return choice
 
     def _tell(self, verdict: Verdict, choice: Choice) -> None:
-        """In one line of the log."""
+        """Log the choice in one line."""
         name, executor = type(self._model).__name__, verdict.way.executor
         said = "; ".join((f"{name} runs as {executor}, proved on {choice.proved_on}", *choice.report.notes))
         logger.log(logging.INFO if executor == "packed" else logging.WARNING, "%s", said)
@@ -141,7 +141,7 @@ class _Search:
     # --------------------------------------------------------------------------------------- the proof
 
     def _prove(self, executors: Sequence[str], key: str | None) -> tuple[Verdict, str]:
-        """The verdict, and what it was found on."""
+        """A verdict, and what it was proved on, in words."""
         if self._is_proved_itself:
             return self._first_exact(executors, self._model, self._plain), ITSELF
         remembered = self._verdicts.find(key)
@@ -154,13 +154,13 @@ class _Search:
             return self._first_exact(executors, self._model, partial(self._plain, error)), ITSELF
         with _no_tensor_float(twin.model.device):
             verdict = self._first_exact(executors, twin.model, lambda: twin)
-        if self._is_precise and verdict.way.in_one_piece:  # of itself a better one may be proved
+        if self._is_precise and verdict.way.in_one_piece:  # the model itself may allow a better way
             return self._first_exact(executors, self._model, self._plain), ITSELF
         self._verdicts.keep(key, verdict)
         return verdict, TWIN
 
     def _plain(self, why_no_twin: ModelError | None = None) -> PlainModel:
-        """The model itself, to prove on."""
+        """The plain model itself, to prove ways on."""
         if why_no_twin is not None and not self._is_precise:
             raise why_no_twin
         with as_model_error(f"{type(self._model).__name__} does not run by itself: "):
@@ -172,7 +172,7 @@ class _Search:
         """The first of `executors` that runs `subject` exactly. Raises `ModelError` with all reasons if none does.
 
         Args:
-            plain: gives what the subject gives when it runs alone.
+            plain: computes what the subject gives when it runs alone; only called if needed.
         """
         reasons = dict(self._reasons)
         if executors[0] == "packed":
@@ -201,11 +201,12 @@ class _Search:
         return replace(verdict, why_not_prepacked=self._why_not_to_prepack(verdict, alone))
 
     def _exact_backend(self, subject: PreTrainedModel) -> MakeBackend:
-        """Attention as it will be computed, over a cache that rounds nothing."""
+        """Makes the attention backend that will be used, but over a cache that rounds nothing."""
         return partial(make_backend, self._config.attention_backend, subject.device, subject.dtype)
 
     def _why_not_to_prepack(self, verdict: Verdict, alone: PlainModel) -> str | None:
-        """What prepacking its weights would spoil, tried on a twin, of which nothing is asked any more."""
+        """Why prepacking would change the model's results, tried on a twin that is not needed any more; None: it does
+        not."""
         try:
             twin = make_twin(self._model) if alone.model is self._model else alone
             prove_prepacking(verdict.way, twin.as_generated() if verdict.is_generated else twin)
@@ -216,7 +217,7 @@ class _Search:
     # --------------------------------------------------------------------------------------- the model itself
 
     def _prepare(self, verdict: Verdict, proved_on: str) -> Choice:
-        """Make the model ready. Raises `ModelError` if it does not give its plain results."""
+        """Prepare the model. Raises `ModelError` if it does not give its plain results."""
         model, config, way = self._model, self._config, verdict.way
         is_large = self._is_large and proved_on != ITSELF
         if way != PACKED:
@@ -247,7 +248,7 @@ class _Search:
 
 @contextmanager
 def _no_tensor_float(device: torch.device) -> Iterator[None]:
-    """Inside, float32 is float32 on a GPU, too. (For the whole process: who computes meanwhile does so more slowly.)"""
+    """Inside, a GPU computes float32 without TF32. This holds for the whole process: others compute more slowly."""
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""Limits that no short proof sees: what a configuration says about long sequences."""
+"""Limits that a short proof cannot see: what a configuration says about long sequences."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,16 @@ from inflight.execution.attention import AttentionSpec
 from inflight.execution.hf.longrope import longrope_length
 
 UNNAMED_LIMIT = 32_768
-"""Tokens that a sequence may have where the model names no limit, and attention is its own."""
+"""The longest sequence, in tokens, of a model that names no limit and does its own attention."""
 
 
 def packed_limit(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> tuple[int, list[str]]:
-    """The longest sequence that is surely exact in a packed row, and why it is shorter than the model's own limit, if
-    it is. Raises `ModelError` for a model that makes its windows by masks that it would have to be given."""
+    """The longest sequence, in tokens, that is exact in a packed row, and notes that say why if this is less than the
+    model's own limit. Raises `ModelError` if the model makes its sliding window by a mask and does not tell attention.
+
+    Args:
+        specs: of the model's attention calls.
+    """
     config = model.config.get_text_config()
     limit = int(getattr(config, "max_position_embeddings", None) or 2**20)
     window = getattr(config, "sliding_window", None)
@@ -31,13 +35,14 @@ def packed_limit(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> tupl
 
 
 def max_row_len(config: PreTrainedConfig) -> int | None:
-    """Llama 4 tunes attention's temperature, from `floor_scale` on, by a token's place in the row, not its position."""
+    """The longest row, in tokens, that is exact; None: any. Llama 4 scales attention by a token's place in the row
+    instead of its position, from place `floor_scale` on."""
     tunes = getattr(config, "attn_temperature_tuning", False) and config.model_type == "llama4_text"
     return int(config.floor_scale) - 1 if tunes else None
 
 
 def own_limit(config: PreTrainedConfig) -> tuple[int, list[str]]:
-    """The longest sequence of a model whose attention is its own, and what is to be said about it."""
+    """The longest sequence, in tokens, of a model that does its own attention, and a note if that is a guess."""
     limit = getattr(config, "max_position_embeddings", None)
     if isinstance(limit, int) and limit > 0:
         return limit, []
@@ -45,8 +50,8 @@ def own_limit(config: PreTrainedConfig) -> tuple[int, list[str]]:
 
 
 def depends_on_row(config: PreTrainedConfig) -> str | None:
-    """What of a model depends on where a token stands in its row, or on the longest sequence there; None: nothing that
-    is known."""
+    """Why the model's results depend on a token's place in the row or on the longest sequence of a batch; None: as far
+    as is known, they do not."""
     if longrope_length(config) is not None:
         return "its position embeddings depend on the longest sequence of a batch (LongRoPE)"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):

@@ -1,7 +1,7 @@
-"""Executors that leave attention to the model: which of their ways are exact (rows, sequential, recomputed), and what
-makes a model ready to run so.
+"""The ways that leave attention to the model (rows, sequential, recomputed): finds one that is exact, and prepares the
+model for it.
 
-Where a model with a cache gives other logits than in one forward pass, what `model.generate` sees is right.
+If a model with a cache gives other logits than in one forward pass, those that `model.generate` sees count as right.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,12 +35,11 @@ from inflight.execution.weights.linears import LetGo, prepack_linears
 from inflight.execution.weights.prepacked_linear import can_prepack
 
 MISTAKEN = 0.7
-"""A relative error that says something is wrong; unless rounding makes as much of a model, then it says nothing."""
+"""A relative error of logits that shows a mistake, unless rounding alone can be as large: then it shows nothing."""
 ROUNDED = 0.2
-"""The relative error of logits that rounding explains in low precision, where only a mistake is looked for: the proof
-is on a twin."""
+"""The relative error of logits that is allowed in low precision. It finds mistakes only; the proof is on a twin."""
 PREPACKING_RUN_LENGTH = 12
-"""Tokens of the pass in which it is looked for which linear layers run together."""
+"""Tokens of the forward pass that shows which linear layers can run as one."""
 
 WAYS = {
     "rows": (Way("rows", pads=True), Way("rows"), Way("rows", in_one_piece=True)),
@@ -50,7 +49,7 @@ RECOMPUTED = Way("sequential", in_one_piece=True, uses_cache=False)
 
 
 def make_executor(way: Way, model: PreTrainedModel, block_size: int, num_slots: int) -> Executor:
-    """The executor. Raises `ModelError` if the model's cache does not allow it."""
+    """The executor that runs `model` this way. Raises `ModelError` if it cannot handle the model's cache."""
     if way.executor == "rows":
         return RowsExecutor(model, block_size, num_slots, in_one_piece=way.in_one_piece, pads=way.pads)
     return SequentialExecutor(model, in_one_piece=way.in_one_piece, uses_cache=way.uses_cache)
@@ -62,15 +61,15 @@ def make_executor(way: Way, model: PreTrainedModel, block_size: int, num_slots: 
 def find_way(
     plain: PlainModel, executors: Sequence[str], others: Mapping[str, str], failed: Sequence[Verdict] = ()
 ) -> Verdict:
-    """The first exact way of the first of `executors` that has one.
+    """The first way that is exact, in the order of `executors`.
 
     Args:
-        plain: what it is proved on: a model in full precision, with its effect.
-        others: why those that were tried before are not exact.
-        failed: what the model itself does not stand.
+        plain: a model in full precision to prove the ways on, with its effect.
+        others: why executors that were tried before are not exact, by name.
+        failed: verdicts that turned out to be wrong for the model itself.
 
     Raises:
-        ModelError: with all reasons, if none is exact.
+        ModelError: no way is exact; with all reasons.
     """
     reasons = dict(others)
     not_again = {(verdict.way, verdict.is_generated) for verdict in failed}
@@ -79,9 +78,9 @@ def find_way(
         try:
             return _first_of(ways, plain, reasons)
         except ModelError as error:
-            if ways:  # else it was said why not of each
+            if ways:  # otherwise `others` says why each of them failed
                 reasons[executor] = str(error)
-    with suppress(ModelError):  # what has failed says more
+    with suppress(ModelError):  # the reasons so far say more
         ways = [way for executor in executors for way in WAYS[executor] if (way, True) not in not_again]
         return _first_as_generated(plain, ways, others)
     if "sequential" in executors and (RECOMPUTED, False) not in not_again:
@@ -91,14 +90,14 @@ def find_way(
 
 
 def _first_as_generated(plain: PlainModel, ways: Sequence[Way], others: Mapping[str, str]) -> Verdict:
-    """The same, with what `model.generate` sees for what is right."""
+    """The first of `ways` that gives what `model.generate` sees."""
     generated = plain.as_generated()
     difference = max(map(relative_error, generated.logits, plain.logits))
     said = {
         "as in one forward pass": f"with a cache of its own the model gives others by {difference:.1e}, as here; a "
         "sequence that was preempted is computed anew as a prompt"
     }
-    # The last token of a prompt, by itself, would be computed as one that follows it.
+    # In pieces, a prompt's last token may come alone, and would be computed like a token after the prompt.
     whole = [way for way in ways if way.in_one_piece]
     return replace(_first_of(whole, generated, said | dict(others)), is_generated=True)
 
@@ -116,7 +115,7 @@ def _first_of(ways: Sequence[Way], plain: PlainModel, reasons: Mapping[str, str]
 
 
 def _prove(way: Way, plain: PlainModel) -> None:
-    """Raise `ModelError` if a way is not exact."""
+    """Raise `ModelError` unless the way is exact."""
     why_not = depends_on_row(plain.model.config.get_text_config())
     if why_not is not None and not (way.executor == "sequential" and way.in_one_piece):
         raise ModelError(why_not)
@@ -125,8 +124,8 @@ def _prove(way: Way, plain: PlainModel) -> None:
 
 
 def prove_prepacking(way: Way, twin: PlainModel) -> None:
-    """Raise an error if prepacking changes what a twin gives. (A model may read a weight in its own way, and prepacking
-    cannot be undone: nothing can be proved on this twin any more.)"""
+    """Raise an error if prepacking changes what a twin gives, as it does where a model reads a weight in its own way.
+    Prepacking cannot be undone, so nothing else can be proved on this twin."""
     as_it_was = twin.given_by(_small(way, twin))
     prepack_weights(twin.model)
     compare(_small(way, as_it_was), as_it_was, _tolerance(twin))
@@ -137,7 +136,7 @@ def _tolerance(plain: PlainModel) -> float:
 
 
 def _small(way: Way, plain: PlainModel) -> Executor:
-    """An executor for a proof."""
+    """The executor over a small cache, for a proof."""
     return make_executor(way, plain.model, PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS)
 
 
@@ -147,16 +146,16 @@ def _small(way: Way, plain: PlainModel) -> Executor:
 def prepare_own_attention(
     model: PreTrainedModel, verdict: Verdict, *, is_large: bool = False, let_go: LetGo | None = None
 ) -> ProbeReport:
-    """Make a model that was proved fast, and hold it against its plain results.
+    """Prepack a model for the way that was proved, and compare it with its plain results.
 
     Args:
         model: ours alone, in evaluation mode, on its device, with an attention implementation of its own.
-        is_large: whether to hold it against its plain results in short.
-        let_go: called with each weight that was prepacked and is not needed any more.
+        is_large: whether the comparison is short.
+        let_go: called with each weight as soon as it is prepacked.
 
     Raises:
-        ModelError: it does not give its plain results.
-        RuntimeError: not with prepacked weights, so that there is no way back to a model that others could run.
+        ModelError: the model does not give its plain results.
+        RuntimeError: it does not give them after prepacking, which cannot be undone for another executor.
     """
     way = verdict.way
     with as_model_error(f"{type(model).__name__} does not run as {way}: "):
@@ -189,8 +188,7 @@ def prepare_own_attention(
 
 
 def _compare(way: Way, plain: PlainModel) -> float:
-    """The relative error of the model itself: as much is allowed as rounding may do to it. Raises `ModelError` if there
-    is more."""
+    """The relative error of the model itself. Raises `ModelError` if it is more than rounding explains."""
     usual = FULL_PRECISION.logits if precision_of(plain.model) is FULL_PRECISION else ROUNDED
     tolerance = max(usual, NOISE_MARGIN * plain.noise)
     return compare(_small(way, plain), plain, tolerance if tolerance < MISTAKEN else inf)
@@ -198,7 +196,7 @@ def _compare(way: Way, plain: PlainModel) -> float:
 
 @torch.inference_mode()
 def prepack_weights(model: PreTrainedModel, let_go: LetGo | None = None) -> None:
-    """Replace experts and linear layers by prepacked ones."""
+    """Replace the experts and linear layers of `model` by prepacked ones; `let_go` is called with each weight."""
     tokens = torch.arange(PREPACKING_RUN_LENGTH, device=model.device)[None] % num_embeddings(model)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     with watch_linears(model) as calls:

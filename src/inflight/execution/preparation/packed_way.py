@@ -1,16 +1,16 @@
-"""The packed row: the proof that a model runs so, and what makes it ready to.
+"""The packed way: proves that a model runs as a packed row, and prepares it to.
 
-A dry forward pass finds the attention calls; then two short prompts run through the plain model one by one, and packed:
-in chunks, mixed, over scattered blocks. Three things must hold:
+A dry forward pass finds the attention calls. Then the prompts of `proof` run plainly and packed, and three things must
+hold:
 
-- *Each attention module* gives the plain module's output, from the plain model's own inputs (its output is replaced by
-  the plain one before it goes on, so that rounding does not pile up and no router is tipped). A randomly initialised
-  model's logits barely depend on its context, its attention outputs always do.
-- *The logits* then are the plain model's.
-- *Isolation*: other tokens in the neighbouring sequence change nothing. A state that runs along the row (a convolution,
-  a state space, a linear attention) shows itself here.
+- *Each attention module* gives the plain module's output for the plain model's inputs: its output is replaced by the
+  plain one before it goes on, so that rounding does not accumulate and no router chooses otherwise. The logits of a
+  randomly initialised model barely depend on the context; attention outputs always do.
+- *The logits* are then the plain model's.
+- *Isolation*: other tokens in the neighbouring sequence change nothing. Any state that runs along the row (a
+  convolution, a state space, linear attention) fails this.
 
-What is made ready gets its weights prepacked (`linears`, `experts`) and is held against its plain results.
+To prepare a model, its weights are prepacked, and the result is compared with the plain one again.
 """
 
 import inspect
@@ -61,15 +61,14 @@ from inflight.execution.weights.linears import LetGo, prepack_linears
 INVARIANCE_LENGTHS = (18, 4)
 ALONE: Sequence[Step] = (((0, 0, 18),),)
 IN_PIECES: Sequence[Step] = (((1, 0, 2), (0, 0, 17)), ((0, 17, 18), (1, 2, 4)))
-"""The first prompt at once, and in two pieces, each beside a piece of the second."""
+"""What must give the first prompt the same bits: to run at once and alone, or in pieces beside a second prompt."""
 MakeBackend: TypeAlias = Callable[[int], AttentionBackend]
-"""For a block size."""
+"""Makes a backend for a block size."""
 
 
 def prove_packed(model: PreTrainedModel, make_backend: MakeBackend) -> None:
-    """Prove that `model`, which is ours alone, runs packed. Raises `ModelError` with the reason if it does not.
-
-    Which attention function it calls is changed."""
+    """Prove that `model`, which is ours alone, runs packed. Raises `ModelError` with the reason if it does not. The
+    model is left calling our attention function."""
     with _refusing(model):
         proof = PackedProof(model, DRY_RUN_LENGTH)
         executor = proof.executor(make_backend)
@@ -87,19 +86,18 @@ def prepare_packed(
     is_large: bool = False,
     let_go: LetGo | None = None,
 ) -> ProbeReport:
-    """Make a model of which this was proved fast, hold it against its plain results, and leave it ready to run packed.
+    """Prepack a model that was proved to run packed, compare it with its plain results, and leave it ready to run.
 
     Args:
         model: ours alone, in evaluation mode, on its device.
-        make_backend: gives an attention backend for a block size.
-        weight_format: what its weights are prepacked as.
-        rounds_cache: whether the backend keeps less of keys and values than it is given.
-        is_large: whether to hold it against its plain results in short.
-        let_go: called with each weight that was prepacked and is not needed any more.
+        weight_format: of the prepacked weights.
+        rounds_cache: whether the backend stores keys and values in lower precision.
+        is_large: whether the comparison is short.
+        let_go: called with each weight as soon as it is prepacked.
 
     Raises:
-        ModelError: it does not give its plain results.
-        RuntimeError: not with prepacked weights, so that there is no way back to a model that others could run.
+        ModelError: the model does not give its plain results.
+        RuntimeError: it does not give them after prepacking, which cannot be undone for another executor.
     """
     with _refusing(model):
         workload = IN_SHORT if is_large else PROOF
@@ -140,14 +138,14 @@ def _refusing(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 
 class PackedProof:
-    """Holds the packed row against what the model computes when it runs as `transformers` runs it.
+    """Compares the packed row with what the model computes when `transformers` runs it.
 
     Args:
         model: ours alone. It is left calling our attention function.
-        dry_run_length: tokens of the pass in which its attention calls are looked for.
+        dry_run_length: tokens of the forward pass that finds the attention calls.
 
     Raises:
-        ModelError: it cannot be packed, by its signature or by its attention calls; or its logits are not finite.
+        ModelError: the model's signature or its attention calls rule a packed row out, or its logits are not finite.
     """
 
     def __init__(self, model: PreTrainedModel, dry_run_length: int, workload: Workload = PROOF) -> None:
@@ -169,7 +167,7 @@ class PackedProof:
         use_attention(model, "inflight")
         num_calls = len(seen) // 2
         self._outputs = list(zip(seen[:num_calls], seen[num_calls:], strict=True))
-        """What each call of an attention module returned for each prompt: `[L, …]`."""
+        """For each call of an attention module, what it returned for each prompt, `[L, …]`."""
         self.vocab_size = self._plain.vocab_size
 
     def executor(self, make_backend: MakeBackend) -> PackedExecutor:
@@ -221,8 +219,7 @@ class PackedProof:
 
 
 def _is_batch_invariant(executor: PackedExecutor, vocab_size: int) -> bool:
-    """Whether a sequence's logits are the same bits computed at once and alone, and in pieces beside another one, as
-    far as a short one shows it."""
+    """Whether a sequence gets the same bits of logits alone and in company, as far as a short one shows it."""
     if not executor.backend.is_batch_invariant:
         return False
     prompts, device = draw_prompts(vocab_size, INVARIANCE_LENGTHS), executor.model.device

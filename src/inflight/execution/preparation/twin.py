@@ -1,8 +1,9 @@
-"""A model's twin: small, in float32, of the same class and configuration but for sizes, and sensitive to its context.
+"""A model's twin: a small float32 model of the same class and configuration, except for sizes, and with random weights
+that make it sensitive to its context.
 
-What cannot be proved on the model itself, because its precision hides it or it is too large, is proved on the twin.
-Decides what is made smaller: the number of layers, as long as there is one of each kind; the vocabulary; the number of
-experts; and the width, by fewer heads of the same size. A class that does not allow one of these keeps what it has.
+It stands in for a model that is too large to prove anything on, or whose precision would hide errors. Decides what to
+cut: layers, as long as one of each kind is left; the vocabulary; experts; and the width, by fewer heads of the same
+size. A cut that the class does not allow is not made.
 """
 
 import copy
@@ -21,24 +22,26 @@ from inflight.execution.preparation.proof import NotCausalError, PlainModel
 VOCAB_SIZE = 512
 MIN_LAYERS = 2
 MAX_HEADS = 4
-"""In two groups, if heads share keys and values."""
+"""In two groups, if several heads share keys and values."""
 MIN_WIDTH = 64
 WIDTHS, NO_WIDTHS = ("hidden", "embd", "embed", "model", "dim"), ("head_dim", "max_position_embeddings")
-"""What the names of numbers contain that are as wide as the hidden state, or times as wide; and some that are not."""
+"""Words in the names of sizes that are multiples of the hidden size; and names that contain them but are not."""
 MAX_EXPERTS = 16
 MAX_PARAMETERS = 1_000_000_000
 FACTORS = (1.0, 4.0, 8.0, 16.0)
-"""What matrices are multiplied with until the context matters."""
+"""Matrices are multiplied by one of these, the first with which the context matters."""
 ENOUGH = 1e-2
+"""The effect of the context, as a relative error of logits, that a twin must have."""
 SLOW = -4.0
-"""The bias of a state space's time steps; some begin with one that lets them forget at once."""
+"""The bias of a state space's time steps. With their initial one, some forget everything at once."""
 
 
 def make_twin(model: PreTrainedModel) -> PlainModel:
-    """A twin, and what it gives, with its effect.
+    """A twin of `model`, run plainly, with its effect.
 
     Raises:
-        ModelError: none can be made; as `NotCausalError` if the model is no causal language model.
+        NotCausalError: the model is no causal language model.
+        ModelError: no twin can be made.
     """
     reasons = []
     for cuts in CHOICES_OF_CUTS:
@@ -77,7 +80,7 @@ def _sensitive(model: PreTrainedModel, config: PreTrainedConfig) -> PlainModel:
 # ------------------------------------------------------------------------------------------- what is cut
 
 Cut: TypeAlias = Callable[[PreTrainedConfig, PreTrainedModel], None]
-"""Makes something smaller in a configuration of a model."""
+"""Reduces some sizes in a configuration, in place, for a twin of the model."""
 
 
 def _smaller(model: PreTrainedModel, cuts: Sequence[Cut]) -> PreTrainedConfig:
@@ -94,7 +97,7 @@ def _integers(config: PreTrainedConfig) -> list[tuple[str, int]]:
 
 
 def _number(config: PreTrainedConfig, name: str) -> int | None:
-    """None as well if each layer has its own, which cannot be asked for."""
+    """A size in the configuration; None if it has none, or another one for each layer (which raises when read)."""
     try:
         value = getattr(config, name)
     except Exception:
@@ -103,7 +106,8 @@ def _number(config: PreTrainedConfig, name: str) -> int | None:
 
 
 def _fewer_layers(config: PreTrainedConfig, model: PreTrainedModel, of_each_kind: int = 1) -> None:
-    """So few of the first ones as have so many of each kind; of those that share keys and values once more as many."""
+    """Keep the first layers, until there are `of_each_kind` of every kind. If some layers share the keys and values of
+    others, keep twice as many, and let the second half share."""
     num_layers, left = model.config.get_text_config().num_hidden_layers, _num_first(model, of_each_kind)
     if getattr(config, "num_kv_shared_layers", None):
         config.num_kv_shared_layers, left = left, 2 * left
@@ -116,7 +120,8 @@ def _fewer_layers(config: PreTrainedConfig, model: PreTrainedModel, of_each_kind
 
 
 def _num_first(model: PreTrainedModel, of_each_kind: int) -> int:
-    """How many of the first layers have so many of each kind: by the modules they are made of, and by their type."""
+    """How many of the first layers include `of_each_kind` of every kind, or all that there are. A layer's kind is its
+    type and the classes of its modules."""
     config = model.config.get_text_config()
     kinds: list[object] = list(getattr(config, "layer_types", None) or [None] * config.num_hidden_layers)
     for module in model.modules():
@@ -127,7 +132,7 @@ def _num_first(model: PreTrainedModel, of_each_kind: int) -> int:
 
 
 def _layers_in_pairs(config: PreTrainedConfig, model: PreTrainedModel) -> None:
-    """Of classes whose layers share weights with others of their kind."""
+    """Keep two layers of each kind, for classes whose layers share weights with others of their kind."""
     _fewer_layers(config, model, of_each_kind=2)
 
 
@@ -148,11 +153,11 @@ def _fewer_experts(config: PreTrainedConfig, model: PreTrainedModel) -> None:
 
 
 def _narrower(config: PreTrainedConfig, model: PreTrainedModel) -> None:
-    """Fewer heads of the same size, two groups of them at least if there are groups, and all else narrower by as much.
-    Of a state space without heads only the width is cut."""
+    """Keep fewer heads of the same size, in at least two groups if there are groups, and make everything else narrower
+    by the same factor. In a state space without heads, only the width is cut."""
     width, head_size = _number(config, "hidden_size"), _number(config, "head_dim")
     num_heads = _number(config, "num_attention_heads") or _number(config, "num_heads")
-    if width is None:  # of a configuration around the text model's
+    if width is None:  # a configuration that wraps the text model's
         return
     if num_heads is None:
         num_heads = num_groups = width
@@ -161,7 +166,7 @@ def _narrower(config: PreTrainedConfig, model: PreTrainedModel) -> None:
         num_groups = _number(config, "num_key_value_heads") or num_heads
         groups_left = min(num_groups, MAX_HEADS if num_groups == num_heads else 2)
         left = groups_left * min(num_heads // num_groups, MAX_HEADS // groups_left)
-    # Whether heads are no parts of the width, or of several. (In a state space: of what it is expanded to.)
+    # Whether the heads' size is independent of the width. (A state space splits its expanded width into heads.)
     is_free = head_size is not None and head_size * num_heads % width > 0 and hasattr(config, "num_attention_heads")
     new_width = min(width, max(MIN_WIDTH, left * (MIN_WIDTH if is_free else width // num_heads)))
     for name, value in _integers(config):
@@ -182,4 +187,4 @@ def _narrower(config: PreTrainedConfig, model: PreTrainedModel) -> None:
 
 CUTS: tuple[Cut, ...] = (_fewer_layers, _fewer_words, _fewer_experts, _narrower)
 CHOICES_OF_CUTS = (CUTS, (_layers_in_pairs, *CUTS[1:]), *combinations(CUTS, len(CUTS) - 1), CUTS[:2], CUTS[:1], ())
-"""All that a class may allow, the smallest first."""
+"""Sets of cuts to try in turn, until the class allows one; the smallest twin first."""

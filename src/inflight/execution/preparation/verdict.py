@@ -1,8 +1,8 @@
-"""What a proof has shown, as plain data; and the folder in which what twins have shown is remembered.
+"""What a proof has shown, as plain data, and a folder that remembers what twins have shown.
 
-A twin has random weights: what it shows holds for every model of its class and configuration, as long as the versions
-of all code concerned are the same. So a model need not be proved anew whenever it is loaded; that its own results are
-its plain ones is looked at every time.
+A twin has random weights, so what it shows holds for every model of its class and configuration, as long as no code
+changes that is involved. The proof is therefore not repeated at every load. (The comparison of the model itself with
+its plain results is.)
 """
 
 import hashlib
@@ -29,8 +29,9 @@ from inflight.execution.weights.prepacked_linear import can_prepack
 logger = logging.getLogger(__name__)
 
 NOT_OF_THE_SHAPE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
-"""Of a configuration: what a twin does not look at."""
+"""Entries of a configuration that make no difference to a twin."""
 SOURCES = Path(__file__).parents[1]
+"""The code that decides how a model runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,10 @@ class Way:
     """A way of running a model.
 
     Attributes:
-        executor: its name.
-        pads: whether beginnings of different lengths run together.
-        in_one_piece: whether prompts are only run whole.
-        uses_cache: whether anything is kept.
+        executor: "packed", "rows" or "sequential".
+        pads: whether beginnings of different lengths run together, padded.
+        in_one_piece: whether prompts only run whole.
+        uses_cache: whether the model keeps anything between steps.
     """
 
     executor: str
@@ -60,10 +61,10 @@ class Verdict:
     """What a proof has shown.
 
     Attributes:
-        way: the first exact one.
-        reasons: why not as would have been better, by how.
-        is_generated: whether exact means as `model.generate` sees.
-        why_not_prepacked: what packing its weights would spoil; None: nothing.
+        way: the first that is exact.
+        reasons: why better ways are not exact, by the way in words.
+        is_generated: whether "exact" means what `model.generate` sees.
+        why_not_prepacked: why prepacking would change the results; None: it does not.
     """
 
     way: Way
@@ -72,22 +73,22 @@ class Verdict:
     why_not_prepacked: str | None = None
 
     def to_json(self) -> str:
-        """One line."""
+        """The verdict in one line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> "Verdict":
-        """What `to_json` gave. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
+        """The inverse of `to_json`. Raises `ValueError`, `TypeError` or `KeyError` for any other line."""
         values = json.loads(line)
         return cls(**(values | {"way": Way(**values["way"])}))
 
 
 class VerdictCache:
-    """Verdicts in files, each named by a digest of all that it depends on. A folder that cannot be read or written is
-    like an empty one.
+    """Verdicts in files, each named by a digest of everything that the verdict depends on. A folder that cannot be read
+    or written counts as empty.
 
     Args:
-        folder: where they are; None: nothing is remembered.
+        folder: None remembers nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -95,12 +96,12 @@ class VerdictCache:
 
     @property
     def remembers(self) -> bool:
-        """Whether anything is kept."""
+        """Whether there is a folder."""
         return self._folder is not None
 
     @classmethod
     def of_the_user(cls) -> "VerdictCache":
-        """In the folder where the kernels are kept; nowhere if `INFLIGHT_REMEMBER_VERDICTS` is 0."""
+        """The one beside the user's kernels; remembers nothing if `INFLIGHT_REMEMBER_VERDICTS` is 0."""
         if os.environ.get("INFLIGHT_REMEMBER_VERDICTS") == "0":
             return cls(None)
         try:
@@ -109,7 +110,7 @@ class VerdictCache:
             return cls(None)
 
     def find(self, key: str | None) -> Verdict | None:
-        """The verdict of this key, if there is one."""
+        """The verdict for a key, if it is remembered."""
         if self._folder is None or key is None:
             return None
         try:
@@ -118,7 +119,7 @@ class VerdictCache:
             return None
 
     def keep(self, key: str | None, verdict: Verdict) -> None:
-        """For the next time."""
+        """Remember a verdict for the next load."""
         if self._folder is None or key is None:
             return
         try:
@@ -131,15 +132,15 @@ class VerdictCache:
             logger.info("what the proof has shown cannot be remembered: %s", error)
 
     def forget(self, key: str | None) -> None:
-        """It has proved to be wrong."""
+        """Remove a verdict that turned out to be wrong."""
         if self._folder is not None and key is not None:
             with suppress(OSError):
                 (self._folder / f"{key}.json").unlink(missing_ok=True)
 
 
 def verdict_key(model: PreTrainedModel, config: EngineConfig) -> str | None:
-    """A digest of all that the verdict on a model's twin depends on; None if there is something that cannot be looked
-    into, such as a class that was written in a notebook."""
+    """A digest of everything that the verdict on a model's twin depends on; None if some of it cannot be read, such as
+    the source of a class that was written in a notebook."""
     try:
         return _digest(model, config)
     except Exception as error:
@@ -164,13 +165,13 @@ def _digest(model: PreTrainedModel, config: EngineConfig) -> str:
 
 
 def _code_of(model: PreTrainedModel) -> list[Path]:
-    """The files of its class, of all that it is derived from, and of its modules'."""
+    """The files that define its class, the base classes, and the classes of its modules."""
     classes = {*type(model).__mro__[:-1], *map(type, model.modules())}
     return sorted({Path(inspect.getsourcefile(each) or "") for each in classes})
 
 
 def _own_code() -> list[Path]:
-    """Whoever changes how a model is run wants it proved anew."""
+    """Our own files: any change to how a model runs asks for a new proof."""
     return sorted(path for path in SOURCES.rglob("*") if path.suffix in (".py", ".cpp", ".h"))
 
 

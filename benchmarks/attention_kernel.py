@@ -1,18 +1,18 @@
-"""The attention kernel alone: how close decodes come to reading the cache once, what sharing is worth, and prefill.
+"""The attention kernel alone: how close decodes come to reading the cache once, what sharing gains, and prefill.
 
 python benchmarks/attention_kernel.py [--repeats 9] [--write]
 
-- Decode: 32 sequences of 1,024 tokens; bytes of keys and values that must be read, over the time, as a share of the
-  read bandwidth of this machine.
-- A shared prefix: 16 sequences, each with a block of its own behind a prefix so long that 16 copies of it are four
-  times the last-level cache: copies, against the same blocks for all. "One by one" is what sharing inside the kernel is
-  held against: each sequence in a step of its own over the shared blocks, which finds them in the processor's cache as
-  a kernel would that does not share. (The kernel itself has no switch to turn sharing off.)
-- Prefill: one span of 2,048 tokens; its causal products only, in GFLOP/s, beside those of a linear layer.
+- Decode: 32 sequences of 1,024 tokens; the bytes of keys and values that must be read, divided by the time, as a share
+  of this machine's read bandwidth.
+- A shared prefix: 16 sequences, each with a block of its own after a prefix so long that 16 copies of it are four times
+  as large as the last-level cache: copies, against the same blocks for all. "One by one" is the baseline for sharing
+  inside the kernel: each sequence in a step of its own over the shared blocks, which finds them in the processor's
+  cache, as a kernel without sharing would. (The kernel has no switch that turns sharing off.)
+- Prefill: one span of 2,048 tokens; only its causal products, in GFLOP/s, next to those of a linear layer.
 
-In decodes a layer's cache is as cold as in a real step: several layers, four last-level caches in all, take turns (two
-do in a prefill, where arithmetic decides). Bandwidth and arithmetic are measured between the repetitions; medians are
-told. Nothing but attending is timed: the cache's content is made up.
+In decodes a layer's cache is as cold as in a real step: several layers, with four times the last-level cache in all,
+take turns (two in a prefill, which is bound by arithmetic). Bandwidth and arithmetic are measured between the
+repetitions; medians are reported. Only attention is timed; the cache has synthetic content.
 """
 
 import argparse
@@ -54,7 +54,7 @@ PREFILL_LENGTH = 2048
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One layer's decodes over caches of their own."""
+    """One layer's decodes, each sequence with its own cache."""
 
     heads: str
     dtype: str
@@ -69,7 +69,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """One layer's decodes of sequences with the same prefix, three times: seconds of each way."""
+    """Seconds of one layer's decodes of sequences with a common prefix, in three ways."""
 
     heads: str
     dtype: str
@@ -94,12 +94,12 @@ Results: TypeAlias = Mapping[str, Sequence[Decode] | Sequence[SharedPrefix] | Se
 
 
 class Scene:
-    """A step over made-up caches of several layers.
+    """A step over synthetic caches of several layers.
 
     Args:
         tables: the blocks of each sequence; all have the same number.
-        num_tokens: of each sequence, those of the step included.
-        num_queries: of each sequence, its last ones.
+        num_tokens: tokens of each sequence, including those of the step.
+        num_queries: how many of each sequence's last tokens are queries.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Scene:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of keys and values in one layer."""
+        """Bytes of keys and values in one layer."""
         return self.backend.bytes_per_block(self.spec) / BLOCK_SIZE
 
     def attend(self) -> float:
@@ -161,7 +161,7 @@ class Scene:
 
 
 def measure_decode(heads: str, dtype: str, repeats: int) -> Decode:
-    """32 sequences of 1,024 tokens."""
+    """Measures decodes of 32 sequences of 1,024 tokens."""
     scene = Scene(HEADS[heads], DTYPES[dtype], _scattered(NUM_DECODES, DECODE_CONTEXT), DECODE_CONTEXT)
     meter = MachineMeter(torch.float32, PLAIN)
     (seconds,) = _medians(repeats, meter.measure, scene.attend)
@@ -170,7 +170,7 @@ def measure_decode(heads: str, dtype: str, repeats: int) -> Decode:
 
 
 def measure_shared_prefix(heads: str, dtype: str, repeats: int) -> SharedPrefix:
-    """16 sequences with a prefix in common, and a block of their own each."""
+    """Measures decodes of 16 sequences with a common prefix and one block of their own each."""
     spec = HEADS[heads]
     bytes_per_tile = CpuAttention(DTYPES[dtype], BLOCK_SIZE).bytes_per_block(spec) * TILE_SIZE // BLOCK_SIZE
     num_tiles = -(-CACHES_OF_COPIES * last_level_cache_bytes() // (NUM_SHARING * bytes_per_tile))
@@ -185,7 +185,7 @@ def measure_shared_prefix(heads: str, dtype: str, repeats: int) -> SharedPrefix:
 
 
 def measure_prefill(heads: str, dtype: str, repeats: int) -> Prefill:
-    """One span of 2,048 tokens."""
+    """Measures a prefill of one span of 2,048 tokens."""
     spec = HEADS[heads]
     scene = Scene(spec, DTYPES[dtype], _scattered(1, PREFILL_LENGTH), PREFILL_LENGTH, PREFILL_LENGTH)
     meter = MachineMeter(scene.queries.dtype, PLAIN)
@@ -196,7 +196,7 @@ def measure_prefill(heads: str, dtype: str, repeats: int) -> Prefill:
 
 
 def _medians(repeats: int, between: Callable[[], None], *ways: Callable[[], float]) -> list[float]:
-    """The median of what each way returns, in turn; the first time does not count."""
+    """Runs all ways in turn and returns the median result of each; the first run does not count."""
     seconds: list[list[float]] = [[] for _ in ways]
     for _ in range(repeats + 1):
         between()
@@ -206,7 +206,7 @@ def _medians(repeats: int, between: Callable[[], None], *ways: Callable[[], floa
 
 
 def _scattered(num_sequences: int, num_tokens: int) -> list[list[int]]:
-    """Tables of as many blocks as the tokens need, no block twice, in no order."""
+    """Returns block tables with as many blocks as the tokens need, each block used once, in random order."""
     blocks_each = -(-num_tokens // BLOCK_SIZE)
     blocks = list(range(num_sequences * blocks_each))
     random.Random(0).shuffle(blocks)
@@ -222,7 +222,7 @@ def _packed(spans: Sequence[Span], tables: Sequence["array[int]"]) -> RaggedBatc
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading and a table."""
+    """Returns a heading and a table."""
 
     title: str
     headings: tuple[str, ...]
@@ -297,7 +297,7 @@ def machine_description() -> dict[str, str]:
 
 
 def write_report(machine: dict[str, str], sections: Sequence[Section], results: Results) -> None:
-    """`results/attention-kernel.json` and `.md`."""
+    """Writes `results/attention-kernel.json` and `.md`."""
     setting = [f"- {name}: {value}" for name, value in machine.items()]
     summary = "`python benchmarks/attention_kernel.py --write`; its first lines say what is measured and how."
     lines = ["# The attention kernel alone", "", summary, "", *setting, ""]
@@ -310,8 +310,8 @@ def write_report(machine: dict[str, str], sections: Sequence[Section], results: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The attention kernel alone, against this machine.")
-    parser.add_argument("--repeats", type=int, default=9, help="of each measurement; medians are told")
-    parser.add_argument("--write", action="store_true", help="write the results below benchmarks/results")
+    parser.add_argument("--repeats", type=int, default=9, help="repetitions of each measurement; medians are reported")
+    parser.add_argument("--write", action="store_true", help="write the results to benchmarks/results")
     arguments = parser.parse_args()
     if not kernels_available():
         sys.exit("the kernels cannot be built here")

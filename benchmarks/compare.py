@@ -1,13 +1,13 @@
-"""Side by side with other engines, on this machine's CPU: the same requests, each engine in its own process.
+"""Compares inflight with other engines on this machine's CPU: the same requests, each engine in its own process.
 
 python benchmarks/compare.py --install openvino,vllm,llamacpp,ctranslate2
 python benchmarks/compare.py --model gpt2 --dtype bfloat16 --peers hf-static,hf-continuous,openvino,vllm
 
-For each workload (`workloads.py`) all engines are loaded, each runs one round to warm up, and then rounds are
-interleaved: every engine runs the same requests once in each, in an order that shifts from round to round, while all
-others are stopped. Medians, ratios, memory and latencies are printed, and written as Markdown, JSON and a picture.
+For each workload (`workloads.py`) all engines are loaded and each runs one warm-up round. Then rounds are interleaved:
+in each round every engine runs the same requests once, in an order that shifts from round to round, while all others
+are stopped. Medians, ratios, memory and latencies are printed, and written as Markdown, JSON and a picture.
 
-How a peer is run is decided by its runner below `peers/`; its versions by its file of requirements there.
+A peer's runner in `peers/` decides how the peer is run; its requirements file there decides its versions.
 """
 
 import argparse
@@ -36,7 +36,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 LOGS = FOLDER / ".logs"
 WARM_UP_ROUND = -1
 QUIET = 0.1
-"""Cores that others may take of the machine before the figures are doubted."""
+"""How many cores other processes may use before the figures are marked as doubtful."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is compared, as asked for on the command line."""
+    """What to compare, from the command line."""
 
     model: str
     dtype: str
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def enter(names: Sequence[str], plan: Plan, console: Console) -> tuple[list[Contestant], dict[str, str]]:
-    """Who takes part, with models prepared; and who does not, and why."""
+    """Returns the peers that take part, with prepared models; and those that do not, with the reasons."""
     folder = model_folder(plan.model)
     contestants, left_out = [], dict[str, str]()
     for peer in (PEERS[name] for name in dict.fromkeys(names)):
@@ -134,7 +134,7 @@ def enter(names: Sequence[str], plan: Plan, console: Console) -> tuple[list[Cont
 def run_cell(
     workload: Workload, contestants: Sequence[Contestant], left_out: dict[str, str], plan: Plan, console: Console
 ) -> CellResult:
-    """One workload: load all, warm all up, then the rounds. Who fails is left out from there on."""
+    """Runs one workload: loads all peers, warms them up, runs the rounds. A peer that fails is left out afterwards."""
     left_out, runners = dict(left_out), dict[str, Runner]()
     rounds: dict[str, list[Measured]] = {}
 
@@ -182,13 +182,13 @@ def run_cell(
 
 
 def in_turn(names: Sequence[str], round_number: int) -> list[str]:
-    """The order of a round: who began the last one ends this one."""
+    """Returns the order of a round: the peer that was first in the last round is last in this one."""
     shift = round_number % max(1, len(names))
     return [*names[shift:], *names[:shift]]
 
 
 def describe_machine() -> dict[str, str]:
-    """What the figures were measured on."""
+    """Describes the machine on which the figures were measured."""
     processor = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -214,21 +214,21 @@ def _parser() -> argparse.ArgumentParser:
     peers, workloads = ",".join(name for name in PEERS if name != OURS), ",".join(WORKLOADS)
     parser.add_argument("--model", default="gpt2", help="gpt2, qwen3-0.6b (shapes, random weights) or a model's folder")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--quantization", choices=("int8",), help="of the weights")
-    parser.add_argument("--peers", default=peers, help=f"of {peers}")
-    parser.add_argument("--workloads", default=workloads, help=f"of {workloads}")
+    parser.add_argument("--quantization", choices=("int8",), help="quantization of the weights")
+    parser.add_argument("--peers", default=peers, help=f"a comma-separated selection from {peers}")
+    parser.add_argument("--workloads", default=workloads, help=f"a comma-separated selection from {workloads}")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each engine")
     parser.add_argument("--max-batch-tokens", type=int, default=512, help="the token budget of a step")
-    parser.add_argument("--compile", choices=("off", "auto", "max"), help="for inflight alone")
-    parser.add_argument("--without-us", action="store_true", help="the peers alone")
+    parser.add_argument("--compile", choices=("off", "auto", "max"), help="only for inflight")
+    parser.add_argument("--without-us", action="store_true", help="run only the peers")
     parser.add_argument("--output-folder", type=Path, default=RESULTS)
-    parser.add_argument("--install", metavar="PEERS", help="make these peers' environments, and end")
+    parser.add_argument("--install", metavar="PEERS", help="make these peers' environments and exit")
     return parser
 
 
 def _names(text: str, known: Mapping[str, object]) -> list[str]:
-    """Names set apart by commas; ends the program at one that is not known."""
+    """Splits comma-separated names; exits at an unknown one."""
     names = [name for name in text.split(",") if name]
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"there is no {', '.join(unknown)}; known are {', '.join(known)}")

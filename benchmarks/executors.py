@@ -1,10 +1,10 @@
-"""The three ways through a model, side by side: what packing the row gains, and what stacking recurrent states does.
+"""Compares the three executors: what the packed row gains, and what stacking recurrent states gains.
 
 python benchmarks/executors.py --model gpt2 --executors packed,rows,sequential
 python benchmarks/executors.py --model qwen3-next-100m --executors rows,sequential --workload W2-16
 python benchmarks/executors.py --model qwen3-next-100m --executors rows,sequential --workload decode-16
 
-Rounds are interleaved in one process; tokens a second of `LLM.generate`, greedy, EOS ignored.
+Rounds are interleaved in one process. Reported are tokens per second of `LLM.generate`, greedy, EOS ignored.
 """
 
 import argparse
@@ -32,8 +32,8 @@ CHOICES: dict[str, Workload] = {
 
 
 def qwen3_next() -> Any:
-    """A tenth of a billion parameters in the shape of Qwen3-Next: three layers of linear attention for one of full,
-    mixtures of experts; random weights."""
+    """Makes a model of 100 million parameters in the shape of Qwen3-Next: three layers of linear attention for each
+    layer of full attention, mixtures of experts; random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -60,7 +60,7 @@ def qwen3_next() -> Any:
 
 
 def run(llm: LLM, workload: Workload, number: int) -> float:
-    """Output tokens a second of one round."""
+    """Runs one round; returns output tokens per second."""
     requests = workload.requests(number)
     params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=each.num_output_tokens) for each in requests]
     prompts = [[token % llm.model_info.vocab_size for token in each.prompt] for each in requests]

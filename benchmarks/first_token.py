@@ -1,4 +1,4 @@
-"""From typing a command to its first token: the whole process, and where its time goes.
+"""Measures the time from starting a command to its first token: the whole process, and where its time goes.
 
 python benchmarks/first_token.py
 """
@@ -20,7 +20,7 @@ def main() -> None:
         start = time.perf_counter()
         subprocess.run(COMMAND, check=True, capture_output=True)
         totals.append(time.perf_counter() - start)
-    counted = sorted(totals[1:])  # the first one warms the file cache
+    counted = sorted(totals[1:])  # the first run warms the file cache
     print(f"Python {platform.python_version()}, {platform.machine()}")
     print(f'`inflight generate "Once upon a time" --max-tokens 1`, start to exit, {ROUNDS} runs after a warm-up:')
     print(f"  median {statistics.median(counted):.2f} s (from {counted[0]:.2f} to {counted[-1]:.2f})")
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def stages() -> list[tuple[str, float]]:
-    """The steps on the way to the first token, each with its seconds."""
+    """Returns the steps on the way to the first token, each with its seconds."""
     laps = [("", time.perf_counter())]
 
     def lap(name: str) -> None:

@@ -1,9 +1,8 @@
 """Offline throughput on one GPU: random weights in real shapes, random prompts, greedy, EOS ignored.
 
-256 requests whose inputs and outputs are uniform in 100 to 1,024 tokens, as nano-vllm's benchmark has them. Reports
-tokens a second, peak memory, and the share of the memory roofline: the time that reading all weights once a step, and
-each step's visible keys and values once, would take at the bandwidth that a copy reaches in the same run, over the time
-that the run took.
+256 requests whose inputs and outputs are uniform in 100 to 1,024 tokens, as in nano-vllm's benchmark. Reports tokens
+per second, peak memory, and the share of the memory roofline. That share is the time for reading all weights and the
+visible keys and values once per step, at the bandwidth of a copy in the same run, divided by the duration of the run.
 
     python benchmarks/gpu.py --model qwen3-0.6b --output benchmarks/results/gpu-h200-qwen3-0.6b.json
 """
@@ -87,19 +86,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-requests", type=int, default=256)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--output", type=Path, help="write the result here as JSON")
+    parser.add_argument("--output", type=Path, help="write the result to this file as JSON")
     return parser.parse_args()
 
 
 def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
-    """Seeded random weights in bfloat16, made on the device."""
+    """Makes a model with seeded random weights in bfloat16 on the device."""
     torch.manual_seed(0)
     with device:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def workload(num_requests: int, config: PreTrainedConfig) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and outputs of 100 to 1,024 tokens."""
+    """Returns requests with prompts and outputs of 100 to 1,024 tokens."""
     rng = random.Random(0)
     prompts = [[rng.randrange(config.vocab_size) for _ in range(rng.randint(100, 1024))] for _ in range(num_requests)]
     lengths = [rng.randint(100, 1024) for _ in range(num_requests)]
@@ -107,7 +106,7 @@ def workload(num_requests: int, config: PreTrainedConfig) -> tuple[list[list[int
 
 
 def measured_bandwidth(device: torch.device, num_bytes: int = 2**30) -> float:
-    """Bytes a second that the device reads and writes in a large copy (median of 20)."""
+    """Returns the bytes per second that the device reads and writes in a large copy (median of 20)."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = []
@@ -136,12 +135,12 @@ class Roofline:
         embeddings = model.get_input_embeddings().weight
         tied = model.get_output_embeddings().weight is embeddings
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        # An input embedding that is not the output head is only looked up.
+        # A step reads only a few rows of an input embedding, unless it is also the output head.
         self._weight_bytes = num_bytes if tied else num_bytes - embeddings.numel() * embeddings.element_size()
         self._bytes_per_token = llm.model_info.kv_bytes_per_token
 
     def see(self, record: StepRecord) -> None:
-        """Count one step."""
+        """Counts one step."""
         visible = sum(span.start + span.length for span in record.spans)
         self.num_steps += 1
         self.floor_seconds += (self._weight_bytes + visible * self._bytes_per_token) / self.bandwidth

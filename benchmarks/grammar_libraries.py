@@ -1,16 +1,16 @@
-"""Which library should constrain tokens: llguidance or xgrammar, on correctness, speed, start-up, memory and threads.
+"""Compares llguidance and xgrammar for structured output: correctness, speed, start-up, memory and threads.
 
 python benchmarks/grammar_libraries.py [--suite JSON-Schema-Test-Suite/tests/draft2020-12] [--write]
 
-- Correctness: texts that a schema, regex or grammar takes and texts that it does not, told token by token. What
-  matters is the second kind: a library that takes them has ignored a keyword in silence. Refusing to compile is honest.
-  With `--suite` also the official tests of JSON Schema (github.com/json-schema-org/JSON-Schema-Test-Suite).
-- Speed: a mask along the tokens of valid texts, at the embedded model's vocabulary and at one of 50,257 tokens
-  (byte-level BPE trained on the sources that lie in site-packages: real words, JSON, spaces); compiling each schema.
-- Building the tokenizer's table; memory; whether other threads of Python run while masks are computed.
+- Correctness: valid and invalid texts for schemas, regular expressions and grammars, fed token by token. Invalid texts
+  matter most: a library that accepts one has silently ignored a keyword. Refusing to compile is honest. With `--suite`,
+  also the official tests of JSON Schema (github.com/json-schema-org/JSON-Schema-Test-Suite).
+- Speed: masks along the tokens of valid texts, with the embedded model's vocabulary and with one of 50,257 tokens
+  (byte-level BPE trained on the sources in site-packages: real words, JSON, spaces); compiling each schema.
+- Building the tokenizer's table; memory; whether other Python threads run while masks are computed.
 
-Each library has a process of its own, because of the memory. Neither is told more than its defaults say, except that
-llguidance is not to force the tokenizer's own tokens where text must come next, as inflight uses it.
+Each library runs in a process of its own, so that memory can be compared. Both use their defaults, except that
+llguidance does not force the tokenizer's own tokens where text must come next, as in inflight.
 """
 
 import argparse
@@ -78,7 +78,7 @@ TREE = {
     },
 }
 LEAF = {"n": 1, "parts": []}
-# What it is: (schema, instances that it takes, instances that it does not).
+# Name: (schema, valid instances, invalid instances).
 SCHEMAS: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "nested object, $ref, format": (PERSON, [ANNA], [ANNA | {"age": 151}, ANNA | {"born": "29.2.84"}, ANNA | {"x": 1}]),
     "recursion": (TREE, [LEAF, {"n": 0, "parts": [LEAF, LEAF]}], [{"n": 1, "parts": [1]}]),
@@ -195,7 +195,7 @@ class XGrammar:
 
 @dataclass
 class Findings:
-    """What was found out about one library; times in microseconds, memory in MiB."""
+    """The results of one library; times in microseconds, memory in MiB."""
 
     library: str
     verdicts: dict[str, str] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class Findings:
 def measure(library: str, suite: Path | None, large: Path) -> Findings:
     found = Findings(f"{library} {importlib.metadata.version(library)}")
     make = LlGuidance if library == "llguidance" else XGrammar
-    make(AutoTokenizer.from_pretrained(str(DEMO_MODEL)))  # imports are not what is measured
+    make(AutoTokenizer.from_pretrained(str(DEMO_MODEL)))  # imports are not measured
     for name, source in (("1.5k", str(DEMO_MODEL)), ("50k", str(large))):
         tokenizer = AutoTokenizer.from_pretrained(source)
         before, began = resident(), time.perf_counter()
@@ -257,7 +257,7 @@ def verdict(engine: Any, tokenizer: Any, kind: str, text: str, valid: list[str],
 
 
 def run_suite(engine: Any, tokenizer: Any, suite: Path) -> Iterator[tuple[str, int]]:
-    """Counts over the official suite: every group of tests is one schema."""
+    """Returns counts over the official suite, in which every group of tests is one schema."""
     counts: Counter[str] = Counter()
     for file in sorted(suite.glob("*.json")):
         for group in json.loads(file.read_text()):
@@ -280,7 +280,7 @@ def run_suite(engine: Any, tokenizer: Any, suite: Path) -> Iterator[tuple[str, i
 
 def speed(engine: Any, tokenizer: Any) -> dict[str, float]:
     compile_seconds = []
-    for number in range(7):  # a title makes it another text to any cache
+    for number in range(7):  # a different title makes it a new text for any cache
         began = time.perf_counter()
         compiled = engine.compile("json", write(PERSON | {"title": str(number)}))
         compile_seconds.append(time.perf_counter() - began)
@@ -302,7 +302,7 @@ def speed(engine: Any, tokenizer: Any) -> dict[str, float]:
 
 
 def walk(engine: Any, compiled: Any, tokens: list[int], tokenizer: Any) -> tuple[list[float], list[float]]:
-    """Seconds of each mask and each token along a text, the first sequence of its schema first."""
+    """Returns the seconds of each mask and each token along a text, first for the schema's first sequence."""
     row = np.zeros(-(-len(tokenizer) // 32), dtype=np.int32)
     masks, accepts = [], []
     for _ in range(5):
@@ -319,8 +319,8 @@ def walk(engine: Any, compiled: Any, tokens: list[int], tokenizer: Any) -> tuple
 
 
 def lets_others_run(engine: Any, tokenizer: Any) -> bool:
-    """Whether a thread that waits for the interpreter's lock gets it while masks are computed, unless it is asked for
-    (the switch interval is too long for that)."""
+    """Whether a waiting thread gets the interpreter's lock while masks are computed, other than by requesting it (the
+    switch interval is too long for a request)."""
     compiled = engine.compile("json", write({"type": "object"}))
     row, interval = np.zeros(-(-len(tokenizer) // 32), dtype=np.int32), sys.getswitchinterval()
     gate, has_run = threading.Event(), threading.Event()
@@ -347,7 +347,7 @@ def resident() -> float:
 
 
 def train_tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer of a real one's size, from what Python's packages are written in."""
+    """Trains a byte-level BPE tokenizer of realistic size on the sources of installed Python packages."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     packages = Path(np.__file__).parents[1]
@@ -365,7 +365,7 @@ def train_tokenizer(folder: Path) -> None:
 
 
 def report(all_found: list[Findings]) -> str:
-    """The findings as Markdown."""
+    """Returns the results as Markdown."""
     heads = [each.library for each in all_found]
     lines = ["# Libraries for structured output", "", f"`python benchmarks/grammar_libraries.py` on {machine()}.", ""]
 

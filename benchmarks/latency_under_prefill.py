@@ -1,10 +1,10 @@
-"""What a long prompt does to those who are decoding: their inter-token latency while it prefills, three ways.
+"""How a long prompt affects decoding sequences: their inter-token latency during its prefill, in three settings.
 
 python benchmarks/latency_under_prefill.py
 
-GPT-2 124M (random weights, 8,192 positions); 8 sequences decode when a prompt of 4,000 tokens arrives. Compared: no
-such prompt; the prompt under the limit that is derived from measured speed (the default when serving); the prompt
-whole, in one step. Every decode gets a token in every step, so its latency is the time from step to step.
+GPT-2 124M (random weights, 8,192 positions); 8 sequences decode when a prompt of 4,000 tokens arrives. The settings: no
+such prompt; the prompt under the limit that is derived from measured speed (the default when serving); the whole prompt
+in one step. Every decode gets a token in every step, so its latency is the time between steps.
 """
 
 import argparse
@@ -49,13 +49,13 @@ def main() -> None:
 
 
 def measure(model: PreTrainedModel, *, limited: bool) -> tuple[list[float], list[float], float]:
-    """Seconds between tokens of the decodes before and while the long prompt prefills, and until its first token."""
+    """Returns the seconds between tokens, before and during the long prefill, and the seconds to its first token."""
     engine = Engine(model, EngineConfig(max_num_seqs=NUM_DECODES + 1, max_num_batched_tokens=NUM_PROMPT_TOKENS + 64))
     engine.prefill_limit = PrefillLimit() if limited else None
     rng = random.Random(0)
     for number in range(NUM_DECODES):
         submit(engine, str(number), [rng.randrange(50257) for _ in range(32)], max_tokens=4000)
-    if limited:  # a server has seen prompts before; this one learns from them what a token costs
+    if limited:  # a server learns from earlier prompts what a token costs
         submit(engine, "earlier", [rng.randrange(50257) for _ in range(256)], max_tokens=1)
     for _ in range(NUM_WARM_UP_STEPS):
         engine.step()
@@ -76,7 +76,7 @@ def submit(engine: Engine, request_id: str, prompt: list[int], max_tokens: int) 
 
 
 def step(engine: Engine) -> tuple[float, bool]:
-    """One step's seconds, and whether the long prompt got its token."""
+    """Runs one step; returns its seconds, and whether the long prompt got its token."""
     start = time.perf_counter()
     outputs = engine.step()
     return time.perf_counter() - start, any(output.request_id == "long" for output in outputs)

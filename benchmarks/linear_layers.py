@@ -1,9 +1,9 @@
-"""A packed linear layer alone: our panels beside oneDNN's prepacked operators.
+"""A packed linear layer alone: our panels compared with oneDNN's prepacked operators.
 
 python benchmarks/linear_layers.py
 
-For each shape and number of rows both kinds run in turn through the same weights, of which there are more than a
-last-level cache holds, as in a model. Medians of the repetitions; a ratio above 1 says that panels are faster.
+For each shape and number of rows, both kinds run in turn through the same weights, which exceed the last-level cache,
+as in a model. Reported are medians of the repetitions; a ratio above 1 means that panels are faster.
 """
 
 import argparse
@@ -24,16 +24,16 @@ from inflight.execution.weights.panels import PanelLinear, has_panels
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 SHAPES = ((576, 1536), (1024, 3072), (2048, 8192), (1024, 30000))
-"""Inputs and outputs."""
+"""Numbers of inputs and outputs."""
 NUMBERS_OF_ROWS = (2, 8, 16, 32, 64, 128, 512)
 NUM_WEIGHTS = 200_000_000
-"""That all layers of a shape have together."""
+"""The size of all layers of a shape together."""
 SECONDS = 0.05
-"""That a repetition takes at least."""
+"""The least duration of a repetition."""
 
 
 def seconds_of(layers: Sequence[PrepackedLinear], x: torch.Tensor, num_runs: int = 1) -> float:
-    """What one layer takes, over so many runs through all."""
+    """Returns the time of one layer, averaged over several runs through all layers."""
     start = time.perf_counter()
     for _ in range(num_runs):
         for layer in layers:
@@ -42,7 +42,7 @@ def seconds_of(layers: Sequence[PrepackedLinear], x: torch.Tensor, num_runs: int
 
 
 def lines_of(num_inputs: int, num_outputs: int, *, quantized: bool, num_repeats: int) -> list[str]:
-    """The table's lines for one shape."""
+    """Returns the table's lines for one shape."""
     num_layers = max(1, min(24, NUM_WEIGHTS // (num_inputs * num_outputs)))
     weights = [(torch.randn(num_outputs, num_inputs) * 0.02).bfloat16() for _ in range(num_layers)]
     kinds = (Int8PanelLinear, Int8OneDnnLinear) if quantized else (PanelLinear, OneDnnLinear)
@@ -67,7 +67,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--output", type=Path, help=f"the page; else {RESULTS.name}/linear-layers.md")
+    parser.add_argument("--output", type=Path, help=f"the output file; default: {RESULTS.name}/linear-layers.md")
     arguments = parser.parse_args()
     if not all(map(has_panels, (torch.bfloat16, torch.int8))):
         sys.exit("this CPU has no panels to compare")

@@ -1,4 +1,4 @@
-"""A thousand streams at once on the embedded model, round after round: do all finish, and does memory stay flat?
+"""Runs a thousand concurrent streams on the embedded model, round after round: do all finish, is memory constant?
 
 python benchmarks/many_streams.py --output-folder benchmarks/results
 """

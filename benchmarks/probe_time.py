@@ -1,11 +1,11 @@
-"""How long it takes to find out how a model runs: four models of 1 to 1.4 billion parameters, bfloat16, random weights.
+"""How long the probe takes: four models of 1 to 1.4 billion parameters, bfloat16, random weights.
 
 python benchmarks/probe_time.py
 
-Each is loaded twice, in a process of its own: when nothing is known of its class and configuration, and when what its
-twin has shown is remembered. "Probing" is all that is done between loading weights and allocating the cache but for
-prepacking the weights, which is told beside it: finding the executor, proving it, holding the model against its plain
-results, trying whether it is batch invariant.
+Each model is loaded twice, each time in a process of its own: first when nothing is known about its class and
+configuration, then when the verdict of its twin is remembered. "Probing" is everything between loading the weights and
+allocating the cache, except prepacking the weights, which is reported separately: finding the executor, proving it,
+comparing the model with its plain results, testing whether it is batch invariant.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SHAPES = (shapes.LLAMA_3_2_1B, shapes.GEMMA_3_1B, shapes.BLOOM_1B1, shapes.MAMBA
 
 @dataclass(frozen=True)
 class Load:
-    """How one load went; seconds."""
+    """The times of one load, in seconds."""
 
     executor: str
     proved_on: str
@@ -39,7 +39,7 @@ class Load:
 
 
 def load(folder: str, remembered: str) -> Load:
-    """Load a model in this process, which has run nothing before; verdicts are in the folder `remembered`."""
+    """Loads a model in this fresh process; verdicts are in the folder `remembered`."""
     from inflight.contracts.config import EngineConfig
     from inflight.execution.preparation import own_attention, packed_way, prepare
     from inflight.execution.preparation.verdict import VerdictCache

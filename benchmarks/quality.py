@@ -1,11 +1,10 @@
-"""What low precision costs: the embedded model on held-out text, against plain float32 and plain bfloat16.
+"""What low precision costs: the embedded model on held-out text, compared with plain float32 and plain bfloat16.
 
 python -m benchmarks.quality
 
-For every next token of held-out documents: perplexity, the mean Kullback-Leibler divergence of the distribution from
-that of the plain model in float32 and from the plain one in bfloat16, and how often the most likely token is the plain
-bfloat16 model's. Plain is `transformers` by itself; the others go through the engine's executor, in chunks as a step
-would cut them.
+For all next tokens of held-out documents: perplexity, the mean Kullback-Leibler divergence of the distribution from the
+plain model's in float32 and in bfloat16, and how often the most likely token is the plain bfloat16 model's. "Plain"
+means `transformers` alone; the other variants run through the engine's executor, in chunks like those of a step.
 """
 
 import argparse
@@ -70,14 +69,14 @@ def main() -> None:
 
 
 def held_out(count: int) -> list[list[int]]:
-    """Documents that the model was not trained on, as tokens."""
+    """Returns documents that the model was not trained on, as tokens."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     texts = write_documents(HELD_OUT_SEED, count, 0.0)
     return [tokenizer(text)["input_ids"][:MAX_LENGTH] for text in texts]
 
 
 def plain(dtype: str) -> Callable[[list[int]], torch.Tensor]:
-    """`transformers` alone: logits `[tokens, V]` of a document."""
+    """Returns logits `[tokens, V]` of a document from `transformers` alone."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=getattr(torch, dtype)).eval()
 
     @torch.inference_mode()
@@ -89,7 +88,7 @@ def plain(dtype: str) -> Callable[[list[int]], torch.Tensor]:
 
 
 def through_engine(options: dict[str, str]) -> Callable[[list[int]], torch.Tensor]:
-    """The same through the engine's executor."""
+    """Returns logits `[tokens, V]` of a document from the engine's executor."""
     runner = ModelRunner(str(DEMO_MODEL), EngineConfig(num_blocks=64, **options))  # type: ignore[arg-type]
 
     def chunks(document: list[int]) -> Iterator[torch.Tensor]:
@@ -102,7 +101,7 @@ def through_engine(options: dict[str, str]) -> Callable[[list[int]], torch.Tenso
 
 
 def add(score: Score, document: list[int], logits: torch.Tensor, float32: torch.Tensor, bfloat16: torch.Tensor) -> None:
-    """Take in one document."""
+    """Adds one document to the score; `logits`, `float32` and `bfloat16` are `[tokens, V]`."""
     targets = torch.tensor(document[1:])
     ours, exact, rounded = (each[:-1].log_softmax(-1) for each in (logits, float32, bfloat16))
     score.loss -= float(ours.gather(1, targets[:, None]).sum())

@@ -1,11 +1,11 @@
-"""Servers side by side, on this machine's CPU: the same load over HTTP, each server in its own process.
+"""Compares servers on this machine's CPU: the same load over HTTP, each server in its own process.
 
 python benchmarks/serving.py --install
 python benchmarks/serving.py --model gpt2 --dtype bfloat16 --rounds 3
 
-Workload W2 (`workloads.py`), all 32 requests at once, from `inflight bench serve`; in the first row the engine alone,
-without any server. Rounds are interleaved, all but one server are stopped meanwhile; load generator and server share
-the cores. transformers' server takes text only: so ours is asked with words, too.
+Workload W2 (`workloads.py`), all 32 requests at once, from `inflight bench serve`; the first row is the engine alone,
+without a server. Rounds are interleaved, and all servers but one are stopped meanwhile; load generator and server share
+the cores. transformers' server accepts only text, so ours is also measured with words.
 """
 
 import argparse
@@ -48,9 +48,9 @@ class Server:
     """A server under test.
 
     Attributes:
-        command: what starts it; "{port}" stands for its port.
-        prompt_kinds: what it is asked with.
-        model: what it calls its model, if it cannot say so itself.
+        command: starts the server; "{port}" stands for its port.
+        prompt_kinds: the kinds of prompts that it gets.
+        model: its model's name, if it cannot list its models.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Server:
     process: "subprocess.Popen[bytes] | None" = None
 
     def start(self, threads: int, log: Path) -> None:
-        """Start it, wait until it answers, and stop it."""
+        """Starts the server, waits until it answers, and pauses it."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -87,20 +87,20 @@ class Server:
         return False
 
     def signal(self, number: signal.Signals) -> None:
-        """To it and all that it has started."""
+        """Sends a signal to the server and all processes that it started."""
         assert self.process is not None
         for process in family(self.process.pid):
             with suppress(ProcessLookupError):
                 os.kill(process, number)
 
     def end(self) -> None:
-        """End it."""
+        """Ends the server."""
         if self.process is not None:
             self.signal(signal.SIGKILL)
             self.process.wait()
 
     def measure(self, prompt_kind: str, seed: int, workload: Sequence[str] = ("--workload", "W2")) -> dict[str, Any]:
-        """A run's report."""
+        """Runs the load generator against the server and returns its report."""
         assert self.process is not None
         self.signal(signal.SIGCONT)
         command = [sys.executable, "-m", "inflight", "bench", "serve", "--base-url", f"http://127.0.0.1:{self.port}"]
@@ -117,7 +117,7 @@ class Server:
 
 @dataclass(slots=True)
 class Row:
-    """What was measured of one way, round by round."""
+    """The measurements of one variant, round by round."""
 
     speeds: list[float] = field(default_factory=list)
     first_tokens: list[float] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Row:
     num_failed: int = 0
 
     def add(self, report: dict[str, Any]) -> None:
-        """A run over HTTP."""
+        """Runs the load over HTTP."""
         self.speeds.append(report["output_tokens_per_second"])
         self.first_tokens.append(report["ttft"]["median"])
         self.server_seconds.append(report["server_cpu_seconds"])
@@ -135,7 +135,7 @@ class Row:
 
 
 def with_words(model: Path) -> Path:
-    """The same model with a tokenizer to which each of the load generator's words is one token."""
+    """Makes a copy of the model with a tokenizer in which each word of the load generator is one token."""
     folder = model.with_name(f"{model.name}-words")
     if folder.exists():
         return folder
@@ -156,7 +156,7 @@ def with_words(model: Path) -> Path:
 
 
 def servers(model: Path, arguments: argparse.Namespace) -> list[Server]:
-    """All of them, or those that were asked for."""
+    """Returns all servers, or the requested ones."""
     slots, threads = str(WORKLOAD.num_slots), str(arguments.threads)
     context = str(WORKLOAD.num_slots * (-(-WORKLOAD.max_model_len // 256) * 256))
     ours = [sys.executable, "-m", "inflight", "serve", str(model), "--port", "{port}", "--dtype", arguments.dtype]
@@ -182,12 +182,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--compile", default="max", choices=("off", "auto", "max"), help="for inflight alone")
+    parser.add_argument("--compile", default="max", choices=("off", "auto", "max"), help="only for inflight")
     parser.add_argument("--peers", default="transformers,llamacpp")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--output-folder", type=Path, default=RESULTS)
-    parser.add_argument("--install", action="store_true", help="make the environment of transformers' server, and end")
+    parser.add_argument("--install", action="store_true", help="make the environment of transformers' server and exit")
     arguments = parser.parse_args()
     if arguments.install:
         subprocess.run([sys.executable, "-m", "venv", TRANSFORMERS.parent], check=True)
@@ -231,7 +231,7 @@ def main() -> None:
 
 
 def as_markdown(rows: dict[str, Row], arguments: argparse.Namespace) -> str:
-    """Medians; ours against each, round by round."""
+    """Returns medians, and our ratio to each server, computed round by round."""
     machine = "; ".join(f"{name}: {value}" for name, value in describe_machine().items())
     lines = [
         f"# Serving: {arguments.model}, {arguments.dtype}, compile={arguments.compile}",

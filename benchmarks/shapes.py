@@ -6,10 +6,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """A class of `transformers`, and its sizes where they are not the class's own.
+    """A class of `transformers`, and the sizes that differ from the class's defaults.
 
     Attributes:
-        name: in reports.
+        name: the name in reports.
         model_type, architecture: as in a checkpoint's configuration.
     """
 
@@ -19,7 +19,7 @@ class Shape:
     sizes: dict[str, Any]
 
     def save(self, folder: str) -> None:
-        """Write it as a checkpoint without weights, to be loaded with `load_format="dummy"`."""
+        """Writes a checkpoint without weights, to be loaded with `load_format="dummy"`."""
         from transformers import AutoConfig
 
         AutoConfig.for_model(self.model_type, architectures=[self.architecture], **self.sizes).save_pretrained(folder)
@@ -70,7 +70,7 @@ GEMMA_4_NARROW = Shape(
         "max_position_embeddings": 32_768,
     },
 )
-"""The layers of the library's default, narrow in what the cache does not hold."""
+"""The layers of the library's default, with small sizes where they do not affect the cache."""
 BLOOM_1B1 = Shape(
     "BLOOM 1B1", "bloom", "BloomForCausalLM", {"hidden_size": 1536, "n_layer": 24, "n_head": 16, "vocab_size": 250_880}
 )

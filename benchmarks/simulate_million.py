@@ -1,4 +1,4 @@
-"""A million requests of 100 output tokens on average through the simulator: how long that takes, and how much memory.
+"""Simulates a million requests of 100 output tokens on average, and measures its own time and memory.
 
 python benchmarks/simulate_million.py [NUMBER OF REQUESTS]
 """
@@ -16,7 +16,7 @@ from inflight.simulate import Lengths, StepCost, SyntheticLoad, simulate
 CONFIG = EngineConfig(max_num_seqs=256, max_num_batched_tokens=2048, num_blocks=3600, max_model_len=2048)
 COST = StepCost.linear(fixed=0.012, per_token=2e-5, per_context_token=5e-8)
 RATE = 92.0
-"""Requests a second: nearly what an engine of this size and cost can serve."""
+"""Requests per second: nearly as many as an engine of this size and cost can serve."""
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""Does the simulator predict a run that it has not seen? Fitted to recordings of other workloads, held against W2.
+"""Does the simulator predict a run that it has not seen? It is fitted to other workloads and compared with W2.
 
 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python benchmarks/simulate_w2.py [ROUNDS]
 
 GPT-2 124M, random weights, float32, greedy, EOS ignored. W2: 32 requests, prompts of 16 to 256 tokens, heavy-tailed
-outputs, 1,065 tokens in all. Learned from, with the same numbers of slots: 32 prompts of 7 tokens with 100 or 10 new
-ones, and 24 of 8 to 300 tokens with 2 to 40 new ones. Each round records all of these and W2 in turn, so that the
-machine's mood is much the same for all.
+outputs, 1,065 tokens in all. The fit uses, with the same numbers of slots, 32 prompts of 7 tokens with 100 or 10 new
+tokens, and 24 prompts of 8 to 300 tokens with 2 to 40 new tokens. Each round records all of these and W2 in turn, so
+that changes in the machine's speed affect all alike.
 """
 
 import random
@@ -31,11 +31,11 @@ VOCABULARY = 50257
 NUM_W2_TOKENS = 1065
 
 Workload: TypeAlias = list[tuple[list[int], int]]
-"""Prompts, and how many tokens each is to get."""
+"""Prompts, and how many tokens each one gets."""
 
 
 def w2(seed: int) -> Workload:
-    """32 requests whose outputs are Pareto-distributed: a few are longer than all others together."""
+    """Returns 32 requests with Pareto-distributed outputs: a few are longer than all others together."""
     rng = random.Random(seed)
     shares = [rng.paretovariate(1.2) for _ in range(32)]
     outputs = [max(1, round(NUM_W2_TOKENS * share / sum(shares))) for share in shares]
@@ -58,7 +58,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def run(engine: Engine, workload: Workload, path: Path) -> Recording:
-    """All requests at once, recorded."""
+    """Runs all requests at once and records the run."""
     with Recorder(path, engine.config, engine.model_info) as recorder:
         engine.observer = recorder.see
         for number, (prompt, count) in enumerate(workload):
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def warm_up(engine: Engine) -> None:
-    """Touch the cache and torch's memory once: that is done once in an engine's life."""
+    """Touches the cache and torch's memory, which happens only once in an engine's life."""
     for number in range(16):
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         engine.submit(engine.accept(str(number), [number + 1] * 300, params))
@@ -104,7 +104,7 @@ def warm_up(engine: Engine) -> None:
 
 
 def compare(number: int, learned_from: list[Recording], workload: Workload, measured: Recording) -> float:
-    """Predict the run from its requests alone; prints a line, and returns predicted / measured wall time."""
+    """Predicts the run from its requests alone; prints a line, and returns predicted / measured wall time."""
     cost, slots = fit_cost(learned_from), measured.config.max_num_seqs
     requests = [SimulatedRequest(str(n), 0.0, prompt, (count,)) for n, (prompt, count) in enumerate(workload)]
     predicted, actual = simulate(requests, measured.config, cost), report_of(measured)

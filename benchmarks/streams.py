@@ -1,4 +1,4 @@
-"""Many concurrent streams of `AsyncLLM` on the embedded model: tokens a second, and what they cost their caller.
+"""Many concurrent streams of `AsyncLLM` on the embedded model: tokens per second, and the cost for the caller.
 
 python benchmarks/streams.py
 """
@@ -31,7 +31,7 @@ async def main() -> None:
 
 
 async def read(llm: AsyncLLM, seed: int) -> int:
-    """Read one stream to its end; the number of its tokens."""
+    """Reads one stream to its end; returns the number of its tokens."""
     params = SamplingParams(max_tokens=NUM_TOKENS, seed=seed, ignore_eos=True)
     return sum([len(delta.token_ids) async for delta in llm.stream("Once upon a time", params)])
 

@@ -1,14 +1,14 @@
-"""What sliding windows save: cache memory of long sequences, beside the least there can be.
+"""What sliding windows save: cache memory of long sequences, compared with the minimum.
 
 python benchmarks/window_memory.py
 
-In the shape of Gemma 3 1B, and that of a Gemma 4 (the library's default: 25 layers with a window, 5 without whose heads
-are twice as wide) made narrow in what the cache does not hold.
+The shapes are Gemma 3 1B's, and a Gemma 4's (the library's default: 25 layers with a window, 5 without, whose heads are
+twice as wide) with small sizes where they do not affect the cache.
 
-The least is, in each layer, the keys and values of all tokens or of the window's. "In use" are the blocks that are held
-while all sequences decode. "Resident" is what the process has grown by: activations, and all memory that ever was
-touched, also by the long spans in which a prompt is computed and by what is kept for the prefix cache. At last a prompt
-comes that begins with the first half of another one. The same with windows ignored: all layers keep everything.
+The minimum is, in each layer, the keys and values of all tokens or of the window's tokens. "In use" are the blocks that
+are held while all sequences decode. "Resident" is the growth of the process: activations, and all memory that was ever
+touched, including by the long spans of prefills and by blocks kept for the prefix cache. Finally a prompt arrives that
+begins with the first half of another one. The same is measured with windows ignored: then all layers keep everything.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from benchmarks.peers.protocol import resident_memory
 from benchmarks.shapes import GEMMA_3_1B, GEMMA_4_NARROW, Shape
 
 NUM_DECODES = 96
-"""So many that all sequences decode together before the first one ends."""
+"""Enough for all sequences to decode together before the first one ends."""
 SPARE_SLOTS = 4
-"""Whose memory is there for the prefix cache."""
+"""Slots beyond those that run, so that the prefix cache has their memory."""
 MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
 class Case:
-    """So many sequences of so many tokens, computed in spans of up to `budget`."""
+    """A number of sequences of equal length, computed in spans of up to `budget` tokens."""
 
     shape: Shape
     num_sequences: int
@@ -47,7 +47,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes; and prompt tokens that a last sequence, which begins like the first, found in the cache."""
+    """Bytes; and how many prompt tokens the last sequence, which begins like the first, found in the cache."""
 
     least: int
     in_use: int
@@ -56,7 +56,7 @@ class Measured:
 
 
 def measure(folder: str, case: Case) -> Measured:
-    """Run a case in this process, which has run nothing before."""
+    """Runs a case in this fresh process."""
     from inflight import LLM, SamplingParams
     from inflight.execution.attention import grouping as cache_groups
 

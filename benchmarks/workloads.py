@@ -1,6 +1,6 @@
-"""The workloads on which inflight is held against its peers: which prompts, how many new tokens, how many slots.
+"""The workloads on which inflight is compared with other engines: prompts, numbers of new tokens, numbers of slots.
 
-Lengths are the same in every round, token ids are fresh ones, so that no prefix cache carries over from round to round.
+Lengths are the same in every round, but token ids are new, so that no prefix cache carries over from round to round.
 Nothing here knows an engine. Standard library only.
 """
 
@@ -12,7 +12,7 @@ from typing import TypeAlias
 NUM_REQUESTS = 32
 LENGTH_SEED = 1234
 FIRST_TOKEN_ID, END_OF_TOKEN_IDS = 300, 20000
-"""Token ids are uniform in this half-open range: no model here has a special token in it."""
+"""Token ids are uniform in this half-open range, in which no model here has a special token."""
 
 Lengths: TypeAlias = list[tuple[int, int]]
 """Prompt tokens and output tokens of each request."""
@@ -20,7 +20,7 @@ Lengths: TypeAlias = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt of token ids, and how many greedy tokens it is to get, whatever they are."""
+    """A prompt of token ids, and how many greedy tokens to generate, even past EOS."""
 
     prompt: list[int]
     num_output_tokens: int
@@ -31,11 +31,11 @@ class Workload:
     """Requests that are submitted all at once.
 
     Attributes:
-        name: as given on the command line.
-        description: for the report.
+        name: the name on the command line.
+        description: the text in the report.
         num_slots: how many requests may run at once.
-        lengths: of each request; a prompt's include the common prefix.
-        num_prefix_tokens: how many tokens all prompts begin with.
+        lengths: prompt and output length of each request; prompt lengths include the common prefix.
+        num_prefix_tokens: length of the prefix that all prompts share.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Workload:
         return max(prompt + output for prompt, output in self.lengths)
 
     def requests(self, round_number: int) -> list[Request]:
-        """The requests of a round: the same ones for whoever asks, other token ids than in any other round."""
+        """Returns the requests of a round: the same for every engine, with token ids that no other round has."""
         rng = random.Random(f"{self.name}, round {round_number}")
         prefix = _token_ids(rng, self.num_prefix_tokens)
         return [
@@ -95,8 +95,8 @@ WORKLOADS: Mapping[str, Workload] = {
 
 
 def num_ideal_steps(workload: Workload) -> int:
-    """Steps in which an ideal continuous scheduler is done: each step gives every busy slot a token, and a slot that
-    becomes free takes the next request in order for the step that follows."""
+    """Returns the steps of an ideal continuous scheduler: each step gives every busy slot a token, and a slot that
+    becomes free takes the next request in order for the following step."""
     slots = [0] * workload.num_slots
     for _, num_output in workload.lengths:
         slots[slots.index(min(slots))] += num_output
@@ -104,6 +104,6 @@ def num_ideal_steps(workload: Workload) -> int:
 
 
 def num_static_steps(workload: Workload) -> int:
-    """Steps that static waves of `num_slots` requests in order need: each lasts as long as its longest."""
+    """Returns the steps of static waves of `num_slots` requests in order; each lasts as long as its longest request."""
     outputs = [output for _, output in workload.lengths]
     return sum(max(outputs[first : first + workload.num_slots]) for first in range(0, NUM_REQUESTS, workload.num_slots))

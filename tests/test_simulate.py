@@ -188,7 +188,7 @@ def test_a_request_that_waited_before_the_first_step_has_waited() -> None:
 
 def test_requests_in_a_wrong_order_are_refused() -> None:
     requests = [SimulatedRequest("a", 1.0, [1], (1,)), SimulatedRequest("b", 0.5, [1], (1,))]
-    with pytest.raises(ValueError, match="'b' comes before 'a'"):
+    with pytest.raises(ValueError, match="'a' and 'b' are out of order"):
         run(requests)
 
 

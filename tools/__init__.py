@@ -1,1 +1,1 @@
-"""Programs that make and check what the repository ships; none of them is part of the package."""
+"""Programs that make and check what the repository ships. They are not part of the package."""

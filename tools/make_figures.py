@@ -1,10 +1,10 @@
-"""Draw the figures of `docs/how-it-works.md` anew, and write the numbers that it quotes beside them.
+"""Draws the figures of `docs/how-it-works.md` again, and writes the numbers that it quotes next to them.
 
     python -m tools.make_figures                      # all, into docs/figures; about two minutes on two cores
     python -m tools.make_figures paging preemption    # only these
 
-Every figure comes from a run of the code in this tree. The deterministic ones (steps, tokens, blocks) come out the same
-everywhere; those that are measurements name the machine in their JSON.
+Every figure comes from a run of the code in this tree. Deterministic figures (steps, tokens, blocks) are the same
+everywhere; measurements name the machine in their JSON.
 """
 
 import argparse
@@ -32,10 +32,10 @@ FIGURES: Mapping[str, Callable[[], Drawing]] = {
 
 
 def main() -> None:
-    """Draw what was asked for."""
+    """Draws the requested figures."""
     parser = argparse.ArgumentParser(description="Draw the figures of docs/how-it-works.md.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these, of: {', '.join(FIGURES)}")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where they go")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"draw only these; choose from: {', '.join(FIGURES)}")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="the output folder")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(FIGURES):
         parser.error(f"there is no figure {', '.join(sorted(unknown))}")

@@ -1,8 +1,8 @@
-"""The cast of the story grammar: who and what a story may be about, and how each is inflected.
+"""The cast of the story grammar: the people, things and places of stories, and their inflections.
 
 `SLOTS` maps a slot (`hero`, `thing`, `place`) to the items that may fill it. An item is a mapping of grammatical forms,
-so that agreement is a matter of looking up the right form: `{hero.his}`, `{thing.was}`, `{place.in}`. A new name, thing
-or place is one more word in a list here.
+so agreement means looking up the right form: `{hero.his}`, `{thing.was}`, `{place.in}`. A new name, thing or place is
+one more word in a list here.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ def _with_article(noun: str) -> str:
 
 
 def _rows(table: str) -> list[list[str]]:
-    """The cells of a table: one row a line, cells separated by bars."""
+    """Splits a table into cells: one row per line, cells separated by bars."""
     return [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
 
 
 def _simple(nouns: str) -> tuple[Item, ...]:
-    """From a comma-separated list; the form "a" carries the article."""
+    """Reads a comma-separated list; the form "a" carries the article."""
     return tuple({"": noun, "a": _with_article(noun)} for noun in nouns.split(", "))
 
 
@@ -39,12 +39,12 @@ def _plural(nouns: str) -> tuple[Item, ...]:
 
 
 def _places(table: str) -> tuple[Item, ...]:
-    """One place a line: its name, the preposition for being there and the one for going there."""
+    """Reads one place per line: its name, the preposition for being there and the one for going there."""
     return tuple({"": name, "in": f"{at} {name}", "to": f"{towards} {name}"} for name, at, towards in _rows(table))
 
 
 def _obstacles(table: str) -> tuple[Item, ...]:
-    """One obstacle a line: its name and how it is overcome."""
+    """Reads one obstacle per line: its name, and how it is overcome."""
     return tuple({"": name, "a": _with_article(name), "solved": solved} for name, solved in _rows(table))
 
 

@@ -1,10 +1,10 @@
-"""Telling stories from the story grammar, and recognising its sentences: the demo model's teacher and its judge.
+"""Generates stories from the story grammar and recognises its sentences: the demo model's teacher and judge.
 
 This module decides what a whole story is (`PLOTS`: which sentences follow which), what a conversation about stories is,
-and what counts as a sentence. `generate_story` walks the tables of `story_cast` and `story_rules` forwards with a cast
+and what counts as a sentence. `generate_story` walks the tables of `story_cast` and `story_rules` forwards, with a cast
 drawn once per story. `parses` walks the same tables backwards, so the two cannot drift apart: it narrows the candidates
-for each slot as it reads, and "Mia lost his kite." fails because nobody in the tables is both called Mia and "his".
-A sentence's first letter is made a capital; apart from that, a sentence is exactly what the tables say.
+for each slot as it reads, and "Mia lost his kite." fails because no item in the tables is both called Mia and "his".
+A sentence begins with a capital letter; apart from that, it is exactly what the tables say.
 """
 
 import random
@@ -17,7 +17,7 @@ from tools.story_cast import SLOTS, Item
 from tools.story_rules import RULES
 
 Cast = Mapping[str, Item]
-Candidates = Mapping[str, tuple[Item, ...]]  # who may still be in a slot, given what has been read
+Candidates = Mapping[str, tuple[Item, ...]]  # the items that may still fill each slot, given what has been read
 Part = tuple[str, bool]  # a piece of a text, and whether it is a symbol
 Message = dict[str, str]
 Exchanges = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]  # questions, and answers that suit each of them
@@ -25,7 +25,7 @@ Exchanges = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]  # questions, an
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for: the question, the words that the story must contain, and the cast that has them."""
+    """A user's request: the question, the words that the story must contain, and the cast with these words."""
 
     question: str
     asked: tuple[str, ...]
@@ -43,7 +43,7 @@ Group = tuple[tuple[str, ...], bool]  # beats that belong together, and whether 
 
 
 def _plot(text: str) -> tuple[Group, ...]:
-    """A row of beats; "?" marks one that may be left out, "+" ties beats that make sense only together."""
+    """Parses a sequence of beats; "?" marks an optional beat, "+" joins beats that make sense only together."""
     return tuple((tuple(group.rstrip("?").split("+")), group.endswith("?")) for group in text.split())
 
 
@@ -153,7 +153,7 @@ def _expand(symbol: str, cast: Cast, rng: random.Random) -> str:
 
 
 def _first_letter(text: str, change: Callable[[str], str]) -> str:
-    """The text with its first letter changed, also if a quotation mark stands before it."""
+    """Returns the text with its first letter changed, even after an opening quotation mark."""
     at = 1 if text.startswith('"') else 0
     return text[:at] + change(text[at : at + 1]) + text[at + 1 :]
 
@@ -166,7 +166,7 @@ def draw_cast(rng: random.Random) -> Cast:
 
 
 def _outline(rng: random.Random, sentences: int) -> list[str]:
-    """The beats of a story of at most that many sentences."""
+    """Returns the beats of a story with at most this many sentences."""
     fitting = [plot for plot in PLOTS if sum(not optional for _, optional in plot) <= sentences]
     plot = rng.choice(fitting or [TINY_PLOT])
     kept = {index for index, (_, optional) in enumerate(plot) if not optional}
@@ -218,7 +218,7 @@ def _small_talk(rng: random.Random, exchanges: Exchanges) -> list[Message]:
 
 
 def generate_chat(rng: random.Random) -> list[Message]:
-    """A conversation: at times some small talk, then a story on request, and at times a second one."""
+    """Generates a conversation: sometimes small talk, then a story on request, and sometimes a second story."""
     chat = _small_talk(rng, GREETINGS) if rng.random() < 0.2 else []
     chat += _story_on_request(rng, FIRST_REQUESTS)
     if rng.random() < 0.3:
@@ -230,7 +230,7 @@ def generate_chat(rng: random.Random) -> list[Message]:
 
 
 def _read(text: str, at: int, parts: tuple[Part, ...], cast: Candidates) -> Iterator[tuple[int, Candidates]]:
-    """Every way to read the parts from `at`: where the reading ends, and who may be in each slot mentioned."""
+    """Yields every way to read the parts from `at`: where the reading ends, and the candidates of each slot read."""
     if not parts:
         yield at, cast
         return
@@ -275,7 +275,7 @@ def parses(sentence: str) -> bool:
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a story; what is said in quotation marks belongs to the sentence around it."""
+    """Splits a story into sentences; quoted speech belongs to the sentence around it."""
     sentences, start = [], 0
     for stop in re.finditer(r'[.!?]"?(?=\s+["A-Z]|\s*$)', text):
         if text.count('"', start, stop.end()) % 2 == 0:

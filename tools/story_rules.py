@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 def _rules(text: str) -> Mapping[str, tuple[str, ...]]:
-    """`symbol:` on a line of its own, its alternatives indented below it, one a line or separated by bars."""
+    """Parses rules: `symbol:` on its own line, its alternatives indented below, one per line or separated by bars."""
     rules: dict[str, tuple[str, ...]] = {}
     for line in text.splitlines():
         if line.endswith(":") and not line.startswith(" "):

@@ -1,16 +1,16 @@
-"""Train the embedded demo model, write it into the package, and judge the files that were written.
+"""Trains the embedded demo model, writes it into the package, and judges the written files.
 
-    python tools/train_demo_model.py                    # everything; figures go to REPORT.md beside the weights
+    python tools/train_demo_model.py                    # everything; figures go to REPORT.md next to the weights
     python tools/train_demo_model.py --evaluate-only    # judge the shipped files again
 
-This module decides what the demo model is: a Llama of some three million parameters over a byte-level vocabulary,
-trained for one pass over stories and chats that `story_grammar` tells. Nothing is downloaded.
+This module decides what the demo model is: a Llama with some three million parameters and a byte-level vocabulary,
+trained for one pass over stories and chats from `story_grammar`. Nothing is downloaded.
 
 A document is `<s>story</s>` or `<s><|user|>...<|end|><|assistant|>...<|end|></s>`. Documents are packed into rows end
-to end, each with its own positions and seen by itself only. Because every document starts with `<s>`,
-`tokenizer("text")` puts `<s>` in front, and the chat template begins with it. Generation ends at `</s>` and at
-`<|end|>`. Weights are stored in bfloat16, to halve the download, while the config says float32: that is how they are
-meant to be computed with, and what is judged.
+to end; each has its own positions and attends only to itself. Because every document starts with `<s>`,
+`tokenizer("text")` puts `<s>` before the text, and the chat template begins with it. Generation ends at `</s>` and at
+`<|end|>`. Weights are stored in bfloat16, to halve the download, but the config says float32: the model is meant to be
+computed in float32, and is judged in float32.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from tools.story_grammar import Message, draw_request, generate_chat, generate_s
 
 FOLDER = Path(__file__).resolve().parents[1] / "src" / "inflight" / "demo_model"
 BOS, EOS, PAD, USER, ASSISTANT, END = SPECIAL = ["<s>", "</s>", "<pad>", "<|user|>", "<|assistant|>", "<|end|>"]
-SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}  # what generation_config will say
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}  # the content of generation_config
 BOS_ID = SPECIAL.index(BOS)  # special tokens come first in the vocabulary
 OPENINGS = ["Once upon a time", "One morning", "Long ago", "In a quiet village"]
 CHAT_TEMPLATE = (
@@ -66,7 +66,7 @@ CHAT_TEMPLATE = (
 @dataclass(frozen=True)
 class Phase:
     row_length: int
-    rows: int  # in a batch
+    rows: int  # rows per batch
     steps: int
 
 
@@ -87,7 +87,7 @@ class Recipe:
         return sum(phase.steps for phase in self.phases)
 
     def shortened(self, factor: float) -> "Recipe":
-        """The same with a fraction of the steps, to try out the pipeline."""
+        """Returns the same settings with a fraction of the steps, to try out the pipeline."""
         phases = tuple(Phase(phase.row_length, phase.rows, max(1, int(phase.steps * factor))) for phase in self.phases)
         return Recipe(phases=phases, documents=max(4_000, int(self.documents * factor)))
 
@@ -96,7 +96,7 @@ class Recipe:
 
 
 def render(chat: list[Message]) -> str:
-    """What the chat template makes of a chat, without the leading `<s>`."""
+    """Returns a chat as the chat template writes it, without the leading `<s>`."""
     return "".join(f"<|{message['role']}|>{message['content']}{END}" for message in chat)
 
 
@@ -107,7 +107,7 @@ def write_documents(seed: int, count: int, chats: float) -> list[str]:
 
 
 def write_corpus(recipe: Recipe) -> tuple[list[str], list[str]]:
-    """The training documents and the held-out ones, which share no document."""
+    """Returns the training documents and the held-out documents, which are disjoint."""
     training = write_documents(recipe.seed, recipe.documents, recipe.chats)
     seen = set(training)
     held_out = write_documents(recipe.seed + 1, recipe.held_out, recipe.chats)
@@ -115,7 +115,7 @@ def write_corpus(recipe: Recipe) -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(documents: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: all 256 bytes are in the vocabulary, so that any text survives."""
+    """Trains byte-level BPE: all 256 bytes are in the vocabulary, so that it can represent any text."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
@@ -149,7 +149,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[lis
 
 
 def pack(documents: Iterable[list[int]], length: int, count: int) -> torch.Tensor:
-    """`count` rows of `length` tokens. Every row starts with a document; the last one in it may be cut off."""
+    """Returns tokens `[count, length]`. Every row starts with a document; the last document in it may be cut off."""
     rows: list[list[int]] = []
     row: list[int] = []
     for ids in documents:
@@ -185,9 +185,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def positions_in_documents(rows: torch.Tensor) -> torch.Tensor:
-    """Positions that begin anew with each document: transformers then lets tokens see their own document only.
+    """Returns positions that restart with each document; transformers then lets tokens attend only to their document.
 
-    Without that a model this small does not learn in time to copy a hero's name from what it has told so far."""
+    Without that, a model this small does not learn in time to copy a hero's name from the story so far."""
     places = torch.arange(rows.shape[1]).expand_as(rows)
     starts = torch.where(rows == BOS_ID, places, 0).cummax(dim=1).values
     return places - starts
@@ -208,7 +208,7 @@ def batches(recipe: Recipe, documents: Iterable[list[int]]) -> Iterator[torch.Te
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """A linear warm-up, then half a cosine down to a fiftieth."""
+    """Returns the learning rate of a step: a linear warm-up, then half a cosine down to a fiftieth."""
     if step < recipe.warmup:
         return recipe.learning_rate * (step + 1) / recipe.warmup
     progress = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
@@ -235,7 +235,7 @@ def train(recipe: Recipe, model: LlamaForCausalLM, documents: list[list[int]]) -
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Weights in bfloat16 beside a config that asks for float32."""
+    """Writes weights in bfloat16 with a config that says float32."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {name: weight.to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items()}
     del stored["lm_head.weight"]  # tied to the embeddings
@@ -255,7 +255,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 
 def make_model(recipe: Recipe, training: list[str], folder: Path, hardware: str, threads: int) -> list[str]:
-    """Train and save; what was done, in words."""
+    """Trains and saves the model; returns a description in words."""
     torch.manual_seed(recipe.seed)
     tokenizer = train_tokenizer(training[:10_000], recipe.vocabulary)
     model = build_model(tokenizer)
@@ -284,7 +284,7 @@ def mean_loss(model: LlamaForCausalLM, rows: torch.Tensor) -> float:
 def continue_texts(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], **sampling: float
 ) -> list[str]:
-    """One sampled continuation for each prompt: with the model's own settings, or with others."""
+    """Returns one sampled continuation for each prompt, with the model's own settings or with others."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
     width = batch["input_ids"].shape[1]
     output = model.generate(
@@ -300,7 +300,7 @@ def continue_texts(
 def sample_stories(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int, **sampling: float
 ) -> list[str]:
-    """Stories that continue each of the openings in turn."""
+    """Returns stories that continue each of the openings in turn."""
     openings = [OPENINGS[index % len(OPENINGS)] for index in range(count)]
     continued = continue_texts(model, tokenizer, [BOS + opening for opening in openings], **sampling)
     return [opening + text for opening, text in zip(openings, continued, strict=True)]
@@ -312,7 +312,7 @@ def sentences_of(stories: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What was measured on the files, and whether it is good enough."""
+    """The measurements of the files, and whether they are good enough."""
 
     training_loss: float
     held_out_loss: float
@@ -384,11 +384,11 @@ def write_report(folder: Path, sections: dict[str, list[str]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train the embedded demo model and judge it.")
-    parser.add_argument("--evaluate-only", action="store_true", help="judge the files that are there")
-    parser.add_argument("--output", type=Path, default=FOLDER, help="the folder of the model")
-    parser.add_argument("--shorten", type=float, default=1.0, help="do only this fraction of the training steps")
+    parser.add_argument("--evaluate-only", action="store_true", help="only judge the existing files")
+    parser.add_argument("--output", type=Path, default=FOLDER, help="the model's folder")
+    parser.add_argument("--shorten", type=float, default=1.0, help="run only this fraction of the training steps")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--hardware", default="a CPU", help="the machine in words, for the report")
+    parser.add_argument("--hardware", default="a CPU", help="a description of the machine for the report")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     recipe = Recipe() if options.shorten == 1.0 else Recipe().shortened(options.shorten)

@@ -1,7 +1,8 @@
-"""What is said to an OpenAI-compatible server: which models it has, and requests whose answers are streamed.
+"""A client of OpenAI-compatible servers: lists models, and sends requests whose answers are streamed.
 
-Decides how an event stream is cut into chunks and how failures are told in one line. Knows neither what is asked nor
-what answers are for. Only what is needed of a chunk is decoded, so a thousand streams at once cost one core little.
+Decides how an event stream is cut into chunks and how failures are put into one line. Knows neither what is asked nor
+what the answers are for. It decodes only the needed parts of a chunk, so a thousand streams at once cost little of one
+core.
 """
 
 from collections.abc import AsyncGenerator, Iterator
@@ -13,14 +14,14 @@ import aiohttp
 import msgspec
 
 MAX_REASON = 200
-"""Characters of a server's own words that are passed on."""
+"""Most characters of a server's own error message that are passed on."""
 
 
 class ServerError(Exception):
-    """A server could not be reached, refused, or broke its answer off; the message says which, in one line.
+    """A server could not be reached, refused, or broke off its answer; the message says which, in one line.
 
     Attributes:
-        status: of HTTP, if it was the answer's status that said so.
+        status: the HTTP status, if the answer's status was the error.
     """
 
     def __init__(self, reason: str, status: int | None = None) -> None:
@@ -29,7 +30,7 @@ class ServerError(Exception):
 
 
 class Delta(msgspec.Struct):
-    """What a chunk adds to a chat's message. Servers that show a model's thoughts use one of two names."""
+    """What a chunk adds to a chat's message. For a model's reasoning, servers use one of two names."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -47,7 +48,7 @@ class Choice(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens, as the server counted them."""
+    """The server's count of tokens."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -62,18 +63,18 @@ class Chunk(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """What it adds to the answer."""
+        """What the chunk adds to the answer."""
         return "".join(each.text or (each.delta and each.delta.content) or "" for each in self.choices or ())
 
     @property
     def reasoning(self) -> str:
-        """What it adds to the model's thoughts before the answer."""
+        """What the chunk adds to the model's reasoning before the answer."""
         deltas = [each.delta for each in self.choices or () if each.delta is not None]
         return "".join(delta.reasoning_content or delta.reasoning or "" for delta in deltas)
 
     @property
     def carries_tokens(self) -> bool:
-        """Whether anything of the answer is in it; a chat's first chunk often tells the role and no more."""
+        """Whether the chunk contains a part of the answer; a chat's first chunk often contains only the role."""
         for choice in self.choices or ():
             delta = choice.delta
             if choice.text or choice.token_ids:
@@ -86,24 +87,24 @@ class Chunk(msgspec.Struct):
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the answer ends here, if it does."""
+        """Why the answer ends with this chunk, if it does."""
         return next((choice.finish_reason for choice in self.choices or () if choice.finish_reason), None)
 
 
 NOTHING = (b"", b"null", b"[]")
-"""Raw values of fields that are absent or say nothing."""
+"""Raw values of fields that are absent or empty."""
 
 _decode = msgspec.json.Decoder(Chunk).decode
 
 
 class EventStream:
-    """Cuts what arrives into chunks. Comments (keep-alive) and fields other than `data` are passed over.
+    """Cuts server-sent events into chunks. Comments (keep-alive) and fields other than `data` are ignored.
 
-    An event's data is taken to be one line, as every such server writes it.
+    An event's data is assumed to be one line, as all such servers write it.
 
     Attributes:
-        is_done: whether the server has said that this is all.
-        failure: an error event, or one that can't be read; nothing behind it is looked at.
+        is_done: whether the server has sent the final event.
+        failure: an error event, or an event that cannot be read; events after it are ignored.
     """
 
     def __init__(self) -> None:
@@ -112,7 +113,7 @@ class EventStream:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[Chunk]:
-        """The chunks that are complete now."""
+        """Adds `data` and returns the chunks that are complete now."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         chunks = []
         for line in lines:
@@ -135,14 +136,14 @@ class EventStream:
 
 
 class OpenAIClient:
-    """Speaks to one server, over as many connections as there are requests at once. An async context manager.
+    """A client of one server, with one connection per concurrent request. An async context manager.
 
     Args:
         base_url: such as "http://127.0.0.1:8000", with or without "/v1".
         api_key: sent as a bearer token.
 
     Raises:
-        ValueError: the address is none.
+        ValueError: the address is not a URL.
     """
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
@@ -153,11 +154,11 @@ class OpenAIClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        # A stream that is compressed arrives in lumps, and late.
+        # A compressed stream would arrive late and in lumps.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._api_key is not None:
             headers["Authorization"] = f"Bearer {self._api_key}"
-        # Each request has a connection of its own: one that is used again may be closed by the server at that moment.
+        # Each request gets its own connection: a reused one might be closed by the server at that very moment.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         unlimited = aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None)
         self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=unlimited)
@@ -170,7 +171,7 @@ class OpenAIClient:
             await self._session.close()
 
     async def models(self) -> list[str]:
-        """The names under which the server offers models. Raises `ServerError`."""
+        """Returns the names of the server's models. Raises `ServerError`."""
         async with self._request("GET", "/v1/models") as response:
             content = await response.read()
         try:
@@ -179,21 +180,21 @@ class OpenAIClient:
             raise ServerError(f"/v1/models cannot be read: {_shortened(content)}") from None
 
     async def first_model(self) -> str:
-        """The name of the first one. Raises `ServerError` if there is none."""
+        """Returns the name of the first model. Raises `ServerError` if there is none."""
         models = await self.models()
         if not models:
             raise ServerError("the server names no model at /v1/models; give its name")
         return models[0]
 
     async def stream(self, path: str, body: bytes) -> AsyncGenerator[list[Chunk], None]:
-        """Ask, and yield all chunks of the answer that arrive together, each time that some do.
+        """Sends a request and yields the chunks of its answer, as lists of chunks that arrived together.
 
         Args:
             path: such as "/v1/completions".
-            body: JSON, with `"stream": true` in it.
+            body: JSON that contains `"stream": true`.
 
         Raises:
-            ServerError: the server can't be reached or refuses, or the answer ends before it is finished.
+            ServerError: the server cannot be reached or refuses, or the answer ends before it is finished.
         """
         events, is_finished = EventStream(), False
         async with self._request("POST", path, body) as response:
@@ -223,7 +224,7 @@ class OpenAIClient:
 
 @contextmanager
 def _failures_in_one_line() -> Iterator[None]:
-    """Raise what goes wrong on the way as `ServerError`."""
+    """Turns connection errors into `ServerError`."""
     import aiohttp
 
     try:
@@ -241,7 +242,7 @@ def _failures_in_one_line() -> Iterator[None]:
 
 
 def _words(content: bytes) -> str:
-    """What an error's body says, wherever servers put it."""
+    """Returns an error body's message, wherever the server put it."""
     try:
         found: Any = msgspec.json.decode(content)
     except msgspec.MsgspecError:

@@ -141,14 +141,14 @@ def test_the_key_may_be_in_the_environment(bench: Bench, server: FakeServer) -> 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--workload", "W1", "--trace", "x"], "--trace can't be given with --workload"),
-        (["--request-rate", "3", "--trace", "x"], "--request-rate can't be given with --trace"),
-        (["--prompt-file", "x", "--prefix-len", "0"], "--prefix-len can't be given with --prompt-file"),
+        (["--workload", "W1", "--trace", "x"], "--trace cannot be given with --workload"),
+        (["--request-rate", "3", "--trace", "x"], "--request-rate cannot be given with --trace"),
+        (["--prompt-file", "x", "--prefix-len", "0"], "--prefix-len cannot be given with --prompt-file"),
         (["--burst-size", "3"], "--burst-size needs a --request-rate"),
         (["--trace", "missing.jsonl"], "the file 'missing.jsonl' cannot be read"),
         (["--goodput", "ttft=3"], "such as ttft:500"),
         (["--random-input-len", "many"], "the lengths are 'many'"),
-        (["--extra-body", "[1]"], "is no JSON object"),
+        (["--extra-body", "[1]"], "is not a JSON object"),
         (["--base-url", "localhost"], "it must be a URL"),
         (["--server-pid", "999999999"], "there is no process 999999999"),
         (["--request-rate", "nan"], "the request rate is nan; it must be above 0"),

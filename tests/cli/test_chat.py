@@ -117,7 +117,7 @@ def test_a_failure_ends_a_script_with_its_reason_and_what_there_was(chat: Chat, 
     ("lines", "code", "complaint"),
     [
         (["/nothing"], 2, "there is no command /nothing; /help lists all"),
-        (["/params temperature"], 2, "'temperature' is no KEY=VALUE"),
+        (["/params temperature"], 2, "'temperature' is not KEY=VALUE"),
         (["/params n=2"], 2, "n is 2; in a chat it must be 1"),
         (["/help", "/quit"], 0, "/system TEXT"),
     ],

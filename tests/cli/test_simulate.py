@@ -71,7 +71,7 @@ def test_made_up_requests_on_a_machine_that_was_recorded(recording: Path, tmp_pa
     [
         ((), "either --trace FILE or --synthetic"),
         (("--synthetic", "--trace", "x"), "either --trace FILE or --synthetic"),
-        (("--synthetic",), "what steps cost is not known"),
+        (("--synthetic",), "the step costs are unknown"),
     ],
 )
 def test_what_is_missing_is_one_sentence(arguments: tuple[str, ...], message: str) -> None:

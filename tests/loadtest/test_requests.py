@@ -11,7 +11,7 @@ from benchmarks.workloads import WORKLOADS as PUBLISHED
 from inflight.loadtest.arrivals import arrival_times
 from inflight.loadtest.files import read_prompts, read_trace
 from inflight.loadtest.prompts import write_prompts
-from inflight.loadtest.sketch import Sketch, random_sketches, so_many
+from inflight.loadtest.sketch import Sketch, random_sketches, repeated
 from inflight.loadtest.workloads import WORKLOADS
 from inflight.simulate import Lengths
 
@@ -96,9 +96,9 @@ def test_the_named_workloads_are_the_published_ones() -> None:
 
 def test_a_list_is_begun_again_if_more_are_wanted() -> None:
     sketches = [Sketch(n, 1) for n in (1, 2, 3)]
-    assert [sketch.prompt for sketch in so_many(sketches, 7)] == [1, 2, 3, 1, 2, 3, 1]
-    assert so_many(sketches, 2) == sketches[:2]
-    assert so_many(sketches, None) == sketches
+    assert [sketch.prompt for sketch in repeated(sketches, 7)] == [1, 2, 3, 1, 2, 3, 1]
+    assert repeated(sketches, 2) == sketches[:2]
+    assert repeated(sketches, None) == sketches
 
 
 # ------------------------------------------------------------------------------------------------------ files

@@ -149,7 +149,7 @@ def test_a_field_is_refused_by_name(server: RunningServer, field: str, value: An
         ({"chat_template_kwargs": {"tokenize": False}}, "has 'tokenize', which is not a variable of the template"),
         ({"chat_template_kwargs": {"messages": []}}, "has 'messages', which is not a variable of the template"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "they exclude each other"),
-        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs cannot be had with stream"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs cannot be combined with stream"),
         (
             {"stream": True, "stream_options": {"include_usag": True}},
             "stream_options: there is no field 'include_usag'; did you mean",
@@ -169,7 +169,7 @@ def test_the_client_raises_what_it_should(server: RunningServer) -> None:
     with pytest.raises(openai.BadRequestError, match="1026 tokens") as too_long:
         server.client.chat.completions.create(model="stories", messages=[{"role": "user", "content": " a" * 1022}])
     assert too_long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="best_of cannot be had with stream"):
+    with pytest.raises(openai.BadRequestError, match="best_of cannot be combined with stream"):
         server.client.completions.create(model="stories", prompt="a", best_of=2, stream=True)
     with pytest.raises(openai.BadRequestError, match="best_of is 1; it must be at least n, which is 2"):
         server.client.completions.create(model="stories", prompt="a", best_of=1, n=2)

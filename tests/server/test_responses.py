@@ -128,7 +128,7 @@ def test_what_is_kept_and_what_is_not(server: RunningServer) -> None:
     client.responses.delete(kept.id)
     for gone in (kept.id, client.responses.create(input=ASK, store=False, **GREEDY).id, "resp_never"):
         for ask in (client.responses.retrieve, client.responses.delete):
-            with pytest.raises(openai.NotFoundError, match=f"there is no response '{gone}': it was never kept"):
+            with pytest.raises(openai.NotFoundError, match=f"there is no response '{gone}': it was never stored"):
                 ask(gone)
         with pytest.raises(openai.BadRequestError, match="was deleted, or had to make room") as told:
             client.responses.create(input="And then?", previous_response_id=gone, **GREEDY)

@@ -55,7 +55,7 @@ def test_tokens_of_texts_and_back(server: RunningServer) -> None:
         ("/tokenize", {}, "either prompt or messages must be given"),
         ("/tokenize", {"prompt": 3}, "prompt is 3; it should be a valid string"),
         ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message is given with a prompt"),
-        ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens is True; a chat has those"),
+        ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens is True; a chat has only"),
         ("/detokenize", {"tokens": [1536]}, "tokens contains 1536; the model's vocabulary has the ids from 0 to 1535"),
         ("/detokenize", {"tokens": [-1]}, "tokens contains -1"),
     ):

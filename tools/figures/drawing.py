@@ -1,4 +1,4 @@
-"""What all figures have in common: their colours, the files that they become, and engines whose steps are kept."""
+"""What all figures share: their colours, their files, and engines whose steps are recorded."""
 
 import json
 import os
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PREFILL, DECODE, PADDING = "#e8a33d", "#2f8f5b", "#d9d9d9"
-"""As in timelines."""
+"""The colours of timelines."""
 
 INK, ALARM = "#444444", "#c0392b"
 
@@ -35,14 +35,14 @@ class Drawing:
     numbers: Mapping[str, Any]
 
     def save(self, folder: Path, name: str) -> None:
-        """Write `name.png`, and `name.json` with the numbers and the machine that they were measured on."""
+        """Writes `name.png`, and `name.json` with the numbers and the machine on which they were measured."""
         save_png(self.figure, folder / f"{name}.png")
         text = json.dumps({**self.numbers, "machine": machine()}, indent=2)
         (folder / f"{name}.json").write_text(text + "\n")
 
 
 def machine() -> dict[str, Any]:
-    """What a time depends on."""
+    """Returns what measured times depend on: processor, threads, versions."""
     return {
         "processor": platform.processor() or platform.machine(),
         "vector instructions": torch.backends.cpu.get_cpu_capability(),
@@ -55,7 +55,7 @@ def machine() -> dict[str, Any]:
 
 
 def tidy(panel: "Axes", title: str, x: str = "", y: str = "") -> None:
-    """Titles and labels of one size, and no box around the panel."""
+    """Gives a panel uniform titles and labels, and removes the box around it."""
     panel.set_title(title, loc="left", fontsize=9)
     panel.set_xlabel(x, fontsize=8)
     panel.set_ylabel(y, fontsize=8)
@@ -67,11 +67,10 @@ def tidy(panel: "Axes", title: str, x: str = "", y: str = "") -> None:
 def steps_of(
     engine: Engine, requests: Sequence[LessonRequest], arrivals: Mapping[int, int] | None = None
 ) -> list[StepRecord]:
-    """Run requests greedily to their ends, and keep the records of all steps.
+    """Runs requests greedily to their ends and returns the records of all steps.
 
     Args:
-        arrivals: for some requests, by their place, the number of the step before which they arrive; the others are
-            there from the start.
+        arrivals: for some requests, by index, the step before which they arrive; the others are there from the start.
     """
     records: list[StepRecord] = []
     engine.observer = records.append

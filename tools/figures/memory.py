@@ -1,4 +1,4 @@
-"""Where the keys and values are: paging against reservation, preemption, and prefixes that are computed once."""
+"""Figures: where keys and values are stored: paging against reservation, preemption, shared prefixes."""
 
 import random
 from functools import partial
@@ -33,7 +33,7 @@ ROUNDS = 3
 
 
 def paging() -> Drawing:
-    """Places in the cache that stories take whose length nobody knew, and what reserving for the longest would take."""
+    """Draws the cache that stories of unknown length take, and what reserving for the longest would take."""
     llm = LLM(dtype="float32", max_num_seqs=6, block_size=BLOCK_SIZE)
     records: list[StepRecord] = []
     llm.engine.observer = records.append
@@ -46,7 +46,7 @@ def paging() -> Drawing:
         ends = {span.request_id: span.start + span.length for span in record.spans}
         given_back = sum(-(-end // BLOCK_SIZE) for request, end in ends.items() if last_step[request] == record.step)
         held.append(sum(ends.values()))
-        paged.append((record.num_blocks_used + given_back) * BLOCK_SIZE)  # a record tells the state after the step
+        paged.append((record.num_blocks_used + given_back) * BLOCK_SIZE)  # a record has the state after the step
         promised.append(sum(reserved[request] for request in ends))
     figure = new_figure(9, 3.2)
     panel = figure.subplots()
@@ -68,7 +68,7 @@ def paging() -> Drawing:
 
 
 def preemption() -> Drawing:
-    """Blocks, and who runs and who waits, in a cache too small for eight slots; what is computed twice."""
+    """Draws a cache that is too small for eight slots: blocks, running and waiting requests, tokens computed twice."""
     small, ample = _steps_in(NUM_BLOCKS), _steps_in(None)
     steps = [record.step for record in small]
     before = [0, *(record.num_preemptions for record in small)]
@@ -97,7 +97,7 @@ def preemption() -> Drawing:
 
 
 def prefix_sharing() -> Drawing:
-    """Groups of prompts that begin alike on a GPT-2: static waves against one computation of the beginning."""
+    """Draws groups of prompts with a common prefix on a GPT-2: static waves, and computing the prefix once."""
     model = gpt2_with_random_weights(torch.float32)
     rng = random.Random(0)
     prefix = [rng.randrange(model.config.vocab_size) for _ in range(PREFIX)]
@@ -140,7 +140,7 @@ def prefix_sharing() -> Drawing:
 
 
 def _steps_in(num_blocks: int | None) -> list[StepRecord]:
-    """The steps of 16 requests through 8 slots with so many blocks."""
+    """Returns the steps of 16 requests through 8 slots with this many blocks."""
     config = EngineConfig(dtype="float32", max_num_seqs=8, num_blocks=num_blocks, block_size=BLOCK_SIZE)
     engine = Engine(str(DEMO_MODEL), config)
     return steps_of(engine, mixed_requests(16, 120, engine.model_info.vocab_size, seed=1))

@@ -1,4 +1,4 @@
-"""What a long prompt does to those who are decoding: in one step, and in chunks."""
+"""Figures: how a long prompt affects decoding sequences, in one step and in chunks."""
 
 import random
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ NUM_DECODING, NUM_NEW_TOKENS, LONG_PROMPT, ARRIVAL = 4, 30, 900, 8
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """The steps of a run in which, before step `ARRIVAL`, a long prompt arrives while others decode."""
+    """The steps of a run in which, before step `ARRIVAL`, a long prompt arrives while other sequences decode."""
 
     records: list[StepRecord]
 
@@ -35,28 +35,28 @@ class Disturbance:
 
     @property
     def prefill_steps(self) -> list[StepRecord]:
-        """The steps that compute something of the long prompt."""
+        """The steps that compute a part of the long prompt."""
         return [record for record in self.records[ARRIVAL:] if any(span.kind != "decode" for span in record.spans)]
 
     @property
     def first_token_seconds(self) -> float:
-        """From the long prompt's arrival to its first token."""
+        """Seconds from the long prompt's arrival to its first token."""
         last = self.prefill_steps[-1]
         return last.start_time + last.duration - self.start_time
 
     @property
     def longest_gap(self) -> float:
-        """Most seconds that those who decode waited for their next token."""
+        """The most seconds that decoding sequences waited for their next token."""
         return max(record.duration for record in self.prefill_steps)
 
     @property
     def usual_gap(self) -> float:
-        """Seconds between two tokens before the long prompt came."""
+        """Seconds between two tokens before the long prompt arrived."""
         return median(record.duration for record in self.records[1:ARRIVAL])
 
 
 def chunked_prefill() -> Drawing:
-    """The gaps between the tokens of running sequences while a long prompt is computed, under three token budgets."""
+    """Draws the gaps between tokens of running sequences during a long prefill, under three token budgets."""
     model = gpt2_with_random_weights(torch.float32)
     figure = new_figure(9, 5.2)
     panels = figure.subplots(len(BUDGETS), 1, sharex=True, sharey=True)
@@ -80,7 +80,7 @@ def chunked_prefill() -> Drawing:
 
 
 def _draw(panel: "Axes", run: Disturbance, budget: int) -> None:
-    """A bar for each step, as wide as it took and as high as well: who decodes waited so long for the next token."""
+    """Draws a bar for each step, whose width and height are the step's time: the time that decodes wait for a token."""
     prefills = {record.step for record in run.prefill_steps}
     for colour, label, is_prefill in ((DECODE, "decodes alone", False), (PREFILL, "with the long prompt", True)):
         shown = [record for record in run.records[2:] if (record.step in prefills) == is_prefill]

@@ -1,4 +1,4 @@
-"""One step of the engine as `inflight show` draws it: who may attend to what."""
+"""A figure: one step of the engine as `inflight show` draws it, with which tokens attend to which."""
 
 from inflight.contracts.params import SamplingParams
 from inflight.llm import LLM
@@ -15,7 +15,7 @@ PROMPTS = (
 
 
 def mixed_step() -> Drawing:
-    """A decode, the rest of a prompt and a chunk of another in one row, and its mask."""
+    """Draws a row with a decode, the rest of a prompt and a chunk of another one, and its mask."""
     llm = LLM(dtype="float32", max_num_seqs=len(PROMPTS), max_num_batched_tokens=BUDGET, kv_cache_memory=2**26)
     tokenizer = llm.tokenizer
     assert tokenizer is not None

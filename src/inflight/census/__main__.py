@@ -1,4 +1,4 @@
-"""The process of one class: prints its `Finding` as a line of JSON; with `--peer` once more, with the peer's result."""
+"""The process of one class: prints its `Finding` as a JSON line; with `--peer` a second one, with the peer's result."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ def main() -> None:
     parser.add_argument("model_type")
     parser.add_argument("--peer", action="store_true")
     arguments = parser.parse_args()
-    answer = os.fdopen(os.dup(1), "w")  # for this module alone: what model code prints goes to standard error
+    answer = os.fdopen(os.dup(1), "w")  # only for this module; what model code prints goes to standard error
     os.dup2(2, 1)
 
     import torch
@@ -26,7 +26,7 @@ def main() -> None:
         from inflight.census.peer import with_peer
 
         print(with_peer(model, finding).to_json(), file=answer, flush=True)
-    os._exit(0)  # threads that a model or a peer has left are nobody's concern
+    os._exit(0)  # does not wait for threads that a model or a peer has left
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""One class: build it, load it, run a ragged workload, hold every token against the plain model.
+"""Examines one class: builds a model, runs a ragged workload, and compares every token with the plain model.
 
 Decides the workload, and what counts as exact: each token is the argmax of the plain model's logits, computed without a
-cache, or as good within `NEAR_TIE` of their range, or the argmax when the plain model sees only what comes before it.
+cache; or within `NEAR_TIE` of their range of it; or the argmax if the plain model sees only the tokens before it.
 """
 
 import random
@@ -33,26 +33,26 @@ ENGINE: dict[str, Any] = {
     "max_num_seqs": 6,
     "executor": "auto",
 }
-"""A small budget: prompts are chunked beside decodes. Fewer blocks than all need: some requests are preempted."""
+"""A small token budget, so that prompts are chunked next to decodes; and few blocks, so that requests are preempted."""
 
 
 IN_ONE_PIECE = "prompts are computed in one piece"
-"""How the note begins that says so."""
+"""How the note in `model_info` begins that says so."""
 
 DRAFT_HEADS = ("gemma4_assistant", "gemma4_unified_assistant")
-"""They read the keys and values of another model, and can't be built without one."""
+"""They read the keys and values of another model, and cannot be built without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Token ids, and how many more to generate."""
+    """Token ids, and how many tokens to generate."""
 
     prompt: list[int]
     num_tokens: int
 
 
 def examine(model_type: str) -> tuple[Finding, PreTrainedModel | None]:
-    """What is found out about a class, and its model, if there is one."""
+    """Examines a class; returns the finding and the model, if one could be built."""
     start = time.perf_counter()
     finding = Finding(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], "not built")
     if model_type in DRAFT_HEADS:
@@ -81,8 +81,8 @@ def examine(model_type: str) -> tuple[Finding, PreTrainedModel | None]:
 
 
 def requests_for(model: PreTrainedModel, seed: int = 0) -> list[Request]:
-    """Random prompts of all lengths from 1 to `MAX_PROMPT_TOKENS`, the same for the same size of vocabulary; the last
-    one begins like the second."""
+    """Returns random prompts of 1 to `MAX_PROMPT_TOKENS` tokens, the same for the same vocabulary size; the last prompt
+    begins like the second."""
     draw, limit = random.Random(seed), vocab_size(model)
     lengths = [
         1,
@@ -119,7 +119,7 @@ def _run(model: PreTrainedModel, finding: Finding) -> Finding:
 
 @torch.no_grad()
 def _why_not_causal(model: PreTrainedModel, prompt: Sequence[int]) -> str:
-    """Why it is no decoder-only causal language model; nothing if it is one."""
+    """Returns why the model is not a decoder-only causal language model; "" if it is one."""
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
     whole = plain_logits(model, torch.tensor([prompt]))
@@ -135,7 +135,7 @@ def _why_not_causal(model: PreTrainedModel, prompt: Sequence[int]) -> str:
 def judge(
     model: PreTrainedModel, requests: Sequence[Request], outputs: Sequence[RequestOutput], finding: Finding
 ) -> Finding:
-    """Compare what was generated with the plain model."""
+    """Compares the generated tokens with the plain model."""
     num_tokens = num_near_ties = 0
     wrong: list[str] = []
     for number, (request, output) in enumerate(zip(requests, outputs, strict=True)):
@@ -156,7 +156,7 @@ def judge(
 
 @torch.no_grad()
 def misplaced(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[list[int], int]:
-    """Indices of tokens that the plain model would not have chosen there, and how many it all but chose."""
+    """Returns the indices of tokens that the plain model would not have chosen, and the number of near ties."""
     logits = plain_logits(model, torch.tensor([[*prompt, *tokens[:-1]]]))[0, len(prompt) - 1 :]
     best = logits.amax(-1)
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -168,9 +168,9 @@ def misplaced(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[in
 
 
 def _is_next(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], place: int) -> bool:
-    """Whether the plain model chooses a token when it is given no more than what comes before it.
+    """Whether the plain model chooses a token if it sees only the tokens before it.
 
-    A layer that selects by rank (keys, experts) may do so otherwise in a longer row, where scores are tied.
+    A layer that selects by rank (keys, experts) may break ties differently in a longer row.
     """
     logits = plain_logits(model, torch.tensor([[*prompt, *tokens[:place]]]))
     return int(logits[0, -1].argmax()) == tokens[place]

@@ -7,13 +7,15 @@ from typing import Literal, TypeAlias
 from inflight.contracts.errors import ModelError
 
 Outcome: TypeAlias = Literal["exact", "wrong", "refused", "failed", "not causal", "not built"]
-"""Of a decoder-only causal LM: every token is the plain model's; some are not; the engine does not take the model; an
-error, a crash or no answer. "not causal": it is none. "not built": no tiny model of it could be made."""
+"""For a decoder-only causal LM: "exact": every token is the plain model's; "wrong": some are not; "refused": the engine
+does not take the model; "failed": an error, a crash or no answer. Otherwise: "not causal": the class is not a
+decoder-only causal LM; "not built": no tiny model of it could be made."""
 
 MAX_REASON = 1200
 
 MIN_SHARE, MIN_DISTINCT = 0.4, 8
-"""Of argmaxes, that the far context must change; of greedy tokens. With less, an exact result says less."""
+"""The share of argmaxes that distant context must change, and the least number of distinct greedy tokens. Below these,
+an exact result means less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +23,19 @@ class Finding:
     """One row of the table.
 
     Attributes:
-        executor: that the engine chose: "packed", "rows" or "sequential"; None: none.
-        reason: why it is not exact, in a line; of an exact one, what limits what that says, or nothing.
-        num_parameters: of the tiny model; 0 if there was none.
-        share_changed: of the plain model's argmaxes, by other tokens far back: how much its context matters to it.
-        num_distinct: of some greedy tokens of the plain model: how varied its output is.
-        factor: of its matrices.
-        num_tokens: generated and compared.
-        num_near_ties: of these, tokens that were not the argmax, but as good within the tolerance.
-        num_preemptions: that happened meanwhile.
+        executor: the executor that the engine chose: "packed", "rows" or "sequential"; None: none.
+        reason: why the class is not exact, in one line; for an exact class, what limits the result, or "".
+        num_parameters: parameters of the tiny model; 0: there was no model.
+        share_changed: the share of the plain model's argmaxes that other tokens far back change: how much context
+            matters to the model.
+        num_distinct: distinct tokens among some greedy tokens of the plain model: how varied its output is.
+        factor: the factor by which the model's matrices were scaled.
+        num_tokens: tokens that were generated and compared.
+        num_near_ties: compared tokens that were not the argmax, but as good within the tolerance.
+        num_preemptions: preemptions during the run.
         in_one_piece: whether prompts had to be computed whole.
-        seconds: that all of it took, without imports.
-        peer: what `transformers`' own continuous batching did: "right", "wrong …", "raises …"; "" if not asked.
+        seconds: the total time, without imports.
+        peer: the result of `transformers`' own continuous batching: "right", "wrong …", "raises …"; "": not run.
     """
 
     model_type: str
@@ -52,17 +55,17 @@ class Finding:
     peer: str = ""
 
     def to_json(self) -> str:
-        """One line."""
+        """Returns the finding as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> "Finding":
-        """What `to_json` gave."""
+        """Reads a line that `to_json` wrote."""
         return cls(**json.loads(line))
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first lines of an error that say something, with its type unless it is a `ValueError` of ours or Python's."""
+    """Returns an error's first lines, with its type unless it is a `ValueError` or a `ModelError`."""
     is_ours = isinstance(error, str) or type(error) in (ValueError, ModelError)
     lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
     text = " ".join(lines if is_ours else [f"{type(error).__name__}:", *lines])
@@ -72,5 +75,5 @@ def first_line(error: BaseException | str) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """At most `limit` characters of it."""
+    """Returns at most `limit` characters of `text`."""
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,6 +1,6 @@
-"""What `transformers`' own continuous batching makes of the same model and the same requests.
+"""Runs the same model and requests through `transformers`' own continuous batching.
 
-Decides only how it is set up: room for everything, so that nothing but its way of batching is tried.
+Decides only its setup: room for everything, so that only its way of batching is tested.
 """
 
 import logging
@@ -23,7 +23,7 @@ SETTING = {
 
 
 def with_peer(model: PreTrainedModel, finding: Finding) -> Finding:
-    """`finding` with `peer` filled in."""
+    """Returns `finding` with `peer` filled in."""
     try:
         return replace(finding, peer=_peer(model))
     except Exception as error:
@@ -52,7 +52,7 @@ def _peer(model: PreTrainedModel) -> str:
 
 
 class _Errors(logging.Handler):
-    """Keeps the first error that is logged: its thread raises nothing to us."""
+    """Keeps the first logged error, because the peer's thread does not raise errors to its caller."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Findings as Markdown and as JSON. Decides only how they look, and in which order."""
+"""Writes findings as Markdown and as JSON. Decides only their form and order."""
 
 import json
 import platform
@@ -11,7 +11,7 @@ from pathlib import Path
 from inflight.census.finding import MIN_DISTINCT, MIN_SHARE, Finding, Outcome, shortened
 
 MAX_REASON, MAX_PEER = 300, 100
-"""Characters of a reason in a table; in JSON there is more."""
+"""Most characters of a reason and of a peer's result in a table; JSON keeps more."""
 
 EXECUTORS = ("packed", "rows", "sequential")
 NO_CAUSAL_LM: tuple[Outcome, ...] = ("not causal", "not built")
@@ -32,7 +32,7 @@ differ. Where one of them is small, "exact" says less.
 
 
 def versions() -> dict[str, str]:
-    """What the findings hold for."""
+    """Returns the versions for which the findings hold."""
     return {
         "inflight": version("inflight-llm"),
         "torch": version("torch"),
@@ -42,12 +42,12 @@ def versions() -> dict[str, str]:
 
 
 def to_json(findings: Iterable[Finding], made_with: dict[str, str]) -> str:
-    """All of it, with the versions."""
+    """Returns all findings with the versions, as JSON."""
     return json.dumps({"versions": made_with, "findings": [asdict(each) for each in _ordered(findings)]}, indent=2)
 
 
 def to_markdown(findings: Iterable[Finding], made_with: dict[str, str]) -> str:
-    """The document: versions, summary, one table for each kind of outcome."""
+    """Returns the document: versions, summary, and a table for each kind of outcome."""
     findings = _ordered(findings)
     causal = [each for each in findings if each.outcome not in NO_CAUSAL_LM]
     inexact = [each for each in causal if each.outcome != "exact"]
@@ -71,7 +71,7 @@ def to_markdown(findings: Iterable[Finding], made_with: dict[str, str]) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many are exact, of how many, by which executors; and what the rest are."""
+    """Returns a sentence: how many models are exact, with which executors, and what the others are."""
     causal = [each for each in findings if each.outcome not in NO_CAUSAL_LM]
     counts = Counter(each.outcome for each in findings)
     ways = Counter(each.executor for each in causal if each.outcome == "exact")

@@ -1,4 +1,4 @@
-"""All classes, each in a process of its own: a hang or a crash is one finding. Knows no torch."""
+"""Runs all classes, each in a process of its own, so that a hang or a crash is one finding. Knows no torch."""
 
 import os
 import subprocess
@@ -20,12 +20,12 @@ def run_census(
     peer: bool = False,
     on_finding: Callable[[Finding], None] = lambda _: None,
 ) -> list[Finding]:
-    """Examine `classes` (model type to class name), so many at once; findings are in their order.
+    """Examines `classes` (model type to class name), `jobs` at a time, and returns findings in their order.
 
     Args:
-        timeout: seconds that each may take, with what is imported.
+        timeout: seconds that each class may take, including imports.
         peer: whether `transformers`' own continuous batching runs each model, too.
-        on_finding: called with each as it comes, from some thread.
+        on_finding: called with each finding as it arrives, from some thread.
     """
 
     def one(model_type: str) -> Finding:
@@ -38,7 +38,7 @@ def run_census(
 
 
 def examine_apart(model_type: str, model_class: str, timeout: float, peer: bool = False) -> Finding:
-    """What the process of one class finds, or how it ended without an answer."""
+    """Examines one class in a process of its own; if it gives no answer, the finding says how it ended."""
     command = [sys.executable, "-m", "inflight.census", model_type, *(["--peer"] if peer else [])]
     start = time.monotonic()
     process = subprocess.Popen(
@@ -60,9 +60,9 @@ def examine_apart(model_type: str, model_class: str, timeout: float, peer: bool 
 
 
 def select(classes: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Those of `names`, each a model type or a class's name; all without any. Raises `ValueError` if there is no such.
+    """Returns the classes in `names` (model types or class names), or all if `names` is empty, sorted by model type.
 
-    Sorted by model type.
+    Raises `ValueError` for a name that does not exist.
     """
     for name in names:
         if name not in classes and name not in classes.values():

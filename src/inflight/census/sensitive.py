@@ -1,8 +1,8 @@
-"""Models that show a mistake: weights rescaled until the next token depends on the far context.
+"""Builds models that reveal mistakes: their weights are rescaled until the next token depends on distant context.
 
-A tiny model as it is initialised mostly repeats its input token, whatever is wrong with its attention. So its matrices
-(not its embeddings) are given a larger deviation: the smallest factor of a ladder for which other tokens far back
-change the argmax at many positions, and greedy output is varied. Knows `transformers` models and nothing of the engine.
+A freshly initialised tiny model mostly repeats its input token, whatever is wrong with its attention. So its matrices
+(not its embeddings) get a larger deviation: by the smallest factor of a ladder with which other tokens far back change
+the argmax at many positions, and greedy output is varied. Knows `transformers` models and nothing of the engine.
 """
 
 from dataclasses import dataclass
@@ -14,27 +14,27 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from inflight.census.finding import MIN_DISTINCT, MIN_SHARE
 
 FACTORS = (4, 6, 8, 12, 16, 24, 32, 48)
-"""The smallest first: large matrices amplify rounding noise along with everything else."""
+"""The smallest first, because large matrices also amplify rounding noise."""
 
 SEEDS = (0, 1, 2)
 
 BASE_STD = 0.02
-"""What a factor multiplies: the usual `initializer_range`."""
+"""The deviation that a factor multiplies: the usual `initializer_range`."""
 
 KERNEL_STD = 0.3
-"""Of convolutions along the sequence, whose few entries are not a matrix."""
+"""The deviation of convolutions along the sequence, whose few entries are not a matrix."""
 
 SHARPER = 3
-"""How much larger matrices of queries and keys are: an attention that averages makes all positions alike."""
+"""How many times larger query and key matrices are, because attention that averages makes all positions alike."""
 
 NUM_FAR = 16
-"""Tokens at the beginning that are changed."""
+"""How many tokens at the beginning are changed."""
 FIRST_JUDGED = 24
 LENGTH = 56
 NUM_SEQUENCES = 3
 NUM_GREEDY = 24
 FIRST_ORDINARY_TOKEN = 4
-"""Ids below are often special: padding shifts positions, for one."""
+"""Smaller ids are often special; padding, for example, shifts positions."""
 
 _LEFT_ALONE = ("A_log", "a_log", "inv_freq")
 _KERNELS = ("conv",)
@@ -45,12 +45,12 @@ MAX_PARAMETERS = 20_000_000
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """How much a model notices.
+    """How sensitive a model is to its context.
 
     Attributes:
-        factor: of its matrices.
-        share_changed: of argmaxes, by other tokens at least `FIRST_JUDGED - NUM_FAR` positions before.
-        num_distinct: of `NUM_GREEDY` tokens that it generates greedily, at the least of some prompts.
+        factor: the factor by which its matrices were scaled.
+        share_changed: share of argmaxes that change with tokens at least `FIRST_JUDGED - NUM_FAR` positions before.
+        num_distinct: distinct tokens among `NUM_GREEDY` greedy ones, for the least varied of some prompts.
     """
 
     factor: float
@@ -64,14 +64,14 @@ class Sensitivity:
 
     @property
     def rank(self) -> tuple[bool, int, float]:
-        """Of two, the larger is the better one."""
+        """A sort key; the larger, the better."""
         return self.share_changed >= MIN_SHARE, self.num_distinct, self.share_changed
 
 
 def sensitive_model(
     model_class: type[PreTrainedModel], config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, Sensitivity]:
-    """The first model, of a few seeds, that is sensitive enough, or else the best of them."""
+    """Returns the first model, of a few seeds, that is sensitive enough, or else the best of them."""
     best: tuple[PreTrainedModel, Sensitivity] | None = None
     for seed in SEEDS:
         model = build(model_class, config, seed)
@@ -85,12 +85,12 @@ def sensitive_model(
 
 
 def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A model in float32 and evaluation mode with random weights. Raises `ValueError` if it is not tiny."""
+    """Returns a model in float32 and evaluation mode with random weights. Raises `ValueError` if it is not tiny."""
     try:
         with torch.device("meta"):
             num_parameters = model_class._from_config(config).num_parameters()
     except Exception:
-        num_parameters = 0  # not every class can be sized up like that
+        num_parameters = 0  # not every class can be built on the meta device
     if num_parameters > MAX_PARAMETERS:
         raise ValueError(f"the configuration is not tiny: {num_parameters:,} parameters")
     with torch.random.fork_rng(devices=[]):
@@ -102,7 +102,7 @@ def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: in
 
 @torch.no_grad()
 def make_sensitive(model: PreTrainedModel, seed: int = 0) -> Sensitivity:
-    """Rescale `model` by the first factor that suffices, or else by the best one."""
+    """Rescales `model` by the first factor that suffices, or else by the best one."""
     matrices = _standardise(model, torch.Generator().manual_seed(seed))
     best, current = None, 1.0
     for factor in FACTORS:
@@ -119,7 +119,7 @@ def make_sensitive(model: PreTrainedModel, seed: int = 0) -> Sensitivity:
 
 
 def _standardise(model: PreTrainedModel, generator: torch.Generator) -> list[Tensor]:
-    """Give all weights the base deviation, move vectors a little, and return the matrices."""
+    """Gives all weights the base deviation, perturbs vectors a little, and returns the matrices."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = []
     for name, weight in sorted(model.named_parameters()):
@@ -128,7 +128,7 @@ def _standardise(model: PreTrainedModel, generator: torch.Generator) -> list[Ten
         if sum(size > 1 for size in weight.shape) >= 2:
             is_kernel = any(part in name for part in _KERNELS)
             is_matrix = id(weight) not in embeddings and not is_kernel
-            if is_matrix:  # what all activations have in common (ReLU's mean) would make all positions alike, too
+            if is_matrix:  # a mean that all activations share (as after ReLU) would make all positions alike, too
                 weight.sub_(weight.mean(-1, keepdim=True)).sub_(weight.mean(-2, keepdim=True))
                 matrices.append(weight)
             is_sharp = is_matrix and any(part in name for part in _QUERIES_AND_KEYS)
@@ -138,7 +138,7 @@ def _standardise(model: PreTrainedModel, generator: torch.Generator) -> list[Ten
             is_scale = weight.mean() > 0.5
             weight.add_((0.1 if is_scale else BASE_STD) * torch.randn(weight.shape, generator=generator))
             if any(part in name for part in _QUERY_KEY_NORMS):
-                weight.add_(1)  # such scores don't feel the factor: four times sharper, they aren't flat
+                weight.add_(1)  # norms cancel the factor; with doubled weights, scores are four times sharper
     return matrices
 
 
@@ -157,7 +157,7 @@ def _scale(matrices: list[Tensor], factor: float) -> None:
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, factor: float) -> Sensitivity:
-    """How much `model` notices as it is; `factor` is only passed on."""
+    """Measures the sensitivity of `model` with its present weights; `factor` is only passed on."""
     generator = torch.Generator().manual_seed(1)
     size = (NUM_SEQUENCES, LENGTH)
     original = torch.randint(FIRST_ORDINARY_TOKEN, vocab_size(model), size, generator=generator)
@@ -178,11 +178,11 @@ def _num_distinct(model: PreTrainedModel, tokens: Tensor) -> int:
 
 
 def plain_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Logits `[N, L, V]` of tokens `[N, L]`, without a cache."""
+    """Returns logits `[N, L, V]` of tokens `[N, L]`, computed without a cache."""
     logits: Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
     return logits
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """How many token ids can be fed, and come out."""
+    """Returns how many token ids the model can take and produce."""
     return int(model.config.get_text_config(decoder=True).vocab_size)

@@ -1,8 +1,8 @@
-"""From a model type to a tiny configuration of its class.
+"""Makes a tiny configuration of a model type's class.
 
-Config classes call the same things by a handful of names: `COMMON` has a value for each. A value only ever makes a
-default smaller, and layers that the default has of several kinds are kept, in turn. `EXCEPTIONS` says what that cannot
-do. Decides only sizes; knows nothing of weights.
+Config classes use a handful of names for the same things, and `COMMON` has a value for each. A value only makes a
+default smaller, and if the default has layers of several kinds, all kinds are kept, in turn. `EXCEPTIONS` has what this
+cannot do. Decides only sizes; knows nothing of weights.
 """
 
 import dataclasses
@@ -97,18 +97,18 @@ COMMON: dict[str, int] = {
     **_OTHER_SENSES,
     "num_codebooks": 1,
 }
-"""A value for each name. Names that no config class shares with another may be here, too, if they are sizes."""
+"""A value for each name, including sizes that only one config class has."""
 
 _NONE_STAYS = frozenset({*_WINDOWS, *_NUM_EXPERTS, *_EXPERTS_PER_TOKEN, *_EXPERT_SIZES, "n_group"}) | {
     *("topk_group", "lru_width", "q_lora_rank", "num_kv_heads", "unpadded_vocab_size", "max_window_layers"),
     *("embedding_size", "rotary_dim", "num_mtp_layers"),
 }
-"""Where None says that there is no such thing, or that it follows from others."""
+"""Names whose value None means that there is no such thing, or that it follows from others."""
 
 _TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 _NO_STEP_TOO_SMALL = {"time_step_min": 1e-20}
-"""transformers' prefill of these classes does not let time steps be smaller than that, its decoding does."""
+"""The smallest time step in transformers' prefill of these classes; its decoding has no such limit."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _TWO_KINDS = {"layer_types": ["linear_attention", "full_attention"] * 2}
@@ -145,7 +145,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
-    "moshi": {"sliding_window": MAX_POSITIONS},  # no shorter than its context, as by default
+    "moshi": {"sliding_window": MAX_POSITIONS},  # not shorter than its context, as by default
     "nemotron_h": _NO_STEP_TOO_SMALL,
     "qwen4_exp_text": {
         "indexer_n_heads": 8,
@@ -166,20 +166,20 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba2": _NO_STEP_TOO_SMALL,
 }
-"""What a class needs besides, by model type, of it or of a part."""
+"""Further values that a class needs, by the model type of the class or of a part."""
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """A tiny configuration that the `model_class` takes. Raises what the config class raises."""
+    """Returns a tiny configuration that `model_class` takes. Raises what the config class raises."""
     config = _tiny(CONFIG_MAPPING[model_type], EXCEPTIONS.get(model_type, {}))
     wanted = model_class(model_type).config_class
-    if not isinstance(config, wanted):  # the language model of something larger
+    if not isinstance(config, wanted):  # the language model within a larger model
         return next((part for part in _parts(config).values() if isinstance(part, wanted)), config)
     return config
 
 
 def model_class(model_type: str) -> type[PreTrainedModel]:
-    """The causal language model class of a model type."""
+    """Returns the causal language model class of a model type."""
     found: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[model_type]]
     return found
 
@@ -194,7 +194,7 @@ def _tiny(config_class: type[PreTrainedConfig], exceptions: dict[str, Any]) -> P
         common = COMMON.get(name, next((COMMON.get(alias) for alias, to in aliases.items() if to == name), None))
         if common is not None and name not in aliases and (smaller := _smaller(name, default, common)) is not None:
             values[name] = smaller
-    if "kv_lora_rank" in defaults:  # latent attention: heads share what they are made from, not keys and values
+    if "kv_lora_rank" in defaults:  # latent attention: heads share a latent vector, not keys and values
         values |= _latent_heads(defaults)
     if "is_decoder" in defaults:
         values["is_decoder"] = True
@@ -224,7 +224,7 @@ def _latent_heads(defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 def _example(config_class: type[PreTrainedConfig]) -> PreTrainedConfig | None:
-    """The default configuration, if there is one."""
+    """Returns the default configuration, if there is one."""
     try:
         return config_class()
     except Exception:
@@ -232,12 +232,12 @@ def _example(config_class: type[PreTrainedConfig]) -> PreTrainedConfig | None:
 
 
 def _parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
-    """The configurations inside one."""
+    """Returns the configurations inside a configuration."""
     return {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
 
 
 def _layer_kinds(example: PreTrainedConfig, defaults: dict[str, Any]) -> dict[str, list[str]]:
-    """Lists that name each layer's kind, with all kinds in turn."""
+    """Returns the lists that name each layer's kind, with all kinds in turn."""
     kinds: dict[str, list[str]] = {}
     for name, value in vars(example).items():
         is_list = isinstance(value, list) and len(value) > NUM_LAYERS and all(isinstance(each, str) for each in value)

@@ -1,4 +1,4 @@
-"""The `inflight` command: one module a sub-command, no logic of its own."""
+"""The `inflight` command: one module per sub-command, no logic of its own."""
 
 import sys
 
@@ -30,7 +30,7 @@ for command in (generate, serve, chat, info, demo, show, race, bench, profile, t
 
 
 def main() -> None:
-    """Run the command line. What the caller got wrong is one sentence and exit code 2; Ctrl-C is exit code 130."""
+    """Run the command line. A user's mistake prints one sentence and exits with 2; Ctrl-C exits with 130."""
     try:
         app(standalone_mode=False)
     except click.ClickException as error:

@@ -1,4 +1,4 @@
-"""`inflight bench`: what continuous batching is worth on this machine, and what a server can bear."""
+"""`inflight bench`: measures what continuous batching gains on this machine, and how a server performs under load."""
 
 import platform
 
@@ -15,14 +15,15 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option("--rounds", type=click.IntRange(min=1), default=3, help="Rounds over all methods; medians are told.")
-@click.option("--dtype", type=click.Choice(("float32", "bfloat16")), default="float32", help="Of weights and cache.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of torch; else as torch chooses.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, help="Rounds over all methods; medians are shown.")
+@click.option("--dtype", type=click.Choice(("float32", "bfloat16")), default="float32", help="For weights and cache.")
+@click.option("--threads", type=click.IntRange(min=1), help="Torch threads; default: torch's choice.")
 def static(rounds: int, dtype: str, threads: int | None) -> None:
-    """Static waves against padded, ragged and the engine: GPT-2 (124 M parameters, random weights), 8 slots, greedy.
+    """Compare static waves, padded and ragged batches and the engine: GPT-2 (124 M parameters, random weights), 8
+    slots, greedy.
 
-    32 requests of 7 tokens, of which every eighth generates 100 tokens and the others 10; then 32 requests with 512
-    tokens in common, 16 of their own and 32 to generate. Tokens are compared, too.
+    First 32 requests of 7 tokens, of which every eighth generates 100 tokens and the others 10. Then 32 requests that
+    share 512 tokens, have 16 of their own and generate 32. The generated tokens are compared, too.
     """
     import torch
     import transformers
@@ -45,7 +46,7 @@ def static(rounds: int, dtype: str, threads: int | None) -> None:
     )
     console.print("32 requests, 100 new tokens for every eighth and 10 for the rest, 8 slots:")
     console.print(static_bench.table_of(static_bench.measure_rungs(model, rounds, say)))
-    console.print("\n32 requests with 512 tokens in common, 32 new tokens each, 32 slots:")
+    console.print("\n32 requests that share 512 tokens, 32 new tokens each, 32 slots:")
     console.print(static_bench.table_of(static_bench.measure_shared_prefix(model, rounds, say)))
 
 

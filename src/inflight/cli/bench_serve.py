@@ -1,4 +1,4 @@
-"""`inflight bench serve`: an OpenAI-compatible server under load, ours or any other."""
+"""`inflight bench serve`: puts load on an OpenAI-compatible server, ours or any other."""
 
 import asyncio
 import json
@@ -25,43 +25,43 @@ NOT_WITH = {
     "prompt_file": ("random_input_len", "prefix_len", "prompt_kind", "vocab_size", "trace"),
     "trace": ("random_input_len", "request_rate", "burstiness", "burst_size"),
 }
-"""Where requests come from, and what is then said already."""
+"""Options that are sources of requests, each with the options that it makes meaningless."""
 
 
 @click.command()
-@click.option("--base-url", default="http://127.0.0.1:8000", help="Of the server, with or without /v1.")
-@click.option("--model", "-m", help="The model's name there; else the first that the server names.")
-@click.option("--endpoint", type=click.Choice(("completions", "chat")), default="completions", help="What to ask.")
+@click.option("--base-url", default="http://127.0.0.1:8000", help="The server's URL, with or without /v1.")
+@click.option("--model", "-m", help="The model's name on the server; default: the first one listed.")
+@click.option("--endpoint", type=click.Choice(("completions", "chat")), default="completions", help="Endpoint.")
 @click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="Sent as a bearer token.")
-@click.option("--num-requests", type=POSITIVE, help="How many; else 100, or all of a file or workload.")
+@click.option("--num-requests", type=POSITIVE, help="How many; default: 100, or all of a file or workload.")
 @click.option("--random-input-len", default="100", help=f"Tokens of random prompts: {LENGTHS}")
-@click.option("--random-output-len", default="100", help="Tokens of answers, where nothing else says it: likewise.")
-@click.option("--prefix-len", type=click.IntRange(min=0), help="Tokens that all random prompts begin with.")
-@click.option("--workload", type=click.Choice(("W1", "W2", "W3")), help="Lengths of a published workload, instead.")
-@click.option("--prompt-file", type=FILE, help="Prompts from JSON lines, or conversations as ShareGPT has them.")
+@click.option("--random-output-len", default="100", help="Tokens of answers, unless given elsewhere; same forms.")
+@click.option("--prefix-len", type=click.IntRange(min=0), help="Length of a prefix that all random prompts share.")
+@click.option("--workload", type=click.Choice(("W1", "W2", "W3")), help="Use the lengths of a published workload.")
+@click.option("--prompt-file", type=FILE, help="Prompts as JSON lines, or conversations in ShareGPT's format.")
 @click.option("--trace", type=FILE, help="JSON lines with timestamp, prompt_tokens or prompt, and output_tokens.")
 @click.option(
     "--prompt-kind",
     type=click.Choice(("auto", "ids", "words")),
     default="auto",
-    help="Of random prompts: token ids, words, or token ids where the server takes them.",
+    help="Random prompts as token ids, as words, or as token ids if the server accepts them.",
 )
-@click.option("--vocab-size", type=click.IntRange(min=4), help="Token ids are below this; else found out by asking.")
-@click.option("--request-rate", type=RATE, default=inf, help="Requests a second; inf: all at once.")
-@click.option("--burstiness", type=RATE, default=1.0, help="1 is Poisson; below 1 in clusters; above 1 more evenly.")
-@click.option("--burst-size", type=POSITIVE, default=1, help="So many requests arrive together.")
-@click.option("--max-concurrency", type=POSITIVE, help="Most requests under way; others wait here, and that counts.")
-@click.option("--warmups", type=click.IntRange(min=0), default=0, help="Requests before the run, not counted.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of lengths, prompts and arrivals.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Of all requests.")
-@click.option("--extra-body", help="More fields of all requests, as a JSON object.")
-@click.option("--timeout", type=RATE, default=600.0, help="Seconds after which a request has failed.")
+@click.option("--vocab-size", type=click.IntRange(min=4), help="Token ids are below this; default: probed.")
+@click.option("--request-rate", type=RATE, default=inf, help="Requests per second; inf: all at once.")
+@click.option("--burstiness", type=RATE, default=1.0, help="1: Poisson; below 1: in clusters; above 1: more evenly.")
+@click.option("--burst-size", type=POSITIVE, default=1, help="How many requests arrive together.")
+@click.option("--max-concurrency", type=POSITIVE, help="Most requests in flight; others wait, which counts as latency.")
+@click.option("--warmups", type=click.IntRange(min=0), default=0, help="Uncounted requests before the run.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of lengths, prompts and arrivals.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Temperature of all requests.")
+@click.option("--extra-body", help="Additional fields of all requests, as a JSON object.")
+@click.option("--timeout", type=RATE, default=600.0, help="Seconds after which a request counts as failed.")
 @click.option("--goodput", multiple=True, help="Objectives in ms, such as ttft:500,tpot:50,e2e:5000.")
-@click.option("--server-pid", type=POSITIVE, help="Tell the CPU time of this process and its descendants, too.")
+@click.option("--server-pid", type=POSITIVE, help="Also report the CPU time of this process and its descendants.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report, and every request, as JSON.")
 @click.option("--png", type=FILE, help="Draw the run (needs matplotlib).")
 def serve(base_url: str, as_json: bool, png: Path | None, **options: Any) -> None:
-    """Send requests to a server at the times at which they are due, and report throughput and latencies.
+    """Send requests to a server when they are due, and report throughput and latencies.
 
     The load is open: requests arrive however busy the server is, and latencies count from when they were due.
     """
@@ -74,7 +74,7 @@ def serve(base_url: str, as_json: bool, png: Path | None, **options: Any) -> Non
 
     plan, extra = _plan(options), _json_object(options["extra_body"])
     if png is not None:
-        new_figure(1, 1)  # without matplotlib, say so now
+        new_figure(1, 1)  # if matplotlib is missing, fail now
     try:
         model, result = _run(base_url, plan, extra, options)
     except ServerError as error:
@@ -91,7 +91,7 @@ def serve(base_url: str, as_json: bool, png: Path | None, **options: Any) -> Non
 
 
 def _for_json(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given, without the key; JSON knows neither paths nor infinity."""
+    """Returns the options that were given, without the API key; JSON has neither paths nor infinity."""
     given = {name: value for name, value in options.items() if name != "api_key" and value not in (None, ())}
     return {name: str(value) if isinstance(value, Path) or value == inf else value for name, value in given.items()}
 
@@ -100,18 +100,18 @@ def _plan(options: dict[str, Any]) -> "LoadPlan":
     from inflight.loadtest.files import read_prompts, read_trace
     from inflight.loadtest.load_test import LoadPlan
     from inflight.loadtest.report import Objectives
-    from inflight.loadtest.sketch import random_sketches, so_many
+    from inflight.loadtest.sketch import random_sketches, repeated
     from inflight.loadtest.workloads import WORKLOADS
     from inflight.simulate import Lengths
 
-    _refuse_what_would_be_ignored(options)
+    _refuse_ignored_options(options)
     seed, count, prefix = options["seed"], options["num_requests"], options["prefix_len"]
     outputs = Lengths.parse(options["random_output_len"])
     if options["workload"]:
         workload = WORKLOADS[options["workload"]]
-        sketches, prefix = so_many(workload.sketches, count), workload.num_prefix_tokens if prefix is None else prefix
+        sketches, prefix = repeated(workload.sketches, count), workload.num_prefix_tokens if prefix is None else prefix
     elif options["prompt_file"]:
-        sketches = so_many(read_prompts(options["prompt_file"], outputs, seed), count)
+        sketches = repeated(read_prompts(options["prompt_file"], outputs, seed), count)
     elif options["trace"]:
         sketches = read_trace(options["trace"], outputs, seed)[:count]
     else:
@@ -128,13 +128,13 @@ def _plan(options: dict[str, Any]) -> "LoadPlan":
     )
 
 
-def _refuse_what_would_be_ignored(options: dict[str, Any]) -> None:
+def _refuse_ignored_options(options: dict[str, Any]) -> None:
     context = click.get_current_context()
     given = {name for name in options if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     for source, names in NOT_WITH.items():
         for name in names:
             if {source, name} <= given:
-                raise click.UsageError(f"{_flag(name)} can't be given with {_flag(source)}")
+                raise click.UsageError(f"{_flag(name)} cannot be given with {_flag(source)}")
     if options["request_rate"] == inf:
         for name in ("burstiness", "burst_size"):
             if name in given:
@@ -151,12 +151,12 @@ def _json_object(text: str | None) -> dict[str, Any]:
     except json.JSONDecodeError:
         value = None
     if not isinstance(value, dict):
-        raise click.BadParameter(f"{text!r} is no JSON object, such as '{{\"top_k\": 5}}'", param_hint="--extra-body")
+        raise click.BadParameter(f"{text!r} is not a JSON object such as '{{\"top_k\": 5}}'", param_hint="--extra-body")
     return value
 
 
 def _run(base_url: str, plan: "LoadPlan", extra: dict[str, Any], options: dict[str, Any]) -> "tuple[str, LoadResult]":
-    """The load test with a line of progress on standard error; the model's name, and what came out."""
+    """Runs the load test, with progress on standard error; returns the model's name and the result."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -170,12 +170,12 @@ def _run(base_url: str, plan: "LoadPlan", extra: dict[str, Any], options: dict[s
     progress = Progress(
         *columns, console=console, disable=not console.is_terminal, transient=True, refresh_per_second=2
     )
-    bar = progress.add_task("asking", total=len(plan.sketches))
+    bar = progress.add_task("connecting", total=len(plan.sketches))
 
     def watch(tally: Tally) -> None:
         ended = tally.num_completed + tally.num_failed
         failed = f", {tally.num_failed} failed" if tally.num_failed else ""
-        progress.update(bar, completed=ended, description=f"{tally.num_sent - ended} under way{failed}")
+        progress.update(bar, completed=ended, description=f"{tally.num_sent - ended} in flight{failed}")
 
     async def test() -> "tuple[str, LoadResult]":
         async with OpenAIClient(base_url, options["api_key"]) as client:

@@ -1,4 +1,4 @@
-"""`inflight census`: which causal language model classes of `transformers` run exactly, each tried on a tiny model."""
+"""`inflight census`: finds which causal language model classes of `transformers` run exactly, on tiny models."""
 
 import sys
 from collections import Counter
@@ -12,16 +12,16 @@ from inflight.cli.options import quiet_libraries
 @click.command()
 @click.option("--class", "names", multiple=True, help="Only this class or model type; may be repeated.")
 @click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it here, not to standard output."
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here, not to standard output."
 )
-@click.option("--json", "as_json", is_flag=True, help="As JSON instead of Markdown.")
-@click.option("--timeout", type=click.FloatRange(min=1), default=60.0, help="Seconds that a class may take.")
+@click.option("--json", "as_json", is_flag=True, help="Report as JSON instead of Markdown.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=60.0, help="Most seconds per class.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, help="Classes examined at once.")
 @click.option("--peer", is_flag=True, help="Let transformers' own continuous batching run each model, too.")
 @click.option(
     "--min-exact",
     type=click.IntRange(min=0),
-    help="Exit with 1 if fewer classes are exact, or if any of them gives a wrong token.",
+    help="Exit with 1 if fewer classes are exact, or if any class gives a wrong token.",
 )
 def census(
     names: tuple[str, ...],
@@ -34,7 +34,7 @@ def census(
 ) -> None:
     """Build a tiny model of every causal language model class, run it, and compare each token with the plain model.
 
-    Progress goes to standard error; a process of its own for each class, so this takes a while.
+    Each class runs in a process of its own, so this takes a while. Progress goes to standard error.
     """
     quiet_libraries()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

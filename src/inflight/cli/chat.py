@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--url", help="Of an OpenAI-compatible server, such as http://127.0.0.1:8000; MODEL is its name there.")
+@click.option("--url", help="An OpenAI-compatible server, such as http://127.0.0.1:8000, where MODEL is a name.")
 @click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="Sent to the server as a bearer token.")
 @click.option("--system", help="The system prompt.")
 @sampling_options
 @engine_options
 def chat(model: str | None, url: str | None, api_key: str | None, system: str | None, **options: Any) -> None:
-    """Chat with MODEL (the small embedded one, if none is named), or with a server.
+    """Chat with MODEL (default: the small embedded model), or with a server.
 
-    Each line is a message, each answer is streamed, and what was said before is remembered. /help lists the commands;
-    Ctrl-C stops an answer, Ctrl-D ends. Messages may be piped in: then standard output has the answers and nothing
-    else, and the first that fails ends the chat.
+    Each line is a message, answers are streamed, and the conversation is remembered. /help lists the commands; Ctrl-C
+    stops an answer, Ctrl-D ends the chat. Messages may be piped in: then standard output has only the answers, and the
+    first failure ends the chat.
     """
     from inflight.cli.chat_session import AnswerError, ChatSession, check_params, tell
 
@@ -59,7 +59,7 @@ def _answerer(model: str | None, url: str | None, api_key: str | None, engine: d
     if url is not None:
         if engine:
             option = next(iter(engine)).replace("_", "-")
-            raise click.UsageError(f"--{option} is for an engine in this process; it can't be given with --url")
+            raise click.UsageError(f"--{option} is for an engine in this process; it cannot be given with --url")
         return ServerAnswerer(url, model, api_key)
     quiet_libraries()
     from inflight.llm import LLM
@@ -68,9 +68,9 @@ def _answerer(model: str | None, url: str | None, api_key: str | None, engine: d
 
 
 def _typed() -> Iterator[str]:
-    """Lines from a terminal, until Ctrl-D; Ctrl-C takes back what was typed."""
+    """Yields lines from a terminal until Ctrl-D; Ctrl-C discards the current line."""
     with suppress(ImportError):
-        import_module("readline")  # lines can be edited, and earlier ones had again
+        import_module("readline")  # adds line editing and history
     while True:
         try:
             yield input("> ")

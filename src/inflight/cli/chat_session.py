@@ -1,7 +1,7 @@
-"""A chat in the terminal: what has been said, what a typed line means, and who answers.
+"""A chat in the terminal: its history, its commands, and what answers it.
 
-Decides the commands, and what is kept of an answer that was stopped or failed. Answers go to standard output,
-everything else to standard error, so that a script that pipes messages in reads answers and nothing else.
+Decides the commands, and what is kept of an answer that was stopped or failed. Answers go to standard output and
+everything else to standard error, so that a script that pipes messages in reads only answers.
 """
 
 import asyncio
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
     from inflight.llm import LLM
 
 HELP = """\
-/help              this
-/reset             forget what was said
-/system TEXT       a system prompt from now on; without TEXT, none
+/help              show this help
+/reset             forget the conversation
+/system TEXT       use TEXT as the system prompt from now on; without TEXT, use none
 /params            show the sampling parameters
-/params KEY=VALUE  set one, such as temperature=0.7; KEY= goes back to the default
-/quit              end (so does Ctrl-D)
-Ctrl-C stops an answer. A message that begins with / needs a space before it."""
+/params KEY=VALUE  set a parameter, such as temperature=0.7; KEY= restores the default
+/quit              end the chat (so does Ctrl-D)
+Ctrl-C stops an answer. Put a space before a message that begins with /."""
 
 Messages = list[dict[str, str]]
 
 
 class AnswerError(Exception):
-    """There is no answer, or not all of it; the message says why."""
+    """There is no answer, or only a part of it; the message says why."""
 
 
 class Answerer(Protocol):
-    """Who answers. `params` are sampling parameters by name."""
+    """Answers messages. `params` are sampling parameters by name."""
 
     name: str
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """Raise `ValueError` for a parameter that is known to be wrong."""
+        """Raises `ValueError` for a parameter that is known to be wrong."""
 
     def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
-        """Show the answer piece by piece, and return why it ended. Raises `AnswerError`, `ValueError`."""
+        """Shows the answer piece by piece and returns why it ended. Raises `AnswerError`, `ValueError`."""
 
 
 class EngineAnswerer:
-    """An engine in this process."""
+    """Answers with an engine in this process."""
 
     def __init__(self, llm: "LLM", name: str) -> None:
         self.name = name
@@ -71,9 +71,9 @@ class EngineAnswerer:
 
 
 class ServerAnswerer:
-    """An OpenAI-compatible server, asked by HTTP. Parameters are passed on as they are: it knows which it takes.
+    """Answers with an OpenAI-compatible server. Parameters are passed on unchecked, since the server checks them.
 
-    Raises `AnswerError` if no `model` is given and the server can't be asked for one.
+    Raises `AnswerError` if no `model` is given and the server cannot be asked for one.
     """
 
     def __init__(self, base_url: str, model: str | None, api_key: str | None) -> None:
@@ -113,12 +113,12 @@ class ServerAnswerer:
 
 @dataclass(slots=True)
 class ChatSession:
-    """A chat as far as it has come.
+    """The state of a chat.
 
     Attributes:
-        system: the system prompt; None: none.
-        params: sampling parameters that were set.
-        messages: what was said, without the system prompt.
+        system: the system prompt; None: there is none.
+        params: the sampling parameters that were set.
+        messages: the conversation, without the system prompt.
     """
 
     answerer: Answerer
@@ -127,10 +127,10 @@ class ChatSession:
     messages: Messages = field(default_factory=list)
 
     def take(self, line: str) -> bool:
-        """Do what a line asks for; returns whether the chat goes on.
+        """Handles a line and returns whether the chat goes on.
 
-        Raises `AnswerError`, `ValueError`, and `KeyboardInterrupt` if an answer was stopped; after any of them the chat
-        can go on, too.
+        Raises `AnswerError`, `ValueError`, and `KeyboardInterrupt` if an answer was stopped; the chat can go on after
+        any of them.
         """
         if not line.startswith("/"):
             if line.strip():
@@ -153,8 +153,8 @@ class ChatSession:
         return True
 
     def _say(self, text: str) -> None:
-        """Send a message and show the answer. A stopped answer is kept as far as it went; a failed one is forgotten,
-        and the message with it."""
+        """Sends a message and shows the answer. The shown part of a stopped answer is kept; a failed answer is
+        forgotten, and so is its message."""
         before, pieces = list(self.messages), list[str]()
         self.messages.append({"role": "user", "content": text})
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -178,13 +178,13 @@ class ChatSession:
             tell("(cut: max_tokens or the model's context is used up)")
 
     def _set(self, text: str) -> None:
-        """`key=value` sets a parameter, `key=` takes it back, and nothing shows all."""
+        """Handles `/params`: `key=value` sets a parameter, `key=` restores its default, and no text shows all."""
         if not text:
-            tell("\n".join(f"{name}={json.dumps(value)}" for name, value in self.params.items()) or "(all as default)")
+            tell("\n".join(f"{name}={json.dumps(value)}" for name, value in self.params.items()) or "(all default)")
             return
         name, equals, value = (part.strip() for part in text.partition("="))
         if not name or not equals:
-            raise ValueError(f"{text!r} is no KEY=VALUE, such as temperature=0.7")
+            raise ValueError(f"{text!r} is not KEY=VALUE, such as temperature=0.7")
         params = {key: kept for key, kept in self.params.items() if key != name}
         if value:
             params[name] = _value(value)
@@ -193,19 +193,19 @@ class ChatSession:
 
 
 def check_params(answerer: Answerer, params: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for parameters that a chat can't have."""
+    """Raises `ValueError` for parameters that a chat cannot have."""
     if params.get("n", 1) != 1:
         raise ValueError(f"n is {params['n']!r}; in a chat it must be 1")
     answerer.check(params)
 
 
 def tell(text: str) -> None:
-    """Say something that is no answer."""
+    """Prints a text that is not part of an answer, to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def _value(text: str) -> Any:
-    """JSON, or else the text itself."""
+    """Returns the text parsed as JSON, or else the text itself."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -1,5 +1,5 @@
-"""`inflight demo`: a dozen prompts stream at once through the embedded model, with a live view of the slots; then a
-short race against what continuous batching replaces."""
+"""`inflight demo`: streams a dozen prompts at once through the embedded model, with a live view of the slots; then runs
+a short race against what continuous batching replaces."""
 
 import time
 from dataclasses import replace
@@ -32,10 +32,10 @@ PROMPTS = (
 
 @click.command()
 @click.option("--slots", type=click.IntRange(min=1), default=5, help="Sequences that run at once.")
-@click.option("--slow", is_flag=True, help="Rest a little after each step, to watch it.")
+@click.option("--slow", is_flag=True, help="Pause a little after each step, to watch it.")
 def demo(slots: int, slow: bool) -> None:
-    """A dozen prompts of different lengths through the embedded model at once, with a live view of the slots; then the
-    same number of requests through static waves, padded and ragged batches, and the engine."""
+    """Run a dozen prompts of different lengths through the embedded model at once, with a live view of the slots; then
+    the same number of requests through static waves, padded and ragged batches, and the engine."""
     quiet_libraries()
     from rich.console import Console
     from rich.live import Live
@@ -65,7 +65,7 @@ def demo(slots: int, slow: bool) -> None:
     with Live(view, console=console, refresh_per_second=20, transient=True):
         for delta in llm.stream(texts, params):
             num_tokens += len(delta.token_ids)
-            view.add_text(str(delta.prompt_index), delta.text)  # a new engine counts its requests from 0
+            view.add_text(str(delta.prompt_index), delta.text)  # a new engine numbers its requests from 0
             if delta.output is not None:
                 outputs[delta.prompt_index] = delta.output
                 view.count_finished()

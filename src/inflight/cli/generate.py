@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("prompts", nargs=-1)
-@click.option("--model", "-m", help="Hub id or folder of the model; without it, the small embedded one.")
+@click.option("--model", "-m", help="Hub id or folder of the model; default: the small embedded model.")
 @click.option(
-    "--file", "-f", type=Path, help="Prompts from a file: one a line, or JSON lines (.jsonl) with parameters."
+    "--file", "-f", type=Path, help="Prompts from a file: one per line, or JSON lines (.jsonl) with parameters."
 )
 @click.option("--output", "-o", type=Path, help="Write JSON lines here instead of to standard output.")
-@click.option("--jsonl", is_flag=True, help="JSON lines even for a single prompt.")
-@click.option("--chat", is_flag=True, help="Each prompt is a message to answer, by the model's chat template.")
+@click.option("--jsonl", is_flag=True, help="Write JSON lines even for a single prompt.")
+@click.option("--chat", is_flag=True, help="Treat each prompt as a message to answer, through the chat template.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
-@click.option("--record", type=Path, help="Write what every step did to a file, for inflight trace and simulate.")
+@click.option("--record", type=Path, help="Record every step to a file, for inflight trace and simulate.")
 @sampling_options
 @engine_options
 def generate(
@@ -45,11 +45,11 @@ def generate(
     record: Path | None,
     **options: Any,
 ) -> None:
-    """Generate text for PROMPTS: streamed for one, JSON lines in the prompts' order for many.
+    """Generate text for PROMPTS: streamed for a single prompt, as JSON lines in the prompts' order for several.
 
-    Without PROMPTS and --file, or for a "-", standard input is read. A line of a JSON lines file is a string, a list of
-    token ids, or an object with "prompt", "prompt_token_ids" or "messages", and any sampling parameters of its own.
-    (Standard input is taken for JSON lines if it begins with an object.)
+    Without PROMPTS and --file, or for "-", prompts are read from standard input. A line of a JSON lines file is a
+    string, a list of token ids, or an object with "prompt", "prompt_token_ids" or "messages" and, if wanted, sampling
+    parameters. (Standard input is treated as JSON lines if it begins with an object.)
     """
     lines = read_prompts(prompts, file)
     out = _open(output)
@@ -73,7 +73,7 @@ def generate(
 
 
 def _open(output: Path | None) -> TextIO:
-    """Where JSON lines go: a file that can be written, opened before anything large is loaded, or standard output."""
+    """Opens the output for JSON lines, before anything large is loaded: a writable file, or standard output."""
     if output is None:
         return open(sys.stdout.fileno(), "w", encoding="utf-8", closefd=False)
     try:
@@ -93,7 +93,7 @@ def _input(line: PromptLine, chat: bool) -> Any:
 
 
 def _params(llm: "LLM", sampling: dict[str, Any], line: PromptLine) -> "SamplingParams":
-    """The model's own defaults, without a limit; then the command's options; then the line's."""
+    """Returns the model's defaults without a token limit, overridden by the command's options, then by the line's."""
     try:
         return replace(llm.get_default_sampling_params(), **{"max_tokens": None, **sampling, **line.sampling})
     except ValueError as error:
@@ -102,7 +102,7 @@ def _params(llm: "LLM", sampling: dict[str, Any], line: PromptLine) -> "Sampling
 
 @contextmanager
 def _recorded(llm: "LLM", path: Path | None) -> Iterator[None]:
-    """Write a recording of what runs meanwhile, if a file is named."""
+    """Records all steps within the block, if a file is named."""
     if path is None:
         yield
         return
@@ -118,23 +118,23 @@ def _recorded(llm: "LLM", path: Path | None) -> Iterator[None]:
 
 @contextmanager
 def _interrupts_between_steps(llm: "LLM") -> Iterator[None]:
-    """Ctrl-C is heard at the end of a step, so that nothing is half written; a second one does not wait for that."""
-    heard = False
+    """Delays Ctrl-C to the end of a step, so that no result is half written; a second Ctrl-C takes effect at once."""
+    is_interrupted = False
 
-    def hear(*_: object) -> None:
-        nonlocal heard
-        if heard:
+    def note(*_: object) -> None:
+        nonlocal is_interrupted
+        if is_interrupted:
             raise KeyboardInterrupt
-        heard = True
+        is_interrupted = True
 
-    def pass_on(_: object) -> None:
-        if heard:
+    def interrupt(_: object) -> None:
+        if is_interrupted:
             raise KeyboardInterrupt
 
     from inflight.observe.recorder import observe_with
 
-    before, observer = signal.signal(signal.SIGINT, hear), llm.engine.observer
-    llm.engine.observer = observe_with(observer, pass_on)
+    before, observer = signal.signal(signal.SIGINT, note), llm.engine.observer
+    llm.engine.observer = observe_with(observer, interrupt)
     try:
         yield
     finally:
@@ -143,7 +143,7 @@ def _interrupts_between_steps(llm: "LLM") -> Iterator[None]:
 
 
 def _write_in_order(deltas: "Iterable[TextDelta]", lines: list[PromptLine], out: IO[str]) -> None:
-    """Write each result as soon as all before it are written; if interrupted, whatever has finished."""
+    """Writes each result as soon as all before it are written; if interrupted, all finished results."""
     finished: dict[int, RequestOutput] = {}
     next_index = 0
     try:

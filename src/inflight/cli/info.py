@@ -1,4 +1,4 @@
-"""`inflight info MODEL`: what the probe found out about a model, and how it will be run."""
+"""`inflight info MODEL`: shows what the probe found out about a model, and how it will run."""
 
 import json
 from dataclasses import asdict
@@ -11,10 +11,10 @@ from inflight.cli.options import engine_options, engine_values, quiet_libraries
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @engine_options
 def info(model: str | None, as_json: bool, **options: Any) -> None:
-    """Load MODEL (the small embedded one, if none is named), prove it, and say what was found."""
+    """Load MODEL (default: the small embedded model), prove it, and print what was found."""
     quiet_libraries()
     from rich.console import Console
     from rich.table import Table

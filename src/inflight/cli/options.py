@@ -1,6 +1,7 @@
-"""Options that several sub-commands share, each with its help; and how the libraries beneath are kept quiet.
+"""Options that several sub-commands share, with their help texts; and `quiet_libraries`.
 
-An option that is not given is None and left to `EngineConfig` and `SamplingParams`: a default is written down once.
+An option that is not given is None and left to `EngineConfig` and `SamplingParams`, so each default is written only
+once.
 """
 
 import logging
@@ -29,94 +30,92 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 _TOKENIZER = (click.option("--tokenizer", help="Hub id or folder of the tokenizer, if it is not the model's own."),)
 _LOADING = (
-    click.option("--dtype", type=click.Choice(DTYPES), help="Of weights, activations and cache."),
+    click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of weights, activations and cache."),
     click.option("--device", help="auto (CUDA, else MPS, else CPU), or a device such as cuda:1."),
-    click.option("--load-format", type=click.Choice(LOAD_FORMATS), help="dummy: random weights from the config alone."),
-    click.option("--trust-remote-code", is_flag=True, default=None, help="Let code that comes with the model run."),
+    click.option("--load-format", type=click.Choice(LOAD_FORMATS), help="dummy: random weights, made from the config."),
+    click.option("--trust-remote-code", is_flag=True, default=None, help="Allow code that comes with the model."),
     click.option("--revision", help="Branch, tag or commit of a hub repository."),
-    click.option(
-        "--executor", type=click.Choice(EXECUTORS), help="The way through the model; it is proved in any case."
-    ),
+    click.option("--executor", type=click.Choice(EXECUTORS), help="How the model is run; it is proved in any case."),
     click.option("--attention-backend", type=click.Choice(ATTENTION_BACKENDS), help="How attention is computed."),
     click.option(
-        "--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="Of keys and values: the model's, or int8."
+        "--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="Dtype of keys and values: the model's, or int8."
     ),
-    click.option("--quantization", type=click.Choice(QUANTIZATIONS), help="Of weights, while loading."),
-    click.option(
-        "--compile", type=click.Choice(COMPILE_MODES), help="Through torch.compile: starts later, runs faster."
-    ),
+    click.option("--quantization", type=click.Choice(QUANTIZATIONS), help="Quantize weights while loading."),
+    click.option("--compile", type=click.Choice(COMPILE_MODES), help="Use torch.compile: starts later, runs faster."),
 )
 _SCHEDULING = (
-    click.option("--max-model-len", type=int, help="Most tokens a sequence can have, prompt and output."),
+    click.option("--max-model-len", type=int, help="Most tokens of a sequence, prompt and output together."),
     click.option("--max-num-seqs", type=int, help="Most sequences that run at once: the number of slots."),
     click.option("--max-num-batched-tokens", type=int, help="Most tokens in a step; longer prompts run in chunks."),
-    click.option("--max-prefill-tokens-per-step", type=int, help="Most prefill tokens in a step beside decodes."),
-    click.option("--policy", type=click.Choice(POLICIES), help="Who is served first."),
-    click.option("--aging-steps", type=int, help="Steps in which a waiting request gains one priority."),
+    click.option("--max-prefill-tokens-per-step", type=int, help="Most prefill tokens in a step that has decodes."),
+    click.option("--policy", type=click.Choice(POLICIES), help="Which requests are served first."),
+    click.option("--aging-steps", type=int, help="Steps after which a request's priority improves by one."),
     click.option("--max-num-waiting", type=int, help="Most sequences that may wait; more are refused."),
     click.option(
-        "--enable-prefix-caching/--no-prefix-caching", default=None, help="Find blocks of the cache by their content."
+        "--enable-prefix-caching/--no-prefix-caching",
+        default=None,
+        help="Reuse cached blocks of common prompt prefixes.",
     ),
     click.option("--block-size", type=int, help="Tokens in a block of the cache."),
-    click.option("--num-blocks", type=int, help="Blocks in the cache; else as many as the memory holds."),
+    click.option("--num-blocks", type=int, help="Blocks in the cache; default: as many as fit into memory."),
 )
 _CACHE_MEMORY = (click.option("--kv-cache-memory", type=int, help="Bytes for keys and values."),)
 _CONFIG = _LOADING + _SCHEDULING + _CACHE_MEMORY
 _CHOICE = (
     click.option("--temperature", type=float, help="0 always takes the most likely token."),
-    click.option("--top-p", type=float, help="Keep the likeliest tokens that together reach this share."),
+    click.option("--top-p", type=float, help="Keep the likeliest tokens whose probabilities reach this sum."),
     click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 keeps all."),
-    click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest one."),
-    click.option("--seed", type=int, help="Of the random numbers."),
+    click.option("--min-p", type=float, help="Drop tokens below this fraction of the likeliest one's probability."),
+    click.option("--seed", type=int, help="Seed of the random numbers."),
 )
 _SAMPLING = (
     click.option("--n", type=int, help="Sequences to generate for each prompt."),
-    click.option("--max-tokens", type=int, help="Most tokens to generate; else until a stop or a full context."),
-    click.option("--min-tokens", type=int, help="No stop before so many tokens."),
+    click.option("--max-tokens", type=int, help="Most tokens to generate; default: until a stop or a full context."),
+    click.option("--min-tokens", type=int, help="Fewest tokens before a stop."),
     *_CHOICE,
     click.option("--stop", multiple=True, help="A string that ends the text; may be repeated."),
-    click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's end tokens."),
-    click.option("--truncate-prompt-tokens", type=int, help="Keep only the last so many tokens of a prompt."),
+    click.option("--ignore-eos", is_flag=True, default=None, help="Continue past the model's end tokens."),
+    click.option("--truncate-prompt-tokens", type=int, help="Keep only this many tokens from a prompt's end."),
 )
 
 
 def engine_options(command: Command) -> Command:
-    """How the model is loaded and batched: what `LLM` takes."""
+    """Adds options for loading and batching: those that `LLM` takes."""
     return _with(_TOKENIZER + _CONFIG, command)
 
 
 def config_options(command: Command) -> Command:
-    """The same without a tokenizer: what `EngineConfig` takes."""
+    """Adds the same without a tokenizer: those that `EngineConfig` takes."""
     return _with(_CONFIG, command)
 
 
 def scheduling_options(command: Command) -> Command:
-    """How requests are batched, of all that `EngineConfig` takes."""
+    """Adds those of `EngineConfig`'s options that say how requests are batched."""
     return _with(_SCHEDULING, command)
 
 
 def choice_options(command: Command) -> Command:
-    """How tokens are chosen."""
+    """Adds options for how tokens are chosen."""
     return _with(_CHOICE, command)
 
 
 def sampling_options(command: Command) -> Command:
-    """How tokens are chosen and when a sequence ends."""
+    """Adds options for how tokens are chosen and when a sequence ends."""
     return _with(_SAMPLING, command)
 
 
 def engine_values(options: dict[str, Any]) -> dict[str, Any]:
-    """Of all options of a command, those for `LLM` or `EngineConfig` that were given."""
+    """Returns those of a command's given options that are for `LLM` or `EngineConfig`."""
     return _given(options, {"tokenizer", *(field.name for field in fields(EngineConfig))} - {"seed"})
 
 
 def sampling_values(options: dict[str, Any]) -> dict[str, Any]:
-    """Of all options of a command, those for `SamplingParams` that were given."""
+    """Returns those of a command's given options that are for `SamplingParams`."""
     return _given(options, {field.name for field in fields(SamplingParams)})
 
 
 def quiet_libraries() -> None:
-    """Only our own words on standard error; the loading bar of a large model stays, in a terminal."""
+    """Keeps other libraries' messages off standard error, except, in a terminal, the progress bar of a large model."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.basicConfig(level=logging.WARNING, format="inflight: %(message)s", stream=sys.stderr)
     if not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""`inflight profile MODEL`: where a decode step's time goes, against what this machine could do at best."""
+"""`inflight profile MODEL`: shows where a decode step's time goes, next to the best that this machine could do."""
 
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 @click.command()
 @click.argument("model", required=False)
 @click.option("--num-seqs", type=click.IntRange(min=1), default=8, help="Sequences that decode together.")
-@click.option("--context", type=click.IntRange(min=1), default=128, help="Cached tokens of each of them.")
-@click.option("--steps", type=click.IntRange(min=1), default=30, help="Steps to measure, of each of three kinds.")
-@click.option("--png", type=FILE, help="Draw it (needs matplotlib).")
-@click.option("--json", "json_file", type=FILE, help="Write all of it as JSON.")
+@click.option("--context", type=click.IntRange(min=1), default=128, help="Cached tokens of each sequence.")
+@click.option("--steps", type=click.IntRange(min=1), default=30, help="Steps to measure of each of three kinds.")
+@click.option("--png", type=FILE, help="Draw the profile (needs matplotlib).")
+@click.option("--json", "json_file", type=FILE, help="Write the whole profile as JSON.")
 @choice_options
 @config_options
 def profile(
@@ -28,11 +28,11 @@ def profile(
     json_file: Path | None,
     **options: Any,
 ) -> None:
-    """Take a decode step of MODEL apart (the small embedded one, if none is named): linears, attention, small
-    operators, sampler, scheduler, packing, Python. Tokens are chosen greedily unless a temperature is given.
+    """Profile a decode step of MODEL (default: the small embedded model): linear layers, attention, small operators,
+    sampler, scheduler, packing, Python. Tokens are chosen greedily unless a temperature is given.
 
-    Beside what each part takes stands the least that this machine needs for it: reading and arithmetic are measured in
-    the same run. The machine should have nothing else to do.
+    Next to each part's time is the least that this machine needs for it, from its memory and arithmetic speed, measured
+    in the same run. The machine should have nothing else to do.
     """
     quiet_libraries()
     from rich.console import Console
@@ -48,9 +48,9 @@ def profile(
 
     engine = Engine(model_source(model), EngineConfig(**{"max_num_seqs": num_seqs, **engine_values(options)}))
     params = SamplingParams(**{"temperature": 0, **sampling_values(options)})
-    taken_apart = profile_decode(engine, num_seqs, context, steps, params)
-    Console().print(profile_table(taken_apart))
+    measured = profile_decode(engine, num_seqs, context, steps, params)
+    Console().print(profile_table(measured))
     if json_file is not None:
-        taken_apart.write_json(json_file)
+        measured.write_json(json_file)
     if png is not None:
-        save_png(profile_figure(taken_apart), png)
+        save_png(profile_figure(measured), png)

@@ -1,4 +1,4 @@
-"""Prompts as the command line takes them: arguments, text files, JSON lines, standard input."""
+"""Reads prompts for the command line: from arguments, text files, JSON lines and standard input."""
 
 import json
 import sys
@@ -14,8 +14,8 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One prompt: text, token ids or chat messages; sampling parameters of its own; what to call it in the output; and
-    where it stands, for error messages."""
+    """One prompt: text, token ids or chat messages; its own sampling parameters; its id in the output; and where it was
+    read, for error messages."""
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -25,9 +25,9 @@ class PromptLine:
 
 
 def read_prompts(arguments: Iterable[str], file: Path | None) -> list[PromptLine]:
-    """Prompts from arguments, then from a file; from standard input if there is neither, or for a `-`.
+    """Reads prompts from arguments, then from a file; from standard input if there is neither, or for `-`.
 
-    Raises `InvalidRequestError` naming the line for what cannot be read.
+    Raises `InvalidRequestError`, which names the line, for input that cannot be read.
     """
     lines: list[PromptLine] = []
     for argument in arguments:
@@ -51,13 +51,13 @@ def _from_file(file: Path) -> list[PromptLine]:
 
 def _from_stdin() -> list[PromptLine]:
     if sys.stdin.isatty():
-        print("inflight: type prompts, one a line, and end with Ctrl-D", file=sys.stderr)
+        print("inflight: type prompts, one per line, and end with Ctrl-D", file=sys.stderr)
     text = sys.stdin.read()
     return _parse(text, "standard input", as_json=text.lstrip().startswith('{"'))
 
 
 def _parse(text: str, source: str, *, as_json: bool) -> list[PromptLine]:
-    lines = text.replace("\r\n", "\n").split("\n")  # not splitlines: a JSON string may hold other line separators
+    lines = text.replace("\r\n", "\n").split("\n")  # not splitlines: a JSON string may contain other line separators
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not as_json:
         return [PromptLine(line) for _, line in numbered]

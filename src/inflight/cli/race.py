@@ -1,4 +1,4 @@
-"""`inflight race`: the same requests through static waves, padded and ragged batches, and the engine, side by side."""
+"""`inflight race`: runs the same requests through static waves, padded and ragged batches, and the engine."""
 
 import sys
 from pathlib import Path
@@ -13,12 +13,14 @@ METHODS = ("static", "padded", "ragged", "engine")
 
 
 @click.command()
-@click.option("--model", "-m", default=str(DEMO_MODEL), show_default="the small embedded one", help="Hub id or folder.")
+@click.option("--model", "-m", default=str(DEMO_MODEL), show_default="the embedded model", help="Hub id or folder.")
 @click.option("--requests", "num_requests", type=click.IntRange(min=1), default=24, help="Requests to run.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=120, help="Most tokens for the longest requests.")
-@click.option("--seed", type=int, default=0, help="Of the requests' prompts and lengths.")
-@click.option("--method", "names", type=click.Choice(METHODS), multiple=True, help="Only these; may be repeated.")
-@click.option("--verbose", "-v", is_flag=True, help="Tell who takes which slot, and when, on standard error.")
+@click.option("--seed", type=int, default=0, help="Seed of prompts and lengths.")
+@click.option(
+    "--method", "names", type=click.Choice(METHODS), multiple=True, help="Run only this one; may be repeated."
+)
+@click.option("--verbose", "-v", is_flag=True, help="Log which request takes which slot.")
 @click.option("--html", type=Path, help="Write timelines and table as one self-contained page.")
 @click.option("--png", type=Path, help="Write the timelines as a picture.")
 @config_options
@@ -33,10 +35,10 @@ def race(
     png: Path | None,
     **options: Any,
 ) -> None:
-    """The same requests of mixed lengths through every method: live, then a timeline of the slots and a table.
+    """Run the same requests of mixed lengths through every method: live, then as a timeline of the slots and a table.
 
-    Every request runs to its own cap, on random prompts; in float32 unless another dtype is asked for, so that all
-    methods give the same tokens.
+    Prompts are random, and every request runs to its own limit. The default dtype is float32, so that all methods give
+    the same tokens.
     """
     quiet_libraries()
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""`inflight serve`: the HTTP server in the foreground, until it is told to end."""
+"""`inflight serve`: runs the HTTP server in the foreground until it is told to stop."""
 
 import os
 from collections.abc import Iterable
@@ -17,19 +17,19 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--host", default="127.0.0.1", help="The address to listen on; 0.0.0.0 is every one of this machine.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes a free one.")
+@click.option("--host", default="127.0.0.1", help="The address to listen on; 0.0.0.0: all of this machine's.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: any free port.")
 @click.option(
     "--served-model-name",
     "served_model_names",
     multiple=True,
-    help="What clients call the model; repeated: further names that are accepted.",
+    help="The model's name for clients; repeat for further accepted names.",
 )
-@click.option("--max-n", type=int, help="Most sequences that a request may ask for with each prompt.")
-@click.option("--max-num-sequences", type=int, help="Most sequences of one request: prompts times sequences of each.")
-@click.option("--max-logprobs", type=int, help="Most alternatives to a token that a request may ask for.")
+@click.option("--max-n", type=int, help="Most sequences that a request may ask for per prompt.")
+@click.option("--max-num-sequences", type=int, help="Most sequences of one request: prompts times sequences each.")
+@click.option("--max-logprobs", type=int, help="Most alternatives per token that a request may ask for.")
 @click.option("--request-timeout", type=float, help="Seconds after which a request is aborted.")
-@click.option("--keep-alive-interval", type=float, help="Seconds of silence after which a stream is sent a comment.")
+@click.option("--keep-alive-interval", type=float, help="Seconds of silence before a keep-alive comment on a stream.")
 @click.option("--max-stall", type=float, help="Seconds that a stream waits for a client that does not read.")
 @click.option(
     "--trust-request-chat-template", is_flag=True, default=None, help="Let requests bring their own chat template."
@@ -39,19 +39,19 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
     type=click.Choice(list(CALL_FORMATS)),
     help="How the model writes tool calls, if its chat template does not show it.",
 )
-@click.option("--api-key-file", type=click.Path(), help=f"API keys, one a line (and those in {KEYS_VARIABLE}).")
+@click.option("--api-key-file", type=click.Path(), help=f"API keys, one per line (besides those in {KEYS_VARIABLE}).")
 @click.option("--max-body-size", type=int, help="Most bytes of a request's body.")
-@click.option("--max-requests", type=int, help="Most HTTP requests that are served at once; more are turned away.")
+@click.option("--max-requests", type=int, help="Most HTTP requests served at once; more are refused.")
 @click.option("--grace-period", type=float, help="Seconds that running requests have to finish after SIGTERM.")
-@click.option("--log-format", type=click.Choice(["text", "json"]), help="For people, or one JSON object a line.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="For people, or one JSON object per line.")
 @click.option("--log-text", is_flag=True, default=None, help="Log prompts and answers, too.")
 @click.option(
-    "--cors-origin", "cors_origins", multiple=True, help="Web pages of this origin may call; repeat for more."
+    "--cors-origin", "cors_origins", multiple=True, help="Allow calls from web pages of this origin; may be repeated."
 )
 @click.option("--traces-endpoint", help="An OpenTelemetry collector's URL for traces (OTLP over HTTP).")
 @engine_options
 def serve(model: str | None, host: str, port: int, served_model_names: tuple[str, ...], **options: Any) -> None:
-    """Serve MODEL (a hub id or a folder; without it, the small embedded one) over HTTP, as OpenAI does."""
+    """Serve MODEL (a hub id or a folder; default: the small embedded model) over HTTP, with OpenAI's API."""
     quiet_libraries()
     from inflight.async_llm import AsyncLLM
     from inflight.server.operations.logs import set_up_logging
@@ -80,13 +80,13 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
 
 
 def _given(options: dict[str, Any], owner: type[Any]) -> dict[str, Any]:
-    """Of all options of the command, those of `owner`, a dataclass, that were given."""
+    """Returns those of the command's given options that are fields of `owner`, a dataclass."""
     names: Iterable[str] = [field.name for field in fields(owner)]
     return {name: options[name] for name in names if options.get(name) not in (None, ())}
 
 
 def _names(model: str | None, served: tuple[str, ...]) -> list[str]:
-    """What the model is called, and what else it may be: its own name is always one of them."""
+    """Returns the model's name and its aliases; the model's own name is always among them."""
     from inflight.server.serving.settings import DEMO_MODEL_NAME
 
     own = [DEMO_MODEL_NAME] if model is None else [model]

@@ -1,4 +1,4 @@
-"""`inflight show PROMPT …`: one step of a run, with its tokens, its mask, and how it agrees with the definition."""
+"""`inflight show PROMPT …`: prints one step of a run: its tokens, its mask, and a check against the definition."""
 
 from contextlib import closing
 from pathlib import Path
@@ -10,18 +10,18 @@ from inflight.cli.options import engine_options, engine_values, quiet_libraries
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 PAGE_SIZE = 400
-"""Columns and rows of a mask on a page; it scrolls."""
+"""Columns and rows of a mask on a page, which scrolls."""
 
 CACHE_MEMORY = 2**30
-"""Bytes: plenty for a few prompts, and the definition of attention keeps a second cache of the same size."""
+"""Bytes. Plenty for a few prompts, although the definition of attention keeps a second cache of the same size."""
 
 
 @click.command()
 @click.argument("prompts", nargs=-1, required=True)
-@click.option("--model", "-m", help="Hub id or local folder; else the small embedded model.")
+@click.option("--model", "-m", help="Hub id or local folder; default: the small embedded model.")
 @click.option("--step", type=click.IntRange(min=0), default=3, help="Which step; the first is 0.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=16, help="Tokens to generate for each prompt.")
-@click.option("--html", type=FILE, help="Write the same as one page that needs nothing else.")
+@click.option("--html", type=FILE, help="Write the step as one self-contained page.")
 @click.option("--png", type=FILE, help="Write the mask as a picture (needs matplotlib).")
 @engine_options
 def show(
@@ -33,7 +33,7 @@ def show(
     png: Path | None,
     **options: Any,
 ) -> None:
-    """Run PROMPTS together, greedily, and print one step: the packed row, and who may attend to what.
+    """Run PROMPTS together, greedily, and print one step: the packed row, and which tokens attend to which.
 
     All prompts run at once unless --max-num-seqs is less; a small --max-num-batched-tokens shows chunks.
     """

@@ -1,4 +1,4 @@
-"""`inflight simulate`: how a machine would serve a load, from what its steps cost."""
+"""`inflight simulate`: predicts how a machine would serve a load, from the cost of its steps."""
 
 import json
 from contextlib import ExitStack
@@ -16,17 +16,17 @@ LOAD = ("num_requests", "rate", "shared_prefix_tokens", "shared_prefix_share", "
 
 @click.command()
 @click.option("--trace", type=FILE, help="Simulate the requests of a recording (inflight generate --record).")
-@click.option("--synthetic", is_flag=True, help="Simulate made-up requests, as the next options say.")
-@click.option("--num-requests", type=click.IntRange(min=1), default=1000, help="How many.")
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests a second; else all at once.")
+@click.option("--synthetic", is_flag=True, help="Simulate synthetic requests, described by the next options.")
+@click.option("--num-requests", type=click.IntRange(min=1), default=1000, help="Number of requests.")
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests per second; default: all at once.")
 @click.option("--prompt-tokens", default="100", help="100, uniform:16:256, exponential:100 or lognormal:100:1.")
-@click.option("--output-tokens", default="exponential:100", help="In the same way.")
-@click.option("--shared-prefix-tokens", type=click.IntRange(min=0), default=0, help="Tokens that prompts begin with.")
-@click.option("--shared-prefix-share", type=click.FloatRange(0, 1), default=1.0, help="Share of prompts that do so.")
-@click.option("--num-prefixes", type=click.IntRange(min=1), default=1, help="Different such beginnings.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the random numbers.")
-@click.option("--fit", type=FILE, multiple=True, help="A recording to learn from what steps cost; may be repeated.")
-@click.option("--step-cost", help='What steps cost, in seconds, as JSON: \'{"fixed": 0.02, "per_token": 0.0001}\'.')
+@click.option("--output-tokens", default="exponential:100", help="Same forms as --prompt-tokens.")
+@click.option("--shared-prefix-tokens", type=click.IntRange(min=0), default=0, help="Length of a shared prefix.")
+@click.option("--shared-prefix-share", type=click.FloatRange(0, 1), default=1.0, help="Share of prompts that have it.")
+@click.option("--num-prefixes", type=click.IntRange(min=1), default=1, help="Number of different shared prefixes.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the random numbers.")
+@click.option("--fit", type=FILE, multiple=True, help="A recording to fit step costs to; may be repeated.")
+@click.option("--step-cost", help='Step costs in seconds, as JSON: \'{"fixed": 0.02, "per_token": 0.0001}\'.')
 @click.option("--record", type=FILE, help="Write the simulated run as a recording, for inflight trace.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @scheduling_options
@@ -41,8 +41,7 @@ def simulate(
 ) -> None:
     """Run requests through the real scheduler on a virtual clock: throughput, latencies, preemptions, prefix hits.
 
-    Engine options that are not given are those of the trace, or of the first --fit. What steps cost is fitted to the
-    trace, if it is not given.
+    Engine options default to those of the trace, or of the first --fit. Step costs default to a fit to the trace.
     """
     if (trace is None) != synthetic:
         raise click.UsageError("give either --trace FILE or --synthetic")
@@ -56,7 +55,7 @@ def simulate(
     recorded = None if trace is None else read_recording(trace)
     learned_from = [read_recording(path) for path in fit] or ([recorded] if recorded else [])
     if step_cost is None and not learned_from:
-        raise click.UsageError("what steps cost is not known: give --fit RECORDING or --step-cost JSON")
+        raise click.UsageError("the step costs are unknown: give --fit RECORDING or --step-cost JSON")
     like = recorded or next(iter(learned_from), None)
     config = EngineConfig(**engine_values(options)) if like is None else replace(like.config, **engine_values(options))
     cost = fit_cost(learned_from) if step_cost is None else StepCost.parse(step_cost)

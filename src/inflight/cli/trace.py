@@ -1,4 +1,4 @@
-"""`inflight trace RECORDING`: a recorded run as a table, a Chrome/Perfetto trace, a page, or a picture."""
+"""`inflight trace RECORDING`: shows a recorded run as a table, a Chrome/Perfetto trace, a page, or a picture."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 @click.command()
 @click.argument("recording", type=click.Path(path_type=Path))
 @click.option("--chrome", type=FILE, help="Write a trace for chrome://tracing or ui.perfetto.dev (JSON).")
-@click.option("--html", type=FILE, help="Write a timeline to zoom into, as one page that needs nothing else.")
+@click.option("--html", type=FILE, help="Write a zoomable timeline as one self-contained page.")
 @click.option("--png", type=FILE, help="Write the timeline as a picture (needs matplotlib).")
 def trace(recording: Path, chrome: Path | None, html: Path | None, png: Path | None) -> None:
-    """What happened in a run that was recorded with --record: a table, and timelines as files.
+    """Show a run that was recorded with --record: as a table, and as timelines in files.
 
-    One lane a slot: prefills, chunks, decodes, who waits in a slot and who was preempted; blocks and queue beneath.
+    Each slot has a lane with its prefills, chunks, decodes, waits and preemptions; blocks and queue are below.
     """
     from rich.console import Console
 

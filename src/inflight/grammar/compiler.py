@@ -1,10 +1,10 @@
-"""`GrammarCompiler`: from what was asked to a matcher at its beginning.
+"""`GrammarCompiler`: compiles a `StructuredOutput` into a matcher at its start.
 
-Decides how each kind of request is written as a grammar, how much one may cost, and which are kept. Knows nothing of
-sequences: what it gives out belongs to the caller.
+Decides how each kind is written as a grammar, how much a grammar may cost, and which matchers are cached. Knows nothing
+of sequences: the matchers that it returns belong to the caller.
 
 Text that must come next is not forced into the tokens that the tokenizer would choose (`no_forcing`): a mask allows
-every token that the grammar does, and a special token is never written for text that looks like it.
+every token that the grammar allows, and a special token is never generated for text that looks like it.
 """
 
 import json
@@ -30,12 +30,12 @@ from inflight.text.tokenizer import Tokenizer
 MAX_KEPT = 128
 MAX_KEPT_CHARACTERS = 2**20
 MAX_GRAMMAR_CHARACTERS = 2**16
-MAX_GBNF_CHARACTERS = 2**13  # it is rewritten in Python, in quadratic time
+MAX_GBNF_CHARACTERS = 2**13  # GBNF is converted in Python, in quadratic time
 MAX_SECONDS = 3.0
 MAX_LATE = 2
 _OUTER = '%llguidance {"no_forcing": true}\nstart: @asked'
 
-# In units of the library's: some 50,000 of fuel or 20,000 items a millisecond, about half a kilobyte a state.
+# In the library's units: about 50,000 of fuel or 20,000 items per millisecond, and half a kilobyte per state.
 _LIMITS = LLParserLimits(
     max_grammar_size=500_000,
     initial_lexer_fuel=1_000_000,
@@ -46,18 +46,18 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 
-# The library follows references by recursion, up to 30 kB for each; an overflow would end the process. Only what is
-# used of it is ever taken from memory.
+# The library follows references by recursion, with up to 30 kB each; an overflow would end the process. Only the used
+# part of the stack takes memory.
 _STACK_BYTES = 2**29
 
 
 class GrammarCompiler:
-    """Compiles what requests ask for and keeps the last ones. May be used by several threads.
+    """Compiles structured outputs and caches the latest ones. May be used by several threads.
 
     Args:
         tokenizer: the model's.
         vocab_size: the width of its logits, V.
-        eos_token_ids: what ends a sequence.
+        eos_token_ids: the tokens that end a sequence.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -69,10 +69,10 @@ class GrammarCompiler:
         self._late: list[Thread] = []
 
     def compile(self, asked: StructuredOutput) -> GrammarMatcher:
-        """A matcher for a new sequence. The first one takes as long as the tokenizer's table does to build (half a
-        second for 50,000 tokens); compiling takes milliseconds for most, and never more than `MAX_SECONDS`.
+        """Returns a matcher for a new sequence. The first call also builds the tokenizer's table (half a second for
+        50,000 tokens); compiling mostly takes milliseconds, and never more than `MAX_SECONDS`.
 
-        Raises InvalidRequestError, in one sentence, if it cannot be enforced as asked.
+        Raises InvalidRequestError, in one sentence, if the structured output cannot be enforced.
         """
         with self._lock:
             if asked in self._kept:
@@ -80,7 +80,7 @@ class GrammarCompiler:
             vocabulary = self._vocabulary
             self._late = [each for each in self._late if each.is_alive()]
             if len(self._late) >= MAX_LATE:
-                raise InvalidRequestError("structured outputs that take long to compile are under way; try again later")
+                raise InvalidRequestError("structured outputs that take long are being compiled; try again later")
         made = self._in_time(lambda: _build(asked, vocabulary))
         with self._lock:
             self._kept[asked] = made
@@ -97,10 +97,10 @@ class GrammarCompiler:
         return kept.clone()
 
     def _in_time(self, work: Callable[[], GrammarMatcher]) -> GrammarMatcher | str:
-        """What comes of the work, or why it refuses; in a thread with a deep stack, left alone if it takes too long."""
+        """Runs `work` in a thread with a deep stack; returns its result, or why it refuses. Abandons a slow thread."""
         future: Future[GrammarMatcher] = Future()
         thread = Thread(target=_settle, args=(future, work), name="inflight-grammar", daemon=True)
-        with self._lock:  # the size is that of all threads that anybody starts
+        with self._lock:  # the stack size applies to all threads that this process starts
             default_bytes = stack_size(_STACK_BYTES)
             try:
                 thread.start()
@@ -132,7 +132,7 @@ def _build(asked: StructuredOutput, vocabulary: Vocabulary) -> GrammarMatcher:
     if warnings := inner.get_grammar_warnings():
         raise _refusal(asked, warnings[0])
     matcher = GrammarMatcher(vocabulary, inner)
-    try:  # what cannot even begin is told now; what this mask found out is kept with the matcher
+    try:  # a grammar that allows no first token is refused now; the matcher keeps what this mask computed
         matcher.fill_mask(np.empty(vocabulary.num_words, dtype=np.int32))
     except GrammarError as error:
         raise _refusal(asked, str(error)) from error
@@ -142,12 +142,12 @@ def _build(asked: StructuredOutput, vocabulary: Vocabulary) -> GrammarMatcher:
 def _settle(future: "Future[GrammarMatcher]", work: Callable[[], GrammarMatcher]) -> None:
     try:
         future.set_result(work())
-    except BaseException as error:  # whoever waits has to know
+    except BaseException as error:  # the waiting thread must learn of it
         future.set_exception(error)
 
 
 def _written(asked: StructuredOutput) -> dict[str, Any]:
-    """What was asked, as a grammar of the library."""
+    """Returns the structured output as a grammar of the library."""
     if asked.json_schema is not None:
         return {"json_schema": checked_schema(asked.json_schema)}
     if asked.json_object:
@@ -177,8 +177,8 @@ def _literal(character: str) -> str:
 
 def _refusal(asked: StructuredOutput, why: str) -> InvalidRequestError:
     if "oneOf" in why:
-        why = "oneOf is taken only where its alternatives plainly exclude each other; write anyOf"
-    if asked.grammar is None:  # a place in what the request was turned into, which its author never saw
+        why = "oneOf is accepted only where its alternatives plainly exclude each other; write anyOf"
+    if asked.grammar is None:  # a position in the generated grammar, which the request's author never saw
         why = re.sub(r"^(at )?\d+\(\d+\): ", "", why).partition(" | start:")[0]
     return InvalidRequestError(f"{asked.kind} cannot be enforced: {_one_line(why)}")
 

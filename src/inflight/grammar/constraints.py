@@ -1,7 +1,7 @@
-"""`Constraints`: the sequences of an engine whose tokens a grammar decides.
+"""`Constraints`: the sequences of an engine that must follow a grammar.
 
-Decides when a sequence's matcher goes on: when its next step begins, by the tokens that it has by then, never by those
-of a step that was given up. Masks are computed in the background, from the plan of a step until somebody asks for them.
+Decides when a sequence's matcher advances: when its next step begins, by the tokens that it has by then, and never by
+tokens of a discarded step. Masks are computed in the background, between the plan of a step and their first use.
 """
 
 import os
@@ -24,19 +24,19 @@ MAX_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """Masks of some `rows` of a step's logits, while they are being computed."""
+    """Masks for some `rows` of a step's logits, while they are being computed."""
 
     rows: list[int]
     handle: MaskHandle
 
     def result(self) -> TokenMasks:
-        """Wait for them. A row for which something went wrong may choose nothing."""
+        """Waits for the masks and returns them. The mask of a row whose grammar failed allows no token."""
         return TokenMasks(self.rows, self.handle.result().words)
 
 
 @dataclass(slots=True)
 class _Followed:
-    """A sequence's matcher, and how many output tokens it has been told of."""
+    """A sequence's matcher, and how many output tokens it has accepted."""
 
     matcher: GrammarMatcher
     num_tokens: int = 0
@@ -48,11 +48,11 @@ class _Followed:
 
 
 class Constraints:
-    """Matchers, by sequence id.
+    """Matchers by sequence id.
 
     Args:
         tokenizer: None: nothing can be constrained.
-        model_info: of the model whose logits are masked.
+        model_info: describes the model whose logits are masked.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, model_info: ModelInfo) -> None:
@@ -62,12 +62,12 @@ class Constraints:
         self._model_info = model_info
         self._matchers: dict[int, _Followed] = {}
         self._pending: MaskHandle | None = None
-        self._sequence_ids: list[int] = []  # of those masks
+        self._sequence_ids: list[int] = []  # the sequences of the pending masks
 
     def compile(self, params: SamplingParams) -> GrammarMatcher | None:
-        """What a request's sequences are to follow; None if it asks for nothing. Other threads may call it, too.
+        """Returns a matcher for a request's sequences; None if the request has no structured output. Thread-safe.
 
-        Raises `InvalidRequestError` if its output cannot be constrained as it asks."""
+        Raises `InvalidRequestError` if the structured output cannot be enforced."""
         asked = params.structured_output
         if asked is None:
             return None
@@ -78,18 +78,18 @@ class Constraints:
         for name in ("ignore_eos", "min_tokens", "stop", "stop_token_ids", "bad_words"):
             if getattr(params, name):
                 raise InvalidRequestError(
-                    f"{name} is {getattr(params, name)!r}, but structured output ends where its grammar does, and with "
-                    "nothing else; it is not accepted with it"
+                    f"{name} is {getattr(params, name)!r}; it cannot be combined with structured output, which ends "
+                    "only where its grammar ends"
                 )
         try:
             return self._compiler.compile(asked)
         except (InvalidRequestError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the library's panics are no `Exception`
-            raise InvalidRequestError(f"the structured output asked for cannot be compiled: {error!r}") from error
+        except BaseException as error:  # the library's panics are not `Exception`s
+            raise InvalidRequestError(f"the structured output cannot be compiled: {error!r}") from error
 
     def add(self, sequence_id: int, matcher: GrammarMatcher) -> None:
-        """A sequence is constrained from its first token on; nothing happens if it is already."""
+        """Constrains a sequence from its first token on; does nothing if it is already constrained."""
         if sequence_id not in self._matchers:
             self._matchers[sequence_id] = _Followed(matcher.clone())
 
@@ -103,15 +103,15 @@ class Constraints:
             del self._matchers[sequence_id]
 
     def begin(self, plan: StepPlan, output_of: Callable[[int], Sequence[int]]) -> RowMasks | None:
-        """Begin to compute which tokens the constrained sequences of a step may choose from; None if it has none.
+        """Starts computing the masks of a step's constrained sequences; returns None if there are none.
 
         Args:
-            output_of: the tokens that a sequence of this id has generated.
+            output_of: returns the generated tokens of the sequence with this id.
         """
         if not self._matchers:
             return None
         if self._pending is not None:
-            self._pending.result()  # of a step that was given up
+            self._pending.result()  # masks of a discarded step
         rows, matchers, end = [], [], 0
         self._sequence_ids = []
         for span in plan.spans:
@@ -128,7 +128,7 @@ class Constraints:
         return RowMasks(rows, self._pending)
 
     def failure(self, sequence_id: int) -> str | None:
-        """Why a sequence of the last step that was begun was allowed nothing, if that was its grammar's fault."""
+        """Returns why a sequence's mask in the latest step allows no token; None if its grammar did not fail."""
         if self._pending is None or sequence_id not in self._sequence_ids:
             return None
         error = self._pending.result().errors.get(self._sequence_ids.index(sequence_id))

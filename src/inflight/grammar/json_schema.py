@@ -1,8 +1,8 @@
-"""What a JSON schema may ask for: everything that can be enforced, and nothing that would be let through in silence.
+"""What a JSON schema may contain: everything that can be enforced, and nothing that would be silently ignored.
 
-Decides which keywords are refused, by name and with the place where they stand; the grammar library refuses the rest of
-what it cannot do. By the standard a keyword that nobody knows is a remark; here that holds for keywords of no
-JSON Schema at all, but not for misspelt ones, nor for those of a draft that the library does not know.
+Decides which keywords are refused, by name and with their place; the grammar library refuses the rest of what it cannot
+do. By the standard, unknown keywords are annotations. Here that holds for keywords that are in no JSON Schema draft,
+but not for misspelt ones, nor for keywords of drafts that the library does not know.
 """
 
 import json
@@ -12,11 +12,11 @@ from typing import Any
 
 from inflight.contracts.errors import InvalidRequestError
 
-# One space, or a line break and the next line's indentation: what people and models write. Without a bound a model may
-# write spaces until its tokens are used up.
+# One space, or a line break and the next line's indentation, as people and models write. Without a bound a model might
+# write spaces until it runs out of tokens.
 WHITESPACE = r"\x20|\r?\n[\x20\t]{0,80}"
 
-# What takes quadratic time to compile, or to find the next tokens for.
+# Limits on what takes quadratic time, in compilation or in computing masks.
 MAX_SCHEMAS = 5000
 MAX_OPTIONAL_PROPERTIES = 400
 MAX_PATTERN_PROPERTIES = 100
@@ -40,8 +40,9 @@ _REFUSED = {
 }
 _SPELLINGS = {re.sub(r"[$_-]", "", name).lower(): name for name in sorted(_KNOWN | _REFUSED)}
 
-# The library's formats are syntax alone, with 29 February in every year. Years and seconds as Python's and others'
-# `datetime` have them: from 1 on, and no leap seconds. The patterns are for a text's beginning, beside the format.
+# The library's formats check only syntax and allow 29 February in every year. These patterns restrict years and seconds
+# as Python's `datetime` and others do: years from 1 on, no leap seconds. They apply to the beginning of a text, in
+# addition to the format.
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 _DATE = f"({_LEAP_YEAR}-02-29|{_YEAR}-(02-[01]|02-2[0-8]|0[13-9]-|1))"
@@ -55,7 +56,7 @@ _STRICTER: dict[str, dict[str, Any]] = {
 
 
 def checked_schema(text: str) -> dict[str, Any]:
-    """The schema, for the library. Raises `InvalidRequestError` if it is no schema, or asks for what can't be had."""
+    """Returns the schema for the library. Raises `InvalidRequestError` if it is invalid or cannot be enforced."""
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:
@@ -111,7 +112,7 @@ def _check_properties(place: str, schema: Mapping[str, Any]) -> None:
             f"json_schema has {num_optional} properties at {place} that are not required; at most "
             f"{MAX_OPTIONAL_PROPERTIES} are accepted in one object"
         )
-    # Keys that `properties` does not name may be repeated, which counts as one property when the text is read.
+    # Keys that `properties` does not name may be repeated, and a parser counts repeated keys as one property.
     num_sure = 1 + len(needed)
     if isinstance(least, int | float) and least > num_sure:
         raise InvalidRequestError(
@@ -121,8 +122,8 @@ def _check_properties(place: str, schema: Mapping[str, Any]) -> None:
 
 
 def _check_bounds(bounds: Mapping[str, list[float]]) -> None:
-    """The library lets an excluded whole number through if the other bound is less than 1 away. Bounds of different
-    schemas may meet, by `allOf` or `$ref`, so all are held against each other."""
+    """Refuses bounds for which the library would allow an excluded whole number: those with another bound less than 1
+    away. Bounds of different schemas may meet through `allOf` or `$ref`, so all are compared with each other."""
     for excluded, others, sign in (
         ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
         ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
@@ -137,12 +138,12 @@ def _check_bounds(bounds: Mapping[str, list[float]]) -> None:
 
 
 def _schemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema in `schema`, itself first, with its place as a JSON pointer; not what is data (`const`, `enum`)."""
+    """Yields every schema in `schema`, itself first, with its place as a JSON pointer; skips data (`const`, `enum`)."""
     stack: list[tuple[str, Any]] = [("#", schema)]
     while stack:
         place, each = stack.pop()
         if not isinstance(each, dict):
-            continue  # true and false; anything else is the library's to refuse
+            continue  # true and false; the library refuses anything else
         yield place, each
         for keyword, value in each.items():
             if keyword in _IN_MAPS and isinstance(value, dict):
@@ -154,4 +155,4 @@ def _schemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,7 +1,7 @@
-"""`MaskWorker`: the masks of a step, computed while its forward pass runs.
+"""`MaskWorker`: computes a step's masks while its forward pass runs.
 
-Decides where that happens: in threads of the library's, started by one of ours that sleeps in between. Does not know
-which row of the logits a mask is for.
+Decides where that happens: in the library's threads, started from one thread of ours that sleeps in between. Does not
+know which row of the logits a mask is for.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from inflight.grammar.vocabulary import Words, num_words
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMasks:
-    """The masks of a step's constrained sequences, in the order in which these were given.
+    """The masks of a step's constrained sequences, in the order of their matchers.
 
     Attributes:
         words: int32 `[rows, ceil(V / 32)]`, one bit for each token that may come next, the lowest first.
-        errors: what went wrong, by row; such a row allows nothing, and concerns its own sequence alone.
+        errors: errors by row; such a row allows no token, and its error concerns only its own sequence.
     """
 
     words: Words
@@ -35,7 +35,7 @@ class MaskHandle:
         self._future = future
 
     def result(self) -> StepMasks:
-        """Wait for them."""
+        """Waits for the masks and returns them."""
         return self._future.result()
 
 
@@ -44,7 +44,7 @@ class MaskWorker:
 
     Args:
         vocab_size: the width of the logits, V.
-        num_threads: how many sequences' masks are computed at a time.
+        num_threads: how many masks are computed at a time.
     """
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
@@ -53,18 +53,18 @@ class MaskWorker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="inflight-masks")
 
     def start(self, matchers: Sequence[GrammarMatcher]) -> MaskHandle:
-        """Begin. Until the result is there none of them may be used otherwise; each may be given once."""
+        """Starts computing. Each matcher may appear only once, and must not be used until the result is there."""
         return MaskHandle(self._thread.submit(self._compute, list(matchers)))
 
     def stop(self) -> None:
-        """Finish what was begun and end the threads."""
+        """Finishes what was started and ends the threads."""
         self._thread.shutdown()
 
     def _compute(self, matchers: list[GrammarMatcher]) -> StepMasks:
         words = np.empty((len(matchers), self._num_words), dtype=np.int32)
         try:
             errors = fill_masks(matchers, words, self._executor)
-        except BaseException as failure:  # the library's panics are no `Exception`; others' sequences are to go on
+        except BaseException as failure:  # the library's panics are not `Exception`s; other sequences must go on
             words[:] = 0
             errors = [GrammarError(f"the masks could not be computed: {failure!r}")] * len(matchers)
         return StepMasks(words, {row: error for row, error in enumerate(errors) if error is not None})

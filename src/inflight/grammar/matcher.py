@@ -1,7 +1,7 @@
-"""`GrammarMatcher`: where one sequence is in its grammar, and which tokens may come next.
+"""`GrammarMatcher`: the state of one sequence in its grammar, and which tokens may come next.
 
 Decides what ends a sequence: EOS may be chosen exactly where the grammar may end, whatever ids the model has for it.
-Does not know what was asked, nor which step it takes part in.
+Knows neither the request nor the current step.
 """
 
 from collections.abc import Sequence
@@ -14,28 +14,28 @@ from inflight.grammar.vocabulary import Vocabulary, Words
 
 
 class GrammarError(RuntimeError):
-    """A sequence's grammar cannot be followed any further: it became too complex, or nothing may come next."""
+    """A sequence's grammar cannot be followed any further: it became too complex, or no token may come next."""
 
 
 class GrammarMatcher:
-    """Follows one sequence's output through its grammar. Not to be used by two threads at a time."""
+    """Follows one sequence's output through its grammar. Not thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
-        self._num_tokens = 0  # accepted since it was made, EOS too
-        self._is_ended = False  # by EOS, which the library is not told: it forgets it when it takes tokens back
+        self._num_tokens = 0  # accepted since creation, including EOS
+        self._is_ended = False  # by EOS, which is hidden from the library, because rollback would make it forget EOS
 
     def clone(self) -> Self:
-        """Another one at the same place, for another sequence."""
+        """Returns a matcher in the same state, for another sequence."""
         twin = type(self)(self._vocabulary, self._matcher.deep_copy())
         twin._num_tokens, twin._is_ended = self._num_tokens, self._is_ended
         return twin
 
     def accept(self, token_id: int) -> bool:
-        """Go on by one token; False, and nothing happens, if the grammar does not have it here.
+        """Advances by one token; returns False, and does nothing, if the grammar does not allow it here.
 
-        False, too, if the grammar cannot be followed any further; the next mask says why."""
+        Also returns False if the grammar cannot be followed any further; the next mask says why."""
         if self._is_ended:
             return False
         if token_id in self._vocabulary.eos_token_ids:
@@ -46,7 +46,7 @@ class GrammarMatcher:
         return is_accepted
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` accepted tokens. Raises `ValueError` if there were not so many."""
+        """Takes back the last `num_tokens` accepted tokens. Raises `ValueError` if fewer were accepted."""
         if not 0 <= num_tokens <= self._num_tokens:
             raise ValueError(f"{num_tokens} tokens cannot be taken back; {self._num_tokens} were accepted")
         if num_tokens:
@@ -61,11 +61,11 @@ class GrammarMatcher:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing may follow but EOS, or EOS was accepted. Costs no mask, so it may be known one late."""
+        """Whether only EOS may follow, or EOS was accepted. It needs no mask, so it may become True one token late."""
         return self._is_ended or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def fill_mask(self, into: Words) -> None:
-        """Write which tokens may come next, int32 words `[ceil(V / 32)]`. Raises `GrammarError`."""
+        """Writes which tokens may come next into int32 words `[ceil(V / 32)]`. Raises `GrammarError`."""
         mask = np.empty(self._vocabulary.num_table_words, dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         error = self._narrow(mask, into)
@@ -73,7 +73,7 @@ class GrammarMatcher:
             raise error
 
     def _narrow(self, mask: Words, into: Words) -> GrammarError | None:
-        """Write what of the library's mask may be chosen: nothing, if there is an error."""
+        """Writes the allowed part of the library's mask into `[ceil(V / 32)]` words; no token if there is an error."""
         if self._matcher.is_error():
             into[:] = 0
             return GrammarError(f"the grammar cannot be followed any further: {reason(self._matcher)}")
@@ -85,9 +85,9 @@ class GrammarMatcher:
 
 
 def fill_masks(matchers: Sequence[GrammarMatcher], into: Words, executor: LLExecutor) -> list[GrammarError | None]:
-    """Write which tokens may come next in each of several different sequences, int32 `[len(matchers), ceil(V / 32)]`.
+    """Writes which tokens may come next in several different sequences, int32 `[len(matchers), ceil(V / 32)]`.
 
-    The interpreter's lock is not held meanwhile. Returns each one's error; such a one's row allows nothing."""
+    Releases the interpreter's lock meanwhile. Returns each matcher's error; a row with an error allows no token."""
     if not matchers:
         return []
     masks = np.empty((len(matchers), matchers[0]._vocabulary.num_table_words), dtype=np.int32)
@@ -97,5 +97,5 @@ def fill_masks(matchers: Sequence[GrammarMatcher], into: Words, executor: LLExec
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Why the library gave up, in one line."""
+    """Returns why the library gave up, in one line."""
     return " ".join(matcher.get_error().replace("<non-verbose/>", "").split()) or "no reason is known"

@@ -1,7 +1,7 @@
-"""A model's vocabulary as grammars see it: the bytes of each token, which ids exist, which end a text.
+"""A model's vocabulary as grammars see it: the bytes of each token, which ids exist, and which end a text.
 
-Decides what can never be chosen: ids beyond the tokenizer's (a model's logits may be wider) and, unless a grammar names
-them, special tokens. Knows no grammar.
+Decides which ids can never be chosen: ids beyond the tokenizer's (a model's logits may be wider) and, unless a grammar
+names them, special tokens. Knows no grammar.
 """
 
 import json
@@ -18,19 +18,19 @@ from inflight.text.tokenizer import Tokenizer
 Words: TypeAlias = npt.NDArray[np.int32]
 """One bit for each token id, 32 to a word, the lowest bit first."""
 
-# SentencePiece without byte fallback, said in the library's terms.
+# SentencePiece without byte fallback, in the library's terms.
 _METASPACE = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}]
 
 
 class Vocabulary:
-    """Which bytes each token stands for, in the library's table, and which ids may be chosen at all.
+    """The bytes of each token, in the library's table, and the ids that may be chosen at all.
 
     Args:
-        tokenizer: a fast one, byte-level or SentencePiece's.
+        tokenizer: a fast tokenizer, byte-level or SentencePiece.
         vocab_size: the width of the model's logits, V.
-        eos_token_ids: what ends a sequence; those of V and above are never chosen. There may be none.
+        eos_token_ids: the tokens that end a sequence, possibly none; ids of V and above are never chosen.
 
-    Raises InvalidRequestError if it cannot be told what bytes the tokenizer's tokens stand for.
+    Raises InvalidRequestError if the bytes of the tokenizer's tokens cannot be determined.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -42,7 +42,7 @@ class Vocabulary:
             self.table = LLTokenizer(_definition(tokenizer, stop_id), n_vocab=size, eos_token=stop_id)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # the library's panics are not `Exception`s
             reason = str(error).partition(":")[0].partition("\n")[0]
             raise InvalidRequestError(f"this model's tokenizer allows no structured output: {reason}") from error
         self.num_table_words = num_words(size)
@@ -54,27 +54,27 @@ class Vocabulary:
         self.eos = _pack(is_eos)
 
     def _misread(self, tokenizer: Tokenizer) -> Iterator[int]:
-        """Added tokens that the table has other bytes for than their text: some with letters beyond ASCII."""
+        """Yields added tokens whose bytes in the table differ from their text: some with letters beyond ASCII."""
         for token_id, token in tokenizer.inner.added_tokens_decoder.items():
             if not token.special and self.table.decode_bytes([token_id]) != token.content.encode():
                 yield token_id
 
     def has(self, token_id: int) -> bool:
-        """Whether this is a token that can be chosen, and does not end a sequence."""
+        """Whether the token can be chosen and does not end a sequence."""
         return 0 <= token_id < self.vocab_size and bool(self.tokens[token_id // 32] >> (token_id % 32) & 1)
 
 
 def num_words(num_tokens: int) -> int:
-    """How many words hold a bit for each of `num_tokens`."""
+    """Returns how many words hold one bit for each of `num_tokens` tokens."""
     return -(-num_tokens // 32)
 
 
 def _definition(tokenizer: Tokenizer, stop_id: int) -> str:
-    """The tokenizer as the JSON of the `tokenizers` library, with a decoder that the grammar library knows.
+    """Returns the tokenizer as JSON of the `tokenizers` library, with a decoder that the grammar library knows.
 
-    The library must have one EOS that no grammar names. A token of our own stands for it, whatever the model has."""
+    The library needs one EOS that no grammar names. An extra token serves as this EOS, whatever the model has."""
     if not tokenizer.inner.is_fast:
-        raise ValueError("it is a slow one, in Python")
+        raise ValueError("it is a slow tokenizer, written in Python")
     if max(tokenizer.inner.get_vocab().values()) >= tokenizer.vocab_size:
         raise ValueError("there are gaps between its token ids")
     definition: dict[str, Any] = json.loads(tokenizer.inner.backend_tokenizer.to_str())

@@ -1,10 +1,10 @@
 """What continuous batching replaces, kept runnable: a ladder of rungs, each one idea further than the one before.
 
-1. `static_batching`: waves of requests, each as long as its longest.
+1. `static_batching`: waves of requests, each as long as its longest request.
 2. `padded_batching`: finished rows leave and new ones are merged into a rectangular batch, at the price of padding.
 3. `ragged_batching`: all tokens of all sequences in one unpadded row, kept apart by the mask.
-4. the engine itself: the same over a paged cache.
+4. The engine itself: the same over a paged cache.
 
-All give the same greedy tokens and the same kind of account: `run(model, requests, num_slots) -> Run`, but for the
-engine, which brings its model and its slots with it. `shared_prefix` is a side step for prompts that begin alike.
+All rungs give the same greedy tokens and the same kind of account: `run(model, requests, num_slots) -> Run`. Only the
+engine brings its own model and slots. `shared_prefix` is an aside about prompts with a common beginning.
 """

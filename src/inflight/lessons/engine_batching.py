@@ -1,4 +1,4 @@
-"""Rung 4, the engine: rung 3 with a paged cache, chunked prefill and preemption, told in the same words."""
+"""Rung 4, the engine: rung 3 with a paged cache, chunked prefill and preemption, reported in the same account."""
 
 from collections.abc import Callable, Sequence
 
@@ -30,11 +30,11 @@ def run(
         account.ragged(spans)
 
     before, engine.observer = engine.observer, see
-    for number, asked in enumerate(requests):
+    for number, request in enumerate(requests):
         params = SamplingParams(
-            temperature=0, max_tokens=asked.max_new_tokens, ignore_eos=True, stop_token_ids=list(eos_token_ids)
+            temperature=0, max_tokens=request.max_new_tokens, ignore_eos=True, stop_token_ids=list(eos_token_ids)
         )
-        engine.submit(engine.accept(str(number), asked.prompt_token_ids, params))
+        engine.submit(engine.accept(str(number), request.prompt_token_ids, params))
     try:
         while engine.has_unfinished_requests:
             for news in engine.step():

@@ -1,4 +1,4 @@
-"""The methods that are compared: every rung of the ladder on the same weights, behind one call."""
+"""The methods that are compared: every rung of the ladder, on the same weights, with the same signature."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,7 +29,7 @@ class Setting:
 
     Args:
         source: hub id, folder, or a loaded model.
-        config: of the engine; its `max_num_seqs` is everybody's number of slots.
+        config: the engine's; its `max_num_seqs` is the number of slots of all rungs.
     """
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
@@ -49,6 +49,6 @@ class Setting:
 
 
 def warm_up(methods: Mapping[str, Method], requests: Sequence[LessonRequest]) -> None:
-    """Run two short requests through each method: what a first forward pass has to set up is not measured."""
+    """Runs two short requests through each method, so that the setup of a first forward pass is not measured."""
     for run in methods.values():
         run([LessonRequest(request.prompt_token_ids, 2) for request in requests[:2]])

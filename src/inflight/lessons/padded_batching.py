@@ -1,8 +1,8 @@
 """Rung 2, padded continuous batching: finished rows leave at once and new requests are merged into the running batch.
 
 The batch stays a rectangle. `filter_batch` drops rows that are done (and the columns that only they needed);
-`merge_batches` joins a freshly prefilled batch to the running one, padding whichever of the two has the shorter past.
-So nobody waits for the longest any more, but every row pays for the longest past, and a prefill stops all others.
+`merge_batches` joins a freshly prefilled batch to the running one, padding the one with the shorter past. So no request
+waits for the longest any more, but every row pays for the longest past, and a prefill stops all other rows.
 """
 
 from collections import deque
@@ -22,13 +22,13 @@ class Batch:
     """B rows that are generated together.
 
     Attributes:
-        requests, slots: whose row it is, and which slot it holds.
-        input_ids: `[B, L]` int64, the tokens to feed next: the padded prompts at first, then one token a row.
+        requests, slots: the request of each row, and its slot.
+        input_ids: `[B, L]` int64, the tokens to feed next: first the padded prompts, then one token per row.
         position_ids: `[B, L]` int64.
         attention_mask: `[B, past + L]` int64: 0 for padding.
         cache: keys and values of the past, `[B, Hkv, past, D]` in each layer.
-        responses: the tokens generated so far, a list for each row.
-        tokens_remaining: how many more each row may generate.
+        responses: the tokens generated so far, one list per row.
+        tokens_remaining: how many more tokens each row may generate.
     """
 
     requests: list[int]
@@ -50,7 +50,7 @@ def run(
     log: Callable[[str], None] | None = None,
     watch: Callable[[Run], None] | None = None,
 ) -> Run:
-    """Generate greedily for all requests, with at most `num_slots` rows in the batch."""
+    """Generates greedily for all requests, with at most `num_slots` rows in the batch."""
     account = Run(requests, eos_token_ids, log, watch)
     queue = deque(range(len(requests)))
     free_slots = list(range(num_slots))
@@ -70,11 +70,11 @@ def run(
 
 
 def init_batch(model: PreTrainedModel, account: Run, requests: Sequence[int], slots: Sequence[int]) -> Batch:
-    """A batch of its own for newly admitted requests: left-padded prompts, nothing computed yet."""
+    """Returns a separate batch for newly admitted requests: left-padded prompts, nothing computed yet."""
     for request, slot in zip(requests, slots, strict=True):
         account.admit(request, slot)
-    asked = [account.requests[request] for request in requests]
-    input_ids, attention_mask = left_pad([each.prompt_token_ids for each in asked], model.device)
+    admitted = [account.requests[request] for request in requests]
+    input_ids, attention_mask = left_pad([each.prompt_token_ids for each in admitted], model.device)
     return Batch(
         requests=list(requests),
         slots=list(slots),
@@ -83,12 +83,12 @@ def init_batch(model: PreTrainedModel, account: Run, requests: Sequence[int], sl
         attention_mask=attention_mask,
         cache=DynamicCache(),
         responses=[account.answers[request].token_ids for request in requests],
-        tokens_remaining=[each.max_new_tokens for each in asked],
+        tokens_remaining=[each.max_new_tokens for each in admitted],
     )
 
 
 def generate_next_token(model: PreTrainedModel, batch: Batch, account: Run) -> None:
-    """One forward pass: every row gets its next token, and the batch is ready for the one after."""
+    """Runs one forward pass: gives every row its next token, and prepares the batch for the pass after."""
     rows = dict(zip(batch.slots, batch.requests, strict=True))
     account.rectangle(rows, batch.input_ids.shape[1], batch.attention_mask.shape[1])
     logits = model(
@@ -109,7 +109,7 @@ def generate_next_token(model: PreTrainedModel, batch: Batch, account: Run) -> N
 
 
 def merge_batches(first: Batch, second: Batch) -> Batch:
-    """The rows of both: the shorter past is padded on the left, and everything is concatenated."""
+    """Joins the rows of both: pads the shorter past on the left and concatenates everything."""
     width = max(first.attention_mask.shape[1], second.attention_mask.shape[1])
     merged = DynamicCache()
     for layer, (a, b) in enumerate(zip(first.cache.layers, second.cache.layers, strict=True)):
@@ -130,12 +130,12 @@ def merge_batches(first: Batch, second: Batch) -> Batch:
 
 
 def pad_past(states: torch.Tensor, length: int) -> torch.Tensor:
-    """Keys or values `[B, Hkv, past, D]` with zeros before them up to `length`; the mask hides those."""
+    """Pads keys or values `[B, Hkv, past, D]` with zeros on the left to `[B, Hkv, length, D]`; the mask hides these."""
     return functional.pad(states, (0, 0, length - states.shape[2], 0))
 
 
 def filter_batch(batch: Batch, account: Run) -> tuple[Batch | None, list[int]]:
-    """Drop the rows that are done and the columns that are padding for all others; also the slots that are free now."""
+    """Drops rows that are done and columns that are padding for all others; also returns the slots that became free."""
     kept = [row for row, remaining in enumerate(batch.tokens_remaining) if remaining > 0]
     removed = [slot for row, slot in enumerate(batch.slots) if row not in kept]
     for row, slot in enumerate(batch.slots):

@@ -1,4 +1,4 @@
-"""The race: the same requests through every method on the same weights, watched live, then a table and timelines."""
+"""The race: runs the same requests through every method on the same weights, live, then shows a table and timelines."""
 
 import random
 import time
@@ -25,7 +25,7 @@ REFRESHES_PER_SECOND = 8
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """What a race gave: each method's account, by name, in the order in which they ran."""
+    """The result of a race: each method's account, by name, in the order in which they ran."""
 
     runs: Mapping[str, Run]
     num_slots: int
@@ -43,7 +43,7 @@ class Race:
 
     @property
     def differing(self) -> dict[str, int]:
-        """For each method after the first, how many requests got other tokens than from the first."""
+        """For each method after the first, how many requests got different tokens than from the first."""
         first, *others = self.runs
         expected = self.runs[first].token_ids
         return {name: sum(a != b for a, b in zip(self.runs[name].token_ids, expected, strict=True)) for name in others}
@@ -66,7 +66,7 @@ def run_race(
     console: Console,
     log: Callable[[str], None] | None = None,
 ) -> Race:
-    """Run `requests` through each of `methods`, one after the other, its timeline growing on `console` meanwhile."""
+    """Runs `requests` through each of `methods`, one after the other, and shows the growing timelines on `console`."""
     warm_up(methods, requests)
     runs: dict[str, Run] = {}
     with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -77,7 +77,7 @@ def run_race(
 
 
 def _show(live: Live, name: str, num_slots: int, requests: Sequence[LessonRequest]) -> Callable[[Run], None]:
-    """Redraws a run's timeline a few times a second."""
+    """Returns a function that redraws a run's timeline a few times per second."""
     most = sum(request.max_new_tokens for request in requests)
     shown_at = 0.0
 
@@ -93,8 +93,8 @@ def _show(live: Live, name: str, num_slots: int, requests: Sequence[LessonReques
 
 
 def mixed_requests(count: int, max_tokens: int, vocab_size: int, seed: int) -> list[LessonRequest]:
-    """Requests as they come in life: prompts of 4 to 40 random tokens; every fourth asks for `max_tokens`, the others
-    for a twelfth to a third of that."""
+    """Returns realistic requests: prompts of 4 to 40 random tokens; every fourth asks for `max_tokens`, the others for
+    a twelfth to a third of that."""
     rng = random.Random(seed)
     requests = []
     for number in range(count):
@@ -105,12 +105,12 @@ def mixed_requests(count: int, max_tokens: int, vocab_size: int, seed: int) -> l
 
 
 def write_png(race: Race, path: Path) -> None:
-    """The timelines as a picture. Raises `ValueError` if matplotlib is missing or the file cannot be written."""
+    """Writes the timelines as a picture. Raises `ValueError` if matplotlib is missing or the file cannot be written."""
     pictures.save_png(_figure(race), path)
 
 
 def write_html(race: Race, path: Path) -> None:
-    """Timelines and table as one self-contained page. Raises `ValueError` as `write_png` does."""
+    """Writes timelines and table as one self-contained page. Raises `ValueError` as `write_png` does."""
     bodies = [pictures.to_svg(_figure(race)), pictures.to_html(scores_table(race.scores), width=120)]
     pictures.write_html(path, "The same requests, four ways", bodies)
 

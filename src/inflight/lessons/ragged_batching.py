@@ -1,9 +1,9 @@
-"""Rung 3, ragged batching: every step decides anew who runs, and all their tokens go through the model as one row.
+"""Rung 3, ragged batching: each step decides anew which requests run, and all their tokens go through as one row.
 
-No rectangle and no padding: the tokens that each sequence owes (a whole prompt, or the last token) are laid end to end,
-each with its own position. Keys and values of the past are laid end to end as well, and a mask keeps sequences apart:
-block-diagonal (a token sees its own sequence only) and causal. A prefill rides in the same forward pass as the decodes
-of others. What is still wasteful: each step copies every past together and apart again, which paging saves.
+There is no rectangle and no padding: the tokens that each sequence owes (a whole prompt, or the last token) are laid
+end to end, each with its own position. Keys and values of the past are laid end to end as well, and a mask keeps
+sequences apart: block-diagonal (a token sees only its own sequence) and causal. A prefill shares a forward pass with
+the decodes of other requests. One waste remains: each step joins all pasts and splits them again, which paging avoids.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from inflight.lessons.run import LessonRequest, Run
 
 @dataclass(slots=True)
 class Stream:
-    """A running request: the tokens that it owes the model, and its own cache of those before."""
+    """A running request: the tokens that it owes the model, and its own cache of the tokens before."""
 
     request: int
     pending: list[int]
@@ -39,7 +39,7 @@ def run(
     log: Callable[[str], None] | None = None,
     watch: Callable[[Run], None] | None = None,
 ) -> Run:
-    """Generate greedily for all requests, at most `num_slots` at once; a free slot is taken in the very next step.
+    """Generates greedily for all requests, at most `num_slots` at once; a free slot is reused in the very next step.
 
     Raises `ValueError` for a model with sliding windows: the mask of this lesson does not know them.
     """
@@ -65,7 +65,7 @@ def run(
 
 
 def forward_ragged(model: PreTrainedModel, streams: Sequence[Stream]) -> list[int]:
-    """Feed all pending tokens as one row; each stream's next token. Every cache takes in what is new of its own."""
+    """Feeds all pending tokens as one row, updates every stream's cache, and returns each stream's next token."""
     device = model.device
     tokens = [token for stream in streams for token in stream.pending]
     positions = [stream.num_past + i for stream in streams for i in range(len(stream.pending))]
@@ -85,7 +85,7 @@ def forward_ragged(model: PreTrainedModel, streams: Sequence[Stream]) -> list[in
 
 
 def pack_caches(streams: Sequence[Stream]) -> DynamicCache:
-    """The pasts of all streams end to end, as the cache of one row."""
+    """Returns the pasts of all streams end to end, as the cache of one row."""
     packed = DynamicCache()
     started = [stream for stream in streams if stream.num_past]
     for layer in range(len(started[0].cache.layers) if started else 0):
@@ -96,7 +96,7 @@ def pack_caches(streams: Sequence[Stream]) -> DynamicCache:
 
 
 def scatter_new(packed: DynamicCache, streams: Sequence[Stream]) -> None:
-    """Append each stream's new keys and values, which stand behind all pasts, to its own cache."""
+    """Appends each stream's new keys and values, which come after all pasts, to its own cache."""
     num_pending = [len(stream.pending) for stream in streams]
     for layer, states in enumerate(packed.layers):
         keys = states.keys[:, :, -sum(num_pending) :].split(num_pending, dim=2)
@@ -106,7 +106,7 @@ def scatter_new(packed: DynamicCache, streams: Sequence[Stream]) -> None:
 
 
 def ragged_mask(streams: Sequence[Stream], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The 4-D mask `[1, 1, tokens, past + tokens]` in `dtype`: 0 where a token may look, the lowest number elsewhere.
+    """Returns the mask `[1, 1, tokens, past + tokens]` in `dtype`: 0 where a token may attend, else the lowest number.
 
     Columns are the pasts of all streams end to end, then the new tokens of all streams end to end.
     """

@@ -1,4 +1,4 @@
-"""What the rungs have in common: what they are asked, and the account that they keep of what they did."""
+"""What all rungs share: their requests, and the account that they keep of their steps."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ class LessonRequest:
 
 @dataclass(slots=True)
 class Answer:
-    """One request's tokens, and when they came (seconds of `time.perf_counter()`)."""
+    """One request's tokens, and when they arrived (seconds of `time.perf_counter()`)."""
 
     token_ids: list[int] = field(default_factory=list)
     first_token_time: float | None = None
@@ -30,9 +30,9 @@ class Run:
     """The account of one run: answers in the order of the requests, and each step's lanes (slot: `Lane`).
 
     Args:
-        requests: what was asked.
+        requests: the requests of the run.
         eos_token_ids: tokens that end an answer early.
-        log: where lines such as "slot 2 <- req 5 (10 token cap)" go; None keeps silent.
+        log: receives lines such as "slot 2 <- req 5 (10 token cap)"; None: no log.
         watch: called after each step, with this account; a `ProgressBar`, for instance.
     """
 
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """From the start to the last answer's end."""
+        """Seconds from the start to the end of the last answer."""
         return max((answer.finished_time or 0.0 for answer in self.answers), default=0.0) - self.start_time
 
     @property
@@ -67,17 +67,17 @@ class Run:
         return [answer.token_ids for answer in self.answers]
 
     def admit(self, request: int, slot: int) -> None:
-        """A request takes a slot."""
-        asked = self.requests[request]
+        """Records that a request takes a slot."""
+        admitted = self.requests[request]
         self.log(
-            f"slot {slot} <- req {request} ({asked.max_new_tokens} token cap): "
-            f"{len(asked.prompt_token_ids)} prompt tokens"
+            f"slot {slot} <- req {request} ({admitted.max_new_tokens} token cap): "
+            f"{len(admitted.prompt_token_ids)} prompt tokens"
         )
 
     def rectangle(self, slots: Mapping[int, int], width: int, num_keys: int) -> None:
-        """One forward pass over a rectangle: a row of `width` tokens and `num_keys` keys for each slot's request.
+        """Records a forward pass over a rectangle: a row of `width` tokens and `num_keys` keys for each slot's request.
 
-        Whatever a row does not need of that is padding; all of it, if its answer is complete already."""
+        What a row does not need is padding; if its answer is already complete, all of the row is."""
         lanes = {}
         for slot, request in slots.items():
             answer, num_prompt_tokens = self.answers[request], len(self.requests[request].prompt_token_ids)
@@ -92,7 +92,7 @@ class Run:
         self._step(lanes)
 
     def ragged(self, spans: Mapping[int, tuple[int, int, int]]) -> None:
-        """One forward pass over an unpadded row: for each slot its request, its tokens there, and its keys."""
+        """Records a forward pass over an unpadded row: for each slot its request, number of tokens, number of keys."""
         lanes = {}
         for slot, (request, num_tokens, num_keys) in spans.items():
             use: SlotUse = "decode" if self.answers[request].token_ids and num_tokens == 1 else "prefill"
@@ -104,7 +104,7 @@ class Run:
         self._watch(self)
 
     def add(self, request: int, token: int) -> bool:
-        """One more token for a request; whether it was its last."""
+        """Adds a token to a request's answer; returns whether it is the last one."""
         answer, now = self.answers[request], time.perf_counter()
         answer.token_ids.append(token)
         answer.first_token_time = answer.first_token_time or now
@@ -115,16 +115,16 @@ class Run:
 
 
 class ProgressBar:
-    """A bar of generated tokens on standard error, to be given to a rung as its `watch`."""
+    """A progress bar of generated tokens on standard error; pass it to a rung as `watch`."""
 
     def __init__(self, name: str = "") -> None:
         self._bar = tqdm(desc=name, unit="token")
 
     def __call__(self, run: Run) -> None:
-        """Show how far `run` is."""
+        """Shows the progress of `run`."""
         self._bar.total = sum(request.max_new_tokens for request in run.requests)
         self._bar.update(run.num_generated - self._bar.n)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Ends the bar and leaves it on the screen."""
         self._bar.close()

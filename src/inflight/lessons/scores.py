@@ -1,4 +1,4 @@
-"""`Scores`: what a run's account adds up to, and the table that compares runs."""
+"""`Scores`: the figures of a run, computed from its account, and the table that compares runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Scores:
         seconds: from the start to the end of the last request.
         num_steps: forward passes.
         tokens_per_second: generated tokens over `seconds`.
-        occupancy: share of all slots, over all steps, that computed something somebody needs.
+        occupancy: share of all slots, over all steps, that computed something useful.
         token_padding: share of the tokens that went through the model that were padding.
         key_padding: share of the keys that rows attended over that were padding.
         latency_p50, latency_p95: from arrival to a request's last token.
@@ -41,7 +41,7 @@ class Scores:
 
     @classmethod
     def of(cls, run: Run, num_slots: int) -> "Scores":
-        """Of a run that has ended."""
+        """Returns the scores of a run that has ended."""
         lanes = [lane for step in run.steps for lane in step.values()]
         num_useful = sum(lane.use != "padding" for lane in lanes)
         latencies = [(answer.finished_time or 0.0) - run.start_time for answer in run.answers]
@@ -60,7 +60,7 @@ class Scores:
 
 
 def scores_table(scores: Mapping[str, Scores]) -> Table:
-    """One row for each method."""
+    """Returns a table with one row for each method."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("method\n")
     for heading in HEADINGS:

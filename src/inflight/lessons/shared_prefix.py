@@ -1,10 +1,10 @@
-"""A side step: prompts that begin alike compute their common beginning once and share its keys and values.
+"""An aside: prompts with a common prefix compute it once and share its keys and values.
 
 The prefix goes through the model as a batch of one; its keys and values are broadcast to all rows without a copy
-(`expand`: a stride of zero), and only the suffixes are prefilled as a batch. Which prompts share is found by content:
-prompts are cut into chunks and grouped by the hash of their first ones. What vLLM's prefix caching and SGLang's
-RadixAttention (Zheng et al., 2023) do for requests that come at any time, here for a batch that is known beforehand;
-Hydragen (Juravsky et al., 2024) shows how its attention could read the prefix once for all rows, too.
+(`expand`: a stride of zero), and only the suffixes are prefilled as a batch. Sharing prompts are found by content:
+prompts are cut into chunks and grouped by the hash of the first chunks. vLLM's prefix caching and SGLang's
+RadixAttention (Zheng et al., 2023) do this for requests that arrive at any time; here the batch is known beforehand.
+Hydragen (Juravsky et al., 2024) shows how attention could also read the prefix only once for all rows.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ def generate_many(
     log: Callable[[str], None] | None = None,
     watch: Callable[[Run], None] | None = None,
 ) -> Run:
-    """Group requests by their first `n_prefix_chunks` chunks, and generate each group as one batch."""
+    """Groups requests by their first `n_prefix_chunks` chunks, and generates each group as one batch."""
     account = Run(requests, eos_token_ids, log, watch)
     prompts = [each.prompt_token_ids for each in requests]
     for group in group_by_prefix(prompts, n_prefix_chunks).values():
@@ -41,7 +41,7 @@ def generate_many(
 def generate_batch(
     model: PreTrainedModel, account: Run, group: Sequence[int], temperature: float = 0.0, seed: int = 0
 ) -> None:
-    """Generate for requests of `account` that are known to share a prefix (if only in part, then that part)."""
+    """Generates for requests of `account` that share a prefix; if they share only a part of it, that part is used."""
     prompts = [account.requests[request].prompt_token_ids for request in group]
     prefix_length = find_common_chunk_prefix(prompts)
     cache = DynamicCache()
@@ -55,7 +55,7 @@ def generate_batch(
 
 
 def find_common_chunk_prefix(prompts: Sequence[Sequence[int]], chunk_size: int = CHUNK_SIZE) -> int:
-    """How many tokens all prompts have in common at their beginning, in whole chunks; each keeps a token of its own."""
+    """Returns the length of the prompts' common prefix, in whole chunks; each prompt keeps at least one other token."""
     limit = min(map(len, prompts)) - 1
     length = 0
     while length + chunk_size <= limit:
@@ -69,7 +69,7 @@ def find_common_chunk_prefix(prompts: Sequence[Sequence[int]], chunk_size: int =
 def group_by_prefix(
     prompts: Sequence[Sequence[int]], n_prefix_chunks: int, chunk_size: int = CHUNK_SIZE
 ) -> dict[str, list[int]]:
-    """Indices of the prompts, by the hash of their first `n_prefix_chunks` chunks, in order of first appearance."""
+    """Returns prompt indices by the hash of their first `n_prefix_chunks` chunks, in order of first appearance."""
     groups: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         prefix = ",".join(map(str, prompt[: n_prefix_chunks * chunk_size]))
@@ -78,10 +78,10 @@ def group_by_prefix(
 
 
 def broadcast_kv(cache: DynamicCache, batch_size: int) -> DynamicCache:
-    """A cache of `batch_size` rows that all read the one row of `cache`: views on its storage, nothing is copied."""
+    """Returns a cache whose `batch_size` rows are views on the one row of `cache`; nothing is copied."""
     broadcast = DynamicCache()
     for layer, past in enumerate(cache.layers):
-        broadcast.update(past.keys[:, :, :0], past.values[:, :, :0], layer)  # makes the layer
+        broadcast.update(past.keys[:, :, :0], past.values[:, :, :0], layer)  # creates the layer
         broadcast.layers[layer].keys = past.keys.expand(batch_size, -1, -1, -1)
         broadcast.layers[layer].values = past.values.expand(batch_size, -1, -1, -1)
     return broadcast
@@ -90,7 +90,7 @@ def broadcast_kv(cache: DynamicCache, batch_size: int) -> DynamicCache:
 def pad_and_mask(
     prompts: Sequence[Sequence[int]], prefix_length: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is behind the prefix as a rectangle: ids `[B, L]`, the mask `[B, prefix + L]`, positions `[B, L]`."""
+    """Returns what follows the prefix as a rectangle: ids `[B, L]`, mask `[B, prefix + L]`, positions `[B, L]`."""
     input_ids, suffix_mask = left_pad([prompt[prefix_length:] for prompt in prompts], device)
     prefix_mask = suffix_mask.new_ones(len(prompts), prefix_length)
     position_ids = prefix_length + (suffix_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -108,9 +108,13 @@ def batched_decode(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> None:
-    """Prefill the suffixes, then decode row by row in step until each row has its EOS or its last token.
+    """Prefills the suffixes, then decodes all rows together until each row has its EOS or its last token.
 
-    A temperature of 0 is greedy; else tokens are sampled, from `seed`."""
+    Args:
+        input_ids, position_ids: the suffixes, `[B, L]`.
+        attention_mask: `[B, prefix + L]`.
+        temperature: 0 is greedy; otherwise tokens are sampled, using `seed`.
+    """
     generator = torch.Generator(device=input_ids.device).manual_seed(seed)
     running = set(range(len(group)))
     while running:

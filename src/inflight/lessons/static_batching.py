@@ -1,7 +1,7 @@
 """Rung 1, static batching: waves of requests, left-padded into a rectangle, each wave as long as its longest request.
 
-This is what a plain `model.generate` over a batch does. A request that is done keeps its place until the whole wave is
-done (its row goes on computing tokens that nobody reads), and who waits outside waits for the longest of those inside.
+This is what a plain `model.generate` over a batch does. A request that is done keeps its slot until the whole wave is
+done (its row goes on computing unused tokens), and waiting requests wait for the longest request of the wave.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ def run(
     log: Callable[[str], None] | None = None,
     watch: Callable[[Run], None] | None = None,
 ) -> Run:
-    """Generate greedily for all requests in waves of `num_slots`."""
+    """Generates greedily for all requests, in waves of `num_slots`."""
     account = Run(requests, eos_token_ids, log, watch)
     for number, first in enumerate(range(0, len(requests), num_slots)):
         wave = range(first, min(first + num_slots, len(requests)))
@@ -33,7 +33,7 @@ def run(
 
 
 def run_wave(model: PreTrainedModel, wave: Sequence[int], account: Run) -> None:
-    """One wave from its prompts to the end of its longest request."""
+    """Runs one wave from its prompts to the end of its longest request."""
     prompts = [account.requests[request].prompt_token_ids for request in wave]
     input_ids, attention_mask = left_pad(prompts, model.device)
     position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -62,7 +62,7 @@ def run_wave(model: PreTrainedModel, wave: Sequence[int], account: Run) -> None:
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts as a rectangle, `[B, longest]` int64, and its mask: 1 where there is a token, 0 for padding before it."""
+    """Returns prompts as a left-padded rectangle `[B, longest]` int64, and its mask: 1 for tokens, 0 for padding."""
     width = max(map(len, prompts))
     rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]

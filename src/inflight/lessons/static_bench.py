@@ -1,7 +1,7 @@
-"""What iteration-level scheduling is worth, measured: each rung against static waves, same weights, alternating rounds.
+"""Measures what iteration-level scheduling gains: each rung against static waves, same weights, alternating rounds.
 
-The workload is the classic one: most requests are short and every eighth is long, so each static wave waits for one of
-its eight. Beside the seconds stand the steps, which depend on no machine.
+The workload is the classic one: most requests are short and every eighth is long, so each static wave of eight waits
+for one request. Besides seconds it reports steps, which do not depend on the machine.
 """
 
 import random
@@ -31,7 +31,7 @@ Contestant: TypeAlias = Callable[[], tuple[int, list[list[int]]]]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One method: the seconds of each round, forward passes, and how many requests got other tokens than from the
+    """One method: the seconds of each round, forward passes, and how many requests got different tokens than from the
     first method."""
 
     seconds: list[float]
@@ -40,26 +40,26 @@ class Measured:
 
     @property
     def median(self) -> float:
-        """Seconds."""
+        """The median of the rounds' seconds."""
         return statistics.median(self.seconds)
 
 
 def gpt2_with_random_weights(dtype: torch.dtype) -> PreTrainedModel:
-    """GPT-2 of 124 M parameters, seeded."""
+    """Returns GPT-2 (124 M parameters) with seeded random weights."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return GPT2LMHeadModel(GPT2Config()).to(dtype).eval()
 
 
 def long_and_short_requests(vocab_size: int) -> list[LessonRequest]:
-    """32 requests of 7 random tokens: every eighth asks for 100 new tokens, the others for 10."""
+    """Returns 32 requests of 7 random tokens: every eighth asks for 100 new tokens, the others for 10."""
     rng = random.Random(0)
     prompts = [[rng.randrange(vocab_size) for _ in range(7)] for _ in range(NUM_REQUESTS)]
     return [LessonRequest(prompt, 100 if number % 8 == 0 else 10) for number, prompt in enumerate(prompts)]
 
 
 def sharing_requests(vocab_size: int) -> list[LessonRequest]:
-    """32 requests with 512 tokens in common and 16 of their own, 32 new tokens each."""
+    """Returns 32 requests that share 512 tokens, have 16 of their own, and ask for 32 new tokens each."""
     rng = random.Random(0)
     prefix = [rng.randrange(vocab_size) for _ in range(NUM_PREFIX_TOKENS)]
     suffixes = [[rng.randrange(vocab_size) for _ in range(NUM_SUFFIX_TOKENS)] for _ in range(NUM_REQUESTS)]
@@ -67,7 +67,7 @@ def sharing_requests(vocab_size: int) -> list[LessonRequest]:
 
 
 def measure_rungs(model: PreTrainedModel, rounds: int, say: Callable[[str], None]) -> dict[str, Measured]:
-    """Every rung on the long and short requests, and plain `model.generate` over the same waves."""
+    """Measures every rung on the long and short requests, and plain `model.generate` over the same waves."""
     setting = Setting(model, EngineConfig(max_num_seqs=NUM_SLOTS))
     requests = long_and_short_requests(model.config.get_text_config().vocab_size)
     warm_up(setting.methods, requests)
@@ -76,7 +76,7 @@ def measure_rungs(model: PreTrainedModel, rounds: int, say: Callable[[str], None
 
 
 def measure_shared_prefix(model: PreTrainedModel, rounds: int, say: Callable[[str], None]) -> dict[str, Measured]:
-    """Static waves, and one batch that computes the common prefix once."""
+    """Measures static waves, and one batch that computes the common prefix once."""
     requests = sharing_requests(model.config.get_text_config().vocab_size)
     num_chunks = NUM_PREFIX_TOKENS // shared_prefix.CHUNK_SIZE
     methods: dict[str, Method] = {
@@ -87,7 +87,7 @@ def measure_shared_prefix(model: PreTrainedModel, rounds: int, say: Callable[[st
 
 
 def measure(contestants: Mapping[str, Contestant], rounds: int, say: Callable[[str], None]) -> dict[str, Measured]:
-    """Run all contestants in turn, `rounds` times over, so that a change of the machine's mood hits all alike."""
+    """Runs all contestants in turn, `rounds` times, so that changes in the machine's speed affect all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     results: dict[str, tuple[int, list[list[int]]]] = {}
     for number in range(rounds):
@@ -104,7 +104,7 @@ def measure(contestants: Mapping[str, Contestant], rounds: int, say: Callable[[s
 
 
 def table_of(measured: Mapping[str, Measured]) -> Table:
-    """Medians, and how many times faster, and in how many times fewer steps, each is than the first."""
+    """Returns a table of medians, speedups over the first method, and the ratio of its steps to each method's."""
     first = next(iter(measured.values()))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method\n")
@@ -128,7 +128,7 @@ def _run(method: Method, requests: Sequence[LessonRequest]) -> tuple[int, list[l
 
 
 def _generate_waves(model: PreTrainedModel, requests: Sequence[LessonRequest]) -> tuple[int, list[list[int]]]:
-    """What a user of `transformers` alone would write: `model.generate` over one left-padded wave after the other."""
+    """Does what a user of plain `transformers` would: `model.generate` over one left-padded wave after the other."""
     num_steps, token_ids = 0, []
     for first in range(0, len(requests), NUM_SLOTS):
         wave = requests[first : first + NUM_SLOTS]

@@ -1,4 +1,4 @@
-"""When requests arrive. Decides times from a rate, how bursty it is, and a seed; knows no request."""
+"""When requests arrive. Decides the times from a rate, its burstiness and a seed; knows no requests."""
 
 import math
 
@@ -8,16 +8,16 @@ import numpy as np
 def arrival_times(
     num_requests: int, rate: float, *, burstiness: float = 1.0, burst_size: int = 1, seed: int = 0
 ) -> list[float]:
-    """Seconds after the start at which requests arrive, the first at 0.
+    """Returns when requests arrive, in seconds after the start, the first at 0.
 
     Args:
-        rate: requests a second, on average; infinity: all at once.
-        burstiness: the shape of the gamma distribution of the gaps. 1: each arrives independently of the others
+        rate: requests per second, on average; infinity: all at once.
+        burstiness: the shape of the gamma distribution of the gaps. 1: requests arrive independently of each other
             (Poisson); below 1: in clusters; above 1: more evenly.
-        burst_size: so many arrive together, and the gaps are between such bursts.
+        burst_size: how many requests arrive together; the gaps are between such bursts.
 
     Raises:
-        ValueError: one of these is not above 0.
+        ValueError: an argument is not above 0.
     """
     for name, value in (("the request rate", rate), ("the burstiness", burstiness), ("the burst size", burst_size)):
         if not value > 0:

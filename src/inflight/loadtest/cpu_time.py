@@ -1,4 +1,4 @@
-"""How much CPU time a server has used: its process and all that descend from it. Reads Linux's `/proc`."""
+"""How much CPU time a server has used: its process and all descendants. Reads Linux's `/proc`."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ PROC = Path("/proc")
 
 
 def cpu_seconds(pid: int) -> float:
-    """Seconds of CPU time, of user and system, of a process, its living descendants, and its dead children.
+    """Returns the CPU seconds, user and system, of a process, its living descendants and its dead children.
 
     Raises:
         ValueError: there is no such process, or no `/proc`.
@@ -18,16 +18,16 @@ def cpu_seconds(pid: int) -> float:
     if not stats.get(pid):
         raise ValueError(f"there is no process {pid}")
     family, size = {pid}, 0
-    while len(family) > size:  # until nobody new is found
+    while len(family) > size:  # until no new descendants are found
         size = len(family)
         family |= {child for child, fields in stats.items() if fields and int(fields[1]) in family}
-    # user, system, and the same of children that were waited for
+    # user and system time, and both for children that were waited for
     ticks = sum(int(ticks) for member in family for ticks in stats[member][11:15])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _fields(process: Path) -> list[str]:
-    """The fields of `stat` from the third (state) on; none if it has just ended."""
+    """Returns the fields of `stat` from the third (state) on; none if the process has just ended."""
     try:
         return (process / "stat").read_text().rpartition(")")[2].split()
     except OSError:

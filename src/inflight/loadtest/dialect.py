@@ -1,8 +1,8 @@
-"""What a server accepts, found out by asking, and a request written so.
+"""`Dialect`: which request fields a server accepts, found out by probing it; writes request bodies accordingly.
 
 Decides the body of a request. Servers differ in three things: whether a prompt may be token ids, whether a request may
-go on past the model's end tokens (`ignore_eos`), and whether it may ask for counts of tokens (`stream_options`). Some
-refuse what they don't know, and some ignore it; that shows in the report, as fewer tokens than were asked for.
+continue past the model's end tokens (`ignore_eos`), and whether it may ask for token counts (`stream_options`). Some
+servers refuse what they do not know; others ignore it, which the report shows as fewer tokens than requested.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ Endpoint: TypeAlias = Literal["completions", "chat"]
 PATHS: Mapping[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 VOCAB_SIZES = (20_000, 1_500)
-"""Token ids are tried below the first of these, then below the second: few vocabularies are smaller."""
+"""The probe tries token ids below the first of these, then below the second; few vocabularies are smaller."""
 
-NOT_OURS_TO_MEND = (401, 403, 404, 429, 503)
-"""Statuses that another way of asking would not change."""
+FINAL_STATUSES = (401, 403, 404, 429, 503)
+"""Statuses that no other request body would change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom to ask, and what is the same in all requests.
+    """The endpoint under test, and what all requests have in common.
 
     Attributes:
         model: the model's name on the server.
@@ -53,8 +53,8 @@ class Dialect:
 
     Attributes:
         vocab_size: token ids below this; None: text only.
-        takes_ignore_eos: whether answers can be made exactly as long as asked for.
-        takes_stream_options: whether it can be asked to count tokens.
+        takes_ignore_eos: whether answers can be forced to the requested length.
+        takes_stream_options: whether the server can be asked to count tokens.
     """
 
     vocab_size: int | None = None
@@ -62,7 +62,7 @@ class Dialect:
     takes_stream_options: bool = True
 
     def body(self, target: Target, prompt: Prompt, num_output_tokens: int) -> bytes:
-        """A request as JSON. Raises `ValueError` if the endpoint has no place for such a prompt."""
+        """Returns a request as JSON. Raises `ValueError` if the endpoint does not take this kind of prompt."""
         content: dict[str, Any] = {"model": target.model, "stream": True, "temperature": target.temperature}
         content |= {"max_tokens": num_output_tokens, **_prompt_field(target.endpoint, prompt)}
         if self.takes_ignore_eos:
@@ -75,14 +75,14 @@ class Dialect:
 async def find_dialect(
     client: OpenAIClient, target: Target, vocab_sizes: Sequence[int | None], timeout: float
 ) -> Dialect:
-    """Ask for one token, in one way after the other, until one is accepted: the one that says most comes first.
+    """Requests one token in different dialects, the richest first, until the server accepts one.
 
     Args:
-        vocab_sizes: of token ids, to be tried in this order; None: text.
+        vocab_sizes: limits of token ids to try, in this order; None: text.
         timeout: seconds to wait for an answer.
 
     Raises:
-        ServerError: the server can't be reached, or accepts none; the message is the first refusal's.
+        ServerError: the server cannot be reached, or accepts no dialect; the message is the first refusal's.
     """
     refusal = None
     for vocab_size, ignore_eos, stream_options in product(vocab_sizes, (True, False), (True, False)):
@@ -95,7 +95,7 @@ async def find_dialect(
             raise ServerError(f"no answer to a first request within {timeout:g} s") from None
         except ServerError as error:
             refusal = refusal or error
-            if error.status in NOT_OURS_TO_MEND:
+            if error.status in FINAL_STATUSES:
                 raise
         else:
             return dialect

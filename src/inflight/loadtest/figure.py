@@ -1,5 +1,5 @@
-"""A run as a picture: what came and went, tokens over time, latencies over time, and their distributions. Needs the
-extra `pictures`."""
+"""Draws a run: requests over time, tokens over time, latencies over time, and their distributions. Needs the extra
+`pictures`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 COLOURS = {"TTFT": "#2f6f8f", "TPOT": "#7d5ba6", "ITL": "#8fbf6f", "E2E": "#e8a33d", "failed": "#c0392b"}
 NUM_BINS = 60
-"""Of the rate of tokens over time."""
+"""Bins of the token rate over time."""
 
 SHORTEST = 1e-5
-"""Seconds: what is shorter is drawn here, since a logarithmic scale has no place for 0."""
+"""Seconds. Shorter times are drawn here, because a logarithmic scale has no 0."""
 
 
 def load_figure(records: Sequence[Record], title: str) -> "Figure":
-    """Four panels. Raises `ValueError` without the extra."""
+    """Returns a figure with four panels. Raises `ValueError` without the extra."""
     figure = new_figure(11.0, 7.0)
     panels = figure.subplots(2, 2)
     figure.suptitle(title, fontsize=10)
@@ -38,7 +38,7 @@ def load_figure(records: Sequence[Record], title: str) -> "Figure":
 
 
 def _draw_requests(panel: "Axes", records: Sequence[Record]) -> None:
-    """How many were due, were sent, and have ended; what lies between the curves is under way, or held back."""
+    """Draws how many requests were due, sent and ended; between the curves are those held back or in flight."""
     for name, colour, width, moments in (
         ("due", "#cccccc", 3, [record.scheduled for record in records]),
         ("sent", COLOURS["TTFT"], 1, [record.sent for record in records]),
@@ -50,7 +50,7 @@ def _draw_requests(panel: "Axes", records: Sequence[Record]) -> None:
 
 
 def _draw_token_rate(panel: "Axes", records: Sequence[Record]) -> None:
-    """Output tokens a second: a request's tokens are shared out evenly to its chunks."""
+    """Draws output tokens per second; a request's tokens are distributed evenly over its chunks."""
     moments = np.concatenate([np.zeros(0), *(np.frombuffer(each.token_times) for each in records if each.token_times)])
     weights = [each.num_output_tokens / len(each.token_times) for each in records for _ in each.token_times]
     end = max(record.finished for record in records) or 1.0

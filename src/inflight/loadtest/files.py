@@ -1,6 +1,6 @@
-"""Requests from files: prompts, conversations, and traces with arrival times. Decides what a line may be.
+"""Reads requests from files: prompts, conversations, and traces with arrival times. Decides what a line may contain.
 
-Errors name the line, and say what would be accepted.
+Errors name the line and say what would be accepted.
 """
 
 import json
@@ -14,30 +14,30 @@ from inflight.loadtest.sketch import Prompt, Sketch
 from inflight.simulate import Lengths
 
 CHARACTERS_PER_TOKEN = 4
-"""Of English text, in most vocabularies: how an answer's length is guessed where only its text is known."""
+"""A rule of thumb for English text; estimates the length of answers of which only the text is known."""
 
 
 def read_prompts(path: Path, outputs: Lengths, seed: int) -> list[Sketch]:
-    """Prompts of a file, in order. Those that don't say how many tokens they are to get, get one of `outputs`.
+    """Reads a file's prompts, in order. Entries without an output length get one from `outputs`.
 
     The file is JSON lines, or one JSON list. An entry is a string, a list of token ids, an object with "prompt" or
-    "messages" (and "output_tokens", or "max_tokens"), or one with "conversations" as in ShareGPT: the first thing said
-    is the prompt, and the length of the answer to it is guessed from its characters.
+    "messages" (and "output_tokens", or "max_tokens"), or one with "conversations" as in ShareGPT: the first turn is the
+    prompt, and the length of the answer to it is estimated from its characters.
 
     Raises:
-        ValueError: the file can't be read, or an entry is none of these.
+        ValueError: the file cannot be read, or an entry is none of these.
     """
     return _read(path, _prompt, outputs, seed)
 
 
 def read_trace(path: Path, outputs: Lengths, seed: int) -> list[Sketch]:
-    """Requests of a trace, in order of time, the first at second 0.
+    """Reads a trace's requests in order of time; the first arrives at second 0.
 
-    An entry is an object with "timestamp" (seconds), "prompt_tokens" (a number: random ones) or "prompt", and
-    "output_tokens" (else one of `outputs`).
+    An entry is an object with "timestamp" (seconds), "prompt" or "prompt_tokens" (a number of random tokens), and
+    "output_tokens" (default: a length from `outputs`).
 
     Raises:
-        ValueError: the file can't be read, or an entry is none of these.
+        ValueError: the file cannot be read, or an entry is none of these.
     """
     sketches = _read(path, _trace_entry, outputs, seed)
     sketches.sort(key=lambda sketch: sketch.arrival or 0.0)
@@ -63,7 +63,7 @@ def _read(path: Path, convert: Callable[[Any, int], Sketch], outputs: Lengths, s
 
 
 def _entries(text: str) -> list[tuple[str, Any]]:
-    """What is in a file, and where: the members of one list, or each line by itself."""
+    """Returns a file's entries, each with its place: the members of one list, or the lines."""
     try:
         whole = json.loads(text)
     except json.JSONDecodeError:
@@ -78,7 +78,7 @@ def _parsed(line: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError:
-        return None  # refused as an entry that is none of what is accepted
+        return None  # refused later as an invalid entry
 
 
 def _prompt(entry: Any, num_output_tokens: int) -> Sketch:
@@ -107,7 +107,7 @@ def _trace_entry(entry: Any, num_output_tokens: int) -> Sketch:
 
 
 def _first_exchange(conversation: Any) -> tuple[str, str]:
-    """What is said first in a conversation, and the answer to it ("" if there is none)."""
+    """Returns the first turn of a conversation and the answer to it ("" if there is none)."""
     turns = conversation if isinstance(conversation, list) else []
     said = [turn.get("value") for turn in turns if isinstance(turn, dict) and turn.get("from") != "system"]
     texts = [value for value in said if isinstance(value, str)]

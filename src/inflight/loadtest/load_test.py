@@ -1,4 +1,4 @@
-"""One load test from its plan to its report. Decides the order of things, and knows none of them closely."""
+"""`load_test`: one load test, from its plan to its report. Decides only the order of the steps."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from inflight.openai_client import OpenAIClient
 
 PromptKind: TypeAlias = Literal["auto", "ids", "words"]
 WARMUP_TOKENS = 16
-"""A warm-up's prompt, where the real ones come from a file: they themselves must not be in a prefix cache yet."""
+"""Length of warm-up prompts if the real ones come from a file, which must not be in a prefix cache yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +24,17 @@ class LoadPlan:
     """What to send, and when.
 
     Attributes:
-        sketches: the requests; those without an arrival of their own get one.
-        num_prefix_tokens: that all random prompts have in common, before their own.
-        prompt_kind: what random prompts are: token ids, words, or token ids where the server takes them ("auto").
-        vocab_size: token ids are below this; None: found out by asking.
-        request_rate, burstiness, burst_size: of `arrival_times`.
-        max_concurrency: so many requests are under way at most; None: no limit.
-        num_warmups: so many requests are answered before the run begins.
-        timeout: seconds after which a request has failed.
-        seed: of prompts and arrivals. The same plan sends the same requests to any server that takes the same kind.
+        sketches: the requests; those without an arrival time get one.
+        num_prefix_tokens: length of the prefix that all random prompts share.
+        prompt_kind: what random prompts are: token ids, words, or token ids if the server accepts them ("auto").
+        vocab_size: token ids are below this; None: found out by probing.
+        request_rate, burstiness, burst_size: as for `arrival_times`.
+        max_concurrency: most requests in flight; None: no limit.
+        num_warmups: how many requests are answered before the run begins.
+        timeout: seconds after which a request counts as failed.
+        seed: for prompts and arrivals. The same plan sends the same requests to all servers that take the same kind.
         objectives: for goodput.
-        server_pid: whose CPU time to measure.
+        server_pid: the process whose CPU time is measured.
     """
 
     sketches: Sequence[Sketch]
@@ -52,7 +52,7 @@ class LoadPlan:
     server_pid: int | None = None
 
     def vocab_sizes(self, target: Target) -> list[int | None]:
-        """What to try with the server, in this order; None: text."""
+        """Returns the limits of token ids to try with the server, in this order; None: text."""
         has_random_prompts = any(isinstance(sketch.prompt, int) for sketch in self.sketches)
         if target.endpoint == "chat" or self.prompt_kind == "words" or not has_random_prompts:
             return [None]
@@ -62,7 +62,7 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """A load test that was run: what the server takes, what became of each request, and all that in numbers."""
+    """The result of a load test: what the server accepts, a record of each request, and the report."""
 
     dialect: Dialect
     records: list[Record]
@@ -78,15 +78,15 @@ async def load_test(
     watch: Callable[[Tally], None] = lambda tally: None,
     clock: Clock | None = None,
 ) -> LoadResult:
-    """Find out what the server takes, send what is planned, and measure.
+    """Finds out what the server accepts, sends the planned requests, and measures.
 
     Args:
-        say: is told in a line what a reader of the report should know.
-        watch: is told how far the run is.
+        say: receives lines that a reader of the report should know.
+        watch: receives the progress of the run.
 
     Raises:
-        ServerError: the server can't be reached, or refuses a first request in every way.
-        ValueError: an endpoint has no place for a prompt, or there is no process `server_pid`.
+        ServerError: the server cannot be reached, or refuses the first request in every dialect.
+        ValueError: the endpoint does not take a prompt, or there is no process `server_pid`.
     """
     dialect = await find_dialect(client, target, plan.vocab_sizes(target), plan.timeout)
     _say_what_differs(dialect, plan, target, say)
@@ -119,7 +119,7 @@ async def load_test(
 
 
 def _requests(plan: LoadPlan, target: Target, dialect: Dialect) -> list[LoadRequest]:
-    """In order of arrival, each written out, so that nothing is left to be done when it is due."""
+    """Returns all requests in order of arrival, fully encoded, so that nothing is left to do when they are due."""
     prompts = write_prompts(
         plan.sketches, num_prefix_tokens=plan.num_prefix_tokens, vocab_size=dialect.vocab_size, seed=plan.seed
     )
@@ -139,7 +139,7 @@ def _requests(plan: LoadPlan, target: Target, dialect: Dialect) -> list[LoadRequ
 
 
 def _warmups(plan: LoadPlan, target: Target, dialect: Dialect) -> list[LoadRequest]:
-    """Of the same lengths, at once, with other prompts: what they leave in a prefix cache helps nobody."""
+    """Returns warm-up requests: the same lengths, all at once, with other prompts, which no prefix cache can reuse."""
     sketches = [
         Sketch(sketch.prompt if isinstance(sketch.prompt, int) else WARMUP_TOKENS, sketch.num_output_tokens)
         for sketch in plan.sketches[: plan.num_warmups]
@@ -165,5 +165,5 @@ def _say_what_differs(dialect: Dialect, plan: LoadPlan, target: Target, say: Cal
 
 
 def as_rows(records: Sequence[Record]) -> list[dict[str, object]]:
-    """Each request for JSON, its chunks' times too."""
+    """Returns each record for JSON, with the times of its chunks."""
     return [{**asdict(record), "token_times": list(record.token_times)} for record in records]

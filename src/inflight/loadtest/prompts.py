@@ -1,7 +1,7 @@
-"""Random prompts, as token ids or as words. Decides what stands in them; the lengths are given.
+"""Random prompts, as token ids or as words. Decides their content; the lengths are given.
 
-Token ids are exact. A word is one token in most vocabularies, so a prompt of words is only about as long as asked for;
-how long it was is what the server counts.
+Token ids are exact. A word is one token in most vocabularies, so a prompt of words has only about the given length; its
+exact length is what the server counts.
 """
 
 import random
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from inflight.loadtest.sketch import Prompt, Sketch
 
 FIRST_TOKEN_ID = 300
-"""Random token ids begin here: below are special tokens and single bytes."""
+"""The smallest random token id; special tokens and single bytes are below."""
 
 _COMMON_WORDS = """
     time year people way day man thing woman life child world school state family student group country problem hand
@@ -30,14 +30,14 @@ WORDS = tuple(_COMMON_WORDS.split())
 def write_prompts(
     sketches: Sequence[Sketch], *, num_prefix_tokens: int = 0, vocab_size: int | None, seed: int = 0
 ) -> list[Prompt]:
-    """The sketches' prompts, where they are numbers replaced by so many random tokens.
+    """Returns the sketches' prompts; where a sketch has a number, the prompt has as many random tokens.
 
     Args:
-        num_prefix_tokens: so many random tokens, the same ones, stand before all random prompts.
+        num_prefix_tokens: length of a random prefix that all random prompts share.
         vocab_size: token ids are below this; None: words instead of token ids.
 
-    The same arguments give the same prompts. A different seed gives others, so that nothing is in a server's prefix
-    cache from an earlier run.
+    The same arguments give the same prompts. A different seed gives different prompts, so that a server's prefix cache
+    has none of them from an earlier run.
     """
     rng = random.Random(f"prompts of seed {seed}")
 

@@ -1,12 +1,12 @@
-"""`LoadReport`: a run against a server in numbers, from what became of its requests.
+"""`LoadReport`: a run against a server in numbers, computed from the records of its requests.
 
-Decides what each number means. Times are seconds. Of requests that failed, nothing counts but that they did.
+Decides what each number means. Times are in seconds. Failed requests count only as failures.
 
 - TTFT, time to first token: from when a request was *due* to its first chunk with text.
-- E2E, latency: from when it was due to the last chunk of its answer.
-- TPOT, time per output token: (E2E - TTFT) / (output tokens - 1), one number a request.
+- E2E, latency: from when the request was due to the last chunk of its answer.
+- TPOT, time per output token: (E2E - TTFT) / (output tokens - 1), one number per request.
 - ITL, inter-token latency: between a request's chunks that carry tokens, all gaps of all requests.
-- Goodput: requests a second that met every one of the objectives (DistServe, Zhong et al., 2024).
+- Goodput: requests per second that met all objectives (DistServe, Zhong et al., 2024).
 """
 
 import re
@@ -27,7 +27,7 @@ QUANTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of times in seconds; quantiles are interpolated between the two nearest values."""
+    """A distribution of times in seconds; quantiles are interpolated between the two nearest values."""
 
     mean: float
     median: float
@@ -38,7 +38,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Distribution | None":
-        """None if there are no values."""
+        """Returns the distribution of `values`; None if there are no values."""
         array = np.fromiter(values, dtype=np.float64)
         if not array.size:
             return None
@@ -48,7 +48,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What a request has to keep to be good (an SLO): limits in seconds; None: no limit."""
+    """The limits that a good request keeps (an SLO), in seconds; None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -56,7 +56,7 @@ class Objectives:
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> "Objectives":
-        """From texts such as "ttft:500" or "ttft:500,tpot:50", in milliseconds. Raises `ValueError`."""
+        """Parses texts such as "ttft:500" or "ttft:500,tpot:50", in milliseconds. Raises `ValueError`."""
         limits = {}
         for part in re.split(r"[,\s]+", " ".join(texts).strip()):
             name, _, number = part.partition(":")
@@ -70,7 +70,7 @@ class Objectives:
         return cls(**limits)
 
     def are_met_by(self, record: Record) -> bool:
-        """Whether a request came to its end and kept all limits; a TPOT that it does not have keeps any."""
+        """Whether a request was completed within all limits; a request without a TPOT meets any limit on it."""
         if record.failure is not None:
             return False
         found = (record.time_to_first_token, record.time_per_output_token, record.latency)
@@ -82,27 +82,27 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A run in numbers; times are seconds.
+    """A run in numbers; times are in seconds.
 
     Attributes:
-        seconds: from the first request's due time to the end of the last one.
-        num_requests, num_completed: all, and those that came to their end.
-        failures: how many failed for which reason.
-        num_input_tokens, num_output_tokens: of completed requests. Without a server's count, input is what was sent
-            as token ids, and output the number of chunks.
-        num_output_tokens_asked: by these.
+        seconds: from the first request's due time to the end of the last request.
+        num_requests, num_completed: all requests, and the completed ones.
+        failures: the number of failures by reason.
+        num_input_tokens, num_output_tokens: tokens of completed requests. Where the server does not count, input tokens
+            are the token ids sent, and output tokens are the chunks received.
+        num_output_tokens_asked: output tokens that the completed requests asked for.
         num_counted: completed requests whose tokens the server counted.
-        request_rate: completed requests a second.
-        offered_rate: requests a second as they were due; None: all at once.
-        input_tokens_per_second, output_tokens_per_second: of completed requests, over the whole run.
-        mean_concurrency, peak_concurrency: requests under way, as the client saw it.
-        ttft, tpot, itl, e2e: see above; None: there were none.
-        lateness: from when requests were due until they were sent: how long `max_concurrency` held them back, or else
-            how busy the client was.
-        goodput: good requests a second; None: no objectives were given.
-        num_good: how many those were.
-        server_cpu_seconds: that the server's processes used during the run; None: not asked for.
-        client_cpu_seconds: that this process used.
+        request_rate: completed requests per second.
+        offered_rate: due requests per second; None: all at once.
+        input_tokens_per_second, output_tokens_per_second: for completed requests, over the whole run.
+        mean_concurrency, peak_concurrency: requests in flight, as the client saw it.
+        ttft, tpot, itl, e2e: see above; None: there were no values.
+        lateness: from when requests were due until they were sent: how long `max_concurrency` held them back or,
+            without it, how busy the client was.
+        goodput: good requests per second; None: no objectives were given.
+        num_good: the number of good requests.
+        server_cpu_seconds: CPU time of the server's processes during the run; None: not measured.
+        client_cpu_seconds: CPU time of this process.
     """
 
     seconds: float
@@ -130,11 +130,11 @@ class LoadReport:
     client_cpu_seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the report for JSON."""
         return asdict(self)
 
     def tables(self) -> Group:
-        """For a terminal."""
+        """Returns the report as tables for a terminal."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         for name, words in _rows(self).items():
@@ -150,11 +150,11 @@ def report_of(
     server_cpu_seconds: float | None = None,
     client_cpu_seconds: float = 0.0,
 ) -> LoadReport:
-    """A run in numbers.
+    """Returns a run in numbers.
 
     Args:
-        records: of all requests.
-        num_output_tokens_asked: by each of them.
+        records: the records of all requests.
+        num_output_tokens_asked: how many output tokens each request asked for.
     """
     done = [record for record in records if record.failure is None]
     start = min(record.scheduled for record in records)
@@ -192,7 +192,7 @@ def report_of(
 
 
 def _peak(records: Sequence[Record]) -> int:
-    """The most requests that were under way at once; one that ends when another is sent makes room for it."""
+    """Returns the most requests in flight at once; a request that ends when another is sent does not overlap it."""
     changes = [(record.sent, 1) for record in records] + [(record.finished, -1) for record in records]
     return max(accumulate(change for _, change in sorted(changes)))
 
@@ -205,9 +205,9 @@ def _rows(report: LoadReport) -> dict[str, str]:
     rows = {
         "wall time": f"{report.seconds:,.2f} s",
         "requests": f"{report.num_completed:,} of {report.num_requests:,} completed, {offered}",
-        "under way": f"{report.mean_concurrency:,.1f} on average, at most {report.peak_concurrency:,}",
+        "in flight": f"{report.mean_concurrency:,.1f} on average, at most {report.peak_concurrency:,}",
         "tokens": f"{report.num_input_tokens:,} input, {report.num_output_tokens:,} output of "
-        f"{report.num_output_tokens_asked:,} asked for{counted}",
+        f"{report.num_output_tokens_asked:,} requested{counted}",
         "throughput": f"{report.request_rate:,.2f} requests/s, {report.input_tokens_per_second:,.1f} input and "
         f"{report.output_tokens_per_second:,.1f} output tokens/s",
     }

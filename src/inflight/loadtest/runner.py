@@ -1,8 +1,8 @@
-"""Sends requests when they are due, whatever has become of those before, and notes when what came.
+"""Sends requests when they are due, whatever happened to earlier ones, and records when their answers arrive.
 
 Decides how times are taken. The load is *open*: a request is due at its arrival, not when the server has time for it.
-Latencies count from then on, so a client that is late, or holds requests back (`max_concurrency`), makes them longer
-and does not hide it (no coordinated omission). Knows neither how a request is written nor what the times are good for.
+Latencies count from then on, so a client that is late or holds requests back (`max_concurrency`) makes them longer
+instead of hiding the delay (no coordinated omission). Knows neither how requests are written nor how times are used.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from inflight.openai_client import Chunk, OpenAIClient, ServerError
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A request, ready to be sent.
+    """A request that is ready to be sent.
 
     Attributes:
         arrival: seconds after the start of the run.
         body: JSON.
-        num_output_tokens: that it asks for.
-        num_prompt_tokens: if it is known without the server.
+        num_output_tokens: how many output tokens it asks for.
+        num_prompt_tokens: the length of the prompt, if known without the server.
     """
 
     arrival: float
@@ -36,15 +36,15 @@ class LoadRequest:
 
 @dataclass(slots=True)
 class Record:
-    """What became of a request. Times are seconds after the start of the run.
+    """What happened to a request. Times are in seconds after the start of the run.
 
     Attributes:
         scheduled: when it was due.
         sent: when it was sent.
-        token_times: when chunks with something of the answer came; those that are read at once, came at once.
-        finished: when the last chunk of the answer came, or when the request failed.
-        num_prompt_tokens: as the server counted; else, if it is known, as they were given.
-        num_output_tokens: as the server counted; else the number of chunks.
+        token_times: when chunks with parts of the answer arrived; chunks that are read together have the same time.
+        finished: when the last chunk of the answer arrived, or when the request failed.
+        num_prompt_tokens: the server's count; else the number sent, if known.
+        num_output_tokens: the server's count; else the number of chunks.
         is_counted: whether the server counted the output tokens.
         failure: what went wrong, in one line; None: nothing.
     """
@@ -60,28 +60,28 @@ class Record:
 
     @property
     def time_to_first_token(self) -> float:
-        """TTFT: from when it was due to its first chunk with text (to its end, if its tokens have no text)."""
+        """TTFT: from when the request was due to its first chunk with text (to its end if its tokens have no text)."""
         return (self.token_times[0] if self.token_times else self.finished) - self.scheduled
 
     @property
     def latency(self) -> float:
-        """E2E: from when it was due to its end."""
+        """E2E: from when the request was due to its end."""
         return self.finished - self.scheduled
 
     @property
     def time_per_output_token(self) -> float | None:
-        """TPOT: the mean time of all tokens but the first; None if there are no others."""
+        """TPOT: the mean time of all tokens after the first; None if there are none."""
         if self.num_output_tokens < 2:
             return None
         return (self.latency - self.time_to_first_token) / (self.num_output_tokens - 1)
 
     @property
     def inter_token_latencies(self) -> list[float]:
-        """ITL: between chunks that carry tokens."""
+        """ITL: the gaps between chunks that carry tokens."""
         return [later - earlier for earlier, later in pairwise(self.token_times)]
 
     def take_in(self, chunks: Sequence[Chunk], now: float) -> None:
-        """Chunks that were read at `now`."""
+        """Adds chunks that were read at `now`."""
         for chunk in chunks:
             if chunk.carries_tokens:
                 self.token_times.append(now)
@@ -102,7 +102,7 @@ class Record:
 
 @dataclass(slots=True)
 class Tally:
-    """How far a run is."""
+    """The progress of a run."""
 
     num_sent: int = 0
     num_completed: int = 0
@@ -110,7 +110,7 @@ class Tally:
 
 
 class Clock(Protocol):
-    """Seconds that only go forward."""
+    """A monotonic clock in seconds."""
 
     def now(self) -> float: ...
 
@@ -118,7 +118,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """The machine's own."""
+    """The machine's own clock."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -138,14 +138,14 @@ async def run_load(
     clock: Clock | None = None,
     watch: Callable[[Tally], None] = lambda tally: None,
 ) -> list[Record]:
-    """Send all requests, each when it is due, and return what became of each, in their order.
+    """Sends each request when it is due, and returns their records in the same order.
 
     Args:
-        path: of the endpoint.
+        path: the endpoint's path.
         requests: in order of arrival.
-        max_concurrency: so many are under way at most; others wait here, and that counts.
-        timeout: seconds from sending after which a request has failed.
-        watch: is told each time that a request was sent or ended.
+        max_concurrency: most requests in flight; others wait, and their waiting counts as latency.
+        timeout: seconds after sending at which a request fails.
+        watch: called each time that a request was sent or has ended.
     """
     clock = clock or WallClock()
     tally, start = Tally(), clock.now()
@@ -186,7 +186,7 @@ async def run_load(
 
 
 def allow_connections(count: int) -> None:
-    """Let this process have so many open, as far as the system allows: every request has a connection of its own."""
+    """Raises this process's limit to `count` open connections, as far as the system allows: one for each request."""
     try:
         import resource
     except ImportError:  # Windows has no such limit

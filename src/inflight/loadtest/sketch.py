@@ -1,7 +1,7 @@
-"""`Sketch`: a request as it is planned, before it is known whether the server takes token ids. Plain data.
+"""`Sketch`: a planned request, before it is known whether the server accepts token ids. Plain data.
 
-Decides the lengths of random requests. They depend on the seed alone: neither on the server nor on how prompts are
-written nor on when they are sent.
+Decides the lengths of random requests. They depend only on the seed: not on the server, on how prompts are written or
+on when they are sent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ Prompt: TypeAlias = str | list[int] | list[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A request to be.
+    """A planned request.
 
     Attributes:
-        prompt: the prompt, or a number: so many random tokens, behind the prefix that all have in common.
-        num_output_tokens: the most it is to generate (exactly so many, where the server can be told to).
-        arrival: seconds after the start; None: as the arrivals of the run decide.
+        prompt: the prompt, or a number of random tokens that follow the shared prefix.
+        num_output_tokens: most tokens to generate (exactly as many, if the server supports that).
+        arrival: seconds after the start; None: the arrival times of the run decide.
     """
 
     prompt: Prompt | int
@@ -32,14 +32,14 @@ class Sketch:
 
 
 def random_sketches(num_requests: int, inputs: Lengths, outputs: Lengths, seed: int) -> list[Sketch]:
-    """Random prompts of random lengths."""
+    """Returns requests with random prompts of random lengths."""
     rng = np.random.default_rng((seed, 0))
     prompts, answers = inputs.draw(rng, num_requests), outputs.draw(rng, num_requests)
     return [Sketch(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-def so_many(sketches: Sequence[Sketch], num_requests: int | None) -> list[Sketch]:
-    """The first ones, and all over again if there are fewer; None: each once."""
+def repeated(sketches: Sequence[Sketch], num_requests: int | None) -> list[Sketch]:
+    """Returns the first `num_requests` sketches, starting over if there are fewer; None: each once."""
     if num_requests is None:
         return list(sketches)
     return [sketches[number % len(sketches)] for number in range(num_requests)]

@@ -1,7 +1,7 @@
-"""The named workloads on which inflight is held against its peers, by their lengths. Standard library only.
+"""The named workloads on which inflight is compared with other engines, given by their lengths. Standard library only.
 
-`benchmarks/workloads.py` has the same ones for peers that are no servers; their Pythons can't import this package, so
-the lengths are written down twice, and a test holds them together.
+`benchmarks/workloads.py` has the same workloads for engines that are not servers. Their Python environments cannot
+import this package, so the lengths are written twice, and a test keeps them equal.
 """
 
 import random
@@ -19,8 +19,8 @@ class Workload:
     """Requests of given lengths.
 
     Attributes:
-        lengths: random prompt tokens and output tokens of each.
-        num_prefix_tokens: so many tokens, the same ones, stand before every prompt.
+        lengths: prompt tokens (random) and output tokens of each request.
+        num_prefix_tokens: length of a prefix that all prompts share.
     """
 
     lengths: list[tuple[int, int]]

@@ -1,1 +1,1 @@
-"""Seeing what runs: counters and pictures made from `StepRecord`s. Knows no model and no scheduler."""
+"""Shows what runs: counters, recordings and pictures made from `StepRecord`s. Knows no model and no scheduler."""

@@ -1,4 +1,4 @@
-"""`StepCounters`: what a run's steps add up to."""
+"""`StepCounters`: sums over a run's steps."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class StepCounters:
     num_spans: int = 0
 
     def see(self, record: StepRecord) -> None:
-        """Count one step."""
+        """Counts one step."""
         self.num_steps += 1
         self.num_spans += len(record.spans)
 

@@ -1,4 +1,4 @@
-"""`SlotView`: the slots of a running engine, drawn for a terminal: who is in which, what it does, what it says."""
+"""`SlotView`: draws the slots of a running engine for a terminal: each slot's request, its work and its text."""
 
 from collections import defaultdict
 
@@ -14,7 +14,7 @@ WIDTH_BESIDE_TEXT = 38
 
 
 class SlotView:
-    """A live picture of the slots, for `rich.live.Live`. Feed it step records and texts.
+    """A live picture of the slots, for `rich.live.Live`; it is fed with step records and texts.
 
     Args:
         num_slots: lanes to draw.
@@ -29,18 +29,18 @@ class SlotView:
         self._num_finished = 0
 
     def see(self, record: StepRecord) -> None:
-        """Show this step."""
+        """Shows this step."""
         self._record = record
         self._lanes = [None] * len(self._lanes)
         for span in record.spans:
             self._lanes[span.slot] = span
 
     def add_text(self, request_id: str, text: str) -> None:
-        """Append to what a request has said."""
+        """Appends to a request's text."""
         self._texts[request_id] += text
 
     def count_finished(self) -> None:
-        """One more request has finished."""
+        """Counts one more finished request."""
         self._num_finished += 1
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

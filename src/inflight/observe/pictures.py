@@ -1,5 +1,5 @@
-"""Pictures and pages as files: figures without global state, one self-contained HTML page. Knows nothing of what they
-show. `matplotlib` is an extra, imported only when a figure is asked for."""
+"""Writes pictures and pages: figures without global state, self-contained HTML pages. Does not know what they show.
+`matplotlib` is an extra and imported only when a figure is requested."""
 
 import re
 import warnings
@@ -26,7 +26,7 @@ svg { max-width: 100%; height: auto; }
 
 
 def new_figure(width_inches: float, height_inches: float) -> "Figure":
-    """An empty figure that nobody else knows of (no `pyplot`).
+    """Returns an empty figure without global state (no `pyplot`).
 
     Raises:
         ValueError: `matplotlib` is not installed.
@@ -39,26 +39,26 @@ def new_figure(width_inches: float, height_inches: float) -> "Figure":
 
 
 def save_png(figure: "Figure", path: Path) -> None:
-    """Write a figure as a PNG file. Raises `ValueError` if it cannot be written."""
+    """Writes a figure as a PNG file. Raises `ValueError` if it cannot be written."""
     _write(path, _drawn(figure, format="png", dpi=150))
 
 
 def to_svg(figure: "Figure") -> str:
-    """A figure as an `<svg>` element for an HTML page (no namespaces); its letters are paths, so it needs no font."""
-    nobody = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    text = _drawn(figure, format="svg", metadata=nobody).decode()
+    """Returns a figure as an `<svg>` element for HTML (no namespaces); letters are paths, so it needs no font."""
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    text = _drawn(figure, format="svg", metadata=no_metadata).decode()
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text[text.index("<svg") :], count=2)
 
 
 def to_html(drawing: RenderableType, width: int) -> str:
-    """What `rich` would print on a terminal of `width` columns, as a `<pre>` element."""
+    """Returns what `rich` would print on a terminal of `width` columns, as a `<pre>` element."""
     console = Console(record=True, file=StringIO(), width=width)
     console.print(drawing)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 def write_html(path: Path, title: str, bodies: Sequence[str]) -> None:
-    """Write one page that loads nothing: `title` (plain text) as its heading, then `bodies` (HTML) in order.
+    """Writes a self-contained page: `title` (plain text) as its heading, then `bodies` (HTML) in order.
 
     Raises `ValueError` if it cannot be written.
     """
@@ -73,7 +73,7 @@ def write_html(path: Path, title: str, bodies: Sequence[str]) -> None:
 def _drawn(figure: "Figure", **options: Any) -> bytes:
     drawn = BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it draws a box instead
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a box is drawn instead
         figure.savefig(drawn, **options)
     return drawn.getvalue()
 

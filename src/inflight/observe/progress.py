@@ -1,4 +1,4 @@
-"""The progress bar of a call: prompts done, and tokens a second."""
+"""The progress bar of a call: finished prompts, and tokens per second."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ from inflight.contracts.outputs import TextDelta
 
 
 def with_progress(deltas: Iterable[TextDelta], num_prompts: int, *, enabled: bool = True) -> Iterator[TextDelta]:
-    """Pass on `deltas`, drawing a bar of `num_prompts` on standard error as they go by."""
+    """Yields `deltas` unchanged and draws a progress bar of `num_prompts` prompts on standard error."""
     num_tokens, start = 0, time.monotonic()
     with tqdm(total=num_prompts, unit="prompt", disable=not enabled) as bar:
         for delta in deltas:

@@ -1,9 +1,9 @@
 """Recordings: the steps of a run as lines of JSON, written while it runs and read back for traces and the simulator.
 
-The first line says how the engine was configured, for which model, and on which machine; each further line is a
-`StepRecord`. Prompts are not kept. Of each full block of a prompt only a hash is, with a key that nobody keeps, which
-stands for it and all before it: enough to share prefixes in a replay as in the run, and no text can be told from it.
-Knows no engine: whoever runs steps calls `see`.
+The first line has the engine's configuration, the model and the machine; each further line is a `StepRecord`. Prompts
+are not kept. For each full block of a prompt there is only a hash of it and all blocks before it, under a key that is
+discarded: a replay can share prefixes as the run did, but no text can be recovered. Knows no engine: the code that runs
+steps calls `see`.
 """
 
 import json
@@ -25,19 +25,19 @@ from inflight.contracts.record import ArrivalRecord, PreemptionRecord, SpanRecor
 FORMAT = 1
 STEP_FIELDS = [field.name for field in fields(StepRecord) if field.name != "arrivals"]
 MANY_BYTES = 1 << 16
-"""So much is collected before it is written to the file."""
+"""Bytes that are buffered before they are written to the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A run that was recorded.
+    """A recorded run.
 
     Attributes:
-        config: as it ran: `num_blocks` and `max_model_len` are what the model made of them.
-        model: what was run; None for a simulated run.
-        machine: in words: processor, system, versions.
-        steps: in order. The prompts of their arrivals are stand-ins of the same lengths that share the same blocks;
-            salts are part of these.
+        config: the effective configuration, with the values of `num_blocks` and `max_model_len` that were derived.
+        model: the model that ran; None for a simulated run.
+        machine: processor, system and versions, in words.
+        steps: in order. Arrivals have substitute prompts, of the same lengths and with the same shared blocks (which
+            take cache salts into account).
     """
 
     config: EngineConfig
@@ -47,7 +47,7 @@ class Recording:
 
     @property
     def arrivals(self) -> list[ArrivalRecord]:
-        """All requests that are known to have been submitted, in order."""
+        """All requests whose submission was recorded, in order."""
         return [arrival for step in self.steps for arrival in step.arrivals]
 
 
@@ -55,9 +55,9 @@ class Recorder:
     """Writes the steps that it sees to a file; close it, or use it in a `with` statement.
 
     Args:
-        path: is overwritten.
-        config: how the engine was asked to run.
-        model: what is run, and what it made of that; None for a simulation.
+        path: the file, which is overwritten.
+        config: the requested configuration.
+        model: the model that runs, with the derived values; None for a simulation.
 
     Raises:
         ValueError: the file cannot be written.
@@ -78,14 +78,14 @@ class Recorder:
         self._write({**header, "model": None if model is None else asdict(model)})
 
     def see(self, record: StepRecord) -> None:
-        """Keep one step."""
+        """Records one step."""
         line: dict[str, Any] = {name: getattr(record, name) for name in STEP_FIELDS}
         if record.arrivals:
             line["arrivals"] = [self._about(arrival) for arrival in record.arrivals]
         self._write(line)
 
     def close(self) -> None:
-        """Write what has been collected."""
+        """Writes what is still buffered and closes the file."""
         try:
             self._file.close()
         except OSError as error:
@@ -107,7 +107,7 @@ class Recorder:
         return ValueError(f"the recording {str(self._path)!r} cannot be written: {error.strerror}")
 
     def _about(self, arrival: ArrivalRecord) -> dict[str, Any]:
-        """A request without its tokens."""
+        """Returns a request without its tokens."""
         return {
             "request_id": arrival.request_id,
             "time": arrival.time,
@@ -118,7 +118,7 @@ class Recorder:
         }
 
     def _block_hashes(self, token_ids: Sequence[int], cache_salt: str | None) -> list[int]:
-        """One for each full block, of it and all before it."""
+        """Returns one hash per full block, of that block and all before it."""
         size, digest, hashes = self._block_size, repr(cache_salt).encode(), []
         for start in range(0, len(token_ids) - size + 1, size):
             content = digest + array("q", token_ids[start : start + size]).tobytes()
@@ -128,7 +128,7 @@ class Recorder:
 
 
 def observe_with(*observers: Callable[[StepRecord], None] | None) -> Callable[[StepRecord], None]:
-    """One observer that calls several in order; None among them is nobody."""
+    """Returns one observer that calls several in order; None is skipped."""
     present = [observer for observer in observers if observer is not None]
 
     def see(record: StepRecord) -> None:
@@ -139,9 +139,9 @@ def observe_with(*observers: Callable[[StepRecord], None] | None) -> Callable[[S
 
 
 def read_recording(path: Path) -> Recording:
-    """A recording from its file; a last line that was cut off, because the run was killed, is left out.
+    """Reads a recording; if its last line is incomplete, because the run was killed, that line is left out.
 
-    Raises `ValueError`, with the line, if it cannot be read.
+    Raises `ValueError`, which names the line, if the recording cannot be read.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -165,7 +165,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def describe_machine() -> dict[str, str]:
-    """What a recording says of where it was made."""
+    """Returns what a recording says about the machine on which it was made."""
     packages = {}
     for name in ("torch", "transformers"):
         try:
@@ -184,7 +184,7 @@ def describe_machine() -> dict[str, str]:
 def _model_info(values: dict[str, Any] | None) -> ModelInfo | None:
     if values is None:
         return None
-    known = {  # what older records don't say
+    known = {  # defaults for older recordings
         "can_share_prefixes": True,
         "proved_on": "",
         "max_cached_len": values["max_model_len"],
@@ -203,7 +203,7 @@ def _step(values: dict[str, Any], block_size: int) -> StepRecord:
 
 
 def _arrival(values: dict[str, Any], block_size: int) -> ArrivalRecord:
-    """A request with a prompt that stands in for its own."""
+    """Returns a request with a substitute prompt."""
     prompt: list[int] = []
     for digest in values["block_hashes"]:
         prompt += [digest >> 33, digest >> 2 & 0x7FFFFFFF, *([0] * block_size)][:block_size]

@@ -1,7 +1,7 @@
-"""`RunReport`: a run in numbers, the same for one that was recorded and one that was simulated.
+"""`RunReport`: a run in numbers, the same for recorded and simulated runs.
 
-Times are seconds. A sequence's time to first token (TTFT) and latency count from its request's arrival to the end of
-the step that made its first and its last token; its time per output token (TPOT) is between these two.
+Times are in seconds. A sequence's time to first token (TTFT) and latency count from its request's arrival to the end of
+the step that made its first and its last token; its time per output token (TPOT) is measured between these two.
 """
 
 from array import array
@@ -18,7 +18,7 @@ QUANTILES = (50, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of times in seconds."""
+    """Percentiles of times in seconds."""
 
     p50: float
     p95: float
@@ -26,7 +26,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: "array[float]") -> "Percentiles":
-        """Zeros if there are no values."""
+        """Returns the percentiles of `values`; zeros if there are none."""
         if not values:
             return cls(0.0, 0.0, 0.0)
         return cls(*(float(value) for value in np.percentile(np.frombuffer(values, dtype=np.float32), QUANTILES)))
@@ -37,13 +37,13 @@ class RunReport:
     """A run in numbers.
 
     Attributes:
-        num_sequences: that have got their first token.
-        num_prompt_tokens, num_cached_tokens: of admitted sequences, and how many of these were in the cache.
-        num_output_tokens: that were generated.
+        num_sequences: sequences that got their first token.
+        num_prompt_tokens, num_cached_tokens: prompt tokens of admitted sequences, and how many were in the cache.
+        num_output_tokens: generated tokens.
         seconds: from the first request's arrival to the end of the last step.
-        time_to_first_token, time_per_output_token, latency: of sequences.
+        time_to_first_token, time_per_output_token, latency: percentiles over sequences.
         occupancy: the share of all slots, over all steps, in which a sequence ran.
-        mean_blocks_used, peak_blocks_used: of `num_blocks`; the mean is over time.
+        mean_blocks_used, peak_blocks_used: used blocks out of `num_blocks`; the mean is over time.
     """
 
     num_sequences: int
@@ -77,12 +77,12 @@ class RunReport:
         return self.num_cached_tokens / max(1, self.num_prompt_tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the report for JSON."""
         rates = ("output_tokens_per_second", "total_tokens_per_second", "hit_rate")
         return asdict(self) | {name: getattr(self, name) for name in rates}
 
     def table(self) -> Table:
-        """For a terminal."""
+        """Returns the report as a table for a terminal."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         rows = {
@@ -112,7 +112,7 @@ def _words(times: Percentiles) -> str:
 
 @dataclass(slots=True)
 class RunLog:
-    """Adds up a run of `num_slots` slots, in little memory: twelve bytes for each sequence."""
+    """Adds up a run of `num_slots` slots, using only twelve bytes per sequence."""
 
     num_slots: int
     num_blocks: int
@@ -127,7 +127,7 @@ class RunLog:
     latency: "array[float]" = field(default_factory=lambda: array("f"))
 
     def see_step(self, num_spans: int, num_blocks_used: int, seconds: float) -> None:
-        """One step that took so long, and left so many blocks in use."""
+        """Adds a step that took `seconds` and left `num_blocks_used` blocks in use."""
         self.num_steps += 1
         self.num_spans += num_spans
         self.seconds_of_steps += seconds
@@ -135,7 +135,7 @@ class RunLog:
         self.peak_blocks_used = max(self.peak_blocks_used, num_blocks_used)
 
     def see_sequence(self, arrival: float, first: float, last: float, num_output_tokens: int) -> None:
-        """One sequence that has ended: when it came, and had its first and its last token."""
+        """Adds a finished sequence: when it arrived, and when it got its first and its last token."""
         self.num_output_tokens += num_output_tokens
         self.first_token.append(first - arrival)
         self.latency.append(last - arrival)
@@ -145,7 +145,7 @@ class RunLog:
     def report(
         self, seconds: float, *, num_preemptions: int, num_prompt_tokens: int, num_cached_tokens: int
     ) -> RunReport:
-        """What it all comes to; the numbers given are the scheduler's own."""
+        """Returns the report of the run; the arguments are the scheduler's counters."""
         return RunReport(
             num_sequences=len(self.latency),
             num_steps=self.num_steps,
@@ -166,7 +166,7 @@ class RunLog:
 
 @dataclass(slots=True)
 class SequenceTimes:
-    """What a recording tells of one sequence."""
+    """When a recorded sequence got its first and its last token."""
 
     first: float
     last: float
@@ -174,7 +174,10 @@ class SequenceTimes:
 
 
 def sequence_times(recording: Recording) -> dict[tuple[str, int], SequenceTimes]:
-    """Of each sequence that got a token, by request and index: every span but a chunk gives one, at its step's end."""
+    """Returns the times of all sequences that got a token, by request and index.
+
+    Every span except a chunk gives a token, at the end of its step.
+    """
     times: dict[tuple[str, int], SequenceTimes] = {}
     for step in recording.steps:
         end = step.start_time + step.duration
@@ -187,7 +190,7 @@ def sequence_times(recording: Recording) -> dict[tuple[str, int], SequenceTimes]
 
 
 def report_of(recording: Recording) -> RunReport:
-    """A recorded run in numbers. (Where a request's arrival was missed, its sequences count from their first token.)
+    """Returns a recorded run in numbers. (Without a recorded arrival, a sequence counts from its first token.)
 
     Raises `ValueError` if no step was recorded.
     """

@@ -8,12 +8,12 @@ from inflight.observe.step_view import StepView, view_span, view_step
 
 
 class StepCapture:
-    """Let `see` be called with the record of every step of an engine, from its first on.
+    """Keeps one step; `see` must be called with the record of every step of an engine, from its first on.
 
     Args:
-        witness: runs that engine's attention.
+        witness: runs the engine's attention.
         step: the number of the step to keep.
-        token_text: a token id's text; without a tokenizer the id itself.
+        token_text: returns a token id's text; without a tokenizer, the id itself.
 
     Attributes:
         view: the step, once it has run.
@@ -27,12 +27,12 @@ class StepCapture:
         self._step = step
         self._token_text = token_text
         self._numbers: dict[tuple[str, int], int] = {}
-        self._cached: dict[int, int] = {}  # the token at each place of the cache, whoever put it there
-        self._known: dict[int, dict[int, int]] = {}  # those of each sequence that were seen there, by position
+        self._cached: dict[int, int] = {}  # the token at each place of the cache, of whichever sequence
+        self._known: dict[int, dict[int, int]] = {}  # for each sequence, the tokens seen in the cache, by position
         witness.comparing = step == 0
 
     def see(self, record: StepRecord) -> None:
-        """Remember which token lies where; keep the step if it is the one, and look at none after it."""
+        """Tracks which token is where in the cache; keeps the step if it is the wanted one, and ignores later steps."""
         batch = self._witness.batch
         assert batch is not None, "a step has run"
         self.num_steps = record.step + 1
@@ -57,7 +57,7 @@ class StepCapture:
         self._cached.update([(to, self._cached[source]) for source, to in moved if source in self._cached])
 
     def _keys(self, number: int, table: list[int], end: int) -> list[int | None]:
-        """A sequence's tokens; None where no layer keeps them and it was never seen to have them."""
+        """Returns a sequence's tokens; None where no layer keeps them and they were never seen in the cache."""
         known, size = self._known.setdefault(number, {}), self._witness.block_size
         for position in range(end):
             if (block := table[position // size]) >= 0:

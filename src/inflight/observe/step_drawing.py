@@ -1,4 +1,4 @@
-"""`StepDrawing`: a `StepView` in letters and colours, for a terminal or an HTML page, cut to the room that there is."""
+"""`StepDrawing`: a `StepView` in letters and colours, for a terminal or an HTML page, abridged to fit."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from inflight.observe.fitting import Place, fit, num_that_fit
+from inflight.observe.abridging import Place, abridge, num_that_fit
 from inflight.observe.step_view import MaskView, SpanView, StepView
 
 TERMINAL_ROWS = 40
@@ -16,7 +16,7 @@ LEGEND = "# may attend   . may not   c cached key   n new key   … ⋮ cut out"
 
 
 class StepDrawing:
-    """A step for `rich`: its sequences with their tokens, and who may attend to what.
+    """A step for `rich`: its sequences with their tokens, and the masks of which tokens attend to which.
 
     Args:
         view: the step.
@@ -41,13 +41,13 @@ class StepDrawing:
         yield Text(f"\n{view.agreement}")
 
     def _sequences(self) -> Table:
-        """One row a sequence: its letter, what it does, and the tokens that it has in the row."""
+        """Returns a table with one row per sequence: its letter, its work, and its tokens in the packed row."""
         table = Table.grid(padding=(0, 2))
         for _ in range(4):
             table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for span in self._view.spans:
-            places = fit([[len(span.tokens)]], self._max_rows)
+            places = abridge([[len(span.tokens)]], self._max_rows)
             words = [f"… {p.num_hidden} more …" if p.num_hidden else span.tokens[p.index] for p in places]
             table.add_row(
                 Text(span.letter, style=f"bold {span.colour}"),
@@ -61,14 +61,14 @@ class StepDrawing:
     # --------------------------------------------------------------------------------------- the mask
 
     def _mask(self, mask: MaskView, width: int) -> Iterator[Text]:
-        """Two lines over the columns, then a line for each token of the row."""
+        """Yields two header lines, then a line for each token of the packed row."""
         spans = self._view.spans
         label_width = self._label_width(width)
         queries = [[len(span.tokens)] for span in spans]
         keys = [[span.num_cached, len(span.tokens)] for span in spans]
         room = width - label_width
         num_shown = min(num_that_fit(queries, self._max_rows), num_that_fit(keys, room, gap=1))
-        rows, columns = fit(queries[:num_shown], self._max_rows), fit(keys[:num_shown], room, gap=1)
+        rows, columns = abridge(queries[:num_shown], self._max_rows), abridge(keys[:num_shown], room, gap=1)
         first_rows = [sum(map(sum, queries[:number])) for number in range(num_shown)]
         first_columns = [sum(map(sum, keys[:number])) for number in range(num_shown)]
         yield from self._headings(columns, label_width)
@@ -86,7 +86,7 @@ class StepDrawing:
             yield Text(f"⋮ no room here for {len(spans) - num_shown} of {len(spans)} sequences", style="dim")
 
     def _headings(self, columns: list[Place], label_width: int) -> Iterator[Text]:
-        """Whose keys the columns are, and which of them were cached."""
+        """Yields the header lines: which sequence each column belongs to, and whether its key was cached."""
         letters, ages = Text(" " * label_width), Text(" " * label_width)
         for group in dict.fromkeys(column.group for column in columns):
             span, width = self._view.spans[group], sum(column.group == group for column in columns)
@@ -99,13 +99,13 @@ class StepDrawing:
         yield ages
 
     def _label_width(self, width: int) -> int:
-        """Room for a letter and a token before each row, and a space after them."""
+        """Returns the width for a letter and a token before each row, and a space after them."""
         widest = max(cell_len(f"{span.letter} {token} ") for span in self._view.spans for token in span.tokens)
         return min(widest, MAX_LABEL, width // 3)
 
 
 def _with_gaps(columns: list[Place]) -> Iterator[tuple[Place, str]]:
-    """Each column, and what is drawn before it: a space where another sequence begins."""
+    """Yields each column and what is drawn before it: a space where another sequence begins."""
     group = 0
     for column in columns:
         yield column, "" if column.group == group else " "
@@ -120,7 +120,7 @@ def _label(span: SpanView, token: str, width: int) -> Text:
 
 
 def _cell(column: Place, span: SpanView, allowed: bool) -> tuple[str, str]:
-    """What stands in a column of the mask, and its style."""
+    """Returns the character of a cell of the mask, and its style."""
     if column.num_hidden:
         return "…", "dim"
     if not allowed:

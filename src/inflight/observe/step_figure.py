@@ -1,4 +1,4 @@
-"""`step_figure`: the masks of a `StepView` as a picture. Needs matplotlib, but only when it is called."""
+"""`step_figure`: the masks of a `StepView` as a picture. It needs matplotlib, but only when called."""
 
 from typing import TYPE_CHECKING
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CELL = 0.2
-"""Inches of a cell, while there are few."""
+"""Inches per cell, as long as there are few cells."""
 
 MAX_NAMED = 64
-"""Rows or columns that are named by their tokens; more are named by their sequences only."""
+"""Up to this many rows or columns are labelled with their tokens; more are labelled with their sequences only."""
 
 MAX_TOKEN = 14
-CACHED, OWN, NOBODY = 0.45, 0.1, 0.0
-"""How much of its sequence's colour a cell has: a cached key that may be seen, one of the own sequence that may not,
-one of another sequence. A new key that may be seen has all of it."""
+CACHED, OWN, OTHER = 0.45, 0.1, 0.0
+"""How much of its sequence's colour a cell has: a visible cached key, an invisible key of the same sequence, a key of
+another sequence. A visible new key has all of it."""
 
 
 def step_figure(view: StepView) -> "Figure":
-    """Draw the masks of a step one below the other: rows are the tokens fed, columns the keys.
+    """Draws the masks of a step below each other: rows are the tokens fed, columns are the keys.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -44,7 +44,7 @@ def _draw(axes: "Axes", view: StepView, mask: MaskView) -> None:
     spans, num_queries, num_keys = view.spans, view.total_q, view.total_q + view.total_kv
     axes.imshow(_colours(view, mask), interpolation="nearest", aspect="auto")
     names, row_middles, column_middles = [], [], []
-    row = column = -0.5  # edges of cells lie at halves
+    row = column = -0.5  # cell edges are at halves
     for span in spans:
         axes.hlines(row, -0.5, num_keys - 0.5, color="black", linewidth=0.8)
         axes.vlines(column, -0.5, num_queries - 0.5, color="black", linewidth=0.8)
@@ -72,8 +72,8 @@ def _draw(axes: "Axes", view: StepView, mask: MaskView) -> None:
 
 
 def _colours(view: StepView, mask: MaskView) -> npt.NDArray[np.float64]:
-    """`[T, K, 3]`: white mixed with as much of its column's colour as a cell deserves."""
-    share = np.full(mask.allowed.shape, NOBODY)
+    """Returns RGB values `[T, K, 3]`: white, mixed with a share of the column's colour."""
+    share = np.full(mask.allowed.shape, OTHER)
     colours = np.empty((mask.allowed.shape[1], 3))
     row = column = 0
     for span in view.spans:

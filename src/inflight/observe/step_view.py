@@ -1,7 +1,7 @@
-"""`StepView`: one step as plain data to draw: whose tokens were in the row, and who could attend to what.
+"""`StepView`: one step as plain data to draw: the sequences and tokens of its row, and which tokens attend to which.
 
-Masks are those that the definition of attention uses (`ragged_mask`), computed from the batch that ran. Decides what
-things are called (letters, kinds, how white space is written); knows nothing of terminals and pictures.
+Masks are those that the definition of attention uses (`ragged_mask`), computed from the batch that ran. Decides how
+things are named (letters, kinds, how white space is written); knows nothing of terminals and pictures.
 """
 
 import unicodedata
@@ -17,10 +17,10 @@ from inflight.execution.attention.witness import WitnessedCall
 from inflight.execution.ragged_batch import RaggedBatch
 
 COLOURS = ("#2f7fe0", "#e8590c", "#2b9a45", "#ae3ec9", "#c28100", "#0c8599", "#d6336c", "#7a6bdf")
-"""One a sequence; all can be read on white and on black."""
+"""One colour per sequence; all are readable on white and on black."""
 
 MAX_NUMBERS = 8
-"""Calls that a heading lists one by one."""
+"""Most calls that a heading lists one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class SpanView:
     """One sequence's part of the row.
 
     Attributes:
-        number: of the sequence, in order of its first step: its letter and its colour.
+        number: the sequence's number, in order of first steps; it determines letter and colour.
         kind, slot, request_id: see `SpanRecord`.
         num_cached: how many of its keys were in the cache before the step.
-        keys: the texts of all tokens that the step's last one may look back to, those of the step included.
+        keys: the texts of all tokens up to the step's last one, including those of the step.
     """
 
     number: int
@@ -43,12 +43,12 @@ class SpanView:
 
     @property
     def letter(self) -> str:
-        """What the sequence is called."""
+        """The sequence's name."""
         return letters(self.number)
 
     @property
     def colour(self) -> str:
-        """What it is drawn in, as `#rrggbb`."""
+        """The sequence's colour, as `#rrggbb`."""
         return COLOURS[self.number % len(COLOURS)]
 
     @property
@@ -58,17 +58,17 @@ class SpanView:
 
     @property
     def label(self) -> str:
-        """The kind and the number of tokens; a prefill, which ends in a first token, is written large."""
+        """The kind and the number of tokens; a prefill, which ends in a first token, is in capitals."""
         return f"{'PREFILL' if self.kind == 'prefill' else self.kind}({len(self.tokens)})"
 
 
 @dataclass(frozen=True, slots=True)
 class MaskView:
-    """What the attention calls of one kind let through.
+    """The mask of all attention calls of one kind.
 
     Attributes:
-        heading: which calls.
-        allowed: `[T, sum of all spans' keys]` bool, as `ragged_mask` gives it.
+        heading: names the calls.
+        allowed: `[T, sum of all spans' keys]` bool, from `ragged_mask`.
     """
 
     heading: str
@@ -80,14 +80,14 @@ class StepView:
     """One step.
 
     Attributes:
-        step: its number from 0.
-        num_waiting: sequences that had no slot.
+        step: the step's number, from 0.
+        num_waiting: sequences without a slot.
         spans: in the order of the row.
         masks: one for each kind of attention call.
         backend: the attention backend that ran.
         num_calls: attention calls in the step.
-        difference: the largest difference between that backend and the definition in any of them, relative to the
-            largest magnitude in the definition's output of that call.
+        difference: the largest difference between the backend and the definition in any call, relative to the largest
+            magnitude of the definition's output of that call.
     """
 
     step: int
@@ -116,7 +116,7 @@ class StepView:
 
     @property
     def agreement(self) -> str:
-        """In words, how what ran compares with the definition."""
+        """A sentence that compares the backend with the definition."""
         return (
             f"re-attended through reference: {self.backend} differs by at most {self.difference:.1e} of the largest "
             f"output, over {self.num_calls} attention calls"
@@ -126,7 +126,7 @@ class StepView:
 def view_span(
     number: int, record: SpanRecord, key_token_ids: Sequence[int | None], token_text: Callable[[int], str]
 ) -> SpanView:
-    """A span as it is drawn; `key_token_ids` are its sequence's tokens up to the span's end, None where unknown."""
+    """Returns a span to draw; `key_token_ids` are its sequence's tokens up to the span's end, None where unknown."""
     keys = tuple("…" if token_id is None else visible(token_text(token_id)) for token_id in key_token_ids)
     return SpanView(number, record.kind, record.slot, record.request_id, record.start, keys)
 
@@ -134,7 +134,7 @@ def view_span(
 def view_step(
     record: StepRecord, spans: Sequence[SpanView], batch: RaggedBatch, calls: Sequence[WitnessedCall], backend: str
 ) -> StepView:
-    """Put a step together from its record and its spans, the batch that ran, and its attention calls as witnessed."""
+    """Assembles a step from its record, its spans, the batch that ran, and its witnessed attention calls."""
     return StepView(
         step=record.step,
         num_waiting=record.num_waiting,
@@ -147,7 +147,7 @@ def view_step(
 
 
 def view_masks(batch: RaggedBatch, calls: Sequence[WitnessedCall]) -> tuple[MaskView, ...]:
-    """One mask for each window and chunk that occurs among the calls, in the order of the first calls that have it."""
+    """Returns one mask for each window and chunk among the calls, in the order of their first calls."""
     kinds: dict[tuple[int | None, int | None], list[int]] = {}
     for number, call in enumerate(calls):
         kinds.setdefault((call.spec.window, call.spec.chunk), []).append(number)
@@ -169,7 +169,7 @@ def _heading(numbers: Sequence[int], num_calls: int, window: int | None, chunk: 
 
 
 def letters(number: int) -> str:
-    """The name of sequence `number`: A to Z, then AA, AB, …, as spreadsheets count columns."""
+    """Returns the name of sequence `number`: A to Z, then AA, AB, …, like spreadsheet columns."""
     rest, last = divmod(number, 26)
     return (letters(rest - 1) if rest else "") + chr(ord("A") + last)
 
@@ -178,7 +178,7 @@ _SIGNS = {" ": "·", "\n": "↵", "\t": "⇥"}
 
 
 def visible(text: str) -> str:
-    """A token's text as it can be drawn on one line: spaces, line ends and tabs as signs, what has no shape escaped."""
+    """Returns a token's text on one line: spaces, line ends and tabs become signs, invisible characters are escaped."""
     return "".join(_SIGNS.get(char) or (_escaped(char) if _has_no_shape(char) else char) for char in text)
 
 

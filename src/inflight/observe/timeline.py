@@ -1,4 +1,4 @@
-"""`Timeline`: who held which slot in which step of a run, and its drawing for a terminal.
+"""`Timeline`: which request held which slot in which step of a run, and its drawing for a terminal.
 
 Slots go down, steps across. Knows neither models nor requests, only numbers.
 """
@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 SlotUse: TypeAlias = Literal["prefill", "decode", "padding"]
-"""What a slot does in a step; "padding" computes something that nobody needs."""
+"""What a slot does in a step; "padding" is useless work."""
 
 MARKS = {"prefill": ("█", "yellow"), "decode": ("█", "green"), "padding": ("░", "red"), "idle": (" ", "default")}
 
@@ -22,12 +22,12 @@ class Lane:
     """What one slot did in one step.
 
     Attributes:
-        request: for whom.
-        use: what it was for.
-        num_tokens: places that it took among the tokens that went through the model.
-        num_padding: of those, how many held nothing that anybody needs.
-        num_keys: keys that lay before each of its tokens, its own included.
-        num_padding_keys: of those, how many were masked padding, or a row's that nobody needs.
+        request: the request that held the slot.
+        use: what the slot did.
+        num_tokens: how many tokens it fed to the model.
+        num_padding: how many of those tokens were useless.
+        num_keys: keys for each of its tokens, including the token's own.
+        num_padding_keys: how many of those keys were masked padding, or belonged to a useless row.
     """
 
     request: int
@@ -40,13 +40,13 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The steps of one run, each a mapping of slot to `Lane`; a slot that is missing was idle. Draws itself with rich.
+    """The steps of one run, each a mapping of slot to `Lane`; a missing slot was idle. Draws itself with rich.
 
     Attributes:
-        name: of the method that ran.
+        name: the name of the method that ran.
         num_slots: lanes to draw.
-        steps: what has run so far; may still grow.
-        scale: steps that the full width stands for at least, so that several timelines can be compared.
+        steps: the steps so far; may still grow.
+        scale: the least number of steps for the full width, so that several timelines can be compared.
     """
 
     name: str
@@ -66,13 +66,13 @@ class Timeline:
             yield line
 
     def _main_use(self, slot: int, first: int, last: int) -> str:
-        """What a slot mostly did in these steps; a prefill among them is always shown."""
+        """Returns what a slot mostly did in these steps; a prefill is always shown."""
         uses = Counter(step[slot].use if slot in step else "idle" for step in self.steps[first:last])
         return "prefill" if "prefill" in uses else uses.most_common(1)[0][0]
 
 
 def legend() -> Text:
-    """What the marks of a timeline mean."""
+    """Returns the meaning of a timeline's marks."""
     text = Text("    ")
     for use, (mark, colour) in MARKS.items():
         text.append("(blank)" if use == "idle" else mark, style=colour).append(f" {use}   ")

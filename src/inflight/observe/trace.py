@@ -1,7 +1,7 @@
-"""A recording as what can be drawn: who was in which slot from when to when; and as Chrome/Perfetto trace events.
+"""Turns a recording into stretches to draw (which request held which slot, and when) and into Chrome/Perfetto events.
 
-Decides what a gap in a lane means: a sequence that keeps its slot and computes nothing waits; one that lost it is
-preempted until it is back, or until the slot is somebody else's. Times are seconds from the recording's first moment.
+Decides what a gap in a lane means: a sequence that keeps its slot without computing waits; one that lost its slot is
+preempted until it runs again, or until another sequence takes the slot. Times are seconds from the recording's start.
 """
 
 import json
@@ -38,9 +38,9 @@ class Stretch:
     """Consecutive steps in which one sequence did the same in one slot.
 
     Attributes:
-        first_step, last_step: places in `Recording.steps`, both included.
-        start: the position of the first token that it computed.
-        num_tokens: that it computed; 0 if it waits or is preempted.
+        first_step, last_step: indices into `Recording.steps`, both inclusive.
+        start: the position of the first computed token.
+        num_tokens: computed tokens; 0 if the sequence waits or is preempted.
     """
 
     slot: int
@@ -54,7 +54,7 @@ class Stretch:
 
 
 def stretches(steps: Sequence[StepRecord]) -> list[Stretch]:
-    """All stretches of a run; those of one slot do not overlap. A gap between them is an idle slot."""
+    """Returns all stretches of a run; those of one slot do not overlap. A gap between them is an idle slot."""
     computed = _computed(steps)
     on_slot: defaultdict[int, list[Stretch]] = defaultdict(list)
     of_sequence: defaultdict[tuple[str, int], list[Stretch]] = defaultdict(list)
@@ -62,7 +62,7 @@ def stretches(steps: Sequence[StepRecord]) -> list[Stretch]:
         on_slot[stretch.slot].append(stretch)
         of_sequence[stretch.request_id, stretch.index].append(stretch)
     preempted: list[Stretch] = []
-    lost: set[tuple[int, int]] = set()  # (slot, step in which it runs again)
+    lost: set[tuple[int, int]] = set()  # (slot, step in which the slot runs again)
     for number, step in enumerate(steps):
         for slot, request_id, index in step.preempted:
             slot_again = _next_step(on_slot[slot], number, len(steps))
@@ -82,7 +82,7 @@ def stretches(steps: Sequence[StepRecord]) -> list[Stretch]:
 
 
 def _computed(steps: Sequence[StepRecord]) -> list[Stretch]:
-    """Spans of one sequence and kind in consecutive steps, put together; by first step."""
+    """Joins spans of one sequence and kind in consecutive steps; the result is in order of first steps."""
     latest: dict[int, Stretch] = {}
     done: list[Stretch] = []
     for number, step in enumerate(steps):
@@ -99,13 +99,13 @@ def _computed(steps: Sequence[StepRecord]) -> list[Stretch]:
 
 
 def _next_step(ordered: Sequence[Stretch], step: int, otherwise: int) -> int:
-    """The first step, from this one on, in which one of them begins."""
+    """Returns the first step, from `step` on, in which one of the stretches begins; else `otherwise`."""
     place = bisect_left(ordered, step, key=attrgetter("first_step"))
     return ordered[place].first_step if place < len(ordered) else otherwise
 
 
 def start_of(recording: Recording) -> float:
-    """The first moment of a recording: a request's arrival, or the first step's start."""
+    """Returns the start of a recording: the first request's arrival, or the first step's start if that is earlier."""
     first_steps = [step.start_time for step in recording.steps[:1]]
     return min([*(arrival.time for arrival in recording.arrivals), *first_steps], default=0.0)
 
@@ -114,10 +114,10 @@ def start_of(recording: Recording) -> float:
 
 
 def chrome_events(recording: Recording) -> Iterator[Event]:
-    """In the Trace Event Format of Chrome and Perfetto, times in microseconds.
+    """Yields events in the Trace Event Format of Chrome and Perfetto, with times in microseconds.
 
-    One complete event for each span on its slot's track, and for each stretch of waiting or being preempted; an instant
-    event for each preemption; an asynchronous one for each request's time in the queue; counters after each step.
+    Each span, and each stretch of waiting or preemption, is a complete event on its slot's track; each preemption is an
+    instant event; each request's time in the queue is an asynchronous event; each step has counters.
     """
     begin = start_of(recording)
     ends = [step.start_time + step.duration - begin for step in recording.steps]
@@ -140,7 +140,7 @@ def chrome_events(recording: Recording) -> Iterator[Event]:
 
 
 def write_chrome_trace(recording: Recording, path: Path) -> None:
-    """Write a file for chrome://tracing or ui.perfetto.dev. Raises `ValueError` if it cannot be written."""
+    """Writes a file for chrome://tracing or ui.perfetto.dev. Raises `ValueError` if it cannot be written."""
     try:
         with path.open("w", encoding="utf-8") as file:
             separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
@@ -161,7 +161,7 @@ def _names(recording: Recording) -> Iterator[Event]:
 
 
 def _queueing(recording: Recording, begin: float) -> Iterator[Event]:
-    """From a request's arrival to its first span."""
+    """Yields events that last from a request's arrival to its first span."""
     arrivals = {arrival.request_id: arrival.time for arrival in recording.arrivals}
     for step in recording.steps:
         for span in step.spans:
@@ -172,7 +172,7 @@ def _queueing(recording: Recording, begin: float) -> Iterator[Event]:
 
 
 def _complete(slot: int, request_id: str, index: int, kind: str, start: float, end: float) -> Event:
-    """An event that has a beginning and an end."""
+    """Returns an event that has a beginning and an end."""
     return {
         "ph": "X",
         "name": f"{_name(request_id, index)} {kind}",

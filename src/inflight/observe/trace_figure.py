@@ -1,4 +1,4 @@
-"""A recording as a picture: one lane a slot over time, blocks and queue beneath. Needs the extra `pictures`."""
+"""Draws a recording: one lane per slot over time, with blocks and queue below. Needs the extra `pictures`."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ LANE_INCHES, MOST_LANE_INCHES = 0.16, 9.0
 
 
 def trace_figure(recording: Recording) -> "Figure":
-    """The timeline of a recording. Raises `ValueError` without the extra, or if no step was recorded."""
+    """Returns the timeline of a recording. Raises `ValueError` without the extra, or if no step was recorded."""
     steps, num_slots, begin = recording.steps, recording.config.max_num_seqs, start_of(recording)
     if not steps:
         raise ValueError("the recording has no steps")

@@ -1,5 +1,5 @@
-// The timeline of `inflight trace --html`: `trace` is its data (see trace_page.py). Wheel zooms, dragging moves, a double
-// click shows everything; time goes across, slots go down, and beneath them are the blocks and the queue.
+// The timeline of `inflight trace --html`; `trace` is its data (see trace_page.py). The wheel zooms, dragging moves, a
+// double click shows everything. Time goes across, slots go down; blocks and queue are below.
 const canvas = document.getElementById("timeline"), told = document.getElementById("told");
 const context = canvas.getContext("2d");
 const LEFT = 44, PANEL = 70, GAP = 18;
@@ -20,7 +20,7 @@ function stepAt(moment) {  // the last step that has begun by then
   return low - 1;
 }
 
-function panel(top, series, most, label) {  // series: [values, colour], each drawn over those before
+function panel(top, series, most, label) {  // series: [values, colour], each drawn over the ones before
   for (const [values, colour] of series) {
     context.fillStyle = colour;
     context.beginPath();

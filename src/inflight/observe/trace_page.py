@@ -1,4 +1,4 @@
-"""A recording as one HTML page that loads nothing: its timeline on a canvas, to zoom into, and what it adds up to."""
+"""Writes a recording as one self-contained HTML page: a zoomable timeline on a canvas, and the report."""
 
 import json
 from html import escape
@@ -16,7 +16,7 @@ KINDS = list(COLOURS)
 
 
 def write_page(recording: Recording, path: Path, title: str) -> None:
-    """Write the page. Raises `ValueError` if it cannot be written."""
+    """Writes the page. Raises `ValueError` if it cannot be written."""
     legend = "".join(f'<span style="color:{colour}">&#9632;</span> {kind} &nbsp; ' for kind, colour in COLOURS.items())
     data = json.dumps(page_data(recording), separators=(",", ":")).replace("<", "\\u003c")
     bodies = [
@@ -30,7 +30,7 @@ def write_page(recording: Recording, path: Path, title: str) -> None:
 
 
 def page_data(recording: Recording) -> dict[str, Any]:
-    """What the script draws: times in microseconds, everything else by step or as lists of numbers."""
+    """Returns what the script draws: times in microseconds, everything else by step or as lists of numbers."""
     steps, begin = recording.steps, start_of(recording)
     requests: dict[str, int] = {}
     drawn = [

@@ -1,4 +1,4 @@
-"""Where a decode step's time goes, and how far each part is from the roofline of this machine (`inflight profile`)."""
+"""Measures where a decode step's time goes, and how far each part is from the roofline (`inflight profile`)."""
 
 from inflight.profiling.decode_profile import profile_decode
 from inflight.profiling.machine import Machine, MachineMeter

@@ -1,9 +1,9 @@
-"""`profile_decode`: fill an engine with sequences, let them decode, measure.
+"""`profile_decode`: fills an engine with sequences, lets them decode, and measures the steps.
 
-Decides which steps are measured and how: in rounds, each of which measures the machine, runs some steps that do not
-count, then whole steps and steps with a clock at each phase in turn, and then steps under the profiler (`step_profile`
-says what is made of them). So whatever else the machine does meanwhile is spread over all of them. Sequences grow as
-they decode: they begin so short that they have as many cached tokens as asked for in the middle of it all.
+Decides which steps are measured and how: in rounds, each of which measures the machine, runs some uncounted steps, then
+whole steps and steps with a clock at each phase in turn, and then steps under the profiler (`step_profile` says how
+they are combined). So disturbances by other programs are spread over all kinds of steps. Sequences grow as they decode;
+they start so short that halfway through the measurement they have the requested number of cached tokens.
 """
 
 import random
@@ -31,17 +31,17 @@ GREEDY = SamplingParams(temperature=0)
 def profile_decode(
     engine: Engine, num_sequences: int, num_cached_tokens: int, num_steps: int, params: SamplingParams = GREEDY
 ) -> StepProfile:
-    """Measure decode steps of an engine on a CPU that has nothing else to do, and take one apart.
+    """Measures decode steps of an engine on an otherwise idle CPU, and divides a step into parts.
 
     Args:
-        num_sequences: how many decode together.
-        num_cached_tokens: of each of them, halfway through.
+        num_sequences: how many sequences decode together.
+        num_cached_tokens: cached tokens of each sequence, halfway through the measurement.
         num_steps: how many steps of each kind are measured.
-        params: how tokens are chosen; they are chosen for as long as it takes.
+        params: how tokens are chosen; limits on the number of tokens do not apply.
 
     Raises:
         ModelError: the model does not run packed.
-        ValueError: the engine cannot hold so many sequences of this length at once, or is not on a CPU.
+        ValueError: the engine cannot hold these sequences at once, or is not on a CPU.
     """
     rounds = [len(range(number, num_steps, MAX_ROUNDS)) for number in range(min(MAX_ROUNDS, num_steps))]
     num_decodes = 2 + sum(SETTLING_STEPS + 1 + 3 * steps for steps in rounds)
@@ -56,7 +56,7 @@ def profile_decode(
     phases: list[PhaseTimes] = []
     operators: list[OperatorTimes] = []
     lengths: list[list[int]] = []
-    profile_operators(executor, decodes.step, 1)  # the profiler takes long to get ready
+    profile_operators(executor, decodes.step, 1)  # the profiler's first start is slow
     for steps in rounds:
         for _ in range(READINGS_PER_ROUND):
             meter.measure()
@@ -104,21 +104,21 @@ class Decodes:
             waiting.difference_update(self._run())
 
     def step(self) -> None:
-        """One decode of all. Raises `ValueError` if one is missing."""
+        """Decodes one token of every sequence. Raises `ValueError` if a sequence gets none."""
         if len(self._run()) != len(self._names):
             raise ValueError("the sequences did not all fit the cache at once; give it more blocks")
 
     def lengths(self) -> list[int]:
-        """How many keys each sequence's next query finds."""
+        """Returns how many keys each sequence's next query attends to."""
         return [len(sequence.token_ids) for sequence in self._engine.scheduler.sequences()]
 
     def end(self) -> None:
-        """Leave the engine empty."""
+        """Aborts all sequences, so that the engine is empty."""
         for name in self._names:
             self._engine.abort(name)
 
     def _run(self) -> list[str]:
-        """One step; who got a token."""
+        """Runs one step; returns the ids of the requests that got a token."""
         outputs = self._engine.step()
         for output in outputs:
             if output.error is not None:
@@ -129,7 +129,7 @@ class Decodes:
 
 
 def _check(engine: Engine, num_sequences: int, num_tokens: int) -> None:
-    """Raise `ValueError` unless the engine holds so many sequences of so many tokens each at once."""
+    """Raises `ValueError` unless the engine can hold `num_sequences` sequences of `num_tokens` tokens at once."""
     info, config = engine.model_info, engine.config
     if not info.device.startswith("cpu"):
         raise ValueError(f"the model is on {info.device}; only steps on a CPU can be profiled so far")

@@ -1,8 +1,8 @@
 """What this machine can do at best: how fast it reads memory, and how fast it multiplies matrices.
 
-Both are measured with torch's threads as they are set, and repeatedly, between whatever else is measured, so that a
-change of the machine's mood hits both alike; medians are told. Decides what counts as a fair measurement; knows no
-model and no step.
+Both are measured with the current number of torch threads, repeatedly and between the other measurements, so that
+changes in the machine's speed affect all alike; the medians count. Decides what a fair measurement is; knows no model
+and no step.
 """
 
 import statistics
@@ -28,8 +28,8 @@ class Machine:
     """The two ceilings of a roofline.
 
     Attributes:
-        read_bytes_per_second: of memory that no cache holds.
-        operations_per_second: multiplications and additions, both counted, of a large linear layer.
+        read_bytes_per_second: for memory that is in no cache.
+        operations_per_second: multiplications plus additions of a large linear layer.
     """
 
     read_bytes_per_second: float
@@ -39,12 +39,12 @@ class Machine:
 class MachineMeter:
     """Measures this machine, a little at each call of `measure`.
 
-    Reading is summing up a buffer of several times the last-level cache, or finding its maximum, whichever is faster.
-    Arithmetic is a linear layer of 512 rows through 2,048 by 2,048 weights.
+    Reading means summing a buffer several times as large as the last-level cache, or finding its maximum, whichever is
+    faster. Arithmetic means a linear layer of 512 rows with 2,048 by 2,048 weights.
 
     Args:
-        dtype: of the linear layer.
-        weight_format: of its prepacked weights; None: they are not prepacked.
+        dtype: the dtype of the linear layer.
+        weight_format: the format of its prepacked weights; None: they are not prepacked.
     """
 
     def __init__(self, dtype: torch.dtype, weight_format: WeightFormat | None) -> None:
@@ -66,13 +66,13 @@ class MachineMeter:
 
     @torch.inference_mode()
     def measure(self) -> None:
-        """Take one more reading of everything."""
+        """Takes one more reading of both."""
         for reader, seconds in zip(self._readers, self._read_seconds, strict=True):
             seconds.append(_seconds(reader))
         self._multiply_seconds.append(_seconds(self._multiply))
 
     def machine(self) -> Machine:
-        """What was found: the median of all readings (there must be one)."""
+        """Returns the medians of all readings (there must be at least one)."""
         num_operations = 2 * LINEAR_ROWS * LINEAR_SIZE**2
         return Machine(
             read_bytes_per_second=self._num_bytes / min(map(statistics.median, self._read_seconds)),
@@ -81,7 +81,7 @@ class MachineMeter:
 
 
 def last_level_cache_bytes() -> int:
-    """Of the largest cache of the first processor, as Linux tells; 32 MiB where it does not."""
+    """Returns the size of the first processor's largest cache, as reported by Linux; 32 MiB if it is not reported."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     sizes = [DEFAULT_LAST_LEVEL_CACHE_BYTES]
     try:

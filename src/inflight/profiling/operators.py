@@ -1,11 +1,10 @@
-"""How long the operators inside a forward pass take, by kind, as torch's profiler sees them.
+"""How long the operators of a forward pass take, by kind, according to torch's profiler.
 
-An operator is a linear layer or attention by its name, or because it runs inside one; every other one is small, fused
-kernels of a compiled model and the calls between them included. Attention backends whose operators cannot be told by
-their names are marked. What lies between operators is Python.
+An operator counts as a linear layer or as attention by its name, or because it runs inside one; all others are small
+operators, including a compiled model's fused kernels and the calls between them. Attention backends whose operators
+have no telling names are marked. Time between operators is Python.
 
-The profiler costs time at every operator, so of these times those of many small operators are too long, and those of
-Python, too.
+The profiler costs time at every operator, so the times of many small operators and of Python are too long.
 """
 
 import os
@@ -34,18 +33,18 @@ ATTENTION_OPERATORS = {
     *(ATTENTION, "aten::scaled_dot_product_attention"),
 }
 COMPILER_PYTHON = ("TorchDynamo Cache Lookup", "Pregraph bytecode", "Torch-Compiled Region", "AOTDispatcher")
-"""What a compiled model does in Python around its graph; names begin so."""
+"""Prefixes of the names under which a compiled model's Python work around its graph appears."""
 
 QUIET = "6"
-"""A severity above all that the profiler's library would write to standard error."""
+"""A log level above all messages that the profiler's library would write to standard error."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorTimes:
-    """Seconds of one forward pass under the profiler; they add up to it.
+    """Seconds of one forward pass under the profiler; together they make up the whole pass.
 
     Attributes:
-        python: between operators: the model's own code, and ours.
+        python: time between operators: the model's own code, and ours.
     """
 
     linears: float
@@ -56,7 +55,7 @@ class OperatorTimes:
 
 @contextmanager
 def marked_forward(executor: PackedExecutor) -> Iterator[None]:
-    """Inside, the executor's forward passes and, where it is needed, its attention can be found in a profile."""
+    """Within the block, the executor's forward passes and, where necessary, its attention are marked in profiles."""
 
     def around(forward: Callable[..., Any]) -> Callable[..., Any]:
         def marked(*args: Any, **options: Any) -> Any:
@@ -68,14 +67,14 @@ def marked_forward(executor: PackedExecutor) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced_method(executor, "forward", around))
         backend = executor.backend
-        if not isinstance(backend, CpuAttention):  # whose operators have names of their own
+        if not isinstance(backend, CpuAttention):  # its operators have telling names
             executor.backend = MarkedAttention(backend)
             stack.callback(setattr, executor, "backend", backend)
         yield
 
 
 def profile_operators(executor: PackedExecutor, step: Callable[[], None], num_steps: int) -> list[OperatorTimes]:
-    """Run steps of one forward pass each under the profiler; one more goes before them, which does not count."""
+    """Runs steps of one forward pass each under the profiler, after one step that does not count."""
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     with marked_forward(executor), profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(num_steps + 1):
@@ -91,7 +90,7 @@ def _times(forward: FunctionEvent) -> OperatorTimes:
 
 
 def _add_up(event: FunctionEvent, kind: str, seconds: dict[str, float]) -> None:
-    """Add an event's own time to its kind, and that of all events inside it to theirs."""
+    """Adds an event's own time to its kind, and the times of all events inside it to theirs."""
     seconds[kind] += event.self_cpu_time_total * 1e-6
     for child in event.cpu_children:
         _add_up(child, kind if kind in ("linears", "attention") else _kind(child.name), seconds)
@@ -106,7 +105,7 @@ def _kind(name: str) -> str:
 
 
 class MarkedAttention:
-    """An `AttentionBackend` that does what another does, under a mark."""
+    """An `AttentionBackend` that wraps another one and marks its calls in profiles."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.name = backend.name

@@ -1,6 +1,6 @@
-"""How long the phases of a step take: a clock read before and after each of five calls, and nothing else.
+"""How long the phases of a step take: reads a clock before and after each of five calls, and does nothing else.
 
-A step is `Engine.step`: plan, run (pack the batch, forward pass, sample), commit. Knows these calls by name only.
+A step is `Engine.step`: plan, run (pack the batch, forward pass, sample), commit. Knows these calls only by name.
 """
 
 import time
@@ -18,8 +18,8 @@ class PhaseTimes:
 
     Attributes:
         scheduler: plan and commit.
-        packing: what the runner does besides the forward pass and sampling: it lays out the batch.
-        engine: what is left: requests' news and outputs.
+        packing: the runner's time besides the forward pass and sampling: it lays out the batch.
+        engine: the rest: updates and outputs of requests.
     """
 
     scheduler: float
@@ -30,7 +30,7 @@ class PhaseTimes:
 
 
 def time_phases(engine: Engine, step: Callable[[], None]) -> PhaseTimes:
-    """Run one step of `engine` with a clock at each phase."""
+    """Runs one step of `engine` with a clock at each phase."""
     runner, scheduler = engine.runner, engine.scheduler
     with ExitStack() as stack:
 
@@ -55,7 +55,7 @@ def time_phases(engine: Engine, step: Callable[[], None]) -> PhaseTimes:
 
 @contextmanager
 def timed_calls(owner: object, method: str) -> Iterator[list[float]]:
-    """Inside, each call of a method of this one object adds its seconds to the list."""
+    """Within the block, each call of a method of this one object appends its seconds to the list."""
     seconds: list[float] = []
 
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +75,7 @@ def timed_calls(owner: object, method: str) -> Iterator[list[float]]:
 def replaced_method(
     owner: object, method: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Inside, a method of this one object is `around(method)`."""
+    """Within the block, a method of this one object is replaced by `around(method)`."""
     own = vars(owner).get(method)
     setattr(owner, method, around(getattr(owner, method)))
     try:

@@ -1,10 +1,10 @@
 """`StepProfile`: where a decode step's time goes, as plain data; and how measured times become parts of a step.
 
-Three kinds of steps are measured. Whole steps, with nothing in the way, say how long a step takes, and all parts
-together are made to add up to that. Steps with a clock at each phase say how the scheduler, packing, the forward pass,
-the sampler and the engine share it. Steps under torch's profiler say how the forward pass is divided, but the profiler
-slows down small operators and Python a lot and large operators hardly. So linears and attention count as measured
-under it, and small operators and Python share what they leave of the forward pass that ran without it.
+Three kinds of steps are measured. Whole, undisturbed steps give the duration of a step, and the parts are scaled to add
+up to it. Steps with a clock at each phase show how scheduler, packing, forward pass, sampler and engine share it. Steps
+under torch's profiler show how the forward pass is divided, but the profiler slows small operators and Python a lot and
+large operators hardly at all. So linear layers and attention count as measured under the profiler, and small operators
+and Python share the rest of a forward pass that ran without it.
 """
 
 import json
@@ -23,10 +23,10 @@ from inflight.profiling.work import StepWork
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the parts of a step.
+    """A part of a step.
 
     Attributes:
-        floor_seconds: what the machine needs at best; None where nothing sets a floor but none at all.
+        floor_seconds: the least time that the machine needs; None: there is no floor above 0.
     """
 
     name: str
@@ -35,22 +35,22 @@ class Part:
 
     @property
     def times_floor(self) -> float | None:
-        """How many times longer than at best."""
+        """How many times longer than its floor the part takes."""
         return self.seconds / self.floor_seconds if self.floor_seconds else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """A decode step, taken apart.
+    """A decode step, divided into parts.
 
     Attributes:
-        model: what was found out about it, and how it is run.
-        num_cached_tokens: of each sequence, in the middle of the measurement.
-        num_steps: of each of the three kinds that were measured.
-        step_seconds: of a whole step: the median.
-        parts: their seconds add up to `step_seconds`.
-        correction: what the parts' medians were multiplied with to make it so; far from 1 if the machine was busy
-            with something else.
+        model: what was found out about the model, and how it runs.
+        num_cached_tokens: cached tokens of each sequence, in the middle of the measurement.
+        num_steps: measured steps of each of the three kinds.
+        step_seconds: the median of whole steps.
+        parts: the parts, whose seconds add up to `step_seconds`.
+        correction: the factor that makes the parts' medians add up; far from 1 if the machine was busy with something
+            else.
     """
 
     model: ModelInfo
@@ -66,7 +66,7 @@ class StepProfile:
 
     @property
     def floor_seconds(self) -> float:
-        """Of reading weights and cache once."""
+        """Seconds for reading weights and cache once."""
         return self.work.num_bytes / self.machine.read_bytes_per_second
 
     @property
@@ -75,11 +75,11 @@ class StepProfile:
         return self.step_seconds / self.floor_seconds
 
     def share(self, part: Part) -> float:
-        """Of the step's time."""
+        """Returns the part's share of the step's time."""
         return part.seconds / self.step_seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON, with what follows from it."""
+        """Returns all fields and the values derived from them, for JSON."""
         parts = [{**asdict(part), "share": self.share(part), "times_floor": part.times_floor} for part in self.parts]
         return {
             **asdict(self),
@@ -89,7 +89,7 @@ class StepProfile:
         }
 
     def write_json(self, path: Path) -> None:
-        """Write it to a file. Raises `ValueError` if it cannot be written."""
+        """Writes the profile to a file. Raises `ValueError` if it cannot be written."""
         try:
             path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
@@ -103,11 +103,11 @@ def take_apart(
     machine: Machine,
     work: StepWork,
 ) -> tuple[tuple[Part, ...], float]:
-    """The parts of a step, and the correction after which they add up to `step_seconds`.
+    """Returns the parts of a step, and the correction that makes them add up to `step_seconds`.
 
     Args:
-        phases: of steps with a clock at each phase.
-        operators: of steps under the profiler.
+        phases: times of steps with a clock at each phase.
+        operators: times of steps under the profiler.
     """
     phase, operator = _medians(phases), _medians(operators)
     forward = split_forward(phase["forward"], operator)
@@ -129,9 +129,9 @@ def take_apart(
 
 
 def split_forward(seconds: float, operators: dict[str, float]) -> dict[str, float]:
-    """Divide a forward pass that ran without the profiler as the operators of one under it say (see above).
+    """Divides a forward pass that ran without the profiler, by the operator times of one that ran under it (see above).
 
-    If linears and attention alone took longer than that, a disturbance did it, and everything is scaled alike."""
+    If linear layers and attention alone took longer, there was a disturbance, and all times are scaled alike."""
     large = operators["linears"] + operators["attention"]
     rest = operators["small_operators"] + operators["python"]
     if large >= seconds:

@@ -1,4 +1,4 @@
-"""A step profile as tables for a terminal. Decides only how it looks."""
+"""Formats a step profile as tables for a terminal. Decides only how it looks."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -9,7 +9,7 @@ NOTABLE_CORRECTION = 0.1
 
 
 def profile_table(profile: StepProfile) -> RenderableType:
-    """What was measured, then a line for each part, then the whole step."""
+    """Returns what was measured, then a row for each part, then the whole step."""
     model, machine, work = profile.model, profile.machine, profile.work
     setting = Table(show_header=False, box=None, pad_edge=False)
     compiled = "" if model.compile == "off" else f", compiled ({model.compile})"

@@ -1,6 +1,6 @@
-"""What a decode step cannot do without: the weights and the cache that it reads, and the arithmetic of its linears.
+"""The work that a decode step cannot avoid: reading weights and cache, and the arithmetic of its linear layers.
 
-Counted from the model's tensors and from the sequences' lengths; nothing is measured here.
+It is counted from the model's tensors and the sequences' lengths; nothing is measured here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +20,11 @@ class StepWork:
     """One decode step's least work.
 
     Attributes:
-        weight_bytes: of all weight matrices, as they lie in memory, each once. In a mixture of experts that is more
-            than a step reads: experts that nobody chose are counted, too. Embeddings are not, unless they are the
-            output head: a step reads a few rows of them.
-        linear_operations: multiplications and additions of every row with every weight but those of experts.
-        cache_bytes: keys and values that the step's queries may see, and their scales, if they have some.
+        weight_bytes: all weight matrices, as stored, each once. For a mixture of experts that is more than a step
+            reads, because experts that no token chose are counted, too. Embeddings count only if they are the output
+            head, because a step reads only a few rows of them.
+        linear_operations: multiplications and additions of every row with every weight, except weights of experts.
+        cache_bytes: keys and values that the step's queries may see, and their scales, if any.
     """
 
     weight_bytes: int
@@ -40,11 +40,11 @@ class StepWork:
 def decode_work(
     model: nn.Module, specs: Sequence[AttentionSpec], backend: AttentionBackend, block_size: int, lengths: Sequence[int]
 ) -> StepWork:
-    """The work of a step that gives one token to each of several sequences.
+    """Returns the work of a step that gives one token to each of several sequences.
 
     Args:
         specs: the attention calls of a forward pass.
-        lengths: how many keys each sequence's query finds, its own among them.
+        lengths: how many keys each sequence's query attends to, including its own.
     """
     linears = list(_once(_linear_weights, model))
     experts = list(_once(_expert_weights, model))
@@ -65,7 +65,7 @@ def has_prepacked_linears(model: nn.Module) -> bool:
 
 
 def _once(weights_of: Callable[[nn.Module], Iterator[torch.Tensor]], model: nn.Module) -> Iterator[torch.Tensor]:
-    """What `weights_of` gives for all modules of a model, each tensor once."""
+    """Yields the tensors that `weights_of` gives for all modules of a model, each once."""
     seen: set[int] = set()
     for module in model.modules():
         for weight in weights_of(module):
@@ -75,7 +75,7 @@ def _once(weights_of: Callable[[nn.Module], Iterator[torch.Tensor]], model: nn.M
 
 
 def _linear_weights(module: nn.Module) -> Iterator[torch.Tensor]:
-    """The matrix of a linear layer, prepacked or not."""
+    """Yields the matrix of a linear layer, prepacked or not."""
     if isinstance(module, SiblingLinear):
         yield module.together.linear.prepacked
     elif isinstance(module, PrepackedLinear):
@@ -85,7 +85,7 @@ def _linear_weights(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _expert_weights(module: nn.Module) -> Iterator[torch.Tensor]:
-    """All experts' matrices, prepacked or not."""
+    """Yields all experts' matrices, prepacked or not."""
     experts = getattr(module, "inflight_experts", None)
     if isinstance(experts, PrepackedExperts):
         yield from (linear.prepacked for linear in (*experts.up, *experts.down))
@@ -93,7 +93,7 @@ def _expert_weights(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _num_visible(spec: AttentionSpec, length: int) -> int:
-    """Of `length` keys, those that the last position's query may see."""
+    """Returns how many of `length` keys the last position's query may see."""
     visible = length
     if spec.window is not None:
         visible = min(visible, spec.window)

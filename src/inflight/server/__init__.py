@@ -1,5 +1,5 @@
-"""The HTTP server: OpenAI's interface and Anthropic's messages over `AsyncLLM`.
+"""The HTTP server: OpenAI's API and Anthropic's Messages API over `AsyncLLM`.
 
-`app` puts it together. What an endpoint takes stands in its request module, what it answers in the endpoint's own; all
-of them generate through `generation`, answer streams through `event_stream`, and refuse through `api_errors`.
+`app` puts it together. An endpoint's request module defines what it accepts, its own module what it answers. All
+endpoints generate through `generation`, stream through `event_stream` and report errors through `api_errors`.
 """

@@ -1,4 +1,4 @@
-"""`create_app`: the HTTP server put together; it starts and ends the engine with itself. Decides nothing else."""
+"""`create_app`: assembles the HTTP application, which starts and stops the engine with itself. Decides nothing else."""
 
 import asyncio
 import contextlib
@@ -23,18 +23,18 @@ from inflight.server.wire.api_errors import add_error_handlers
 
 
 def create_app(llm: AsyncLLM, settings: ServerSettings, observer: RequestObserver | None = None) -> FastAPI:
-    """An ASGI application that serves `llm`.
+    """Returns an ASGI application that serves `llm`.
 
-    It takes requests from its start on; those that come while the engine is loading wait for it.
+    It accepts requests as soon as it starts; requests that arrive while the engine is loading wait for it.
 
     Args:
-        observer: is told of every request that is run.
+        observer: notified of every request that runs.
     """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if llm.tokenizer is not None:
-            llm.tokenizer.encode("warm")  # what it sets up at first cannot be set up in two threads
+            llm.tokenizer.encode("warm")  # its first call sets things up, which two threads must not do at once
         keeper = asyncio.create_task(keep_running(llm))
         try:
             yield

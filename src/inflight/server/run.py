@@ -1,6 +1,6 @@
-"""`serve_until_told`: the whole server in this process's foreground: application, what surrounds it, socket, engine.
+"""`serve_until_told`: runs the whole server in the foreground: application, operations around it, socket and engine.
 
-Decides in which order they begin and end. Knows no endpoint and no option of the command line.
+Decides in which order they start and stop. Knows no endpoint and no command-line option.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from inflight.server.operations.stack import Operations
 from inflight.server.serving.settings import ServerSettings
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted: a thousand clients come at once."""
+"""Connections that may wait to be accepted; large enough for a thousand clients that connect at once."""
 
 
 def serve_until_told(
@@ -33,9 +33,9 @@ def serve_until_told(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        listener: listens already; see `listen`.
-        tell_ready: called when the engine is loaded. Requests are taken in before, and wait.
-        environment_keys: more API keys, with commas between them.
+        listener: a listening socket; see `listen`.
+        tell_ready: called when the engine is loaded. Requests are accepted before that, and wait.
+        environment_keys: more API keys, separated by commas.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -73,7 +73,7 @@ async def _serve(
         await llm.start()
         tell_ready()
     except (ModelError, EngineDeadError):
-        if not drain.is_draining:  # else it was told to end while loading
+        if not drain.is_draining:  # otherwise it was told to stop while loading
             server.should_exit = True
             await serving
             raise
@@ -81,14 +81,14 @@ async def _serve(
 
 
 def listen(host: str, port: int, max_stall: float) -> socket.socket:
-    """A socket that listens.
+    """Opens a listening socket.
 
     Args:
-        max_stall: a connection whose client takes nothing for so many seconds is cut by the system (where it can),
-            with whatever was still to be sent.
+        max_stall: seconds after which the operating system, where it supports this, closes a connection whose client
+            accepts no data, and drops what was still to be sent.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: the address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=BACKLOG)

@@ -1,4 +1,4 @@
-"""Planning capacity before buying it: the real scheduler and block pool on a virtual clock. No model, no tensor."""
+"""Plans capacity before it is bought: the real scheduler and block pool on a virtual clock. No model, no tensors."""
 
 from inflight.simulate.fitting import fit_cost
 from inflight.simulate.requests import Lengths, SimulatedRequest, SyntheticLoad, replay

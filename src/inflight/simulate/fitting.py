@@ -1,7 +1,7 @@
 """Fits a `StepCost` to the steps of recordings: non-negative least squares on relative errors, without outliers.
 
-A step lasts until the next one starts, where the engine has work left, so that what its caller does between steps is
-counted. Decides where the knots lie: at powers of two, as far as steps were seen between them.
+If the engine has work left, a step lasts until the next one starts, so that the caller's time between steps counts.
+Decides where the knots are: at powers of two, as far as there were steps between them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from inflight.simulate.step_cost import StepCost, StepLoad
 
 ROUNDS = 8
 FARTHEST = 4.0
-"""A step whose relative error is more than so many times the median one is an outlier: something else ran."""
+"""A step is an outlier if its relative error is more than this many times the median: other programs disturbed it."""
 
 SMALLEST_SPREAD, SMALLEST_SECONDS = 1e-9, 1e-9
 
@@ -24,7 +24,10 @@ Matrix = npt.NDArray[np.float64]
 
 
 def fit_cost(recordings: Sequence[Recording]) -> StepCost:
-    """The cost that explains all steps of the recordings best. Raises `ValueError` if there are fewer than two."""
+    """Returns the cost that fits all steps of the recordings best.
+
+    Raises `ValueError` unless the steps have at least two different numbers of tokens.
+    """
     steps = [pair for recording in recordings for pair in timed_steps(recording.steps)]
     loads, seconds = [load_of(step) for step, _ in steps], np.array([seconds for _, seconds in steps])
     if len({load.num_tokens for load in loads}) < 2:
@@ -41,7 +44,7 @@ def fit_cost(recordings: Sequence[Recording]) -> StepCost:
 
 
 def timed_steps(steps: Iterable[StepRecord]) -> list[tuple[StepRecord, float]]:
-    """Each step with its seconds: to the next one's start, if it left work to do; else its own duration."""
+    """Returns each step with its seconds: up to the next step's start if it left work to do, else its own duration."""
     steps = list(steps)
     timed = [
         (step, after.start_time - step.start_time if step.num_running + step.num_waiting else step.duration)
@@ -51,12 +54,12 @@ def timed_steps(steps: Iterable[StepRecord]) -> list[tuple[StepRecord, float]]:
 
 
 def load_of(step: StepRecord) -> StepLoad:
-    """What was in a recorded step."""
+    """Returns the load of a recorded step."""
     return StepLoad.of((span.start, span.length, int(span.kind != "chunk")) for span in step.spans)
 
 
 def choose_knots(num_tokens: Sequence[int]) -> list[int]:
-    """The fewest and the most tokens seen, and the powers of two between, if steps fall between each and the last."""
+    """Returns the fewest and most tokens seen, and each power of two between them with steps since the last knot."""
     seen = sorted(set(num_tokens))
     knots = [seen[0]]
     for exponent in range(seen[-1].bit_length()):
@@ -67,14 +70,15 @@ def choose_knots(num_tokens: Sequence[int]) -> list[int]:
 
 
 def _rises(num_tokens: Sequence[int], knots: Sequence[int]) -> Matrix:
-    """`[steps, knots]`: the first knot's level, then how much of the rise up to each further knot a step has."""
+    """Returns `[steps, knots]`: 1 for the first knot's level, then each step's share of the rise to further knots."""
     tokens = np.array(num_tokens, dtype=np.float64)[:, None]
     low, high = np.array(knots[:-1], dtype=np.float64), np.array(knots[1:], dtype=np.float64)
     return np.hstack([np.ones_like(tokens), np.clip((tokens - low) / (high - low), 0.0, 1.0)])
 
 
 def _robust(design: Matrix, seconds: Matrix) -> Matrix:
-    """Least squares on errors relative to what is predicted, again and again without the steps that lie far off."""
+    """Solves `design [steps, columns]` for `seconds [steps]`: least squares on relative errors, repeated without
+    outliers. Returns `[columns]`."""
     predicted, kept = seconds, np.ones(len(seconds), dtype=bool)
     for _ in range(ROUNDS):
         solution = _non_negative((design / predicted[:, None])[kept], (seconds / predicted)[kept])
@@ -85,7 +89,8 @@ def _robust(design: Matrix, seconds: Matrix) -> Matrix:
 
 
 def _non_negative(design: Matrix, target: Matrix) -> Matrix:
-    """Least squares with no negative coefficient: those that come out negative are left out, one at a time."""
+    """Solves `design [steps, columns]` for `target [steps]` by least squares, dropping the most negative coefficient
+    until none is left. Returns `[columns]`."""
     scale = np.linalg.norm(design, axis=0)
     columns = [column for column in range(design.shape[1]) if scale[column] > 0]
     solution = np.zeros(design.shape[1])

@@ -1,7 +1,7 @@
-"""What comes in: requests made up by distributions, or those of a recording. One at a time, never all at once.
+"""The simulated requests: drawn from distributions, or replayed from a recording; made one at a time.
 
-Decides arrival times, lengths and which prompts share a prefix; knows no scheduler. Tokens mean nothing here: they are
-only equal or different.
+Decides arrival times, lengths and which prompts share a prefix; knows no scheduler. Tokens have no meaning here; they
+are only equal or different.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from inflight.observe.run_report import sequence_times
 Shape: TypeAlias = Literal["fixed", "uniform", "exponential", "lognormal"]
 VOCABULARY = 50_000
 CHUNK = 4096
-"""So many requests' lengths and times are drawn at once."""
+"""How many requests' lengths and times are drawn at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class SimulatedRequest:
     """One request.
 
     Attributes:
-        arrival: seconds; a negative one waits already when the run begins.
-        num_output_tokens: of each of its sequences.
+        arrival: seconds; if negative, the request is already waiting when the run begins.
+        num_output_tokens: output tokens of each of its sequences.
     """
 
     request_id: str
@@ -38,11 +38,11 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long something is, in tokens: never less than 1.
+    """A distribution of lengths in tokens, each at least 1.
 
     Attributes:
-        shape: "fixed" (`first`), "uniform" (from `first` to `second`), "exponential" (of mean `first`), or "lognormal"
-            (of mean `first`; `second` is the standard deviation of the logarithm: 1 is heavy-tailed).
+        shape: "fixed" (`first`), "uniform" (from `first` to `second`), "exponential" (with mean `first`), or
+            "lognormal" (with mean `first`; `second` is the standard deviation of the logarithm: 1 is heavy-tailed).
     """
 
     shape: Shape
@@ -51,7 +51,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """From "100" or "fixed:100", "uniform:16:256", "exponential:100", "lognormal:100:1". Raises `ValueError`."""
+        """Parses "100" or "fixed:100", "uniform:16:256", "exponential:100", "lognormal:100:1". Raises `ValueError`."""
         shape, *numbers = text.split(":") if ":" in text else ["fixed", text]
         needed = 2 if shape in ("uniform", "lognormal") else 1
         try:
@@ -67,7 +67,7 @@ class Lengths:
         return cls(cast(Shape, shape), *values)
 
     def draw(self, rng: np.random.Generator, count: int, at_most: float = inf) -> list[int]:
-        """So many random lengths; longer ones than `at_most` are cut."""
+        """Returns `count` random lengths; those above `at_most` are cut to it."""
         if self.shape == "fixed":
             values = np.full(count, self.first)
         elif self.shape == "uniform":
@@ -82,13 +82,13 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticLoad:
-    """Requests that are made up; iterating makes the same ones again.
+    """Synthetic requests; every iteration makes the same ones.
 
     Attributes:
-        rate: requests a second, on average, each independent of the others (Poisson); None: all come at time 0.
-        prompt_tokens, output_tokens: a prompt's length is without the shared prefix.
-        shared_prefix_tokens: so many tokens stand before the prompts of `shared_prefix_share` of all requests.
-        num_prefixes: there are so many such prefixes, equally frequent.
+        rate: requests per second, on average, independent of each other (Poisson); None: all arrive at time 0.
+        prompt_tokens, output_tokens: distributions of lengths; a prompt's length is without the shared prefix.
+        shared_prefix_tokens: length of the prefix that a share of all requests, `shared_prefix_share`, begins with.
+        num_prefixes: number of different prefixes, which are equally frequent.
         max_model_len: prompt and output are cut to fit into it.
     """
 
@@ -127,9 +127,9 @@ class SyntheticLoad:
 
 
 def replay(recording: Recording) -> Iterator[SimulatedRequest]:
-    """The requests of a recording: they come as they came, and get as many tokens as they got.
+    """Yields a recording's requests, with their recorded arrival times and numbers of output tokens.
 
-    The first step is time 0. Those whose arrival was not recorded, or that got nothing, are left out.
+    Time 0 is the first step. Requests without a recorded arrival or without output tokens are left out.
     """
     times = sequence_times(recording)
     for arrival in sorted(recording.arrivals, key=lambda arrival: arrival.time):

@@ -1,11 +1,11 @@
-"""`simulate`: the engine's loop with the real scheduler and block pool, where a step takes as long as a model says.
+"""`simulate`: the engine's loop with the real scheduler and block pool, where a cost model says how long a step takes.
 
 Plans, blocks, preemptions and prefix hits are the engine's own, step by step; only the time is computed, and every
-sequence gets exactly the tokens that it was to get. A token is its sequence's number, so that no two sequences write
-the same; what a prompt repeats of an earlier answer is therefore not found in the cache here.
+sequence gets exactly its given number of tokens. A generated token is its sequence's number, so that no two sequences
+generate the same text. Therefore a prompt that repeats an earlier answer does not find it in the prefix cache here.
 
-Where who came first is served first, no more requests are handed to the scheduler than could be admitted in a step:
-its decisions are the same, and a million of them take no memory.
+With the policy "first come, first served", the scheduler gets no more requests than it could admit in a step: its
+decisions are the same, and a million requests take no memory.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,24 +35,24 @@ def simulate(
     model: ModelInfo | None = None,
     observer: Callable[[StepRecord], None] | None = None,
 ) -> RunReport:
-    """Run requests to their ends on a virtual clock that begins at 0.
+    """Runs requests to their ends on a virtual clock that begins at 0.
 
     Args:
-        requests: by time of arrival; taken one by one, as the clock goes on.
-        config: what of it has to do with scheduling. `num_blocks` None: as many as all slots could ever fill.
-        cost: seconds of a step.
-        model: of which scheduling looks at what is kept and shared of a sequence, and when it is computed anew; None:
-            one that keeps and shares everything.
-        observer: is called with each step's record; the times in it are virtual.
+        requests: in order of arrival; taken one by one as the clock advances.
+        config: only its scheduling options matter. `num_blocks` None: as many as all slots could ever fill.
+        cost: the cost of steps.
+        model: says which keys and values of a sequence are kept and shared, and when it is computed anew; None: a model
+            that keeps and shares everything.
+        observer: called with each step's record, in virtual time.
 
     Raises:
-        ValueError: a request could never fit the cache, or comes before the one ahead of it.
+        ValueError: a request could never fit the cache, or arrives earlier than the request before it.
     """
     return Simulation(requests, config, cost, model, observer).run()
 
 
 def enough_blocks(config: EngineConfig, layout: CacheLayout) -> int:
-    """Blocks of the cache: what the configuration says, or so many that they are never short."""
+    """Returns the number of blocks in the cache: the configured one, or enough for every case."""
     if config.num_blocks is not None:
         return config.num_blocks
     return config.max_num_seqs * layout.max_num_blocks(config.max_model_len or DEFAULT_MODEL_LEN)
@@ -60,7 +60,7 @@ def enough_blocks(config: EngineConfig, layout: CacheLayout) -> int:
 
 @dataclass(slots=True)
 class Expected:
-    """What is kept of a request until its last sequence has ended."""
+    """What the simulation remembers about a request until its last sequence has ended."""
 
     arrival: float
     num_output_tokens: tuple[int, ...]
@@ -92,8 +92,8 @@ class Simulation:
         self.log = RunLog(config.max_num_seqs, self.pool.num_blocks)
         self.clock = 0.0
         self._watch = StepWatch(self.scheduler)
-        everybody_counts = config.policy == "priority" or observer is not None  # a record tells how many wait
-        self._most_waiting = float("inf") if everybody_counts else config.max_num_seqs
+        submits_all = config.policy == "priority" or observer is not None  # records contain the number waiting
+        self._most_waiting = float("inf") if submits_all else config.max_num_seqs
         self._incoming = iter(requests)
         self._next = next(self._incoming, None)
         self._began = 0.0 if self._next is None else self._next.arrival
@@ -102,7 +102,7 @@ class Simulation:
         self._first_token_times: dict[int, float] = {}
 
     def run(self) -> RunReport:
-        """Step until everybody has finished."""
+        """Runs steps until all requests have finished."""
         scheduler = self.scheduler
         while True:
             self._submit_arrived()
@@ -127,7 +127,7 @@ class Simulation:
             self._submit(request)
             self._next = next(self._incoming, None)
             if self._next is not None and self._next.arrival < request.arrival:
-                raise ValueError(f"request {self._next.request_id!r} comes before {request.request_id!r}, ahead of it")
+                raise ValueError(f"requests {request.request_id!r} and {self._next.request_id!r} are out of order")
 
     def _submit(self, request: SimulatedRequest) -> None:
         outputs, prompt = request.num_output_tokens, request.prompt_token_ids
@@ -149,7 +149,7 @@ class Simulation:
             self._watch.see_arrival(arrival)
 
     def _step(self, plan: StepPlan) -> None:
-        """Let one step pass, and take in what it gave."""
+        """Simulates one step and processes its results."""
         planned = None if self.observer is None else self._watch.see_plan(plan)
         start, seconds = self.clock, self.cost.seconds(load_of_plan(plan))
         self.clock += seconds
@@ -167,7 +167,7 @@ class Simulation:
             self.observer(self._watch.record(planned, self.log.num_steps - 1, start, seconds))
 
     def _end_early(self, sequence: Sequence) -> None:
-        """End a sequence that was to get fewer tokens than others of its request."""
+        """Ends a sequence that has all its tokens, if it gets fewer than others of its request."""
         request_id = sequence.request.request_id
         if request_id in self._uneven:
             wanted = self._expected[request_id].num_output_tokens[sequence.index]
@@ -186,7 +186,7 @@ class Simulation:
 
 
 def load_of_plan(plan: StepPlan) -> StepLoad:
-    """What is in a step. (`StepLoad.of`, written out for decodes: this is called a lot.)"""
+    """Returns the load of a planned step. (It inlines `StepLoad.of` for decodes, because it is called very often.)"""
     decodes = [span.start for span in plan.spans if span.sequence_length == span.start + 1]
     others = [(s.start, len(s.token_ids), s.num_logit_rows) for s in plan.spans if s.sequence_length != s.start + 1]
     num_keys = sum(decodes) + len(decodes)

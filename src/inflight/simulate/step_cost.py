@@ -1,12 +1,12 @@
-"""`StepCost`: how long a step takes, from what is in it. A model of a machine that knows no scheduler.
+"""`StepCost`: how long a step takes, as a function of its load. A model of a machine that knows no scheduler.
 
     seconds = tokens(T) + per_logit_row * R + per_context_token * C + per_attended_key * K
 
-T tokens go through the layers and R rows through the output head and the sampler. Each span's context, C tokens in all,
-is read from the cache once, and K keys are attended to by all tokens together: of a decode the two are the same, of a
-prefill K grows with the square. `tokens` is a straight line (fixed + per_token * T) where that is all one knows. What
-is measured bends: on a CPU one row is a matrix-vector product, bound by memory, and four rows hardly cost more than
-three; so it is a line through knots, extended beyond the last one as between the last two.
+T tokens go through the layers and R rows through the output head and the sampler. The spans' contexts, C tokens in all,
+are read from the cache once, and K is the number of keys that all tokens together attend to: for a decode C and K are
+equal, for a prefill K grows with the square. If nothing more is known, `tokens` is a straight line (fixed + per_token *
+T). Measured costs bend: on a CPU one row is a matrix-vector product, bound by memory, and four rows hardly cost more
+than three. So `tokens` is a line through knots; beyond the last knot it continues with the slope of the last segment.
 """
 
 import bisect
@@ -21,7 +21,7 @@ RATES = ("per_logit_row", "per_context_token", "per_attended_key")
 
 
 class StepLoad(NamedTuple):
-    """What is in a step."""
+    """The load of a step: the four numbers that its cost depends on."""
 
     num_tokens: int
     num_logit_rows: int
@@ -30,7 +30,7 @@ class StepLoad(NamedTuple):
 
     @classmethod
     def of(cls, spans: Iterable[tuple[int, int, int]]) -> "StepLoad":
-        """Of spans given as (start, length, rows of logits)."""
+        """Returns the load of spans given as (start, length, rows of logits)."""
         num_tokens = num_logit_rows = num_context_tokens = num_attended_keys = 0
         for start, length, num_rows in spans:
             num_tokens += length
@@ -42,13 +42,13 @@ class StepLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step costs, in seconds; `parse` checks what a user gives.
+    """The cost of steps, in seconds; `parse` checks a user's input.
 
     Attributes:
         knots: (tokens, seconds) by increasing tokens, at least two.
-        per_logit_row: for each sequence that gets a token.
-        per_context_token: for each token that a span has or finds in the cache.
-        per_attended_key: for each pair of a token and a key that it attends to.
+        per_logit_row: seconds for each sequence that gets a token.
+        per_context_token: seconds for each token that a span has or finds in the cache.
+        per_attended_key: seconds for each pair of a token and a key that it attends to.
     """
 
     knots: tuple[tuple[int, float], ...]
@@ -58,12 +58,12 @@ class StepCost:
 
     @classmethod
     def linear(cls, fixed: float, per_token: float, **rates: float) -> "StepCost":
-        """A step costs `fixed` seconds, so much for each token, and what else is given."""
+        """Returns a cost of `fixed` seconds per step, `per_token` for each token, and the given rates."""
         return cls(((0, fixed), (1, fixed + per_token)), **rates)
 
     @classmethod
     def parse(cls, text: str) -> "StepCost":
-        """From a JSON object with the attributes of a `StepCost`, or the arguments of `linear`. Raises `ValueError`."""
+        """Parses a JSON object with the attributes of `StepCost` or the arguments of `linear`. Raises `ValueError`."""
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
@@ -84,11 +84,11 @@ class StepCost:
         return cls(_knots(values["knots"]), **{name: values[name] for name in RATES if name in values})
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `parse` reads it."""
+        """Returns the cost for JSON, in the form that `parse` reads."""
         return asdict(self)
 
     def seconds(self, load: StepLoad) -> float:
-        """Of one step."""
+        """Returns the seconds of a step with this load."""
         knots = self.knots
         after = min(max(bisect.bisect_left(knots, (load.num_tokens,)), 1), len(knots) - 1)
         (tokens, seconds), (next_tokens, next_seconds) = knots[after - 1], knots[after]

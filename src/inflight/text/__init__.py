@@ -1,6 +1,6 @@
-"""From text to token ids and back: tokenizer, chat template, incremental detokenizer, stop strings.
+"""Text to token ids and back: tokenizer, chat template, incremental detokenizer, stop strings.
 
-Decides what a prompt's tokens are and what text a sequence's tokens make. Knows nothing of models and steps.
+Decides which tokens a prompt has and which text a sequence's tokens make. Knows nothing of models and steps.
 """
 
 from inflight.text.detokenizer import IncrementalDetokenizer

@@ -1,6 +1,6 @@
-"""`Collector`: what the engine says about one request, collected into its `RequestOutput` with text.
+"""`Collector`: collects the engine's outputs for one request into its `RequestOutput`, with text.
 
-Runs in the caller's process. Knows tokens and texts, nothing of steps or of other requests.
+Runs in the caller's process. Knows tokens and texts, but nothing of steps or other requests.
 """
 
 import time
@@ -25,8 +25,8 @@ class Collector:
     """One request's output as it grows.
 
     Args:
-        prompt: the prompt's text, if text was given.
-        prompt_index: its place among the prompts of one call.
+        prompt: the prompt's text, if the prompt was text.
+        prompt_index: the prompt's index within its call.
         tokenizer: None leaves all texts empty.
     """
 
@@ -54,7 +54,7 @@ class Collector:
         self._num_preemptions = [0] * params.n
 
     def take_in(self, news: SequenceOutput) -> TextDelta:
-        """Add what one step gave one of the request's sequences; returns what is new for a reader."""
+        """Adds one step's output of one sequence; returns what is new for the reader."""
         completion = self.output.outputs[news.index]
         completion.token_ids += news.new_token_ids
         logprobs, prompt_logprobs = self._take_in_scores(news)
@@ -81,7 +81,7 @@ class Collector:
         )
 
     def snapshot(self) -> RequestOutput:
-        """All that there is so far, with its text; what comes later leaves it as it is."""
+        """Returns the output so far, with its text; later steps do not change it."""
         outputs = [
             replace(
                 each,
@@ -96,7 +96,7 @@ class Collector:
     def _take_in_scores(
         self, news: SequenceOutput
     ) -> tuple[list[TokenLogprobs] | None, list[TokenLogprobs | None] | None]:
-        """The log-probabilities of new tokens, and of the prompt if they have come."""
+        """Adds log-probabilities; returns those of the new tokens, and those of the prompt once they have arrived."""
         completion, logprobs, prompt_logprobs = self.output.outputs[news.index], None, None
         prompt_ids = self.output.prompt_token_ids[1:]
         prompt_scores = news.prompt_scores if prompt_ids else []
@@ -112,7 +112,7 @@ class Collector:
         return logprobs, prompt_logprobs
 
     def _logprobs(self, token_id: int, score: TokenScore) -> TokenLogprobs:
-        """What is told of a position: its own token, then the likeliest."""
+        """Returns the log-probabilities at a position: the token's own, then those of the likeliest tokens."""
         logprobs = {token_id: Logprob(score.logprob, score.rank, self._decoded(token_id))}
         for rank, (top_id, logprob) in enumerate(zip(score.top_token_ids, score.top_logprobs, strict=True), start=1):
             if top_id != token_id:

@@ -1,16 +1,16 @@
-"""The text of a growing sequence of tokens, piece by piece.
+"""`IncrementalDetokenizer`: turns a growing sequence of tokens into text, piece by piece.
 
-Decides when a piece of text is certain. Knows nothing of stop strings, and decodes nothing itself: what a token means
-beside its neighbours is the tokenizer's business, asked through a short window of the last tokens. The window is the
-method of Hugging Face's text-generation-inference (`prefix_offset` and `read_offset` in
-server/text_generation_server/models/model.py), which vLLM uses too, with two differences:
+Decides when a piece of text is certain. Knows nothing of stop strings, and decodes nothing itself: the tokenizer
+decodes a short window of the last tokens, because a token's text depends on its neighbours. The window is the method of
+Hugging Face's text-generation-inference (`prefix_offset` and `read_offset` in
+server/text_generation_server/models/model.py), which vLLM uses, too. There are two differences:
 
-- What is held back is at most one half character. There a tail that ends in U+FFFD blocks the stream until it ends in
-  something else, which a run of invalid bytes or of tokens that each end in half a character never does.
-- Byte tokens (SentencePiece's byte fallback) are joined to characters before they are decoded. `tokenizers` decodes a
-  run of byte tokens as a whole: one invalid byte turns the run, characters long since shown included, into U+FFFD
-  (`tokenizers.decoders.DecodeStream` raises then). Here, as in SentencePiece itself, each byte that is part of no
-  character becomes one U+FFFD and its neighbours stay what they are. Valid text is the same either way.
+- At most one incomplete character is held back. There, a tail that ends in U+FFFD blocks the stream until it ends in
+  something else, which never happens in a run of invalid bytes or of tokens that each end in an incomplete character.
+- Byte tokens (SentencePiece's byte fallback) are joined into characters before they are decoded. `tokenizers` decodes a
+  run of byte tokens as a whole: one invalid byte turns the whole run into U+FFFD, including characters that have long
+  been shown (`tokenizers.decoders.DecodeStream` raises then). Here, as in SentencePiece itself, each byte that belongs
+  to no character becomes one U+FFFD, and its neighbours do not change. Valid text is the same either way.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from itertools import chain, islice
 
 from inflight.text.tokenizer import Tokenizer
 
-_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not UTF-8, or not yet
+_REPLACEMENT = "\ufffd"  # a decoder's output for bytes that are not, or not yet, UTF-8
 
-# Tokens of context for the next one. Enough to know that it does not begin the text, and to hold all bytes of a half
-# character (three at most). Cutting once in a while, not at every token, saves decoding the shortened window again.
+# Tokens of context for the next token: enough to show that it does not begin the text, and to hold all bytes of an
+# incomplete character (at most three). Cutting the window only now and then avoids decoding it again at every token.
 _MIN_WINDOW = 6
 _MAX_WINDOW = 24
 
@@ -32,9 +32,9 @@ _MAX_WINDOW = 24
 class IncrementalDetokenizer:
     """Turns one sequence's output tokens into text deltas, at a cost per token that does not grow with the sequence.
 
-    The deltas together are the text of `prompt + output` less the text of `prompt`: a first output token keeps its
+    The joined deltas are the text of `prompt + output` without the text of `prompt`: a first output token keeps its
     leading space, and a character that the prompt left incomplete belongs to the output. They do not depend on how the
-    tokens were split into appends.
+    tokens are split into appends.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
@@ -42,18 +42,18 @@ class IncrementalDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._byte_joiner = _ByteJoiner(tokenizer.byte_of_token)
         context = list(islice(filter(self._has_text, reversed(prompt_token_ids)), _MAX_WINDOW))
-        self._window = self._join(reversed(context))  # tokens that belong together in one list
+        self._window = self._join(reversed(context))  # tokens that belong together are in one list
         self._text = self._decode_window()
-        self._num_shown = len(self._text)  # characters of the window's text that need not be shown (again)
+        self._num_shown = len(self._text)  # characters of the window's text that need not be shown
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The text that `token_ids` make certain; held back is at most the beginning of one character."""
+        """Returns the text that `token_ids` make certain; at most one incomplete character is held back."""
         groups = self._join(filter(self._has_text, token_ids))
         step = _MAX_WINDOW - _MIN_WINDOW
         return "".join(self._advance(groups[start : start + step]) for start in range(0, len(groups), step))
 
     def finish(self) -> str:
-        """What was held back, with U+FFFD for the character that was never completed."""
+        """Returns what was held back, with U+FFFD for a character that was never completed."""
         delta = self._advance(self._byte_joiner.flush()) + self._text[self._num_shown :]
         self._num_shown = len(self._text)
         return delta
@@ -72,10 +72,10 @@ class IncrementalDetokenizer:
         self._window += groups
         self._text = self._decode_window()
         if previous.endswith(_REPLACEMENT) and not self._text.startswith(previous):
-            self._num_shown = min(self._num_shown, len(previous) - 1)  # the prompt's half character was completed
+            self._num_shown = min(self._num_shown, len(previous) - 1)  # the prompt's incomplete character was completed
         # Of several U+FFFD at the end only the last can still become a character: a decoder that replaces bytes writes
-        # one for a whole incomplete character, and a second only after bytes that can't go on the first.
-        # Characters made of byte tokens come here whole, so that with those a U+FFFD is one.
+        # one for a whole incomplete character, and a second only after bytes that cannot continue the first.
+        # Characters made of byte tokens arrive here complete, so with byte tokens a U+FFFD is final.
         ends_in_half = self._text.endswith(_REPLACEMENT) and not self._tokenizer.byte_of_token
         num_certain = max(self._num_shown, len(self._text) - ends_in_half)
         delta = self._text[self._num_shown : num_certain]
@@ -85,8 +85,8 @@ class IncrementalDetokenizer:
         return delta
 
     def _cut_window(self) -> None:
-        # The shorter window may begin in the middle of a character. That spoils its first characters, which were shown
-        # long ago; UTF-8 finds its step again at the next character, so that the end of the text is the same.
+        # The shorter window may begin in the middle of a character. That corrupts its first characters, which have long
+        # been shown; UTF-8 resynchronises at the next character, so the end of the text is the same.
         num_held_back = len(self._text) - self._num_shown
         self._window = self._window[-_MIN_WINDOW:]
         self._text = self._decode_window()
@@ -94,16 +94,16 @@ class IncrementalDetokenizer:
 
 
 class _ByteJoiner:
-    """Groups tokens so that the byte tokens of a character stay together, and puts U+FFFD for bytes that make none."""
+    """Groups tokens so that the byte tokens of a character stay together; other bytes become U+FFFD."""
 
     def __init__(self, byte_of_token: Mapping[int, int]) -> None:
         self._byte_of_token = byte_of_token
         token_of_byte = {byte: token_id for token_id, byte in byte_of_token.items()}
         self._replacement = [token_of_byte[byte] for byte in _REPLACEMENT.encode()] if byte_of_token else []
-        self._token_ids: list[int] = []  # the byte tokens of a character that is incomplete
+        self._token_ids: list[int] = []  # the byte tokens of an incomplete character
 
     def feed(self, token_id: int) -> list[list[int]]:
-        """The groups that `token_id` completes, in order."""
+        """Returns the groups that `token_id` completes, in order."""
         if token_id not in self._byte_of_token:
             return [*self.flush(), [token_id]]
         self._token_ids.append(token_id)
@@ -122,7 +122,7 @@ class _ByteJoiner:
         return groups
 
     def flush(self) -> list[list[int]]:
-        """A replacement for each byte of the incomplete character, which won't be completed."""
+        """Returns a replacement for each byte of the incomplete character, which will not be completed."""
         groups = [self._replacement] * len(self._token_ids)
         self._token_ids = []
         return groups

@@ -1,8 +1,8 @@
 """The text of one sequence's output, up to its stop string.
 
 Decides after which token a sequence ends because of its text. Knows nothing of EOS: a token that ended the sequence and
-whose text is not wanted is simply not appended. The same code runs beside the engine (for sequences with stop strings,
-to end them at once) and in the caller's process (for the text), so both see the same end.
+whose text is not wanted is simply not appended. The same code runs next to the engine (for sequences with stop strings,
+to end them at once) and in the caller's process (for the text), so both find the same end.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from inflight.text.tokenizer import Tokenizer
 class OutputText:
     """Joins an incremental detokenizer and stop strings for one sequence.
 
-    The output does not depend on how its tokens were split into appends. `min_tokens`: stop strings are looked for only
-    in the text that later tokens make. Raises ValueError for an empty stop string.
+    The output does not depend on how its tokens are split into appends. Stop strings are searched only in the text of
+    tokens after the first `min_tokens`. Raises ValueError for an empty stop string.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class OutputText:
 
     @classmethod
     def of_request(cls, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> OutputText:
-        """The text of a sequence that answers a request with these parameters."""
+        """Returns the text of a new sequence that answers a request with these parameters."""
         return cls(
             tokenizer,
             prompt_token_ids,
@@ -65,22 +65,22 @@ class OutputText:
 
     @property
     def num_tokens_until_stop(self) -> int:
-        """How many of the appended tokens belong to the output: all, or those up to the one that completed the stop."""
+        """How many appended tokens belong to the output: all, or those up to the end of the stop string."""
         return self._num_tokens
 
     def take_in(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None, stop_reason: int | str | None = None
     ) -> str:
-        """The text that is safe to show after a step's tokens, all of it if the sequence has ended.
+        """Returns the text that is safe to show after a step's tokens; all of it if the sequence has ended.
 
-        A token that ended the sequence ("stop", but not for a string in the text) has no place in the text.
+        A token that ended the sequence (finish reason "stop" without a stop string) is not part of the text.
         """
         ended_by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
         delta = self.append(token_ids[:-1] if ended_by_token else token_ids)
         return delta if finish_reason is None else delta + self.finish()
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The text that is safe to show after `token_ids`; tokens after a stop are dropped."""
+        """Returns the text that is safe to show after `token_ids`; tokens after a stop are dropped."""
         if self._stop_strings is None:
             self._num_tokens += len(token_ids)
             return self._show(self._detokenizer.append(token_ids))
@@ -93,7 +93,7 @@ class OutputText:
         return self._show("".join(deltas))
 
     def finish(self) -> str:
-        """What was held back, when the sequence has ended. A stop string in it is found too."""
+        """Returns what was held back, when the sequence has ended. A stop string in it is found, too."""
         if self._stop_reason is not None or self._num_tokens == 0:
             return ""
         delta = self._detokenizer.finish()

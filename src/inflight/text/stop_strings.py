@@ -1,11 +1,11 @@
-"""Where a text ends because one of its stop strings has come.
+"""`StopStrings`: finds where a text ends because of a stop string.
 
-Decides which stop string counts and how much text can be shown before that is known. Knows nothing of tokens.
+Decides which stop string counts, and how much text can be shown before that is known. Knows nothing of tokens.
 
-The stop string that counts is the one whose last character comes first; of several that end there, the longest. That
-is what a reader who looks at the text after each character would stop at, so it can be acted on at once and does not
-depend on how the text was cut into pieces. (vLLM looks after each token and takes the first of its list that is found
-in the text so far: the same, except when a single token completes two.)
+The stop string that counts is the one whose last character comes first; of several that end there, the longest. A
+reader who checks the text after each character would stop at the same place, so the end can be acted on at once and
+does not depend on how the text was cut into pieces. (vLLM checks after each token and takes the first stop string of
+its list that is in the text so far: the same, except when a single token completes two.)
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Sequence
 class StopStrings:
     """Watches one text, fed in pieces, for stop strings; buffers less than the longest of them.
 
-    The search is Knuth, Morris and Pratt's, one automaton a stop string ("Fast pattern matching in strings", 1977):
-    constant work per character however long the stop strings are, and an automaton's state is just the length of the
-    stop string's beginning that the text ends with, which is what has to be held back.
+    The search is Knuth, Morris and Pratt's ("Fast pattern matching in strings", 1977), with one automaton per stop
+    string. The work per character is constant, however long the stop strings are. An automaton's state is the length of
+    the stop string's beginning with which the text ends, which is exactly what must be held back.
     """
 
     def __init__(self, stop: Sequence[str], include_stop_str_in_output: bool = False) -> None:
@@ -31,7 +31,7 @@ class StopStrings:
         self._hit: str | None = None
 
     def feed(self, delta: str) -> tuple[str, str | None]:
-        """The text that is safe to show after `delta`, and the stop string that has ended the text, if any.
+        """Returns the text that is safe to show after `delta`, and the stop string that has ended the text, if any.
 
         The text is cut right before the stop string, or right after it with `include_stop_str_in_output`. Once the text
         has ended, nothing more is shown.
@@ -50,7 +50,7 @@ class StopStrings:
         return text[:num_safe], None
 
     def flush(self) -> str:
-        """What was held back, for a text that has ended otherwise."""
+        """Returns what was held back, for a text that has ended without a stop string."""
         text, self._held_back = self._held_back, ""
         for automaton in self._automata:
             automaton.num_matched = 0
@@ -58,7 +58,7 @@ class StopStrings:
 
 
 class _Automaton:
-    """How much of `text` the characters seen so far end with."""
+    """Tracks with how much of the beginning of `text` the characters seen so far end."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -69,7 +69,7 @@ class _Automaton:
             self._fallback.append(self._next(self._fallback[-1], character))
 
     def advance(self, character: str) -> bool:
-        """Take one character; True when it completes `text`, after which the automaton is not used again."""
+        """Takes one character; returns True when it completes `text`, after which the automaton is not used again."""
         self.num_matched = self._next(self.num_matched, character)
         return self.num_matched == len(self.text)
 

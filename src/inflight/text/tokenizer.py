@@ -1,8 +1,8 @@
-"""One tokenizer: text and chats to token ids, token ids to text.
+"""`Tokenizer`: converts text and chats to token ids, and token ids to text.
 
 Decides where a tokenizer comes from, which errors its user sees, and which token ids stand for text at all. Knows
-nothing of sequences and streams: `detokenizer` turns a growing sequence into text. `transformers` is imported when a
-tokenizer is loaded, not before.
+nothing of sequences and streams: `detokenizer` turns a growing sequence into text. `transformers` is imported only when
+a tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from inflight.contracts.errors import InvalidRequestError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A folder with none of these has no tokenizer. `AutoTokenizer` can't be asked: where there is only a config.json it
-# makes a tokenizer with an empty vocabulary.
+# A folder with none of these has no tokenizer. `AutoTokenizer` cannot be asked: from a config.json alone it makes a
+# tokenizer with an empty vocabulary.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -40,10 +40,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer | None:
-        """Load the tokenizer of a local folder or of a repository on the Hugging Face hub.
+        """Loads the tokenizer of a local folder or of a repository on the Hugging Face hub.
 
-        Returns None when there is none in `source`. Raises ModelError, in one sentence, when `source` can't be reached
-        or its tokenizer can't be read.
+        Returns None if `source` has no tokenizer. Raises ModelError, in one sentence, if `source` cannot be reached or
+        its tokenizer cannot be read.
         """
         is_folder = Path(source).is_dir()
         if not is_folder and (Path(source).is_absolute() or Path(source).exists()):
@@ -54,7 +54,7 @@ class Tokenizer:
 
         try:
             inner = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
-        except Exception as error:  # whatever a broken file makes its reader raise
+        except Exception as error:  # a broken file can raise anything
             raise ModelError(f"cannot load the tokenizer of {source!r}: {_one_line(error)}") from error
         if len(inner) > len(inner.all_special_ids):
             return cls(inner)
@@ -70,16 +70,16 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """The number of tokens, added ones too. A model's logits may be wider (padding)."""
+        """The number of tokens, including added ones. A model's logits may be wider (padding)."""
         return len(self.inner)
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a prompt, with the special tokens that the tokenizer adds by its own default."""
+        """Returns the token ids of a prompt, with the special tokens that the tokenizer adds by default."""
         token_ids: list[int] = self.inner.encode(text, verbose=False)
         return token_ids
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
-        """How a word is written in tokens, at the beginning of a text and behind a space, without special tokens."""
+        """Returns a word's token ids at the beginning of a text and after a space, without special tokens."""
         spelled = (tuple(self.inner.encode(each, add_special_tokens=False)) for each in (word, f" {word}"))
         return [token_ids for token_ids in dict.fromkeys(spelled) if token_ids]
 
@@ -93,12 +93,12 @@ class Tokenizer:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The token ids of a chat, written out by the model's chat template (or `chat_template`, in Jinja).
+        """Returns the token ids of a chat, formatted by the model's chat template (or by `chat_template`, in Jinja).
 
-        `messages` are dicts with a `role` and a `content`, `tools` JSON schemas. With `continue_final_message` the last
-        message is left open for the model to go on with; set `add_generation_prompt` to False then.
+        `messages` are dicts with a `role` and a `content`, `tools` are JSON schemas. With `continue_final_message` the
+        last message is left open for the model to continue; then set `add_generation_prompt` to False.
         `chat_template_kwargs` are further variables of the template, such as `enable_thinking`. Raises
-        InvalidRequestError, in one sentence, when there is no template or the template refuses the messages.
+        InvalidRequestError, in one sentence, if there is no template or the template refuses the messages.
         """
         if not messages:
             raise InvalidRequestError("a chat needs at least one message")
@@ -121,9 +121,9 @@ class Tokenizer:
         return token_ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`, spaces as the model meant them (no clean-up)."""
+        """Returns the text of `token_ids`, with spaces as the model wrote them (no clean-up)."""
         text: str
-        if self.inner.is_fast:  # what `inner.decode` does in the end, in less than half the time: called for each token
+        if self.inner.is_fast:  # called for each token: as `inner.decode`, in less than half the time
             text = self.inner.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         else:
             text = self.inner.decode(
@@ -132,9 +132,9 @@ class Tokenizer:
         return text
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Whether `decode` lets `token_id` through: not a special token that is skipped, nor an id without a token.
+        """Whether `decode` writes text for `token_id`: it is not a skipped special token, and it has a token.
 
-        A model's vocabulary may be padded beyond its tokenizer's, so that it can sample an id that means nothing.
+        A model's vocabulary may be padded beyond its tokenizer's, so a model can sample an id without a token.
         """
         if skip_special_tokens and token_id in self._special_token_ids:
             return False
@@ -147,7 +147,7 @@ class Tokenizer:
 
     @cached_property
     def byte_of_token(self) -> Mapping[int, int]:
-        """For each byte token (`<0x00>` to `<0xFF>`, SentencePiece's byte fallback) its byte; empty without them."""
+        """The byte of each byte token (`<0x00>` to `<0xFF>`, SentencePiece's byte fallback); empty without them."""
         token_ids = self.inner.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
         if None in token_ids or len(set(token_ids)) < 256:
             return {}
@@ -157,7 +157,7 @@ class Tokenizer:
 
     @cached_property
     def _special_token_ids(self) -> frozenset[int]:
-        """What `decode` skips: in a fast tokenizer the added tokens marked special, in a slow one those with a role."""
+        """The ids that `decode` skips: a fast tokenizer's added tokens marked special, a slow one's ids with a role."""
         if self.inner.is_fast:
             return frozenset(i for i, token in self.inner.added_tokens_decoder.items() if token.special)
         return frozenset(self.inner.all_special_ids)

@@ -183,25 +183,25 @@ def test_what_is_constrained(tokenizer: Tokenizer) -> None:
     ("fields", "message"),
     [
         ({"tools": [tool("f"), tool("f")]}, "tools has 'f' more than once"),
-        ({"tool_choice": "required"}, "a tool is to be called, but tools has no tools"),
+        ({"tool_choice": "required"}, "a tool must be called, but tools has no tools"),
         (
             {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-            "'g' is to be called, but tools has only 'f'",
+            "'g' must be called, but tools has only 'f'",
         ),
-        ({"tools": [tool("f")], "template": "{{ messages }}"}, "this model's chat template does not tell the model of"),
+        ({"tools": [tool("f")], "template": "{{ messages }}"}, "this model's chat template does not tell the model"),
         ({"tools": [tool("f")], "template": "{{ tools }}"}, "it is not known how this model writes calls"),
         ({"tools": [tool("f", {"not": {}}, strict=True)]}, "the tool 'f': json_schema has 'not' at #"),
         (
             {"tools": [tool("f", {"not": {}})], "tool_choice": "required"},
-            "cannot be enforced; leave it out; with 'strict': false any object is taken",
+            "cannot be enforced; leave it out; with 'strict': false any object is accepted",
         ),
         (
             {"tools": [tool("f", {"type": "string"}, strict=True)]},
-            "the tool 'f': the type of its parameters is 'string'; arguments are always an 'object'",
+            "the tool 'f': the type of its parameters is 'string'; arguments must be an 'object'",
         ),
         (
             {"tools": [tool("f")], "content": StructuredOutput(regex="a+")},
-            "regex is asked for, and tools may be called; beside calls there can be text or JSON only",
+            "regex is given, and tools may be called; besides calls there can only be text or JSON",
         ),
     ],
 )

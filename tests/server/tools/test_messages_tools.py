@@ -170,8 +170,8 @@ def test_how_blocks_become_messages() -> None:
     ("fields", "message"),
     [
         ({"tools": [TOOLS[0]] * 2, "tool_choice": {"type": "any"}}, "tools has 'Weather' more than once"),
-        ({"tool_choice": {"type": "any"}}, "a tool is to be called, but tools has no tools"),
-        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, "'f' is to be called, but tools has only"),
+        ({"tool_choice": {"type": "any"}}, "a tool must be called, but tools has no tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, "'f' must be called, but tools has only"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice must have a name if it is of type 'tool'"),
         ({"tools": TOOLS, "tool_choice": {"type": "auto", "name": "f"}}, "tool_choice must have a name if it is of"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]: the type is 'bash_20250124'; this server"),

@@ -145,7 +145,7 @@ def test_calls_follow_the_text_of_their_message(hermes: RunningServer) -> None:
     ("fields", "message", "param"),
     [
         ({"tools": [TOOLS[0]] * 2, "tool_choice": "required"}, "tools has 'Weather' more than once", "tools"),
-        ({"tool_choice": "required"}, "a tool is to be called, but tools has no tools", "tool_choice"),
+        ({"tool_choice": "required"}, "a tool must be called, but tools has no tools", "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]: the type is 'web_search'; this server takes tools", None),
         ({"tools": [{**TOOLS[0], "strict": 1}]}, "tools[0].strict is 1; it should be a valid boolean", None),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input[0]: the type is 'reasoning'; this server", None),
@@ -161,7 +161,7 @@ def test_calls_follow_the_text_of_their_message(hermes: RunningServer) -> None:
         ),
         (
             {"tools": TOOLS, "include": ["message.output_text.logprobs"]},
-            "where tools may be called this server does not tell it",
+            "this server does not support it where tools may be called",
             "include",
         ),
     ],

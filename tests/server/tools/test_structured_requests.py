@@ -117,7 +117,7 @@ def test_what_is_cut_off_says_so(server: RunningServer) -> None:
         (
             {"guided_regex": "a", "guided_choice": ["b"]},
             "guided_choice",
-            "guided_regex and guided_choice are given; a text can be asked to follow one of them only",
+            "guided_regex and guided_choice are given; a text can follow only one of them",
         ),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"json": {}}},

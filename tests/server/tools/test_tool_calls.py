@@ -285,7 +285,7 @@ def test_a_conversation_with_the_clients_own_messages(server: RunningServer) -> 
     ("fields", "param", "message"),
     [
         ({"tools": TOOLS}, "tools", "it is not known how this model writes calls"),
-        ({"tools": TOOLS, "chat_template": None}, "tools", "chat template does not tell the model of tools"),
+        ({"tools": TOOLS, "chat_template": None}, "tools", "chat template does not tell the model about tools"),
         ({"tools": [TOOLS[0]] * 2, "tool_choice": "required"}, "tools", "tools has 'Weather' more than once"),
         ({"tool_choice": "required"}, "tool_choice", "tools has no tools"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom", "there is no field 'custom'"),

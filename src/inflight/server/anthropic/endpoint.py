@@ -1,4 +1,4 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`, Anthropic's: decides how they are answered, also in a stream."""
+"""Anthropic's `POST /v1/messages` and `/v1/messages/count_tokens`: decides how they are answered, also as a stream."""
 
 import json
 import uuid
@@ -13,32 +13,31 @@ from starlette.responses import Response
 from inflight.contracts.outputs import RequestOutput, TextDelta
 from inflight.server.anthropic import errors as messages_errors
 from inflight.server.anthropic.request import CountRequest, MessagesRequest
-from inflight.server.openai.chunks import to_json
 from inflight.server.serving.generation import Job, generate
 from inflight.server.serving.service import Service, service_of
 from inflight.server.serving.streaming import stream
 from inflight.server.tools.blocks import Block, Blocks, Growth, TextBlock
 from inflight.server.tools.tool_use import ToolUse
 from inflight.server.wire.client import attended
-from inflight.server.wire.json_route import JsonRoute
+from inflight.server.wire.json_route import JsonRoute, to_json
 
 router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request) -> Response:
-    """Answer a chat, as Anthropic does."""
+    """Answer a chat, as Anthropic's API does."""
     service = service_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
-        asked = await _read(body, service)
+        prepared = await _prepare(body, service)
         if not body.stream:
-            return _answer(asked, (await generate(service, asked.job, client))[0])
-    return stream(service, asked.job, _Events(asked), partial(messages_errors.event, request=request))
+            return _answer(prepared, (await generate(service, prepared.job, client))[0])
+    return stream(service, prepared.job, _Events(prepared), partial(messages_errors.event, request=request))
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: Request) -> Response:
-    """How many tokens a chat is."""
+    """Count the tokens of a chat."""
     service = service_of(request)
     service.check_model(body.model)
     token_ids = await service.tokenize(body.for_template(), body.num_characters, "messages")
@@ -46,12 +45,12 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request that can be run.
+class _PreparedMessage:
+    """A messages request that is ready to run.
 
     Attributes:
-        tools: how calls are read, if tools may be called.
-        head: what its answer begins with.
+        tools: how tool calls are read, if tools may be called.
+        head: the fields that the answer begins with.
     """
 
     job: Job
@@ -60,7 +59,7 @@ class _Asked:
     head: dict[str, Any]
 
 
-async def _read(body: MessagesRequest, service: Service) -> _Asked:
+async def _prepare(body: MessagesRequest, service: Service) -> _PreparedMessage:
     service.check_model(body.model)
     info = await service.model_info()
     tools = service.tool_use(body.tool_fields, body.structured_output)
@@ -70,19 +69,19 @@ async def _read(body: MessagesRequest, service: Service) -> _Asked:
     prompt = service.fitted(token_ids, info, "messages")
     message_id = f"msg_{uuid.uuid4().hex}"
     head = {"id": message_id, "type": "message", "role": "assistant", "model": service.settings.model_name}
-    return _Asked(Job(message_id, [prompt], params), body.max_tokens, tools, head)
+    return _PreparedMessage(Job(message_id, [prompt], params), body.max_tokens, tools, head)
 
 
-def _answer(asked: _Asked, output: RequestOutput) -> Response:
-    blocks = Blocks(asked.tools)
+def _answer(prepared: _PreparedMessage, output: RequestOutput) -> Response:
+    blocks = Blocks(prepared.tools)
     blocks.feed(output.outputs[0].text, is_last=True)
     content = list(map(_content, blocks.blocks))
-    answer = {**asked.head, "content": content, **_ending(asked, output, blocks), "usage": _usage_of(output)}
+    answer = {**prepared.head, "content": content, **_ending(prepared, output, blocks), "usage": _usage_of(output)}
     return Response(to_json(answer), media_type="application/json")
 
 
 def _content(block: Block) -> dict[str, Any]:
-    """A whole block. Of a call that was cut off, the arguments are not told: they are no JSON yet."""
+    """Returns a whole block. The arguments of a tool call that was cut off are left out: they are not valid JSON."""
     if isinstance(block, TextBlock):
         return {"type": "text", "text": block.text}
     try:
@@ -92,11 +91,11 @@ def _content(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 
-def _ending(asked: _Asked, output: RequestOutput, blocks: Blocks) -> dict[str, str | None]:
-    """Why it ended; tokens that stop it have no name here."""
+def _ending(prepared: _PreparedMessage, output: RequestOutput, blocks: Blocks) -> dict[str, str | None]:
+    """Returns why the answer ended. Anthropic's API has no name for stop tokens, so those count as "end_turn"."""
     (completion,) = output.outputs
     if completion.finish_reason == "length":
-        is_full = len(completion.token_ids) < asked.max_tokens
+        is_full = len(completion.token_ids) < prepared.max_tokens
         return {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens", "stop_sequence": None}
     if isinstance(completion.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
@@ -109,7 +108,7 @@ def _usage_of(output: RequestOutput) -> dict[str, int]:
 
 
 def _usage(num_prompt: int, num_output: int, num_cached: int = 0) -> dict[str, int]:
-    """`usage`; tokens that were found in the prefix cache are counted apart from the rest of the prompt's."""
+    """Returns `usage`; prompt tokens found in the prefix cache are counted apart from the prompt's other tokens."""
     return {
         "input_tokens": num_prompt - num_cached,
         "cache_creation_input_tokens": 0,
@@ -119,11 +118,11 @@ def _usage(num_prompt: int, num_output: int, num_cached: int = 0) -> dict[str, i
 
 
 class _Events:
-    """The events of one answer. (How much of the prompt was cached is known at the end; the usage there counts.)"""
+    """Writes the events of one answer. (Only the usage at the end is exact: cached tokens are not known before.)"""
 
-    def __init__(self, asked: _Asked) -> None:
-        self._asked = asked
-        self._blocks = Blocks(asked.tools)
+    def __init__(self, prepared: _PreparedMessage) -> None:
+        self._prepared = prepared
+        self._blocks = Blocks(prepared.tools)
         self._has_begun = False
 
     def of(self, deltas: list[TextDelta]) -> bytes:
@@ -138,19 +137,19 @@ class _Events:
         (output,) = outputs
         return (
             _event("content_block_stop", index=len(self._blocks.blocks) - 1)
-            + _event("message_delta", delta=_ending(self._asked, output, self._blocks), usage=_usage_of(output))
+            + _event("message_delta", delta=_ending(self._prepared, output, self._blocks), usage=_usage_of(output))
             + _event("message_stop")
         )
 
     def _begin(self, num_tokens: int) -> bytes:
-        num_prompt = len(self._asked.job.prompts[0])
+        num_prompt = len(self._prepared.job.prompts[0])
         nothing_yet: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-        message = {**self._asked.head, **nothing_yet, "usage": _usage(num_prompt, num_tokens)}
+        message = {**self._prepared.head, **nothing_yet, "usage": _usage(num_prompt, num_tokens)}
         return _event("message_start", message=message) + _event("ping")
 
 
 def _grown(growth: Growth) -> bytes:
-    """The end of the block before and the beginning of this one, if it is new; and what has been added."""
+    """Returns a growth's events: for a new block, the previous block's end and its own start; then the addition."""
     number, block, added, is_new = growth
     if not added and not is_new:
         return b""

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's envelope. Decides which of its types each status gets; what is said is up to `api_errors`."""
+"""Errors in Anthropic's envelope. Decides which error type each status gets; `api_errors` decides the message."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from starlette.responses import Response
 from inflight.server.wire.api_errors import ApiError
 
 PATH = "/v1/messages"
-"""On paths that begin so, errors look like this."""
+"""Errors use this envelope on paths with this prefix."""
 
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -23,18 +23,18 @@ _TYPES: Mapping[int, str] = {
 
 
 def envelope(error: ApiError, request: Request) -> bytes:
-    """The body of the answer. ASCII: what a client sent comes back in it."""
+    """Returns the answer's body, in ASCII because it quotes what the client sent."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     request_id = request.scope.get("state", {}).get("request_id")
-    told = {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
-    return json.dumps(told).encode()
+    body = {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
+    return json.dumps(body).encode()
 
 
 def answer(error: ApiError, request: Request) -> Response:
-    """A whole answer."""
+    """Returns the error as a whole answer."""
     return Response(envelope(error, request), error.status, error.headers, media_type="application/json")
 
 
 def event(error: ApiError, request: Request) -> bytes:
-    """The last event of a stream."""
+    """Returns the error as the last event of a stream."""
     return b"event: error\ndata: " + envelope(error, request) + b"\n\n"

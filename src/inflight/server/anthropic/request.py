@@ -1,6 +1,6 @@
-"""What `/v1/messages` takes: Anthropic's form of a chat, and what of it the chat template is given.
+"""The request of `/v1/messages`: Anthropic's form of a chat, and what the chat template receives of it.
 
-Decides how blocks and turns become messages that templates know, and tools become OpenAI's. Knows no template.
+Decides how blocks and turns become messages that templates know, and how tools become OpenAI's. Knows no template.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,16 +13,16 @@ from typing_extensions import TypedDict
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.server.openai.chat_request import TextPart
-from inflight.server.openai.chunks import to_json
 from inflight.server.openai.sampling_fields import MAX_STOP_STRINGS
 from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
 from inflight.server.tools.in_templates import with_names
 from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.json_route import to_json
 from inflight.server.wire.strict_model import Many, StrictModel, by_type, of_type
 
 
 class CacheControl(StrictModel):
-    """A wish that nothing depends on: prefixes are cached anyway, for as long as there is room."""
+    """Accepted and ignored: the prefix cache keeps prefixes anyway, for as long as there is room."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -40,7 +40,7 @@ Text = str | Many[Annotated[TextBlock, of_type("parts", "text")]]
 
 
 def text_of(text: Text) -> str:
-    """The text itself, its blocks in lines of their own."""
+    """Returns the text, each block on a line of its own."""
     return text if isinstance(text, str) else "\n".join(block.text for block in text)
 
 
@@ -57,7 +57,7 @@ class ToolUseBlock(StrictModel):
 
 
 class ToolResultBlock(StrictModel):
-    """What a call came to. (Templates know no errors: its text has to say that it is one.)"""
+    """The result of a tool call. (Templates do not know `is_error`, so the text itself must say so.)"""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -73,7 +73,7 @@ Block = Annotated[
     by_type("text"),
 ]
 BLOCKS_OF = {"user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ToolUseBlock), "system": (TextBlock,)}
-"""What the messages of each role may have."""
+"""The blocks that messages of each role may contain."""
 
 
 class Turn(StrictModel):
@@ -89,7 +89,7 @@ class Turn(StrictModel):
         return sum(map(len, texts)) if blocks else len(self.content)
 
     def for_template(self, where: str) -> Iterator[dict[str, Any]]:
-        """Its blocks, each as a message of its own. Raises `ApiError` for blocks that it cannot have."""
+        """Yields each block as a message of its own. Raises `ApiError` for blocks that the role cannot have."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
@@ -109,7 +109,7 @@ class Turn(StrictModel):
 
 
 def _merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of one role that follow each other as one, but for answers of tools."""
+    """Merges consecutive messages of one role into one, except tool results."""
     merged: list[dict[str, Any]] = []
     for message in messages:
         last = merged[-1] if merged and merged[-1]["role"] == message["role"] != "tool" else None
@@ -123,12 +123,11 @@ def _merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class MessagesTool(StrictModel):
-    """A function of the client's.
+    """A function that the client provides.
 
     Attributes:
         input_schema: the JSON schema of its arguments, an object.
-        strict: whether arguments must follow it wherever the function is called; null: if it was asked for that some
-            function be called.
+        strict: whether arguments must always follow the schema; null: only if the request requires a tool call.
     """
 
     NOT_SUPPORTED: ClassVar = {
@@ -158,7 +157,7 @@ AnyTool = Annotated[MessagesTool, of_type("tools", "custom", absent="custom")]
 
 
 class ToolChoice(StrictModel):
-    """Whether and what is called: "any": one of the tools at least; "tool": that of this name."""
+    """Whether a tool must be called, and which: "any": at least one of the tools; "tool": the named one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -176,21 +175,21 @@ class ToolChoice(StrictModel):
 
 
 class Metadata(StrictModel):
-    """Who asks. For the caller's own use: nothing here depends on it."""
+    """Data about the user, for the client's own use; nothing here depends on it."""
 
     user_id: str | None = None
 
 
 @with_config(ConfigDict(extra="forbid", strict=True))
-class JsonFormat(TypedDict):  # and not a model: those have a method `schema`
-    """JSON of a schema."""
+class JsonFormat(TypedDict):  # not a model, because models have a method `schema`
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(StrictModel):
-    """What the answer must look like."""
+    """The form that the answer must have."""
 
     NOT_SUPPORTED: ClassVar = {"effort": ()}
 
@@ -198,10 +197,10 @@ class OutputConfig(StrictModel):
 
 
 class CountRequest(StrictModel):
-    """The body of a request that only wants to know how long its prompt is.
+    """The body of a request that only counts its prompt's tokens.
 
     Attributes:
-        system: what the model is told before all messages.
+        system: the system prompt, which comes before all messages.
     """
 
     NOT_SUPPORTED: ClassVar = {
@@ -230,7 +229,7 @@ class CountRequest(StrictModel):
 
     @property
     def tool_fields(self) -> ToolFields:
-        """What is said of tools, in OpenAI's form. Raises `ApiError`."""
+        """The fields about tools, in OpenAI's form. Raises `ApiError`."""
         choice = self.tool_choice
         return ToolFields(
             tools=[each.tool for each in self.tools or []],
@@ -240,7 +239,7 @@ class CountRequest(StrictModel):
 
     @property
     def structured_output(self) -> StructuredOutput | None:
-        """What the text has to be. Raises `ApiError`."""
+        """The form that the text must have. Raises `ApiError`."""
         if self.output_config is None or self.output_config.format is None:
             return None
         try:
@@ -249,11 +248,11 @@ class CountRequest(StrictModel):
             raise ApiError(400, str(error)) from error
 
     def for_template(self) -> dict[str, Any]:
-        """The chat as a prompt of `AsyncLLM`. Turns of one role that follow each other are one; a last turn that is
-        the assistant's is left open for the model to go on with. Raises `ApiError`."""
-        told = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
+        """Returns the chat as a prompt of `AsyncLLM`. Consecutive turns of one role are merged; if the last turn is the
+        assistant's, it is left open for the model to continue. Raises `ApiError`."""
+        system = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
         turns = (message for i, turn in enumerate(self.messages) for message in turn.for_template(f"messages[{i}]"))
-        messages = with_names(_merged([*told, *turns]))
+        messages = with_names(_merged([*system, *turns]))
         is_open = bool(messages) and messages[-1]["role"] == "assistant"
         if is_open and messages[-1].get("tool_calls"):
             raise ApiError(400, "messages end with calls; their results must follow", param="messages")
@@ -282,7 +281,7 @@ class MessagesRequest(CountRequest):
     metadata: Metadata | None = None
 
     def sampling_params(self, defaults: SamplingParams, **options: Any) -> SamplingParams:
-        """The model's `defaults`, changed by what was sent, and by `options`. Raises `ApiError` for what is refused."""
+        """Returns `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
         sent = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(self, name)) is not None}
         if self.stop_sequences:
             sent["stop"] = self.stop_sequences

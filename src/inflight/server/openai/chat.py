@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: decides how chats are answered, whole and in a stream."""
+"""`POST /v1/chat/completions`: decides how chats are answered, whole and as a stream."""
 
 import time
 import uuid
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
 from inflight.server.openai import logprobs
 from inflight.server.openai.chat_request import ChatRequest
-from inflight.server.openai.chunks import ChunkWriter, to_json
+from inflight.server.openai.chunks import ChunkWriter
 from inflight.server.openai.usage import usage_of
 from inflight.server.serving.generation import Job, generate
 from inflight.server.serving.service import Service, service_of
@@ -20,7 +20,7 @@ from inflight.server.serving.streaming import stream
 from inflight.server.tools.answer import delta_of, finish_reason_of, message_of
 from inflight.server.tools.tool_use import ToolUse
 from inflight.server.wire.client import attended
-from inflight.server.wire.json_route import JsonRoute
+from inflight.server.wire.json_route import JsonRoute, to_json
 from inflight.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
@@ -31,19 +31,19 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a chat."""
     service = service_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
-        asked = await _read(body, service)
+        prepared = await _prepare(body, service)
         if not body.stream:
-            return _answer(asked, (await generate(service, asked.job, client))[0])
-    return stream(service, asked.job, _Chunks(asked))
+            return _answer(prepared, (await generate(service, prepared.job, client))[0])
+    return stream(service, prepared.job, _Chunks(prepared))
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request that can be run.
+class _PreparedChat:
+    """A chat request that is ready to run.
 
     Attributes:
-        tools: how calls are read, if tools may be called.
-        head: what its answer and each chunk of it begin with, but for `object`.
+        tools: how tool calls are read, if tools may be called.
+        head: the fields that the answer and each of its chunks begin with, except `object`.
     """
 
     body: ChatRequest
@@ -53,7 +53,7 @@ class _Asked:
     head: dict[str, Any]
 
 
-async def _read(body: ChatRequest, service: Service) -> _Asked:
+async def _prepare(body: ChatRequest, service: Service) -> _PreparedChat:
     service.check_model(body.model)
     body.check(service.settings)
     info = await service.model_info()
@@ -71,7 +71,7 @@ async def _read(body: ChatRequest, service: Service) -> _Asked:
     token_ids = await service.tokenize(chat, body.num_characters, "messages")
     prompt = service.fitted(token_ids, info, "messages", body.truncate_prompt_tokens)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    return _Asked(
+    return _PreparedChat(
         body,
         Job(request_id, [prompt], params, body.priority or 0, body.cache_salt),
         service.llm.tokenizer,
@@ -80,68 +80,68 @@ async def _read(body: ChatRequest, service: Service) -> _Asked:
     )
 
 
-# ------------------------------------------------------------------------------------- whole
+# ------------------------------------------------------------------------------------- whole answers
 
 
-def _answer(asked: _Asked, output: RequestOutput) -> Response:
+def _answer(prepared: _PreparedChat, output: RequestOutput) -> Response:
     answer = {
-        **asked.head,
+        **prepared.head,
         "object": "chat.completion",
-        "choices": [_choice(asked, completion) for completion in output.outputs],
+        "choices": [_choice(prepared, completion) for completion in output.outputs],
         "usage": usage_of([output]),
         "system_fingerprint": None,
     }
-    if asked.body.prompt_logprobs is not None:
+    if prepared.body.prompt_logprobs is not None:
         answer["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs or [])
-    if asked.body.return_token_ids:
+    if prepared.body.return_token_ids:
         answer["prompt_token_ids"] = output.prompt_token_ids
     return Response(to_json(answer), media_type="application/json")
 
 
-def _choice(asked: _Asked, completion: CompletionOutput) -> dict[str, Any]:
+def _choice(prepared: _PreparedChat, completion: CompletionOutput) -> dict[str, Any]:
     message: dict[str, Any] = {"content": completion.text}
     finish_reason: str | None = completion.finish_reason
-    if asked.tools is not None:
-        parser = asked.tools.parser()
+    if prepared.tools is not None:
+        parser = prepared.tools.parser()
         message = message_of([*parser.feed(completion.text), *parser.finish()])
         finish_reason = finish_reason_of(parser, completion.finish_reason)
     choice: dict[str, Any] = {
         "index": completion.index,
         "message": {"role": "assistant", "refusal": None, **message},
-        "logprobs": _told(asked, completion),
+        "logprobs": _logprobs(prepared, completion),
         "finish_reason": finish_reason,
         "stop_reason": completion.stop_reason,
     }
-    if asked.body.return_token_ids:
+    if prepared.body.return_token_ids:
         choice["token_ids"] = completion.token_ids
     return choice
 
 
-def _told(asked: _Asked, news: CompletionOutput | TextDelta) -> dict[str, Any] | None:
-    """`logprobs`, if they are wanted."""
-    num_top = asked.body.num_logprobs
+def _logprobs(prepared: _PreparedChat, news: CompletionOutput | TextDelta) -> dict[str, Any] | None:
+    """Returns `logprobs`, if requested."""
+    num_top = prepared.body.num_logprobs
     if num_top is None:
         return None
-    content = logprobs.of_chat(news.token_ids, news.logprobs or [], num_top, asked.tokenizer)
+    content = logprobs.of_chat(news.token_ids, news.logprobs or [], num_top, prepared.tokenizer)
     return {"content": content, "refusal": None}
 
 
-# ------------------------------------------------------------------------------------- in a stream
+# ------------------------------------------------------------------------------------- streams
 
 
 class _Chunks:
-    """The chunks of one answer."""
+    """Writes the chunks of one answer."""
 
-    def __init__(self, asked: _Asked) -> None:
-        body, prompt = asked.body, asked.job.prompts[0]
-        head = {**asked.head, "object": "chat.completion.chunk"}
+    def __init__(self, prepared: _PreparedChat) -> None:
+        body, prompt = prepared.body, prepared.job.prompts[0]
+        head = {**prepared.head, "object": "chat.completion.chunk"}
         if body.return_token_ids:
             head["prompt_token_ids"] = prompt
-        self._asked = asked
+        self._prepared = prepared
         self._writer = ChunkWriter(head, body.stream_options, len(prompt))
         self._is_plain = body.num_logprobs is None and not body.return_token_ids
-        self._has_begun = [False] * asked.job.params.n
-        self._parsers = [] if asked.tools is None else [asked.tools.parser() for _ in self._has_begun]
+        self._has_begun = [False] * prepared.job.params.n
+        self._parsers = [] if prepared.tools is None else [prepared.tools.parser() for _ in self._has_begun]
 
     def of(self, deltas: list[TextDelta]) -> bytes:
         self._writer.count(deltas)
@@ -151,7 +151,7 @@ class _Chunks:
         return self._writer.end(outputs)
 
     def _events(self, delta: TextDelta) -> bytes:
-        """Who speaks, if nobody has; what is new; how it ended, if it has."""
+        """Returns a choice's events: the role first, then what is new, then the finish reason once it has ended."""
         events = b""
         if not self._has_begun[delta.index]:
             self._has_begun[delta.index] = True
@@ -169,7 +169,7 @@ class _Chunks:
         return events
 
     def _events_of_pieces(self, delta: TextDelta) -> bytes:
-        """What the text turned out to be so far: content, and calls. What is told of tokens goes with the first."""
+        """Returns the new content and tool calls. What belongs to tokens, not to text, goes with the first event."""
         parser = self._parsers[delta.index]
         pieces = parser.feed(delta.text)
         if delta.finish_reason is not None:
@@ -187,8 +187,8 @@ class _Chunks:
         return finish_reason_of(self._parsers[delta.index], delta.finish_reason)
 
     def _extras(self, delta: TextDelta) -> dict[str, Any]:
-        extras: dict[str, Any] = {"logprobs": _told(self._asked, delta)}
-        if self._asked.body.return_token_ids:
+        extras: dict[str, Any] = {"logprobs": _logprobs(self._prepared, delta)}
+        if self._prepared.body.return_token_ids:
             extras["token_ids"] = delta.token_ids
         return extras
 

@@ -1,6 +1,6 @@
-"""What `/v1/chat/completions` takes, and what of it the chat template is given.
+"""The request of `/v1/chat/completions`, and what the chat template receives of it.
 
-Decides how messages in OpenAI's form become those that templates know. Knows no template.
+Decides how messages in OpenAI's form become messages that templates know. Knows no template.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ class TextPart(StrictModel):
 
 
 class Function(StrictModel):
-    """What a tool call calls.
+    """The function that a tool call names.
 
     Attributes:
-        parsed_arguments: the same once more, as `openai`'s client sends them back; they are not looked at.
+        parsed_arguments: the arguments again, as `openai`'s client sends them back; ignored.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Message(StrictModel):
     """A message of a chat.
 
     Attributes:
-        parsed: the content once more, as `openai`'s client sends it back; it is not looked at.
+        parsed: the content again, as `openai`'s client sends it back; ignored.
     """
 
     NOT_SUPPORTED: ClassVar = {
@@ -61,7 +61,7 @@ class Message(StrictModel):
         "reasoning": ("",),
         "reasoning_content": ("",),
         "refusal": ("",),
-        "type": ("text", "message"),  # an evaluation harness says so of all messages
+        "type": ("text", "message"),  # an evaluation harness sends it with every message
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -73,13 +73,13 @@ class Message(StrictModel):
 
     @property
     def text(self) -> str:
-        """The content, its parts in lines of their own (as in vLLM)."""
+        """The content, each part on a line of its own (as in vLLM)."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "\n".join(part.text for part in self.content)
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """As templates take it: developers are their "system", text is text, arguments are no longer JSON."""
+        """Returns the message as templates expect it: "developer" becomes "system", arguments are parsed JSON."""
         if self.content is None and self.role != "assistant":
             raise ApiError(400, f"{where} has no content", param=where)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
@@ -96,12 +96,12 @@ class Message(StrictModel):
 
 
 class TemplateFields(StrictModel):
-    """A chat, and how it is written out.
+    """A chat, and how the chat template is applied to it.
 
     Attributes:
         add_generation_prompt: end with the beginning of the assistant's message; null: unless the last is continued.
-        continue_final_message: leave the last message open for the model to go on with.
-        chat_template: in Jinja, instead of the model's, if the operator allows it.
+        continue_final_message: leave the last message open for the model to continue.
+        chat_template: in Jinja, replaces the model's own, if the operator allows it.
         chat_template_kwargs: further variables of the template, such as `enable_thinking`.
     """
 
@@ -116,7 +116,7 @@ class TemplateFields(StrictModel):
         return sum(len(message.text) for message in self.messages)
 
     def for_template(self, settings: ServerSettings) -> dict[str, Any]:
-        """The chat as a prompt of `AsyncLLM`. Raises `ApiError` for what cannot be written out."""
+        """Returns the chat as a prompt of `AsyncLLM`. Raises `ApiError` if the chat template cannot take it."""
         if self.chat_template is not None and not settings.trust_request_chat_template:
             message = "chat_template is given; this server takes only the model's own (--trust-request-chat-template)"
             raise ApiError(400, message, param="chat_template", code="unsupported_field")
@@ -155,7 +155,7 @@ TEMPLATE_ARGUMENTS = (
     "return_assistant_tokens_mask",
     "tokenizer_kwargs",
 )
-"""What `chat_template_kwargs` cannot set: how the template is used is not the template's own."""
+"""Names that `chat_template_kwargs` cannot set: they say how the template is applied and are not its variables."""
 
 
 def _check_variables(variables: Mapping[str, Any]) -> None:
@@ -169,9 +169,10 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
     """The body of a request.
 
     Attributes:
-        logprobs: whether each token's log-probability is told.
-        top_logprobs: how many of the likeliest tokens are told besides at each place.
-        max_completion_tokens, max_tokens: the same, the first counts; null: until a stop or the end of the context.
+        logprobs: whether each token's log-probability is returned.
+        top_logprobs: how many of the likeliest tokens are returned in addition at each position.
+        max_completion_tokens, max_tokens: two names for one limit; if both are given, the first counts. Null: until a
+            stop or the end of the context.
     """
 
     NOT_SUPPORTED: ClassVar = {
@@ -205,16 +206,16 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """As `SamplingParams` says it."""
+        """The value of `SamplingParams.logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def for_template(self, settings: ServerSettings) -> dict[str, Any]:
-        """With the tools."""
+        """Returns the chat as a prompt of `AsyncLLM`, with its tools."""
         tools = {"tools": [tool.for_template() for tool in self.usable_tools]} if self.usable_tools else {}
         return super().for_template(settings) | tools
 
     def check(self, settings: ServerSettings) -> None:
-        """Raise `ApiError` for what does not go together, or beyond the operator's limits."""
+        """Raises `ApiError` for fields that contradict each other or exceed the operator's limits."""
         limit, number = settings.max_logprobs, self.top_logprobs or 0
         if number > limit:
             message = f"top_logprobs is {number}; this server takes at most {limit}"

@@ -1,27 +1,24 @@
-"""The events of OpenAI's streams: what is the same in all chunks of an answer is written out once, a token adds little.
+"""The events of OpenAI's streams. What all chunks of an answer have in common is encoded once, so a token costs little.
 
-Decides where the usage stands. Knows nothing of what a choice looks like.
+Decides where the usage goes. Does not know what a choice looks like.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from inflight.contracts.outputs import RequestOutput, TextDelta
 from inflight.server.openai.sampling_fields import StreamOptions
 from inflight.server.openai.usage import usage, usage_of
 from inflight.server.serving.event_stream import DONE
-
-to_json = msgspec.json.encode
+from inflight.server.wire.json_route import to_json
 
 
 class ChunkWriter:
-    """Of one answer.
+    """Writes the chunks of one answer.
 
     Args:
         head: the fields that all chunks begin with.
-        num_prompt_tokens: of all prompts.
+        num_prompt_tokens: prompt tokens, summed over all prompts.
         num_left_out: how many tokens of each sequence are not counted.
     """
 
@@ -38,18 +35,18 @@ class ChunkWriter:
         self._num_left_out = num_left_out
 
     def count(self, deltas: Sequence[TextDelta]) -> None:
-        """Take these into the usage."""
+        """Adds the tokens of these deltas to the usage."""
         if self._is_usage_continuous:
             self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
             so_far = usage(self._num_prompt_tokens, 0 if self._num_left_out else self._num_tokens)
             self._tail = b'],"usage":' + to_json(so_far) + b"}\n\n"
 
     def chunk(self, choice: bytes) -> bytes:
-        """An event with one choice, a JSON object."""
+        """Returns an event with one choice, which is an encoded JSON object."""
         return self._head + choice + self._tail
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """What comes after the last choice."""
+        """Returns the events after the last choice."""
         if not self._is_usage_wanted:
             return DONE
         whole = to_json(usage_of(outputs, self._num_left_out))

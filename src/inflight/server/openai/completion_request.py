@@ -1,4 +1,4 @@
-"""What `/v1/completions` takes, and which prompts it is: OpenAI's legacy interface with vLLM's extensions."""
+"""The request of `/v1/completions`, and which prompts it contains: OpenAI's legacy API with vLLM's extensions."""
 
 from typing import Annotated, ClassVar, cast
 
@@ -10,7 +10,7 @@ from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import Many
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 
 
 class CompletionRequest(SamplingFields):
@@ -18,9 +18,9 @@ class CompletionRequest(SamplingFields):
 
     Attributes:
         prompt: a text, token ids, or a list of either.
-        best_of: how many sequences to generate; the `n` whose tokens are the most likely together are answered.
-        echo: begin the text with the prompt's.
-        logprobs: how many of the likeliest tokens to tell at each token.
+        best_of: how many sequences to generate; the `n` with the highest cumulative log-probability are returned.
+        echo: begin the text with the prompt's text.
+        logprobs: how many of the likeliest tokens to report for each token.
         add_special_tokens: whether a text gets the special tokens that the tokenizer puts around it; null: yes.
         max_tokens: null: 16. With 0 nothing is generated, which with `echo` and `logprobs` scores the prompt.
     """
@@ -35,7 +35,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """As a list, whatever it was given as. A list of nothing is one prompt of no tokens."""
+        """The prompts as a list, in whichever form they were sent. An empty list is one prompt of no tokens."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt or isinstance(self.prompt[0], int):
@@ -44,7 +44,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def num_answered(self) -> int:
-        """Sequences that are answered for each prompt."""
+        """Sequences that are returned for each prompt."""
         return 1 if self.n is None else self.n
 
     @property
@@ -54,21 +54,21 @@ class CompletionRequest(SamplingFields):
 
     @property
     def is_ranked(self) -> bool:
-        """Whether the best of several are looked for."""
+        """Whether the best of several sequences are chosen."""
         return self.num_generated > self.num_answered
 
     @property
     def generates_nothing(self) -> bool:
-        """Whether only the prompt is wanted. The engine generates a token then that nobody sees."""
+        """Whether only the prompt is wanted. The engine then generates one token, which is not returned."""
         return self.max_tokens == 0
 
     def check(self, settings: ServerSettings) -> None:
-        """Raise `ApiError` for what does not go together, or beyond the operator's limits."""
+        """Raises `ApiError` for fields that contradict each other or exceed the operator's limits."""
         if self.num_generated < self.num_answered:
             message = f"best_of is {self.best_of}; it must be at least n, which is {self.num_answered}"
             raise ApiError(400, message, param="best_of")
         if self.is_ranked and self.stream:
-            raise ApiError(400, "best_of cannot be had with stream: the best is known at the end", param="best_of")
+            raise ApiError(400, "best_of cannot be combined with stream: the best is known at the end", param="best_of")
         for name, limit in (("best_of", settings.max_n), ("logprobs", settings.max_logprobs)):
             value = getattr(self, name)
             if value is not None and value > limit:

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: decides how texts are answered, whole and in a stream."""
+"""`POST /v1/completions`: decides how prompts are answered, whole and as a stream."""
 
 import time
 import uuid
@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
 from inflight.server.openai import logprobs
-from inflight.server.openai.chunks import ChunkWriter, to_json
+from inflight.server.openai.chunks import ChunkWriter
 from inflight.server.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
 from inflight.server.openai.usage import usage_of
 from inflight.server.serving.generation import Job, generate
 from inflight.server.serving.service import Service, service_of
 from inflight.server.serving.streaming import stream
 from inflight.server.wire.client import attended
-from inflight.server.wire.json_route import JsonRoute
+from inflight.server.wire.json_route import JsonRoute, to_json
 from inflight.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
@@ -26,23 +26,24 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    """Continue texts."""
+    """Continue prompts."""
     service = service_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
-        asked = await _read(body, service)
+        prepared = await _prepare(body, service)
         if not body.stream:
-            return _answer(asked, await generate(service, asked.job, client))
-    return stream(service, asked.job, _Chunks(asked))
+            return _answer(prepared, await generate(service, prepared.job, client))
+    return stream(service, prepared.job, _Chunks(prepared))
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request that can be run.
+class _PreparedCompletion:
+    """A completion request that is ready to run.
 
     Attributes:
-        echoes: what each prompt's texts begin with.
-        is_text_echoed: whether that is the text that was given; else it was made from token ids, special ones too.
-        head: what the answer and each chunk of it begin with.
+        echoes: for each prompt, the text that its choices begin with.
+        is_text_echoed: whether that is the text that was sent; otherwise it is decoded from token ids, special tokens
+            included.
+        head: the fields that the answer and each of its chunks begin with.
     """
 
     body: CompletionRequest
@@ -53,7 +54,7 @@ class _Asked:
     head: dict[str, Any]
 
 
-async def _read(body: CompletionRequest, service: Service) -> _Asked:
+async def _prepare(body: CompletionRequest, service: Service) -> _PreparedCompletion:
     service.check_model(body.model)
     body.check(service.settings)
     info = await service.model_info()
@@ -76,7 +77,7 @@ async def _read(body: CompletionRequest, service: Service) -> _Asked:
         prompts.append(service.fitted(token_ids, info, "prompt", body.truncate_prompt_tokens))
     request_id = f"cmpl-{uuid.uuid4().hex}"
     is_text_echoed = isinstance(body.prompts[0], str) and body.truncate_prompt_tokens is None
-    return _Asked(
+    return _PreparedCompletion(
         body,
         Job(request_id, prompts, params, body.priority or 0, body.cache_salt),
         _echoes(body, prompts, is_text_echoed, service.llm.tokenizer),
@@ -101,16 +102,16 @@ def _echoes(
     return [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts]
 
 
-# ------------------------------------------------------------------------------------- whole
+# ------------------------------------------------------------------------------------- whole answers
 
 
-def _answer(asked: _Asked, outputs: Sequence[RequestOutput]) -> Response:
+def _answer(prepared: _PreparedCompletion, outputs: Sequence[RequestOutput]) -> Response:
     choices: list[dict[str, Any]] = []
-    for output, echo in zip(outputs, asked.echoes, strict=True):
-        for completion in _best(output.outputs, asked.body):
-            choices.append(_choice(asked, len(choices), output, completion, echo))
-    usage = usage_of(outputs, num_left_out=int(asked.body.generates_nothing))
-    answer = {**asked.head, "choices": choices, "usage": usage, "system_fingerprint": None}
+    for output, echo in zip(outputs, prepared.echoes, strict=True):
+        for completion in _best(output.outputs, prepared.body):
+            choices.append(_choice(prepared, len(choices), output, completion, echo))
+    usage = usage_of(outputs, num_left_out=int(prepared.body.generates_nothing))
+    answer = {**prepared.head, "choices": choices, "usage": usage, "system_fingerprint": None}
     return Response(to_json(answer), media_type="application/json")
 
 
@@ -122,9 +123,9 @@ def _best(completions: Sequence[CompletionOutput], body: CompletionRequest) -> S
 
 
 def _choice(
-    asked: _Asked, index: int, output: RequestOutput, completion: CompletionOutput, echo: str
+    prepared: _PreparedCompletion, index: int, output: RequestOutput, completion: CompletionOutput, echo: str
 ) -> dict[str, Any]:
-    body, nothing = asked.body, asked.body.generates_nothing
+    body, nothing = prepared.body, prepared.body.generates_nothing
     token_ids = [] if nothing else completion.token_ids
     choice: dict[str, Any] = {
         "index": index,
@@ -136,7 +137,7 @@ def _choice(
     if body.logprobs is not None:
         echoed = (output.prompt_token_ids, output.prompt_logprobs or []) if body.echo else None
         positions = [] if nothing else completion.logprobs or []
-        choice["logprobs"] = _told(asked, token_ids, positions, len(echo), echoed)
+        choice["logprobs"] = _logprobs(prepared, token_ids, positions, len(echo), echoed)
     if body.prompt_logprobs is not None:
         choice["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs or [])
     if body.return_token_ids:
@@ -144,39 +145,39 @@ def _choice(
     return choice
 
 
-def _told(
-    asked: _Asked,
+def _logprobs(
+    prepared: _PreparedCompletion,
     token_ids: Sequence[int],
     positions: logprobs.Positions,
     offset: int,
     echoed: tuple[Sequence[int], logprobs.Positions] | None,
 ) -> dict[str, Any]:
-    """`logprobs` of an output's tokens, from `offset` in the text on; behind those of the prompt, if it is echoed."""
-    num_top, tokenizer = asked.body.logprobs or 0, asked.tokenizer
-    skip = asked.job.params.skip_special_tokens
-    told = logprobs.of_completion(token_ids, positions, num_top, tokenizer, offset=offset, skip_special_tokens=skip)
+    """Returns `logprobs` of an output's tokens, which begin at `offset` in the text, after the prompt's if echoed."""
+    num_top, tokenizer = prepared.body.logprobs or 0, prepared.tokenizer
+    skip = prepared.job.params.skip_special_tokens
+    own = logprobs.of_completion(token_ids, positions, num_top, tokenizer, offset=offset, skip_special_tokens=skip)
     if echoed is None:
-        return told
-    skip = asked.is_text_echoed
-    return logprobs.joined(logprobs.of_completion(*echoed, num_top, tokenizer, skip_special_tokens=skip), told)
+        return own
+    skip = prepared.is_text_echoed
+    return logprobs.joined(logprobs.of_completion(*echoed, num_top, tokenizer, skip_special_tokens=skip), own)
 
 
-# ------------------------------------------------------------------------------------- in a stream
+# ------------------------------------------------------------------------------------- streams
 
 
 class _Chunks:
-    """The chunks of one answer."""
+    """Writes the chunks of one answer."""
 
-    def __init__(self, asked: _Asked) -> None:
-        body, prompts = asked.body, asked.job.prompts
+    def __init__(self, prepared: _PreparedCompletion) -> None:
+        body, prompts = prepared.body, prepared.job.prompts
         num_prompt_tokens = sum(map(len, prompts))
-        self._asked = asked
-        self._writer = ChunkWriter(asked.head, body.stream_options, num_prompt_tokens, int(body.generates_nothing))
+        self._prepared = prepared
+        self._writer = ChunkWriter(prepared.head, body.stream_options, num_prompt_tokens, int(body.generates_nothing))
         self._is_plain = not (body.echo or body.return_token_ids or body.generates_nothing or body.logprobs is not None)
         num_choices = len(prompts) * body.num_answered
         self._has_begun = [False] * num_choices
         self._num_shown = [0] * num_choices  # characters of each choice
-        self._of_prompts: dict[int, logprobs.Positions] = {}  # told with the first sequence's first delta
+        self._prompt_logprobs: dict[int, logprobs.Positions] = {}  # they come with the first sequence's first delta
 
     def of(self, deltas: list[TextDelta]) -> bytes:
         self._writer.count(deltas)
@@ -186,7 +187,7 @@ class _Chunks:
         return self._writer.end(outputs)
 
     def _event(self, delta: TextDelta) -> bytes:
-        index = delta.prompt_index * self._asked.body.num_answered + delta.index
+        index = delta.prompt_index * self._prepared.body.num_answered + delta.index
         if not self._is_plain:
             return self._writer.chunk(to_json(self._choice(index, delta)))
         if not delta.text and delta.finish_reason is None:
@@ -197,19 +198,19 @@ class _Chunks:
         return self._writer.chunk(b'{"index":%d,"text":%b%b' % (index, to_json(delta.text), end))
 
     def _choice(self, index: int, delta: TextDelta) -> dict[str, Any]:
-        asked, body, nothing = self._asked, self._asked.body, self._asked.body.generates_nothing
+        prepared, body, nothing = self._prepared, self._prepared.body, self._prepared.body.generates_nothing
         is_first, self._has_begun[index] = not self._has_begun[index], True
-        prompt = asked.job.prompts[delta.prompt_index] if is_first else []
-        echo = asked.echoes[delta.prompt_index] if is_first else ""
+        prompt = prepared.job.prompts[delta.prompt_index] if is_first else []
+        echo = prepared.echoes[delta.prompt_index] if is_first else ""
         text = "" if nothing else delta.text
         token_ids = [] if nothing else delta.token_ids
         choice: dict[str, Any] = {"index": index, "text": echo + text, "logprobs": None}
         if delta.prompt_logprobs is not None:
-            self._of_prompts[delta.prompt_index] = delta.prompt_logprobs
+            self._prompt_logprobs[delta.prompt_index] = delta.prompt_logprobs
         if body.logprobs is not None:
-            echoed = (prompt, self._of_prompts[delta.prompt_index]) if is_first and body.echo else None
+            echoed = (prompt, self._prompt_logprobs[delta.prompt_index]) if is_first and body.echo else None
             positions = [] if nothing else delta.logprobs or []
-            choice["logprobs"] = _told(asked, token_ids, positions, self._num_shown[index] + len(echo), echoed)
+            choice["logprobs"] = _logprobs(prepared, token_ids, positions, self._num_shown[index] + len(echo), echoed)
         self._num_shown[index] += len(choice["text"])
         if body.return_token_ids:
             choice |= {"token_ids": token_ids, "prompt_token_ids": prompt if is_first else None}

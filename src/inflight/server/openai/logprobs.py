@@ -1,7 +1,7 @@
-"""Log-probabilities as clients know them: OpenAI's form for completions, its form for chats, vLLM's for prompts.
+"""Log-probabilities in the forms that clients know: OpenAI's for completions, OpenAI's for chats, vLLM's for prompts.
 
-Knows the engine's `TokenLogprobs` and these three forms; not where they came from. JSON has no infinities: what is less
-likely than `LEAST` is told as that, as vLLM does.
+Knows the engine's `TokenLogprobs` and these three forms, not where the values come from. JSON has no infinities, so
+values below `LEAST` are reported as `LEAST`, as in vLLM.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from inflight.text.tokenizer import Tokenizer
 LEAST = -9999.0
 
 Positions = Sequence[TokenLogprobs | None]
-"""One for each token; None where nothing is known, as for a prompt's first."""
+"""One entry per token; None where nothing is known, as for a prompt's first token."""
 
 
 def of_completion(
@@ -25,12 +25,12 @@ def of_completion(
     offset: int = 0,
     skip_special_tokens: bool = True,
 ) -> dict[str, Any]:
-    """`logprobs` of a choice of `/v1/completions`.
+    """Returns `logprobs` of a choice of `/v1/completions`.
 
     Args:
-        num_top: how many of the likeliest tokens are told at each position; the token itself is told besides.
+        num_top: how many of the likeliest tokens are reported at each position, in addition to the token itself.
         offset: where in the choice's text the first token begins, in characters.
-        skip_special_tokens: whether special tokens have no place in the text.
+        skip_special_tokens: whether special tokens are left out of the text.
     """
     tokens, of_tokens, tops, offsets = [], [], [], []
     for token_id, position in zip(token_ids, positions, strict=True):
@@ -45,14 +45,14 @@ def of_completion(
 
 
 def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Of two pieces of a text, one behind the other, what `of_completion` gave."""
+    """Joins what `of_completion` returned for two consecutive pieces of a text."""
     return {name: first[name] + second[name] for name in first}
 
 
 def of_chat(
     token_ids: Sequence[int], positions: Positions, num_top: int, tokenizer: Tokenizer | None
 ) -> list[dict[str, Any]]:
-    """`logprobs.content` of a choice of `/v1/chat/completions`: exactly `num_top` alternatives for each token."""
+    """Returns `logprobs.content` of a choice of `/v1/chat/completions`: `num_top` alternatives for each token."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
         assert position is not None  # these are generated tokens
@@ -63,7 +63,7 @@ def of_chat(
 
 
 def of_prompt(positions: Positions) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs`, as vLLM's: by token id."""
+    """Returns `prompt_logprobs` in vLLM's form: by token id."""
     return [
         None
         if position is None
@@ -78,11 +78,12 @@ def of_prompt(positions: Positions) -> list[dict[str, Any] | None]:
 def _alternatives(
     position: TokenLogprobs, token_id: int, num_top: int, tokenizer: Tokenizer | None
 ) -> dict[str, float]:
-    """By text, the likeliest first, the token itself among them. Of tokens with the same text the likeliest counts."""
-    told: dict[str, float] = {}
+    """Returns log-probabilities by text, the likeliest first, including the token's own. If several tokens have the
+    same text, the likeliest counts."""
+    by_text: dict[str, float] = {}
     for other, logprob in [*_likeliest(position, num_top), (token_id, position[token_id])]:
-        told.setdefault(_text(other, logprob, tokenizer), _finite(logprob))
-    return told
+        by_text.setdefault(_text(other, logprob, tokenizer), _finite(logprob))
+    return by_text
 
 
 def _likeliest(position: TokenLogprobs, number: int) -> list[tuple[int, Logprob]]:

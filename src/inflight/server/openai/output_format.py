@@ -1,7 +1,7 @@
-"""The fields of a request that say what the text must look like, and the `StructuredOutput` that they make.
+"""The request fields that constrain the form of the text, and the `StructuredOutput` that they make.
 
-Decides which of the names that clients know mean the same, and that only one of them may be given. Whether a schema or
-a grammar can be enforced is the engine's to say.
+Decides which of the field names that clients know mean the same, and that only one of them may be given. The engine
+decides whether a schema or a grammar can be enforced.
 """
 
 import json
@@ -18,7 +18,7 @@ _EXACT = ConfigDict(extra="forbid", strict=True)
 Choice = Annotated[Many[str], Field(min_length=1)]
 
 
-# Dicts, and not models: `schema` and `json` are methods of those.
+# Dicts instead of models, because models have methods `schema` and `json`.
 @with_config(_EXACT)
 class JsonSchema(TypedDict):
     """A JSON schema as OpenAI wraps it. It is always enforced, whatever `strict` is."""
@@ -31,7 +31,7 @@ class JsonSchema(TypedDict):
 
 @with_config(_EXACT)
 class StructuredOutputs(TypedDict, total=False):
-    """What vLLM calls `structured_outputs`."""
+    """vLLM's `structured_outputs`."""
 
     json: str | dict[str, Any] | None
     json_object: bool | None
@@ -41,19 +41,19 @@ class StructuredOutputs(TypedDict, total=False):
 
 
 class ResponseFormat(StrictModel):
-    """OpenAI's: any text, any JSON object, or JSON of a schema."""
+    """OpenAI's `response_format`: any text, any JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class OutputFormatFields(StrictModel):
-    """What the whole text has to be.
+    """The form that the whole text must have.
 
     Attributes:
-        response_format: as OpenAI has it.
-        structured_outputs: as vLLM has it.
-        guided_json, guided_regex, guided_choice, guided_grammar: the same, as older versions of vLLM have it.
+        response_format: OpenAI's field.
+        structured_outputs: vLLM's field.
+        guided_json, guided_regex, guided_choice, guided_grammar: the fields of older versions of vLLM.
     """
 
     response_format: ResponseFormat | None = None
@@ -65,23 +65,23 @@ class OutputFormatFields(StrictModel):
 
     @property
     def structured_output(self) -> StructuredOutput | None:
-        """As `SamplingParams` has it. Raises `ApiError` if there is more than one, or one that is none."""
-        asked = {name: wish for name, wish in self._wishes().items() if wish is not None}
-        if not asked:
+        """The value for `SamplingParams`. Raises `ApiError` if several fields are given or one is invalid."""
+        given = {name: options for name, options in self._options().items() if options is not None}
+        if not given:
             return None
-        if len(asked) > 1:
-            names = " and ".join(asked)
-            message = f"{names} are given; a text can be asked to follow one of them only"
-            raise ApiError(400, message, param=list(asked)[1].partition(".")[0])
-        ((name, wish),) = asked.items()
+        if len(given) > 1:
+            names = " and ".join(given)
+            message = f"{names} are given; a text can follow only one of them"
+            raise ApiError(400, message, param=list(given)[1].partition(".")[0])
+        ((name, options),) = given.items()
         try:
-            return StructuredOutput(**wish)
+            return StructuredOutput(**options)
         except ValueError as error:
             raise ApiError(400, f"{name}: {error}", param=name.partition(".")[0]) from error
 
-    def _wishes(self) -> dict[str, dict[str, Any] | None]:
-        """What each field asks for, in the words of `StructuredOutput`."""
-        given = {
+    def _options(self) -> dict[str, dict[str, Any] | None]:
+        """Returns what each field asks for, as arguments of `StructuredOutput`."""
+        options = {
             "response_format": _of_response_format(self.response_format),
             "guided_json": _of("json", self.guided_json),
             "guided_regex": _of("regex", self.guided_regex),
@@ -89,8 +89,8 @@ class OutputFormatFields(StrictModel):
             "guided_grammar": _of("grammar", self.guided_grammar),
         }
         for kind, value in (self.structured_outputs or {}).items():
-            given[f"structured_outputs.{kind}"] = _of(kind, value)
-        return given
+            options[f"structured_outputs.{kind}"] = _of(kind, value)
+        return options
 
 
 def _of(kind: str, value: Any) -> dict[str, Any] | None:
@@ -104,7 +104,7 @@ def _of(kind: str, value: Any) -> dict[str, Any] | None:
 def _text(schema: dict[str, Any]) -> str:
     try:
         return json.dumps(schema)
-    except RecursionError as error:  # what could just be read cannot always be written
+    except RecursionError as error:  # what could be parsed cannot always be written again
         raise ApiError(400, "the JSON schema is nested too deeply") from error
 
 

@@ -1,6 +1,6 @@
-"""The fields of a request that say how tokens are chosen and when a sequence ends, and the `SamplingParams` they make.
+"""The request fields that say how tokens are chosen and when a sequence ends, and the `SamplingParams` they make.
 
-Shared by all endpoints that generate. Names and meanings are OpenAI's where it has them, else vLLM's.
+Completions and chats share them. Names and meanings are OpenAI's where OpenAI has them, else vLLM's.
 """
 
 import re
@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.params import MAX_SEED, SamplingParams
 from inflight.server.openai.output_format import OutputFormatFields
 from inflight.server.serving.settings import ServerSettings
@@ -18,7 +17,7 @@ from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import Many, StrictModel
 
 MAX_STOP_STRINGS = 64
-"""Each is looked for in the text of every token."""
+"""Every token's text is searched for each of them."""
 
 _PASSED_ON = (
     "n",
@@ -55,15 +54,15 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "vllm_xargs": (),
 }
-"""Fields that other servers of this interface have and this one has not, with the values that change nothing."""
+"""Fields that other servers of this API support and this one does not, with the values that change nothing."""
 
 
 class StreamOptions(StrictModel):
-    """What a stream tells besides the text.
+    """What a stream contains besides the text.
 
     Attributes:
-        include_usage: a last chunk with the usage.
-        continuous_usage_stats: the usage so far with every chunk.
+        include_usage: end with a chunk that has the usage.
+        continuous_usage_stats: send the usage so far with every chunk.
     """
 
     NOT_SUPPORTED: ClassVar = {"include_obfuscation": (False,)}
@@ -73,7 +72,7 @@ class StreamOptions(StrictModel):
 
 
 class SamplingFields(OutputFormatFields):
-    """What all requests that generate can say; null and absent are the model's own defaults."""
+    """The fields of all requests that generate; null and absent mean the model's own defaults."""
 
     model: str | None = None
     stream: bool | None = None
@@ -101,7 +100,7 @@ class SamplingFields(OutputFormatFields):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
-    # For the caller's own use: nothing here depends on them.
+    # For the client's own use; nothing here depends on them.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -110,13 +109,13 @@ class SamplingFields(OutputFormatFields):
     def sampling_params(
         self, defaults: SamplingParams, settings: ServerSettings, vocab_size: int, **options: Any
     ) -> SamplingParams:
-        """The model's `defaults`, changed by what was sent, and by `options`. Raises `ApiError` for what is refused."""
+        """Returns `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
         self._check_limits(settings)
         sent = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         if self.seed is not None:
             if not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
                 raise ApiError(400, f"seed is {self.seed}; it must be an integer of 64 bits", param="seed")
-            sent["seed"] = self.seed & MAX_SEED  # ours have no sign
+            sent["seed"] = self.seed & MAX_SEED  # our seeds are unsigned
         if self.logit_bias:
             sent["logit_bias"] = _token_biases(self.logit_bias, vocab_size)
         if "structured_output" not in options:
@@ -132,7 +131,7 @@ class SamplingFields(OutputFormatFields):
             if value is not None and value > limit:
                 raise ApiError(400, f"{name} is {value}; this server takes at most {limit}", param=name)
         if self.stream and self.prompt_logprobs is not None:
-            raise ApiError(400, "prompt_logprobs cannot be had with stream", param="prompt_logprobs")
+            raise ApiError(400, "prompt_logprobs cannot be combined with stream", param="prompt_logprobs")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
 
@@ -146,11 +145,6 @@ def _token_biases(biases: Mapping[str, float], vocab_size: int) -> dict[int, flo
 
 
 def _named_in(message: str) -> str | None:
-    """The field that a message of `SamplingParams` is about."""
+    """Returns the field that a message of `SamplingParams` is about."""
     match = re.match(r"(?:a (?:member|token id) of )?(\w+)", message)
     return match[1] if match and match[1] in SamplingFields.model_fields else None
-
-
-def invalid(error: InvalidRequestError, param: str) -> ApiError:
-    """The answer when a prompt was refused."""
-    return ApiError(400, str(error), param=param)

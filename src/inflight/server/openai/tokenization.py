@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, as vLLM has them: what the model would see of a prompt."""
+"""`POST /tokenize` and `POST /detokenize`, as in vLLM: what the model would see of a prompt."""
 
 from typing import Annotated, ClassVar
 
@@ -7,25 +7,24 @@ from pydantic import Field
 from starlette.responses import Response
 
 from inflight.server.openai.chat_request import Message, TemplateFields
-from inflight.server.openai.chunks import to_json
 from inflight.server.serving.service import Service, service_of
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.json_route import JsonRoute
+from inflight.server.wire.json_route import JsonRoute, to_json
 from inflight.server.wire.strict_model import Many, StrictModel
 
 router = APIRouter(route_class=JsonRoute)
 
 OF_CHATS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
-"""Fields that say how a chat is written out."""
+"""Fields that say how the chat template is applied."""
 
 
 class TokenizeRequest(TemplateFields):
     """A text or a chat.
 
     Attributes:
-        add_special_tokens: whether a text gets those that the tokenizer puts around it (null: yes); a chat has those of
-            its template.
-        return_token_strs: tell each token's name in the vocabulary, too.
+        add_special_tokens: whether a text gets the special tokens that the tokenizer puts around it (null: yes); a chat
+            has those that its template writes.
+        return_token_strs: also return each token's name in the vocabulary.
     """
 
     NOT_SUPPORTED: ClassVar = {"tools": ([],)}
@@ -61,7 +60,7 @@ async def _token_ids(body: TokenizeRequest, service: Service) -> list[int]:
         raise ApiError(400, "either prompt or messages must be given, and not both", param="prompt")
     if body.prompt is None:
         if body.add_special_tokens:
-            message = "add_special_tokens is True; a chat has those that its template writes, and no others"
+            message = "add_special_tokens is True; a chat has only the special tokens that its template writes"
             raise ApiError(400, message, param="add_special_tokens")
         return await service.tokenize(body.for_template(service.settings), body.num_characters, "messages")
     for name in OF_CHATS:

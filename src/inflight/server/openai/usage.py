@@ -1,4 +1,4 @@
-"""`usage`: how many tokens a request took. Knows outputs and deltas, not what is made of them."""
+"""`usage`: how many tokens a request took. Knows outputs, not the answers that are made of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from inflight.contracts.outputs import RequestOutput
 
 
 def usage_of(outputs: Sequence[RequestOutput], num_left_out: int = 0) -> dict[str, Any]:
-    """`usage` of finished outputs; of each sequence's tokens `num_left_out` were not asked for, and are not counted."""
+    """Returns `usage` of finished outputs, not counting `num_left_out` tokens of each sequence (not requested)."""
     num_completion = sum(len(each.token_ids) - num_left_out for output in outputs for each in output.outputs)
     return usage(
         sum(len(output.prompt_token_ids) for output in outputs),
@@ -17,7 +17,7 @@ def usage_of(outputs: Sequence[RequestOutput], num_left_out: int = 0) -> dict[st
 
 
 def usage(num_prompt: int, num_completion: int, num_cached: int | None = None) -> dict[str, Any]:
-    """`usage` of so many tokens; how many were found in the prefix cache is known at the end only."""
+    """Returns `usage` of the given counts; `num_cached`, tokens found in the prefix cache, is known only at the end."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,

@@ -1,4 +1,4 @@
-"""What operators need around the server: keys, limits, request ids, logs, metrics, traces, and an end in good order.
+"""What operators need around the server: keys, limits, request ids, logs, metrics, traces and graceful shutdown.
 
-Everything here is pure ASGI around an application that it does not know; `stack` puts it together.
+Everything here is plain ASGI middleware around an application that it does not know; `stack` assembles it.
 """

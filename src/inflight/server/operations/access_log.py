@@ -1,7 +1,7 @@
-"""The access log: one line for each HTTP request, with what its generation came to. No text, unless it is asked for.
+"""The access log: one line per HTTP request, with token counts and finish reasons, and with text only on demand.
 
-Decides what such a line has; `logs` decides how it is written. What the endpoints tell of their requests finds its HTTP
-request through the context that both run in.
+Decides what a line contains; `logs` decides how it is written. What endpoints report about their requests is matched to
+the HTTP request through the context in which both run.
 """
 
 import logging
@@ -23,7 +23,7 @@ logger = logging.getLogger("inflight.access")
 
 @dataclass(slots=True)
 class _Generated:
-    """What all generation for one HTTP request came to."""
+    """The sum of all generation for one HTTP request."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -36,17 +36,17 @@ _generated: ContextVar[_Generated | None] = ContextVar("_generated", default=Non
 
 
 class AccessLog(RequestObserver):
-    """Writes the lines: a middleware, which must hear of requests as their observer, too.
+    """Writes the lines. It is a middleware, and must be registered as the requests' observer, too.
 
     Args:
-        with_text: whether prompts and answers are written into them.
+        with_text: whether the lines contain prompts and answers.
     """
 
     def __init__(self, *, with_text: bool = False) -> None:
         self._with_text = with_text
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """The application with a line in the log for each of its requests."""
+        """Returns the application with a log line for each of its requests."""
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)
@@ -54,13 +54,13 @@ class AccessLog(RequestObserver):
         return serve
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
-        """New tokens have come, which count even if their request never ends well."""
+        """Counts new tokens, even if their request fails later."""
         generated = _generated.get()
         if generated is not None:
             generated.completion_tokens += num_new_tokens
 
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
-        """A request has come to its end, or was refused."""
+        """Records the end of a request, or its refusal."""
         generated = _generated.get()
         if generated is None:
             return
@@ -91,7 +91,7 @@ def _write(scope: Scope, status: int, seconds: float, generated: _Generated) -> 
     level = logging.DEBUG if path_of(scope) in OPERATOR_PATHS else logging.INFO
     if not logger.isEnabledFor(level):
         return
-    # As it came, without the query; what could break a line stays in percent signs.
+    # The path as received, without the query; characters that could break the line stay percent-encoded.
     path = quote(scope.get("raw_path") or scope["path"], safe="/%:@!$&'()*+,;=~")
     client = scope.get("client")
     fields: dict[str, Any] = {

@@ -1,17 +1,17 @@
-"""With which status an HTTP request was answered, for those who only watch: the access log, the metrics."""
+"""`run_watched`: reports the status of each HTTP answer to the access log and the metrics."""
 
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 CLIENT_LEFT = 499
-"""The status if the client left before it had an answer (it never saw one; the number is nginx's)."""
+"""The recorded status if the client left before it got an answer. The number is nginx's."""
 
 
 async def run_watched(
     app: ASGIApp, scope: Scope, receive: Receive, send: Send, answered: Callable[[int], None]
 ) -> None:
-    """Run an application for one request; `answered` is called with the status at its end, however that comes."""
+    """Runs an application for one request and calls `answered` with the status at its end, however it ends."""
     status = CLIENT_LEFT
 
     async def send_watched(message: Message) -> None:

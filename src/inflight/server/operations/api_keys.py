@@ -1,7 +1,7 @@
-"""API keys: where they are read from, and who is let in. Knows no users and no quotas: every key opens the same doors.
+"""API keys: where they are read from, and which requests are let in. Knows no users or quotas: all keys are equal.
 
-A key is compared with all others in a time that tells nothing about them: digests under a secret of this process, each
-compared to its end, and all of them whichever fits.
+Comparing a key takes a time that reveals nothing about the valid keys: digests under a secret of this process are
+compared to their end, always all of them, whichever one matches.
 """
 
 import hmac
@@ -15,16 +15,16 @@ from inflight.server.operations.refusals import OPERATOR_PATHS, header_of, path_
 
 
 def read_api_keys(keys: Iterable[str] = (), file: Path | None = None, environment: str | None = None) -> list[str]:
-    """All keys that were given anywhere, each once.
+    """Returns all keys from the given sources, without duplicates.
 
     Args:
-        keys: one by one.
-        file: with one key a line; empty lines, and what follows a #, are comments.
-        environment: the value of a variable: keys with commas between them.
+        keys: single keys.
+        file: a file with one key per line; empty lines and text after a # are ignored.
+        environment: the value of an environment variable: keys separated by commas.
 
     Raises:
-        ValueError: the file cannot be read, a place that was given has no key in it (which would leave the server
-            open to all), or something cannot be a key.
+        ValueError: the file cannot be read, a given source contains no key (which would leave the server open to
+            everyone), or an entry cannot be a key.
     """
     found = [("a key", key) for key in keys]
     if file is not None:
@@ -32,11 +32,11 @@ def read_api_keys(keys: Iterable[str] = (), file: Path | None = None, environmen
     if environment is not None:
         parts = [part.strip() for part in environment.split(",")]
         if not any(parts):
-            raise ValueError("the variable for API keys is set, but has no key in it; unset it to do without keys")
+            raise ValueError("the variable for API keys is set, but has no key in it; unset it to run without keys")
         found += [("a key in the environment", part) for part in parts if part]
     for where, key in found:
         if not key or not key.isascii() or not key.isprintable() or " " in key:
-            # Not shown: what is nearly a key is nearly a secret.
+            # The entry is not shown: what is almost a key is almost a secret.
             raise ValueError(f"{where} is empty or has spaces or special characters; printable ASCII is accepted")
     return list(dict.fromkeys(key for _, key in found))
 
@@ -54,11 +54,11 @@ def _of_file(file: Path) -> list[tuple[str, str]]:
 
 
 class ApiKeys:
-    """Lets in who has one of the keys, as `Authorization: Bearer` or as `x-api-key`; the rest are told 401.
+    """Lets in requests with one of the keys, as `Authorization: Bearer` or as `x-api-key`; others get a 401.
 
     Args:
-        keys: at least one.
-        open_paths: for which none is needed.
+        keys: at least one key.
+        open_paths: paths that need no key.
     """
 
     def __init__(self, keys: Iterable[str], open_paths: Set[str] = OPERATOR_PATHS) -> None:
@@ -66,10 +66,10 @@ class ApiKeys:
         self._digests = [self._digest(key.encode()) for key in keys]
         self._open_paths = open_paths
         if not self._digests:
-            raise ValueError("there are no API keys; to do without keys, leave them out")
+            raise ValueError("there are no API keys; to run without keys, leave them out")
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """The application behind this lock."""
+        """Returns the application behind the key check."""
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)
@@ -109,7 +109,7 @@ class ApiKeys:
 
 
 def _key_of(scope: Scope) -> bytes | None:
-    """The key that a request came with, if it did."""
+    """Returns the request's key, if it has one."""
     scheme, _, key = (header_of(scope, b"authorization") or b"").partition(b" ")
     if scheme.lower() == b"bearer" and key.strip():
         return key.strip()

@@ -1,6 +1,7 @@
-"""How much is taken from a connection before there is a request: bytes of a head, seconds until it is there.
+"""Limits on a request's head: how many bytes it may have, and how many seconds it may take to arrive.
 
-What a middleware cannot limit, because no application sees it; and nobody has had to show a key yet.
+No application sees a head before it is complete, so no middleware can limit it; and no API key has been checked by
+then.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
-"""That may come without anything that can be handed on: a head, or what follows a body in chunks."""
+"""Bytes that may arrive without anything that can be passed on: a head, or the trailers of a chunked body."""
 
 SECONDS_FOR_HEAD = 30.0
 """How long a connection may take to send the head of a request."""
@@ -22,13 +23,13 @@ _REFUSAL = (
 
 
 class LimitedHeads(HttpToolsProtocol):
-    """uvicorn's protocol, which would read heads for ever. Too large ones are a 431, those that do not come are cut."""
+    """uvicorn's protocol, which has no such limits. A head that is too large gets a 431; one that is late, a close."""
 
-    _num_unused = 0  # bytes that have come since there was last something to hand on
+    _num_unused = 0  # bytes received since something was last passed on
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As uvicorn's; the time begins."""
+        """As uvicorn's; starts the timer."""
         super().connection_made(transport)
         self._await_head()
 

@@ -1,7 +1,7 @@
-"""How the server ends in good order: it refuses what comes, finishes what runs, and then leaves with exit code 0.
+"""Graceful shutdown: the server refuses new requests, finishes running ones, and then exits with code 0.
 
-Decides what happens between the first signal and the end. While requests are still inside, the server goes on
-listening: so a load balancer hears from `/health` why it is sent away, and a new client is told when to come back.
+Decides what happens between the first signal and the exit. While requests are still running, the server goes on
+listening: a load balancer learns from `/health` that the server is draining, and new clients learn when to retry.
 """
 
 import asyncio
@@ -18,24 +18,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inflight.server.operations.refusals import HEALTH_PATH, OPERATOR_PATHS, path_of, refuse, start_answer
 
 SECONDS_TO_LEAVE = 2
-"""How long requests that were aborted, and then connections that were closed, have until they are cut."""
+"""How long aborted requests, and after them closed connections, may take to end before they are cut."""
 
 RETRY_AFTER = b"1"
-"""Seconds after which a client is told to try again: there may be another server behind the address, or the next."""
+"""Seconds after which clients should retry: by then another server, or the next one, may answer at the address."""
 
 logger = logging.getLogger("inflight.server")
 
 
 class Drain:
-    """Whether requests are still let in, and which are inside.
+    """Keeps track of running requests, and refuses new ones once the server drains.
 
     Args:
-        grace_seconds: how long those inside may go on when no more are let in.
-        abort_all: awaited when that time is up, so that they can end in good order (a stream with a last event).
-            Whatever is still inside `SECONDS_TO_LEAVE` later is cancelled: if its answer has not begun, it is a 503.
+        grace_seconds: how long running requests may go on after draining has begun.
+        abort_all: awaited when that time is up, so that requests end properly (a stream with a last event). Requests
+            that still run `SECONDS_TO_LEAVE` later are cancelled; if their answer has not begun, it is a 503.
 
     Attributes:
-        is_draining: whether no more are let in.
+        is_draining: whether new requests are refused.
     """
 
     def __init__(self, grace_seconds: float, abort_all: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -48,7 +48,7 @@ class Drain:
         self._is_empty.set()
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """The application behind this door."""
+        """Returns the application, refusing new requests while draining."""
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)
@@ -56,26 +56,26 @@ class Drain:
         return serve
 
     def begin(self) -> None:
-        """Let no more in. May be called from a signal handler."""
+        """Starts to refuse new requests. May be called from a signal handler."""
         self.is_draining = True
 
     async def finish(self) -> None:
-        """Return when nobody is inside any more: at the latest a little after the time of grace."""
+        """Returns when no request is running any more, at the latest shortly after the grace period."""
         if await self._empty_within(self._grace_seconds):
             return
-        logger.warning("still running after %g s, now aborted: %d", self._grace_seconds, len(self._inside))
+        logger.warning("%d requests still running after %g s: aborted", len(self._inside), self._grace_seconds)
         if self._abort_all is not None:
             try:
                 async with asyncio.timeout(SECONDS_TO_LEAVE):
                     await self._abort_all()
                     await self._is_empty.wait()
-            except Exception as error:  # whatever goes wrong, the server still has to end
-                logger.warning("they could not be aborted in good order: %r", error)
+            except Exception as error:  # whatever goes wrong, the server must still end
+                logger.warning("requests could not be aborted properly: %r", error)
         self.cut()
         await self._empty_within(SECONDS_TO_LEAVE)
 
     def cut(self) -> None:
-        """Cancel whatever is still inside."""
+        """Cancels the requests that are still running."""
         self._is_over = True
         for task in self._inside:
             task.cancel()
@@ -131,23 +131,23 @@ class Drain:
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server that SIGTERM or SIGINT makes drain and end, with exit code 0; a second SIGINT cuts it short.
+    """A uvicorn server that drains on SIGTERM or SIGINT and exits with code 0; a second SIGINT ends it at once.
 
     Args:
-        drain: the door that its application is behind.
+        drain: the `Drain` whose middleware surrounds the application.
     """
 
     def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
         super().__init__(config)
         if config.timeout_graceful_shutdown is None:
-            config.timeout_graceful_shutdown = SECONDS_TO_LEAVE  # else one who reads nothing could hold it for ever
+            config.timeout_graceful_shutdown = SECONDS_TO_LEAVE  # else a stalled client could block it forever
         self._drain = drain
         self._finishing: asyncio.Task[None] | None = None
         self._is_in_a_hurry = False
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but without raising the signal again at the end, which would become the exit code."""
+        """As uvicorn's, but does not raise the signal again at the end, which would set the exit code."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -159,15 +159,15 @@ class DrainingServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """What the signals do."""
+        """Handles SIGTERM and SIGINT."""
         self._is_in_a_hurry |= self._drain.is_draining and sig == signal.SIGINT
         self._drain.begin()
 
     async def on_tick(self, counter: int) -> bool:
-        """Asked ten times a second; true when the server may end."""
+        """Called ten times a second; returns True when the server may end."""
         if self._drain.is_draining:
             if self._finishing is None:
-                logger.info("no more requests are taken in; those that run may finish")
+                logger.info("no new requests are accepted; running ones may finish")
                 self._finishing = asyncio.create_task(self._drain.finish())
             if self._is_in_a_hurry:
                 self._drain.cut()

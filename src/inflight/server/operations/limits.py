@@ -1,8 +1,8 @@
-"""How much is taken from clients: bytes of a body, seconds to send it, requests at a time. Knows nothing of tokens.
+"""Limits on clients: bytes of a body, seconds to send it, and requests at a time. Knows nothing of tokens.
 
-A body is received as a whole before the application sees it, which reads it as a whole anyway; so its size is known
-from what came, not from what was promised, and nobody who sends slowly or for ever gets further than here. (Starlette
-has a limit of bytes, too; it answers in plain text, and waits for ever.)
+A body is received whole before the application sees it, which reads it whole anyway. So its size is the size received,
+not the size announced, and a client that sends slowly or endlessly gets no further than here. (Starlette has a limit on
+bytes, too, but it answers in plain text and waits forever.)
 """
 
 import asyncio
@@ -16,15 +16,15 @@ SECONDS_FOR_BODY = 30.0
 """How long a client may take to send a request's body."""
 
 SECONDS_TO_READ = 2.0
-"""How long a client whose body is too large may go on sending before its connection is cut: time to read the answer."""
+"""How long a client whose body is too large may go on sending, so that it can read the answer before the close."""
 
 
 class BodyLimit:
-    """Refuses larger bodies (413) and those that do not come (408).
+    """Refuses bodies that are too large (413) or too slow (408).
 
     Args:
-        max_bytes: of a body, however its size is announced.
-        seconds: that may pass until it is there.
+        max_bytes: most bytes of a body, however its size is announced.
+        seconds: how long a body may take to arrive.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float = SECONDS_FOR_BODY) -> None:
@@ -42,7 +42,7 @@ class BodyLimit:
             async with asyncio.timeout(self._seconds):
                 body = await self._body(receive)
         except TimeoutError:
-            message = f"the request's body did not come within {self._seconds:g} seconds"
+            message = f"the request's body did not arrive within {self._seconds:g} seconds"
             headers = [(b"connection", b"close")]
             await refuse(scope, send, 408, message, "invalid_request_error", "request_timeout", headers)
             return
@@ -56,14 +56,14 @@ class BodyLimit:
         async def receive_whole() -> Message:
             nonlocal is_given
             if is_given:
-                return await receive()  # nothing but the end of the connection can still come
+                return await receive()  # only the end of the connection can follow
             is_given = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, receive_whole, send)
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """The body, or of one that is too large the beginning; None if the client left before it was there."""
+        """Returns the body, or the beginning of one that is too large; None if the client left before sending all."""
         body = bytearray()
         while len(body) <= self._max_bytes:
             message = await receive()
@@ -75,13 +75,13 @@ class BodyLimit:
         return bytes(body)
 
     async def _refuse_size(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer at once, but close only when the client had a chance to read it: a connection that is closed on
-        somebody who still sends takes back what was written to him."""
-        message = f"the request's body is larger than {self._max_bytes} bytes, the most that this server takes"
+        """Answers at once, but closes only when the client has had time to read: if a connection is closed while the
+        client still sends, the client loses what was written to it."""
+        message = f"the request's body is larger than {self._max_bytes} bytes, the most that this server accepts"
         body = error_body(path_of(scope), message, "request_too_large", "request_too_large")
         await start_answer(send, 413, body, [(b"connection", b"close")])
         await send({"type": "http.response.body", "body": body, "more_body": True})
-        if (header_of(scope, b"expect") or b"").lower() != b"100-continue":  # then nothing is on its way
+        if (header_of(scope, b"expect") or b"").lower() != b"100-continue":  # otherwise nothing is on its way
             with suppress(TimeoutError):
                 async with asyncio.timeout(SECONDS_TO_READ):
                     while (await receive()).get("more_body", False):
@@ -90,11 +90,11 @@ class BodyLimit:
 
 
 class ConcurrencyLimit:
-    """Refuses (429, with `Retry-After`) while so many requests are inside. Operators' paths are not counted.
+    """Refuses requests (429, with `Retry-After`) while `max_requests` are being served. Operators' paths do not count.
 
     Args:
-        max_requests: that are inside at once, until the last byte of their answers.
-        retry_after: seconds after which a client is told to try again.
+        max_requests: most requests served at once; each counts until the last byte of its answer.
+        retry_after: seconds after which a client should retry.
     """
 
     def __init__(self, app: ASGIApp, max_requests: int, retry_after: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""How log lines are written: for people, or as JSON for those who collect them. Knows nothing of what is logged."""
+"""How log lines are written: as text for people, or as JSON for log collectors. Does not know what is logged."""
 
 import json
 import logging
@@ -9,9 +9,9 @@ from inflight.server.operations.request_ids import current_request_id
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, the request's id, and the `fields` of the record's `extra`.
+    """One JSON object per line: time, level, logger, message, request id, and the `fields` of the record's `extra`.
 
-    (Everything but ASCII is escaped, line breaks too, so that no text can pass for another line.)
+    (Everything but ASCII is escaped, line breaks too, so that no text can pose as another line.)
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -31,7 +31,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logging(*, as_json: bool, level: str = "INFO") -> None:
-    """Send all that this process logs to standard error: uvicorn's lines, too, if its `log_config` is None, but for its
+    """Sends all log lines of this process to standard error, uvicorn's included if its `log_config` is None, except its
     access log, which `AccessLog` replaces."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -1,8 +1,8 @@
-"""Metrics for Prometheus, under vLLM's names where it has them, so that its dashboards show this server, too.
+"""Metrics for Prometheus, under vLLM's names where it has them, so that its dashboards work for this server, too.
 
-Decides what is counted and how it is called. What the engine counts is asked of it at each scrape; what only the server
-sees (latencies, ends of requests, answers) is counted as it happens, in `started`, `produced` and `finished`, which run
-for every step of every request and so do as little as they can.
+Decides what is counted and under which name. The engine's counters are read at each scrape; what only the server sees
+(latencies, ends of requests, answers) is counted as it happens, in `started`, `produced` and `finished`, which run for
+every step of every request and so do as little as possible.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ SECONDS_FOR_ENGINE = 1.0
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
-# vLLM's buckets; of the first two also smaller ones, for small models.
+# vLLM's buckets; the first two also have smaller ones, for small models.
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
     *(160.0, 640.0, 2560.0),
@@ -50,17 +50,17 @@ ENGINE_COUNTERS = (
     ("vllm:prompt_tokens", "num_prompt_tokens", "Prompt tokens of admitted sequences."),
     ("vllm:generation_tokens", "num_generated_tokens", "Tokens generated."),
     ("vllm:prefix_cache_queries", "num_prompt_tokens", "Prompt tokens looked for in the prefix cache."),
-    ("vllm:prefix_cache_hits", "num_cached_tokens", "Prompt tokens found there."),
-    ("vllm:num_preemptions", "num_preemptions", "Sequences that had to give their blocks back and start over."),
+    ("vllm:prefix_cache_hits", "num_cached_tokens", "Prompt tokens found in the prefix cache."),
+    ("vllm:num_preemptions", "num_preemptions", "Preemptions: a sequence gave its blocks back and was computed again."),
     ("inflight:engine_steps", "num_steps", "Forward passes."),
-    ("inflight:engine_requests", "num_requests", "Requests that the engine took in."),
+    ("inflight:engine_requests", "num_requests", "Requests that the engine accepted."),
 )
-"""Each with the field of `EngineStats` that it follows."""
+"""Counters: name, the field of `EngineStats` that it follows, description."""
 
 
 @dataclass(slots=True)
 class _Running:
-    """A request that has not finished: when it started, and when its tokens were last looked at (0: none has come)."""
+    """A request that has not finished: when it started, and when its latest tokens were counted (0: no tokens yet)."""
 
     start: float
     num_sequences: int
@@ -73,9 +73,8 @@ class Metrics(RequestObserver):
     """All metrics of one server, in a registry of their own; an observer of its requests.
 
     Args:
-        model_name: the label that they have.
-        read_stats: asks the engine, as `AsyncLLM.stats` does. A scrape that finds it dead starts it anew, as any call
-            does.
+        model_name: the metrics' `model_name` label.
+        read_stats: asks the engine, as `AsyncLLM.stats` does. A scrape restarts a dead engine, as any call does.
     """
 
     def __init__(self, model_name: str, read_stats: Callable[[], Awaitable[EngineStats]]) -> None:
@@ -91,10 +90,10 @@ class Metrics(RequestObserver):
 
     def _engine_metrics(self) -> None:
         self._engine_up = self._gauge("inflight:engine_up", "Whether the engine answered the last scrape.")
-        self._num_running = self._gauge("vllm:num_requests_running", "Sequences that run.")
-        self._num_waiting = self._gauge("vllm:num_requests_waiting", "Sequences that wait for a slot or for blocks.")
+        self._num_running = self._gauge("vllm:num_requests_running", "Running sequences.")
+        self._num_waiting = self._gauge("vllm:num_requests_waiting", "Sequences waiting for a slot or for blocks.")
         self._cache_usage = [
-            self._gauge(name, "Share of the cache's blocks that sequences hold; 1 is all.")
+            self._gauge(name, "Share of the cache's blocks that sequences hold; 1 means all.")
             for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the latter in older dashboards
         ]
         self._engine_counters = [(field, self._counter(name, what)) for name, field, what in ENGINE_COUNTERS]
@@ -106,12 +105,12 @@ class Metrics(RequestObserver):
         )
         self._inter_token = self._histogram(
             "vllm:inter_token_latency_seconds",
-            "From one token of a sequence to its next.",
+            "From one token of a sequence to the next.",
             TOKEN_BUCKETS,
             older_name="vllm:time_per_output_token_seconds",
         )
         self._mean_inter_token = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "The same, a request's mean.", TOKEN_BUCKETS
+            "vllm:request_time_per_output_token_seconds", "From one token to the next, a request's mean.", TOKEN_BUCKETS
         )
         times = (
             ("vllm:e2e_request_latency_seconds", "From a request's start to its end."),
@@ -126,27 +125,27 @@ class Metrics(RequestObserver):
             ("vllm:request_prompt_tokens", "Tokens of a request's prompt."),
             ("vllm:request_generation_tokens", "Tokens that a request generated."),
             ("vllm:request_max_num_generation_tokens", "Tokens of a request's longest sequence."),
-            ("vllm:request_params_max_tokens", "`max_tokens` of requests that had it."),
+            ("vllm:request_params_max_tokens", "`max_tokens` of requests that set it."),
         )
         histograms = [self._histogram(name, what, COUNT_BUCKETS) for name, what in counts]
         self._num_prompt_tokens, self._num_generated_tokens, self._longest, self._max_tokens = histograms
         self._n = self._histogram("vllm:request_params_n", "`n` of requests.", SEQUENCES_BUCKETS)
         ends = Counter(
             "vllm:request_success",
-            "Requests that ended, by how.",
+            "Finished requests, by how they ended.",
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
         self._ends = {each: ends.labels(self._model_name, each) for each in ("stop", "length", "abort", "error")}
         self._aborts = Counter(
             "inflight:request_aborts",
-            "Requests that ended before they were done, by why.",
+            "Requests that ended early, by reason.",
             ["model_name", "reason"],
             registry=self._registry,
         )
         self._http_requests = Counter(
             "inflight:http_requests",
-            "HTTP requests that were answered; path is the route's, status 499 if the client left before.",
+            "Answered HTTP requests; path is the route's, status is 499 if the client left before the answer.",
             ["model_name", "method", "path", "status"],
             registry=self._registry,
         )
@@ -154,13 +153,13 @@ class Metrics(RequestObserver):
     # ------------------------------------------------------------------------------------- requests
 
     def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
-        """A request is about to be handed to the engine."""
+        """Records a request that is about to go to the engine."""
         self._running[request_id] = _Running(time.monotonic(), num_sequences, params)
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
-        """So many tokens of its sequences have come, of all in one call or of each in its own.
+        """Counts new tokens of a request's sequences, whether they arrive in one call or in one call per sequence.
 
-        Of tokens that came at once, each is taken to have had the same share of the time since those before."""
+        The time since the previous tokens is divided equally among tokens that arrive together."""
         running = self._running.get(request_id)
         if running is None or not num_new_tokens:
             return
@@ -178,7 +177,7 @@ class Metrics(RequestObserver):
             running.num_pending -= num_each * running.num_sequences
 
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
-        """A request has come to its end, or was refused."""
+        """Records the end of a request, or its refusal."""
         running = self._running.pop(request_id, None)
         if running is None and reason != "refused":
             return
@@ -213,7 +212,7 @@ class Metrics(RequestObserver):
             self._mean_inter_token.observe(decode_time / (max(lengths) - 1))
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """The application with its answers counted."""
+        """Returns the application with its answers counted."""
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)
@@ -226,7 +225,7 @@ class Metrics(RequestObserver):
             return
 
         def answered(status: int) -> None:
-            # Only names that are ours: clients could make up any number of others.
+            # Only known methods and routes become labels: clients could invent any number of others.
             method = scope["method"] if scope["method"] in METHODS else "other"
             path = path_of(scope)
             path = getattr(scope.get("route"), "path", path if path in OPERATOR_PATHS else "other")
@@ -237,13 +236,13 @@ class Metrics(RequestObserver):
     # ------------------------------------------------------------------------------------- scrapes
 
     async def endpoint(self, request: Request) -> Response:
-        """What `/metrics` answers."""
+        """Answers `/metrics`."""
         return Response(await self.scrape(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def scrape(self) -> bytes:
-        """All metrics, in the text format. If the engine does not answer in time, its gauges stay as they were; if it
-        is dead, it runs nothing."""
-        async with self._scraping:  # so that answers are read in the order in which they were given
+        """Returns all metrics in the text format. If the engine does not answer in time, its gauges keep their values;
+        if it is dead, they become 0."""
+        async with self._scraping:  # so that the engine's answers are processed in their order
             try:
                 async with asyncio.timeout(SECONDS_FOR_ENGINE):
                     stats = await self._read_stats()
@@ -285,13 +284,13 @@ class Metrics(RequestObserver):
 
 
 def _is_another_engine(last: EngineStats, stats: EngineStats) -> bool:
-    """Whether an engine was started in between, which counts from 0."""
+    """Whether another engine, which counts from 0, was started in between."""
     fields = [field for _, field, _ in ENGINE_COUNTERS]
     return stats.num_crashes > last.num_crashes or any(getattr(stats, each) < getattr(last, each) for each in fields)
 
 
 class _OlderName(Collector):
-    """A histogram once more, under the name that it had before."""
+    """A histogram again, under the name that it used to have."""
 
     def __init__(self, histogram: Histogram, name: str) -> None:
         self._histogram, self._name = histogram, name

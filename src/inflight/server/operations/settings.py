@@ -1,4 +1,4 @@
-"""`OperatorSettings`: every choice about what surrounds the server. Plain data, checked when made."""
+"""`OperatorSettings`: every choice about the operations around the server. Plain data, checked when created."""
 
 from dataclasses import dataclass
 
@@ -13,23 +13,24 @@ from inflight.contracts.options import (
 
 LOG_FORMATS = ("text", "json")
 MAX_BODY_SIZE = 32 * 2**20
-"""By default: bytes. The longest of prompts, as token ids in JSON, has some megabytes."""
+"""The default limit in bytes. The longest prompts, as token ids in JSON, have a few megabytes."""
 
 
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSettings:
-    """How the server is guarded, watched and ended; how requests are answered is `ServerSettings`'.
+    """How the server is protected, observed and shut down; `ServerSettings` says how requests are answered.
 
     Attributes:
-        api_keys: one of which each request must have; with none here, in the file or in the environment, none must.
-        api_key_file: a file with more of them, one a line.
-        max_body_size: bytes that a request's body may have.
-        max_requests: HTTP requests that are served at once; more are told to come back. None: any number.
+        api_keys: each request must have one of these; without any here, in the file or in the environment, none is
+            needed.
+        api_key_file: a file with more keys, one per line.
+        max_body_size: most bytes of a request's body.
+        max_requests: most HTTP requests served at once; further ones are told to retry. None: any number.
         grace_period: seconds that running requests have to finish after SIGTERM.
-        log_format: "text" for people or "json" for those who collect lines.
+        log_format: "text" for people or "json" for log collectors.
         log_text: whether prompts and answers are logged.
-        cors_origins: web pages of these origins may call the server; "*" is all of them.
+        cors_origins: origins whose web pages may call the server; "*" means all.
         traces_endpoint: an OpenTelemetry collector's URL for traces (OTLP over HTTP); None: no traces.
     """
 

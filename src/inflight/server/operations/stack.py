@@ -1,8 +1,8 @@
-"""`Operations`: all of this package around an application, in the one order in which it makes sense.
+"""`Operations`: puts all of this package around an application, in the one order that makes sense.
 
-From the outside: the id comes first, because all that follows logs; then who only watches (traces, log, metrics), so
-that refusals are seen, too; then CORS, since a browser asks beforehand without a key, and shows a page only refusals
-that say so; then the door of the drain; then the key, so that a stranger gets no further; then limits.
+From the outside in: request ids first, because everything after them logs; then the observers (traces, log, metrics),
+so that they see refusals, too; then CORS, because browsers send preflight requests without a key, and show a page only
+refusals with CORS headers; then the drain; then API keys, so that strangers get no further; then limits.
 """
 
 import asyncio
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 
 class Operations(RequestObserver):
-    """What surrounds one server. It must be told of the server's requests: it is their observer.
+    """The operations around one server. Must be registered as the observer of the server's requests.
 
     Args:
-        model_name: the label of metrics and traces.
+        model_name: the model's name in metrics and traces.
         read_stats: asks the engine, as `AsyncLLM.stats` does.
-        abort_all: ends all requests that run; see `Drain`.
-        environment_keys: more API keys, from a variable: with commas between them.
+        abort_all: ends all running requests; see `Drain`.
+        environment_keys: more API keys from an environment variable, separated by commas.
 
     Attributes:
         drain: for `DrainingServer`.
-        metrics: whose `endpoint` is to answer `/metrics`.
+        metrics: its `endpoint` must answer `/metrics`.
 
     Raises:
-        ValueError: there is something wrong with the API keys, or traces were asked for without their library.
+        ValueError: the API keys are invalid, or traces are requested without their library.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Operations(RequestObserver):
             self._observers.append(self._tracing)
 
     def surround(self, app: ASGIApp) -> ASGIApp:
-        """The application as it is to be served."""
+        """Returns the application with all operations around it."""
         settings = self._settings
         app = BodyLimit(app, settings.max_body_size)
         if settings.max_requests is not None:
@@ -93,21 +93,21 @@ class Operations(RequestObserver):
         return RequestIds(app)
 
     async def close(self) -> None:
-        """Send what is left of the traces. To be awaited when the server has ended."""
+        """Sends the remaining traces. Await it when the server has ended."""
         if self._provider is not None:
             await asyncio.to_thread(self._provider.shutdown)
 
     def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
-        """Tell all observers."""
+        """Notifies all observers."""
         for observer in self._observers:
             observer.started(request_id, num_sequences, params)
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
-        """Tell all observers."""
+        """Notifies all observers."""
         for observer in self._observers:
             observer.produced(request_id, num_new_tokens, now)
 
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
-        """Tell all observers."""
+        """Notifies all observers."""
         for observer in self._observers:
             observer.finished(request_id, output, reason)

@@ -1,8 +1,8 @@
-"""Traces for OpenTelemetry: one span for each prompt that is generated for, a child of the client's if it sent one.
+"""Traces for OpenTelemetry: one span per prompt, a child of the client's span if the client sent one.
 
-Decides what a span says: the GenAI semantic conventions' attributes, and no text. The library is imported only when
-traces are asked for; its SDK and exporter are an extra. (A span for the HTTP request itself, which would come in
-between, is FastAPI's to make, if it is given the same provider.)
+Decides what a span contains: the GenAI semantic conventions' attributes, and no text. The library is imported only if
+traces are requested; its SDK and exporter are an extra. (A span for the HTTP request, in between, is left to FastAPI's
+instrumentation, given the same provider.)
 """
 
 import time
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 OPERATION = "inflight.operation"
-"""Where OpenTelemetry's context of an HTTP request says what the conventions call what it asks for."""
+"""The key in an HTTP request's OpenTelemetry context under which the conventions' operation name is stored."""
 
 
 def exporting_provider(endpoint: str | None = None) -> "TracerProvider":
-    """A provider whose spans are sent to a collector, by OTLP over HTTP, from a thread of its own.
+    """Returns a provider that sends spans to a collector, by OTLP over HTTP, from a thread of its own.
 
     Args:
-        endpoint: the collector's URL for traces, such as "http://127.0.0.1:4318/v1/traces"; None: what OpenTelemetry's
-            own variables say (`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and others).
+        endpoint: the collector's URL for traces, such as "http://127.0.0.1:4318/v1/traces"; None: taken from
+            OpenTelemetry's own variables (`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` and others).
 
     Raises:
         ValueError: OpenTelemetry, or its exporter, is not installed.
@@ -46,18 +46,18 @@ def exporting_provider(endpoint: str | None = None) -> "TracerProvider":
             f"traces need OpenTelemetry with its OTLP exporter: pip install 'inflight-llm[tracing]' ({error})"
         ) from error
     own = Resource.create({SERVICE_NAME: "inflight", SERVICE_VERSION: __version__})
-    provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()))  # its variables have the last word
+    provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()))  # OpenTelemetry's variables win
     provider.add_span_processor(BatchSpanProcessor(exporters.OTLPSpanExporter(endpoint)))
     return provider
 
 
 class Tracing(RequestObserver):
-    """Makes the spans: an observer of requests, and a middleware that tells whose children they are.
+    """Makes the spans: an observer of requests, and a middleware that finds their parent spans.
 
     Args:
-        model_name: as clients ask for it.
-        provider: where spans go; it is the caller's, to be shut down (`provider.shutdown()`) at the end, which sends
-            what is left and may take some seconds.
+        model_name: the name under which clients ask for the model.
+        provider: where spans go. The caller owns it and shuts it down (`provider.shutdown()`) at the end, which sends
+            the remaining spans and may take some seconds.
     """
 
     def __init__(self, model_name: str, provider: "TracerProvider") -> None:
@@ -73,7 +73,7 @@ class Tracing(RequestObserver):
         self._waiting: dict[str, tuple[Span, float]] = {}
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """The application with its clients' spans known."""
+        """Returns the application, with its clients' spans as parents."""
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)
@@ -81,7 +81,7 @@ class Tracing(RequestObserver):
         return serve
 
     def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
-        """A request is about to be handed to the engine."""
+        """Starts the span of a request that is about to go to the engine."""
         operation = str(self._contexts.get_value(OPERATION) or "text_completion")
         span = self._tracer.start_span(
             f"{operation} {self._model_name}",
@@ -97,14 +97,14 @@ class Tracing(RequestObserver):
         self._spans[request_id] = self._waiting[request_id] = (span, time.monotonic())
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
-        """Tokens have come; of the first ones it is noted when."""
+        """Records when the first tokens arrived."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             span, start = waiting
             span.set_attribute("gen_ai.response.time_to_first_chunk", now - start)
 
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
-        """A request has come to its end, or was refused."""
+        """Ends the span of a request that has ended or was refused."""
         self._waiting.pop(request_id, None)
         span, _ = self._spans.pop(request_id, (None, 0.0))
         if span is None:

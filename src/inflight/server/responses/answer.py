@@ -1,4 +1,4 @@
-"""The response object of `/v1/responses`: decides what it says of a request that runs, has finished or has failed."""
+"""The response object of `/v1/responses`: decides what it contains while a request runs, after it ended or failed."""
 
 import time
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from inflight.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request that can be run.
+class PreparedResponse:
+    """A responses request that is ready to run.
 
     Attributes:
-        chat: the conversation that it goes on with, without instructions.
-        tools: how calls are read, if tools may be called.
+        chat: the conversation that it continues, without instructions.
+        tools: how tool calls are read, if tools may be called.
         created_at: seconds of Unix time.
     """
 
@@ -35,21 +35,21 @@ class Asked:
     created_at: int
 
 
-def running(asked: Asked) -> dict[str, Any]:
-    """While there is nothing to show yet."""
-    return _response(asked, "in_progress")
+def running(prepared: PreparedResponse) -> dict[str, Any]:
+    """Returns the response before it has any output."""
+    return _response(prepared, "in_progress")
 
 
-def finished(asked: Asked, output: RequestOutput, blocks: Sequence[Block]) -> dict[str, Any]:
-    """With its output, at its end: an item for each block."""
+def finished(prepared: PreparedResponse, output: RequestOutput, blocks: Sequence[Block]) -> dict[str, Any]:
+    """Returns the finished response, with one output item for each block."""
     (completion,) = output.outputs
     is_cut = completion.finish_reason == "length"
-    told = told_logprobs(asked, completion)
-    items = [item(block, "completed", told) for block in blocks]
+    token_logprobs = new_logprobs(prepared, completion)
+    items = [item(block, "completed", token_logprobs) for block in blocks]
     if is_cut:
-        items[-1] = item(blocks[-1], "incomplete", told)
+        items[-1] = item(blocks[-1], "incomplete", token_logprobs)
     return _response(
-        asked,
+        prepared,
         "incomplete" if is_cut else "completed",
         incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         completed_at=None if is_cut else int(time.time()),
@@ -58,27 +58,27 @@ def finished(asked: Asked, output: RequestOutput, blocks: Sequence[Block]) -> di
     )
 
 
-def failed(asked: Asked, error: ApiError) -> dict[str, Any]:
-    """After it went wrong in the middle."""
+def failed(prepared: PreparedResponse, error: ApiError) -> dict[str, Any]:
+    """Returns the response after an error in the middle of it."""
     codes = {429: "rate_limit_exceeded"}
     code = codes.get(error.status, "server_error" if error.status >= 500 else "invalid_prompt")
-    return _response(asked, "failed", error={"code": code, "message": str(error)})
+    return _response(prepared, "failed", error={"code": code, "message": str(error)})
 
 
 def item_id(block: Block) -> str:
-    """The id of its item of the output."""
+    """Returns the id of the block's output item."""
     return f"msg_{block.key}" if isinstance(block, TextBlock) else f"fc_{block.key}"
 
 
-def item(block: Block, status: str, told: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """A message or a call, as an item of the output.
+def item(block: Block, status: str, token_logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Returns a message or a tool call as an output item.
 
     Args:
-        told: the log-probabilities of a message's tokens.
+        token_logprobs: the log-probabilities of a message's tokens.
     """
     head = {"id": item_id(block), "status": status}
     if isinstance(block, TextBlock):
-        return {**head, "type": "message", "role": "assistant", "content": [part(block.text, told)]}
+        return {**head, "type": "message", "role": "assistant", "content": [part(block.text, token_logprobs)]}
     return {
         **head,
         "type": "function_call",
@@ -88,13 +88,13 @@ def item(block: Block, status: str, told: Sequence[dict[str, Any]] = ()) -> dict
     }
 
 
-def part(text: str, told: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """The content of a message."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": told}
+def part(text: str, token_logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Returns the content of a message."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": token_logprobs}
 
 
 def message_of(block: Block) -> dict[str, Any]:
-    """A message or a call, as templates take it when the conversation goes on."""
+    """Returns a message or a tool call as templates expect it when the conversation continues."""
     if isinstance(block, TextBlock):
         return {"role": "assistant", "content": block.text}
     try:
@@ -104,24 +104,24 @@ def message_of(block: Block) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def told_logprobs(asked: Asked, news: CompletionOutput | TextDelta) -> list[dict[str, Any]]:
-    """Of each new token, if they are wanted."""
-    num_top = asked.body.num_logprobs
+def new_logprobs(prepared: PreparedResponse, news: CompletionOutput | TextDelta) -> list[dict[str, Any]]:
+    """Returns the log-probabilities of the new tokens, if requested."""
+    num_top = prepared.body.num_logprobs
     if num_top is None:
         return []
-    return logprobs.of_chat(news.token_ids, news.logprobs or [], num_top, asked.tokenizer)
+    return logprobs.of_chat(news.token_ids, news.logprobs or [], num_top, prepared.tokenizer)
 
 
-def _response(asked: Asked, status: str, **others: Any) -> dict[str, Any]:
-    """Fields that this server does not have are told with the value that they have anyway."""
-    body, params = asked.body, asked.job.params
+def _response(prepared: PreparedResponse, status: str, **others: Any) -> dict[str, Any]:
+    """Returns a response object. Fields that this server does not implement get the value that applies to them."""
+    body, params = prepared.body, prepared.job.params
     form = None if body.text is None else body.text.format
     choice = body.tool_choice or "auto"
-    told_choice = choice if isinstance(choice, str) else choice.model_dump()
+    shown_choice = choice if isinstance(choice, str) else choice.model_dump()
     return {
-        "id": asked.job.request_id,
+        "id": prepared.job.request_id,
         "object": "response",
-        "created_at": asked.created_at,
+        "created_at": prepared.created_at,
         "status": status,
         "background": False,
         "completed_at": None,
@@ -131,7 +131,7 @@ def _response(asked: Asked, status: str, **others: Any) -> dict[str, Any]:
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
         "metadata": body.metadata or {},
-        "model": asked.model_name,
+        "model": prepared.model_name,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
@@ -142,7 +142,7 @@ def _response(asked: Asked, status: str, **others: Any) -> dict[str, Any]:
         "store": body.store is not False,
         "temperature": params.temperature,
         "text": {"format": form or {"type": "text"}, "verbosity": "medium"},
-        "tool_choice": told_choice,
+        "tool_choice": shown_choice,
         "tools": [tool.model_dump() for tool in body.tools or []],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,

@@ -1,6 +1,6 @@
-"""`/v1/responses`: decides how responses are made from a conversation, answered whole, kept, got and deleted.
+"""`/v1/responses`: decides how a response is made from a conversation, stored, retrieved and deleted.
 
-How one is told in a stream is up to `responses_events`.
+`events` decides how a response is streamed.
 """
 
 import time
@@ -13,8 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from inflight.contracts.outputs import RequestOutput
-from inflight.server.openai.chunks import to_json
-from inflight.server.responses.answer import Asked, finished, message_of
+from inflight.server.responses.answer import PreparedResponse, finished, message_of
 from inflight.server.responses.events import ResponseEvents
 from inflight.server.responses.request import Chat, ResponsesRequest
 from inflight.server.responses.store import ResponseStore, StoredResponse
@@ -25,12 +24,13 @@ from inflight.server.tools.blocks import Block, Blocks
 from inflight.server.tools.in_templates import with_calls_joined, with_names
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.client import attended
-from inflight.server.wire.json_route import JsonRoute
+from inflight.server.wire.json_route import JsonRoute, to_json
 
 router = APIRouter(route_class=JsonRoute)
 
 SHARE_FOR_OUTPUT = 4
-"""When turns are left out of a conversation that is too long, so many are that this part of the context is free."""
+"""If turns of a conversation that is too long are left out, enough are to leave 1/`SHARE_FOR_OUTPUT` of the context
+free."""
 
 
 @router.post("/v1/responses")
@@ -38,22 +38,22 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation."""
     service, store = service_of(request), _store_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
-        asked = await _read(body, service, store)
+        prepared = await _prepare(body, service, store)
         if not body.stream:
-            (output,) = await generate(service, asked.job, client)
-            blocks = Blocks(asked.tools)
+            (output,) = await generate(service, prepared.job, client)
+            blocks = Blocks(prepared.tools)
             blocks.feed(output.outputs[0].text, is_last=True)
-            answer = _kept(asked, output, blocks.blocks, store)
+            answer = _kept(prepared, output, blocks.blocks, store)
             return Response(to_json(answer), media_type="application/json")
-    events = ResponseEvents(asked, partial(_kept, asked, store=store))
-    return stream(service, asked.job, events, events.failed)
+    events = ResponseEvents(prepared, partial(_kept, prepared, store=store))
+    return stream(service, prepared.job, events, events.failed)
 
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(response_id: str, request: Request) -> Response:
-    """A response that was kept."""
+    """Return a stored response."""
     for name in request.query_params:
-        raise ApiError(400, f"there is no parameter {name[:200]!r}; a response is got as it was answered", param=name)
+        raise ApiError(400, f"there is no parameter {name[:200]!r}; a response is returned as it was sent", param=name)
     response = _store_of(request).get(response_id)
     if response is None:
         raise _gone(response_id)
@@ -62,7 +62,7 @@ async def get_response(response_id: str, request: Request) -> Response:
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, request: Request) -> Response:
-    """Forget a response."""
+    """Delete a response."""
     if not _store_of(request).delete(response_id):
         raise _gone(response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
@@ -79,12 +79,12 @@ def _gone(response_id: str) -> ApiError:
 
 def _why_gone(response_id: str) -> str:
     return (
-        f"there is no response {response_id[:200]!r}: it was never kept, was deleted, or had to make room for others; "
-        "responses are kept in memory, the least recently used are dropped first"
+        f"there is no response {response_id[:200]!r}: it was never stored, was deleted, or had to make room for "
+        "others; responses are kept in memory, and the least recently used are dropped first"
     )
 
 
-async def _read(body: ResponsesRequest, service: Service, store: ResponseStore) -> Asked:
+async def _prepare(body: ResponsesRequest, service: Service, store: ResponseStore) -> PreparedResponse:
     service.check_model(body.model)
     body.check(service.settings)
     info = await service.model_info()
@@ -101,7 +101,7 @@ async def _read(body: ResponsesRequest, service: Service, store: ResponseStore) 
     chat = (*earlier, *body.messages)
     prompt = await _prompt(body, chat, service, info.max_model_len)
     response_id = f"resp_{uuid.uuid4().hex}"
-    return Asked(
+    return PreparedResponse(
         body=body,
         job=Job(response_id, [service.fitted(prompt, info, "input")], params),
         chat=chat,
@@ -113,19 +113,19 @@ async def _read(body: ResponsesRequest, service: Service, store: ResponseStore) 
 
 
 async def _prompt(body: ResponsesRequest, chat: Chat, service: Service, max_model_len: int) -> list[int]:
-    """The token ids of the conversation; of its later turns, if it is too long and that is wanted."""
-    told: Chat = () if body.instructions is None else ({"role": "system", "content": body.instructions},)
+    """Returns the token ids of the conversation; if it is too long and `truncation` allows it, of its later turns."""
+    system: Chat = () if body.instructions is None else ({"role": "system", "content": body.instructions},)
     tools = [tool.for_template() for tool in body.tool_fields.usable_tools]
-    tokens = await _tokens((*told, *chat), tools, service)
+    tokens = await _tokens((*system, *chat), tools, service)
     if body.truncation != "auto" or len(tokens) < max_model_len:
         return tokens
     most = max_model_len - max_model_len // SHARE_FOR_OUTPUT
     begins = [i for i, message in enumerate(chat) if message["role"] == "user"]
-    first, last = 1, len(begins) - 1  # of those between, the first turn from which on it fits; else the last
+    first, last = 1, len(begins) - 1  # finds the first turn from which the rest fits, else the last turn
     while first <= last:
         middle = (first + last) // 2
         kept = tuple(message for message in chat[: begins[middle]] if message["role"] == "system")
-        tokens = await _tokens((*told, *kept, *chat[begins[middle] :]), tools, service)
+        tokens = await _tokens((*system, *kept, *chat[begins[middle] :]), tools, service)
         if first == last:
             break
         first, last = (first, middle) if len(tokens) <= most else (middle + 1, last)
@@ -138,10 +138,12 @@ async def _tokens(chat: Chat, tools: list[dict[str, Any]], service: Service) -> 
     return await service.tokenize({**prompt, "tools": tools} if tools else prompt, num_characters, "input")
 
 
-def _kept(asked: Asked, output: RequestOutput, blocks: Sequence[Block], store: ResponseStore) -> dict[str, Any]:
-    """The finished response, which is kept if that is wanted."""
-    answer = finished(asked, output, blocks)
-    if asked.body.store is not False:
-        chat = (*asked.chat, *map(message_of, blocks))
-        store.put(asked.job.request_id, StoredResponse(to_json(answer), chat))
+def _kept(
+    prepared: PreparedResponse, output: RequestOutput, blocks: Sequence[Block], store: ResponseStore
+) -> dict[str, Any]:
+    """Returns the finished response, and stores it unless the request declines."""
+    answer = finished(prepared, output, blocks)
+    if prepared.body.store is not False:
+        chat = (*prepared.chat, *map(message_of, blocks))
+        store.put(prepared.job.request_id, StoredResponse(to_json(answer), chat))
     return answer

@@ -1,58 +1,60 @@
-"""The events of a response's stream, in the order that OpenAI's clients put together. A token adds little to write."""
+"""The events of a response's stream, in the order that OpenAI's clients expect. A token costs little to encode."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from inflight.contracts.outputs import RequestOutput, TextDelta
-from inflight.server.openai.chunks import to_json
-from inflight.server.responses.answer import Asked, failed, item, item_id, part, running, told_logprobs
+from inflight.server.responses.answer import PreparedResponse, failed, item, item_id, new_logprobs, part, running
 from inflight.server.tools.blocks import Block, Blocks, CallBlock, Growth
 from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.json_route import to_json
 
 
 class ResponseEvents:
-    """Of one response.
+    """Writes the events of one response.
 
     Args:
-        finish: makes the response of what was generated.
+        finish: makes the response object from what was generated.
     """
 
-    def __init__(self, asked: Asked, finish: Callable[[RequestOutput, Sequence[Block]], dict[str, Any]]) -> None:
-        self._asked = asked
+    def __init__(
+        self, prepared: PreparedResponse, finish: Callable[[RequestOutput, Sequence[Block]], dict[str, Any]]
+    ) -> None:
+        self._prepared = prepared
         self._finish = finish
-        self._blocks = Blocks(asked.tools)
+        self._blocks = Blocks(prepared.tools)
         self._number = 0
-        self._told: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still to come
-        self._is_call = False  # the item that was begun last
-        self._head = b""  # what each event of what it is added begins with
+        self._logprobs: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still to come
+        self._is_call = False  # the latest item
+        self._head = b""  # what each delta event of the latest item begins with
 
     def of(self, deltas: list[TextDelta]) -> bytes:
         events = b"" if self._number else self._created()
         for delta in deltas:
-            self._told += told_logprobs(self._asked, delta)
+            self._logprobs += new_logprobs(self._prepared, delta)
             grown = self._blocks.feed(delta.text, is_last=delta.finish_reason is not None)
             events += b"".join(map(self._grown, grown))
         return events
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The last events: what has been told comes again, as a whole."""
-        events = self._added("") if self._told else b""
+        """Returns the last events, which repeat as a whole what was sent in pieces."""
+        events = self._added("") if self._logprobs else b""
         response = self._finish(outputs[0], self._blocks.blocks)
         events += self._ended(response["output"][-1])
         return events + self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> bytes:
-        """The last event, if something went wrong."""
+        """Returns the last event of a response that failed."""
         begin = b"" if self._number else self._created()
-        return begin + self._event("response.failed", response=failed(self._asked, error))
+        return begin + self._event("response.failed", response=failed(self._prepared, error))
 
     def _created(self) -> bytes:
-        response = running(self._asked)
+        response = running(self._prepared)
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
     def _grown(self, growth: Growth) -> bytes:
-        """The end of the item before and the beginning of this one, if it is new; and what has been added."""
+        """Returns a growth's events: for a new item, the previous item's end and its own start; then the addition."""
         events = b""
         if growth.is_new:
             if growth.number:
@@ -75,15 +77,15 @@ class ResponseEvents:
         return events
 
     def _added(self, text: str) -> bytes:
-        """What the item has been added that was begun last."""
-        told, self._told = self._told, []
-        logprobs = b"" if self._is_call else b',"logprobs":%b' % to_json(told)
+        """Returns the event that adds `text` to the latest item."""
+        token_logprobs, self._logprobs = self._logprobs, []
+        logprobs = b"" if self._is_call else b',"logprobs":%b' % to_json(token_logprobs)
         event = self._head + b'"sequence_number":%d,"delta":%b%b}\n\n' % (self._number, to_json(text), logprobs)
         self._number += 1
         return event
 
     def _ended(self, ended: dict[str, Any]) -> bytes:
-        """An item as it is at its end."""
+        """Returns the events that end an item."""
         index = next(i for i, block in enumerate(self._blocks.blocks) if item_id(block) == ended["id"])
         place = {"item_id": ended["id"], "output_index": index}
         if ended["type"] == "function_call":

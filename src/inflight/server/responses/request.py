@@ -1,6 +1,6 @@
-"""What `/v1/responses` takes: OpenAI's form of input items, and the messages that they are for the chat template.
+"""The request of `/v1/responses`: OpenAI's input items, and the messages that the chat template receives for them.
 
-Decides how items become messages. Knows no template, and nothing of earlier responses.
+Decides how items become messages. Knows no template and no earlier responses.
 """
 
 from collections.abc import Mapping
@@ -13,21 +13,21 @@ from typing_extensions import TypedDict
 from inflight.contracts.options import check_integer
 from inflight.contracts.params import MAX_COUNT, SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.openai.chunks import to_json
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
 from inflight.server.tools.in_templates import call_for_template
 from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.json_route import to_json
 from inflight.server.wire.strict_model import Many, StrictModel, by_type, of_type
 
 Chat: TypeAlias = tuple[Mapping[str, Any], ...]
-"""Messages with a role and a content, as templates take them."""
+"""Messages with a role and a content, as templates expect them."""
 
 LOGPROBS = "message.output_text.logprobs"
 
 
 class TextPart(StrictModel):
-    """A part of a message's content; an earlier answer's may come with what that told about it."""
+    """A part of a message's content; a part of an earlier answer may come with its log-probabilities."""
 
     NOT_SUPPORTED: ClassVar = {"annotations": ([],), "prompt_cache_breakpoint": ()}
 
@@ -40,12 +40,12 @@ Text = str | Many[Annotated[TextPart, of_type("parts", "input_text", "output_tex
 
 
 def text_of(text: Text) -> str:
-    """The text itself, its parts in lines of their own."""
+    """Returns the text, each part on a line of its own."""
     return text if isinstance(text, str) else "\n".join(part.text for part in text)
 
 
 class MessageItem(StrictModel):
-    """A message. (`id` and `status` of any item are what an earlier answer had.)"""
+    """A message. (An item that repeats an earlier answer has its `id` and `status`.)"""
 
     NOT_SUPPORTED: ClassVar = {"phase": ()}
 
@@ -56,7 +56,7 @@ class MessageItem(StrictModel):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """As templates take it: developers are their "system"."""
+        """Returns the message as templates expect it: "developer" becomes "system"."""
         return {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
 
 
@@ -64,10 +64,10 @@ class CallItem(StrictModel):
     """A call that the model made in an earlier turn.
 
     Attributes:
-        parsed_arguments: the same once more, as `openai`'s client sends them back; they are not looked at.
+        parsed_arguments: the arguments again, as `openai`'s client sends them back; ignored.
     """
 
-    # (What is `async` is `async_` in what the client's own `model_dump` makes of an answer's item.)
+    # (The client's own `model_dump` of an answer's item writes `async` as `async_`.)
     NOT_SUPPORTED: ClassVar = {"caller": (), "namespace": (), "async": (False,), "async_": (False,)}
 
     type: Literal["function_call"]
@@ -79,13 +79,13 @@ class CallItem(StrictModel):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """A message without text. Raises `ApiError`."""
+        """Returns the call as a message without text. Raises `ApiError`."""
         call = call_for_template(self.call_id, self.name, self.arguments, where)
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 class CallOutputItem(StrictModel):
-    """What a call came to."""
+    """The result of a tool call."""
 
     NOT_SUPPORTED: ClassVar = {"caller": ()}
 
@@ -96,7 +96,7 @@ class CallOutputItem(StrictModel):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """An answer of a tool."""
+        """Returns the result as a tool's message."""
         return {"role": "tool", "content": text_of(self.output), "tool_call_id": self.call_id}
 
 
@@ -110,12 +110,11 @@ InputItem = Annotated[
 
 
 class FunctionTool(StrictModel):
-    """A function of the client's.
+    """A function that the client provides.
 
     Attributes:
         parameters: the JSON schema of its arguments, an object; null: it has none.
-        strict: whether arguments must follow it wherever the function is called; null: if it was asked for that some
-            function be called.
+        strict: whether arguments must always follow the schema; null: only if the request requires a tool call.
     """
 
     NOT_SUPPORTED: ClassVar = {"allowed_callers": (), "async": (False,), "defer_loading": (False,), "output_schema": ()}
@@ -128,7 +127,7 @@ class FunctionTool(StrictModel):
 
     @property
     def tool(self) -> Tool:
-        """As chats have it."""
+        """The same in the form of chat completions."""
         function = FunctionDefinition(
             name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
         )
@@ -139,20 +138,20 @@ AnyTool = Annotated[FunctionTool, of_type("tools", "function")]
 
 
 class NamedFunction(StrictModel):
-    """The function that is to be called."""
+    """The function that must be called."""
 
     type: Literal["function"]
     name: str
 
     @property
     def choice(self) -> NamedTool:
-        """As chats have it."""
+        """The same in the form of chat completions."""
         return NamedTool(type="function", function=FunctionName(name=self.name))
 
 
 @with_config(ConfigDict(extra="forbid", strict=True))
-class Format(TypedDict, total=False):  # and not a model: those have a method `schema`
-    """What the text must be: anything, any JSON object, or JSON of a schema (it is enforced, whatever `strict` is)."""
+class Format(TypedDict, total=False):  # not a model, because models have a method `schema`
+    """The form of the text: any, any JSON object, or JSON that follows a schema (enforced, whatever `strict` is)."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None
@@ -162,7 +161,7 @@ class Format(TypedDict, total=False):  # and not a model: those have a method `s
 
 
 class TextConfig(StrictModel):
-    """How the text is to be."""
+    """The options for the text."""
 
     NOT_SUPPORTED: ClassVar = {"verbosity": ("medium",)}
 
@@ -170,7 +169,7 @@ class TextConfig(StrictModel):
 
     @property
     def structured_output(self) -> StructuredOutput | None:
-        """As `SamplingParams` has it. Raises `ApiError`."""
+        """The value for `SamplingParams`. Raises `ApiError`."""
         given = self.format or {}
         schema = given.get("schema")
         if (given.get("type") == "json_schema") != (schema is not None):
@@ -185,7 +184,7 @@ class TextConfig(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    """Nothing that this server has."""
+    """Stream options, of which this server implements none."""
 
     NOT_SUPPORTED: ClassVar = {"include_obfuscation": (False,)}
 
@@ -194,13 +193,13 @@ class ResponsesRequest(StrictModel):
     """The body of a request.
 
     Attributes:
-        instructions: what the model is told before all messages; not handed on to the next response.
-        previous_response_id: of the response whose conversation this one goes on with.
+        instructions: the system prompt, which comes before all messages; the next response does not inherit it.
+        previous_response_id: the response whose conversation this one continues.
         max_output_tokens: null: until a stop or the end of the context.
-        store: whether the response is kept for a while, to be got or gone on with; null: yes.
-        include: "message.output_text.logprobs" tells each token's log-probability; the others are about what answers of
-            this server never have.
-        top_logprobs: how many of the likeliest tokens are told besides at each place.
+        store: whether the response is kept for a while, to be retrieved or continued; null: yes.
+        include: "message.output_text.logprobs" returns each token's log-probability; the other values concern things
+            that this server's answers never contain.
+        top_logprobs: how many of the likeliest tokens are returned in addition at each position.
         truncation: "auto": if the conversation does not fit into the context, its oldest turns are left out.
     """
 
@@ -251,7 +250,7 @@ class ResponsesRequest(StrictModel):
         ]
         | None
     ) = None
-    # For the caller's own use: nothing here depends on them.
+    # For the client's own use; nothing here depends on them.
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -259,14 +258,14 @@ class ResponsesRequest(StrictModel):
 
     @property
     def messages(self) -> Chat:
-        """The input, without instructions. Raises `ApiError`."""
+        """The input as messages, without instructions. Raises `ApiError`."""
         if isinstance(self.input, str):
             return ({"role": "user", "content": self.input},)
         return tuple(item.for_template(f"input[{i}]") for i, item in enumerate(self.input))
 
     @property
     def tool_fields(self) -> ToolFields:
-        """What is said of tools, as chats have it."""
+        """The fields about tools, in the form of chat completions."""
         return ToolFields(
             tools=[each.tool for each in self.tools or []],
             tool_choice=self.tool_choice.choice if isinstance(self.tool_choice, NamedFunction) else self.tool_choice,
@@ -275,16 +274,16 @@ class ResponsesRequest(StrictModel):
 
     @property
     def structured_output(self) -> StructuredOutput | None:
-        """What the text has to be. Raises `ApiError`."""
+        """The form that the text must have. Raises `ApiError`."""
         return None if self.text is None else self.text.structured_output
 
     @property
     def num_logprobs(self) -> int | None:
-        """As `SamplingParams` says it."""
+        """The value of `SamplingParams.logprobs`."""
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
     def check(self, settings: ServerSettings) -> None:
-        """Raise `ApiError` for what does not go together, or beyond the operator's limits."""
+        """Raises `ApiError` for fields that contradict each other or exceed the operator's limits."""
         limit, number = settings.max_logprobs, self.top_logprobs or 0
         if number > limit:
             message = f"top_logprobs is {number}; this server takes at most {limit}"
@@ -293,13 +292,13 @@ class ResponsesRequest(StrictModel):
             message = f"top_logprobs is given, but include has no {LOGPROBS!r}"
             raise ApiError(400, message, param="top_logprobs")
         if self.num_logprobs is not None and self.tool_fields.callable_tools:
-            message = f"include has {LOGPROBS!r}; where tools may be called this server does not tell it"
+            message = f"include has {LOGPROBS!r}; this server does not support it where tools may be called"
             raise ApiError(400, message, param="include")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
 
     def sampling_params(self, defaults: SamplingParams, **options: Any) -> SamplingParams:
-        """The model's `defaults`, changed by what was sent, and by `options`. Raises `ApiError` for what is refused."""
+        """Returns `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
         sent = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
         sent["structured_output"] = self.structured_output
         try:

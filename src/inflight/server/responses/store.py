@@ -1,7 +1,7 @@
-"""`ResponseStore`: responses that are kept for a while, so that they can be got, and conversations gone on with.
+"""`ResponseStore`: keeps responses for a while, so that clients can retrieve them and continue conversations.
 
-Decides which are dropped: those that nobody has asked for the longest, as soon as there are too many or they take too
-much memory. They are kept in this process and end with it. Knows nothing of what is in them.
+Decides which responses are dropped: the least recently used, as soon as there are too many or they take too much
+memory. They live in this process and end with it. Does not know what they contain.
 """
 
 from collections import OrderedDict
@@ -13,17 +13,17 @@ MAX_NUM_RESPONSES = 10_000
 MAX_BYTES = 2**26
 
 _BYTES_EACH = 1000
-"""What a message or a response takes beside its text, about."""
+"""About how much memory a message or a response takes besides its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response.
+    """A stored response.
 
     Attributes:
-        answer: as it was answered, in JSON.
-        chat: the conversation with its answer, without instructions. (It has all earlier messages, too; so it can be
-            gone on with when the responses before it are gone.)
+        answer: the response as it was sent, in JSON.
+        chat: the conversation including this answer, without instructions. (It has all earlier messages, so it can be
+            continued after earlier responses are dropped.)
     """
 
     answer: bytes
@@ -31,7 +31,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory it takes."""
+        """About how much memory the response takes."""
         texts = sum(4 * len(str(message)) + _BYTES_EACH for message in self.chat)
         return len(self.answer) + texts + _BYTES_EACH
 
@@ -40,8 +40,8 @@ class ResponseStore:
     """Responses by id.
 
     Args:
-        max_num_responses: most that are kept.
-        max_bytes: about how much memory they may take, all together.
+        max_num_responses: most responses that are kept.
+        max_bytes: about how much memory they may take together.
     """
 
     def __init__(self, max_num_responses: int = MAX_NUM_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
@@ -51,7 +51,7 @@ class ResponseStore:
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
 
     def put(self, response_id: str, response: StoredResponse) -> None:
-        """Keep one, if it is not too large for that; others may have to go for it."""
+        """Stores a response, unless it is too large; drops others if necessary."""
         if response.num_bytes > self._max_bytes:
             return
         self._responses[response_id] = response
@@ -60,13 +60,13 @@ class ResponseStore:
             self._num_bytes -= self._responses.popitem(last=False)[1].num_bytes
 
     def get(self, response_id: str) -> StoredResponse | None:
-        """One, if it is still there; it is kept longer for having been asked for."""
+        """Returns a response, if it is still stored, and marks it as recently used."""
         if response_id in self._responses:
             self._responses.move_to_end(response_id)
         return self._responses.get(response_id)
 
     def delete(self, response_id: str) -> bool:
-        """Drop one; whether it was there."""
+        """Drops a response; returns whether it was stored."""
         response = self._responses.pop(response_id, None)
         if response is None:
             return False

@@ -1,1 +1,1 @@
-"""From an HTTP request to the engine and back: the service, generation, streams, settings and status."""
+"""The path from an HTTP request to the engine and back: service, generation, streams, settings and status."""

@@ -1,7 +1,7 @@
 """`EventStream`: an answer of server-sent events. Decides when it begins, what keeps it alive and how it ends.
 
-It begins with the first event: what goes wrong before that is an ordinary error with a status of its own; what goes
-wrong later is an event. Knows nothing of what the events say.
+It begins with the first event: an error before that is an ordinary answer with its own status; a later error becomes
+an event. Does not know what the events contain.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 Write: TypeAlias = Callable[[bytes], Awaitable[None]]
-"""Sends events to the client; waits while it does not read."""
+"""Sends events to the client, and waits while the client does not read."""
 
 
 class EventStream(Response):
-    """The events that `work` writes.
+    """A streaming response with the events that `work` writes.
 
     Args:
-        work: given the client and how to write to it; one call is one write to the socket.
-        error_event: writes out an error, as an event of the stream.
+        work: called with the client and a function that writes to it; each call of that is one write to the socket.
+        error_event: encodes an error as an event of the stream.
     """
 
     media_type = "text/event-stream"
@@ -49,7 +49,7 @@ class EventStream(Response):
         self._error_event = error_event or _data_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        line, last_words = _Line(send, self), b""
+        line, last_event = _Line(send, self), b""
         try:
             await self._run(line, receive)
         except ClientGoneError as error:
@@ -59,13 +59,13 @@ class EventStream(Response):
         except Exception as error:
             if not line.has_begun:
                 raise
-            told = ApiError.of(error)
-            if told.code == "internal_error":
+            api_error = ApiError.of(error)
+            if api_error.code == "internal_error":
                 logger.exception("a stream could not be finished")
-            last_words = self._error_event(told)
+            last_event = self._error_event(api_error)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.max_stall):
-                await line.end(last_words)
+                await line.end(last_event)
 
     async def _run(self, line: "_Line", receive: Receive) -> None:
         async with attended(receive, self._settings.request_timeout) as client:
@@ -77,11 +77,11 @@ class EventStream(Response):
 
 
 class _Line:
-    """To the client.
+    """Writes the response to the client.
 
     Attributes:
         has_begun: whether the status was sent.
-        waits_since: when the write that is not through yet was begun (seconds of the loop's clock), if there is one.
+        waits_since: when the write in progress began, in seconds of the loop's clock; None: no write is in progress.
         last_write: when something was last sent.
     """
 
@@ -95,7 +95,7 @@ class _Line:
         self._lock = asyncio.Lock()
 
     async def write(self, events: bytes) -> None:
-        async with self._lock:  # what keeps it alive is written by another task
+        async with self._lock:  # keep-alive comments are written by another task
             self.waits_since = self._clock()
             if not self.has_begun:
                 headers = self._response.raw_headers
@@ -104,26 +104,26 @@ class _Line:
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
             self.last_write, self.waits_since = self.waits_since, None
 
-    async def end(self, last_words: bytes) -> None:
+    async def end(self, last_event: bytes) -> None:
         async with self._lock:
-            await self._send({"type": "http.response.body", "body": last_words, "more_body": False})
+            await self._send({"type": "http.response.body", "body": last_event, "more_body": False})
 
 
 class _Pulse:
-    """Looks after a stream now and then: says a word where there was none, gives up a client that does not read."""
+    """Checks on a stream now and then: keeps a silent one alive, and gives up a client that does not read."""
 
     def __init__(self, line: _Line, client: Client, settings: ServerSettings) -> None:
         self._line = line
         self._client = client
         self._settings = settings
         self._loop = asyncio.get_running_loop()
-        self._word: asyncio.Task[None] | None = None
+        self._keep_alive: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(settings.keep_alive_interval, self._beat)
 
     def stop(self) -> None:
         self._timer.cancel()
-        if self._word is not None:
-            self._word.cancel()
+        if self._keep_alive is not None:
+            self._keep_alive.cancel()
 
     def _beat(self) -> None:
         line, now = self._line, self._loop.time()
@@ -135,7 +135,7 @@ class _Pulse:
         else:
             due = line.last_write + self._settings.keep_alive_interval
             if due <= now:
-                self._word = self._loop.create_task(line.write(KEEP_ALIVE))
+                self._keep_alive = self._loop.create_task(line.write(KEEP_ALIVE))
                 due = now + self._settings.keep_alive_interval
         self._timer = self._loop.call_at(min(due, now + self._settings.keep_alive_interval), self._beat)
 

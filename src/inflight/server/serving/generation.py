@@ -1,7 +1,7 @@
-"""The one way to the engine: several prompts, each with several sequences, run as one request.
+"""The one way to the engine: runs several prompts, each with several sequences, as one request.
 
-Decides how their streams come together, what is told to the observer, and which ends are errors. Knows nothing of HTTP
-but the client who may leave, and nothing of how an answer looks.
+Decides how their streams are merged, what the observer hears, and which endings are errors. Of HTTP it knows only that
+the client may leave; it does not know what an answer looks like.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.client import Client
 
 Deliver: TypeAlias = Callable[[list[TextDelta]], Awaitable[None]]
-"""Is given what is new, and may take its time: what comes meanwhile is given at once afterwards."""
+"""Receives new deltas. It may be slow: deltas that arrive in the meantime are delivered together in its next call."""
 
 MAX_NUM_HELD = 256
-"""Most deltas of several sequences that are held for a client that does not read; more wait where they are made."""
+"""Most deltas that are buffered for a client that does not read; beyond that, the streams that make them wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be generated.
+    """What to generate.
 
     Attributes:
-        request_id: the answer's own.
-        prompts: token ids of each; they fit into the context.
-        params: for all of them alike.
+        request_id: the id of the answer.
+        prompts: the token ids of each prompt; they fit into the context.
+        params: the same for all prompts.
     """
 
     request_id: str
@@ -44,20 +44,20 @@ class Job:
 
 
 async def generate(service: Service, job: Job, client: Client, deliver: Deliver | None = None) -> list[RequestOutput]:
-    """Run `job` to its end; the outputs in the order of its prompts.
+    """Runs `job` to its end and returns the outputs in the order of its prompts.
 
-    It is aborted when the task that runs this is cancelled, which is how a `client` that has left ends it.
+    Cancelling the task that runs this aborts the job; that is how a departing `client` ends it.
 
     Args:
-        deliver: is given all deltas, in order, those of a step together; `prompt_index` says to which prompt they
-            belong. None: nobody wants them before the end.
+        deliver: receives all deltas in order, those of one step together; their `prompt_index` names the prompt.
+            None: only the outputs are wanted.
 
     Raises:
         ApiError: a sequence could not be finished.
         InvalidRequestError, QueueFullError, EngineDeadError: as `AsyncLLM.stream`.
     """
     if len(job.prompts) == 1 and (job.params.n == 1 or deliver is None):
-        return [await _follow(service, job, client, 0, deliver)]  # without a detour: most requests are like this
+        return [await _follow(service, job, client, 0, deliver)]  # no queue in between: most requests are like this
     news: asyncio.Queue[TextDelta] = asyncio.Queue(MAX_NUM_HELD)
 
     async def hold(deltas: list[TextDelta]) -> None:
@@ -70,14 +70,14 @@ async def generate(service: Service, job: Job, client: Client, deliver: Deliver 
                 for index in range(len(job.prompts))
             ]
             if deliver is not None:
-                await _hand_on(news, len(job.prompts), deliver)
+                await _deliver_all(news, len(job.prompts), deliver)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-async def _hand_on(news: "asyncio.Queue[TextDelta]", num_unfinished: int, deliver: Deliver) -> None:
-    """Deliver what has come, as often as something has, until all prompts are finished."""
+async def _deliver_all(news: "asyncio.Queue[TextDelta]", num_unfinished: int, deliver: Deliver) -> None:
+    """Delivers deltas as they arrive, until all prompts are finished."""
     while num_unfinished:
         deltas = [await news.get()]
         while not news.empty():
@@ -89,7 +89,7 @@ async def _hand_on(news: "asyncio.Queue[TextDelta]", num_unfinished: int, delive
 async def _follow(
     service: Service, job: Job, client: Client, prompt_index: int, deliver: Deliver | None
 ) -> RequestOutput:
-    """One prompt to its end."""
+    """Runs one prompt to its end."""
     request_id = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{prompt_index}"
     observer = service.observer
     output: RequestOutput | None = None
@@ -124,7 +124,7 @@ async def _follow(
 
 
 def _refuse_bad_end(reason: FinishReason | None, output: RequestOutput | None) -> None:
-    """Raise unless a sequence that has ended has something to show for it."""
+    """Raises `ApiError` if a sequence ended in an error or was aborted."""
     if reason == "error":
         message = (output and output.error) or "a sequence failed"
         raise ApiError(500, f"the model could not be run on this request: {message}", code="generation_failed")

@@ -1,6 +1,6 @@
-"""`keep_running`: an engine that has died is started anew, with nobody asking for it.
+"""`keep_running`: restarts an engine that has died, without waiting for a request.
 
-Knows nothing of requests: those wait for the engine, or hear of its death, by themselves.
+Knows nothing of requests: they wait for the engine, or learn of its death, by themselves.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ SECONDS_BETWEEN_LOOKS = 0.5
 
 
 async def keep_running(llm: AsyncLLM) -> None:
-    """Start the engine, and again whenever it has died. Until cancelled, or in vain."""
+    """Starts the engine, and restarts it whenever it has died, until cancelled."""
     while True:
-        with suppress(EngineDeadError, ModelError):  # it is told to those who ask
+        with suppress(EngineDeadError, ModelError):  # requests and /health report it
             llm.is_ready()
         await asyncio.sleep(SECONDS_BETWEEN_LOOKS)

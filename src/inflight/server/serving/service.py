@@ -1,6 +1,6 @@
-"""`Service`: what every endpoint works with: the model, the operator's settings, who observes; and prompts made tokens.
+"""`Service`: what every endpoint works with: model, operator's settings, observer, and the tokenization of prompts.
 
-Decides which names the model goes by and what fits into its context. Knows no endpoint.
+Decides which names the model answers to and what fits into its context. Knows no endpoint.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 
 LONG_TEXT = 20_000
-"""Characters from which on a text is tokenized beside the event loop: it takes milliseconds."""
+"""Texts with more characters are tokenized outside the event loop, because that takes milliseconds."""
 
 
 class Service:
-    """One model, served.
+    """One model with the settings under which it is served.
 
     Attributes:
         start_time: when serving began, in seconds of Unix time; the model's `created`.
-        running: ids of the requests that were handed to `llm` and have not ended.
+        running: ids of the requests that `llm` has received and that have not ended.
     """
 
     def __init__(
@@ -41,32 +41,32 @@ class Service:
         self.running: set[str] = set()
 
     async def abort_all(self) -> None:
-        """Abort whatever runs: streams end with an error, other requests are answered with one (503)."""
+        """Aborts all running requests: streams end with an error event, other requests are answered with a 503."""
         for request_id in tuple(self.running):
             await self.llm.abort(request_id)
 
     async def model_info(self) -> ModelInfo:
-        """Of the engine, started if it has to be."""
+        """Returns the engine's `ModelInfo`; starts the engine first if necessary."""
         await self.llm.start()
         return self.llm.model_info
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises `ApiError` if the model has none."""
+        """The model's tokenizer. Raises `ApiError` if it has none."""
         if self.llm.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer; it takes and gives token ids only")
         return self.llm.tokenizer
 
     def tool_use(
-        self, asked: ToolFields, content: StructuredOutput | None, chat_template: str | None = None
+        self, fields: ToolFields, content: StructuredOutput | None, chat_template: str | None = None
     ) -> ToolUse | None:
-        """What a request needs so that the model can call tools; None if it can call none. See `tool_use`."""
-        if not asked.tools and not asked.is_call_required:
+        """Returns what a request needs so that the model can call tools; None: it can call none. See `tool_use`."""
+        if not fields.tools and not fields.is_call_required:
             return None
-        return tool_use(asked, content, self.tokenizer, chat_template, self.settings.tool_call_parser)
+        return tool_use(fields, content, self.tokenizer, chat_template, self.settings.tool_call_parser)
 
     def check_model(self, name: str | None) -> None:
-        """Raise `ApiError` (404) unless `name` is one of the model's; None is any model."""
+        """Raises `ApiError` (404) unless `name` is one of the model's names; None means any model."""
         settings = self.settings
         if name is not None and name != settings.model_name and name not in settings.model_aliases:
             message = f"there is no model {name[:200]!r}; this server has {settings.model_name!r}"
@@ -75,15 +75,15 @@ class Service:
     async def tokenize(
         self, prompt: Prompt, num_characters: int, param: str, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """The token ids of a prompt.
+        """Returns the token ids of a prompt.
 
         Args:
-            num_characters: about so long it is.
-            param: the field that it came in.
-            add_special_tokens: whether a text gets those that the tokenizer puts around it.
+            num_characters: the prompt's approximate length.
+            param: the request field that holds the prompt.
+            add_special_tokens: whether a text gets the special tokens that the tokenizer puts around it.
 
         Raises:
-            ApiError: there are none (400).
+            ApiError: the prompt cannot be tokenized (400).
         """
 
         def read() -> list[int]:
@@ -99,7 +99,7 @@ class Service:
     def fitted(
         self, token_ids: list[int], info: ModelInfo, param: str, truncate_prompt_tokens: int | None = None
     ) -> list[int]:
-        """The token ids that run. Raises `ApiError` if they do not fit into the context, or there are none."""
+        """Returns the token ids to run. Raises `ApiError` if there are none or they do not fit into the context."""
         if truncate_prompt_tokens is not None:
             token_ids = token_ids[-truncate_prompt_tokens:]
         if not token_ids:
@@ -115,7 +115,7 @@ class Service:
         return token_ids
 
     def check_num_sequences(self, num_prompts: int, each: int, param: str) -> None:
-        """Raise `ApiError` if so many prompts with so many sequences each are too much for one request."""
+        """Raises `ApiError` if `num_prompts` prompts with `each` sequences each are too many for one request."""
         limit = self.settings.max_num_sequences
         if num_prompts * each > limit:
             what = f"{num_prompts} prompts with {each} sequences each are {num_prompts * each} sequences"
@@ -123,6 +123,6 @@ class Service:
 
 
 def service_of(request: Request) -> Service:
-    """What the application was made with."""
+    """Returns the `Service` of the request's application."""
     service: Service = request.app.state.service
     return service

@@ -1,4 +1,4 @@
-"""`ServerSettings`: every choice about the HTTP server that an operator can make. Plain data, checked when made."""
+"""`ServerSettings`: every choice that an operator has about the HTTP server. Plain data, checked when created."""
 
 from dataclasses import dataclass
 
@@ -14,26 +14,26 @@ from inflight.contracts.params import MAX_LOGPROBS
 from inflight.server.tools.call_format import CALL_FORMATS
 
 DEMO_MODEL_NAME = "inflight-demo"
-"""What the embedded model is called."""
+"""The name of the embedded model."""
 
 
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How requests are taken and answered; how the model runs is `EngineConfig`'s.
+    """How requests are accepted and answered; `EngineConfig` says how the model runs.
 
     Attributes:
-        model_name: what the model is called in answers and in the list of models.
-        model_aliases: other names by which requests may ask for it.
-        max_n: most sequences that a request may ask for with each prompt.
-        max_num_sequences: most sequences of one HTTP request: prompts times sequences of each.
-        max_logprobs: most alternatives to a token that a request may ask for.
+        model_name: the model's name in answers and in the list of models.
+        model_aliases: other names by which requests may ask for the model.
+        max_n: most sequences that a request may ask for per prompt.
+        max_num_sequences: most sequences of one HTTP request: prompts times sequences per prompt.
+        max_logprobs: most alternatives per token that a request may ask for.
         request_timeout: seconds after which a request is aborted; None: never.
-        keep_alive_interval: seconds without a word after which a stream is sent a comment, so that nobody in between
-            takes the connection for dead.
-        max_stall: seconds that a stream waits for a client that does not read, before its request is aborted.
+        keep_alive_interval: seconds of silence after which a comment is sent on a stream, so that no proxy takes the
+            connection for dead.
+        max_stall: seconds that a stream waits for a client that does not read before its request is aborted.
         trust_request_chat_template: whether a request may bring a chat template, a program that runs in this process.
-        tool_call_parser: how the model writes tool calls, one of `CALL_FORMATS`; None: seen in its chat template.
+        tool_call_parser: how the model writes tool calls, one of `CALL_FORMATS`; None: derived from its chat template.
     """
 
     model_name: str = DEMO_MODEL_NAME

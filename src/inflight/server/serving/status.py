@@ -1,4 +1,4 @@
-"""What a client or an operator can ask about the server itself: its model, its version, whether it is ready."""
+"""Endpoints about the server itself: its model, its version, and whether it is ready."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 when requests are served at once; 503 while the engine is loading or being restarted, or cannot be."""
+    """200 when requests are served at once; 503 while the engine is loading, restarting, or unable to start."""
     try:
         if service_of(request).llm.is_ready():
             return Response(status_code=200)
@@ -38,7 +38,7 @@ async def models(request: Request) -> Response:
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> Response:
-    """The model, by any of its names."""
+    """The model, under any of its names."""
     service = service_of(request)
     service.check_model(name)
     return JSONResponse(await _card(service))

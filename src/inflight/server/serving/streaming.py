@@ -1,4 +1,4 @@
-"""What a job generates, as a stream of events: those of one step in one write."""
+"""`stream`: sends what a job generates as a stream of events, all events of one step in one write."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -12,25 +12,25 @@ from inflight.server.wire.client import Client
 
 
 class Events(Protocol):
-    """How one answer is told."""
+    """Turns one answer into events."""
 
     def of(self, deltas: list[TextDelta]) -> bytes:
-        """The events for these; none, if they add nothing that can be shown yet."""
+        """Returns the events for these deltas; empty if they add nothing that can be shown yet."""
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The last events."""
+        """Returns the last events."""
 
 
 def stream(
     service: Service, job: Job, events: Events, error_event: Callable[[ApiError], bytes] | None = None
 ) -> EventStream:
-    """An answer that runs `job` and tells of it as it goes; errors in the middle as `EventStream` does."""
+    """Returns a response that runs `job` and streams its events; later errors are handled as in `EventStream`."""
 
-    async def tell(client: Client, write: Write) -> None:
+    async def run(client: Client, write: Write) -> None:
         async def deliver(deltas: list[TextDelta]) -> None:
             if news := events.of(deltas):
                 await write(news)
 
         await write(events.end(await generate(service, job, client, deliver)))
 
-    return EventStream(tell, service.settings, error_event)
+    return EventStream(run, service.settings, error_event)

@@ -1,5 +1,5 @@
-"""Tool calling: what requests say of tools, how models write calls, and how calls are found in what they write.
+"""Tool calls: what requests say about tools, how models write calls, and how calls are found in their text.
 
-`fields` has the request's part, `call_format` the ways in which families of models write, `grammar` what makes them
-write so, `call_parser` reads it, and `tool_use` puts together what one request needs of all that.
+`fields` has the request fields, `call_format` the notations of model families, `grammar` makes models write a notation,
+`call_parser` reads it, and `tool_use` assembles what one request needs.
 """

@@ -1,4 +1,4 @@
-"""Tool calls in OpenAI's form: of a whole message, and piece by piece. Knows no parser's states and no transport."""
+"""Tool calls in OpenAI's form, as a whole message and piece by piece. Knows no parser states and no transport."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from inflight.server.tools.call_parser import CallDelta, CallParser, Piece
 
 
 def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
-    """The content and the calls of a whole answer: a message, but for its role."""
+    """Returns a whole answer's content and calls: a message without its role."""
     content = ""
     calls: list[dict[str, Any]] = []
     for piece in pieces:
@@ -23,14 +23,14 @@ def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
 
 
 def delta_of(piece: Piece) -> dict[str, Any]:
-    """A chunk's `delta`."""
+    """Returns a chunk's `delta`."""
     if isinstance(piece, str):
         return {"content": piece}
     return {"tool_calls": [_call_delta(piece)]}
 
 
 def finish_reason_of(parser: CallParser, finish_reason: FinishReason | None) -> str | None:
-    """What the client is told: an answer that ended by itself ended for its calls, if it has some."""
+    """Returns the finish reason to report: "tool_calls" for an answer that ended by itself and has calls."""
     return "tool_calls" if parser.num_calls and finish_reason == "stop" else finish_reason
 
 

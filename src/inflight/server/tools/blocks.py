@@ -1,4 +1,4 @@
-"""`Blocks`: an answer as a row of texts and calls, which is how Anthropic's messages and OpenAI's responses have it.
+"""`Blocks`: an answer as a sequence of texts and tool calls, the form of Anthropic's messages and OpenAI's responses.
 
 Decides where one block ends and the next begins. Knows no transport.
 """
@@ -17,7 +17,7 @@ def _new_key() -> str:
 
 @dataclass(slots=True)
 class TextBlock:
-    """Text; `key` is no other block's."""
+    """A text; `key` is unique to the block."""
 
     text: str = ""
     key: str = field(default_factory=_new_key)
@@ -25,7 +25,7 @@ class TextBlock:
 
 @dataclass(slots=True)
 class CallBlock:
-    """A call of a tool, with its arguments in JSON; `key` is no other block's."""
+    """A tool call with its arguments in JSON; `key` is unique to the block."""
 
     call_id: str
     name: str
@@ -37,7 +37,7 @@ Block: TypeAlias = TextBlock | CallBlock
 
 
 class Growth(NamedTuple):
-    """The last block has grown: by so much text, or so much of its arguments. If it is new, those before have ended."""
+    """What was added to the last block: text or a part of its arguments. A new block ends those before it."""
 
     number: int
     block: Block
@@ -46,13 +46,13 @@ class Growth(NamedTuple):
 
 
 class Blocks:
-    """Of one answer.
+    """Splits one answer into blocks.
 
     Args:
-        tools: how calls are read, if tools may be called.
+        tools: how tool calls are read, if tools may be called.
 
     Attributes:
-        blocks: so far.
+        blocks: the blocks so far.
     """
 
     def __init__(self, tools: ToolUse | None) -> None:
@@ -64,7 +64,7 @@ class Blocks:
         return any(isinstance(block, CallBlock) for block in self.blocks)
 
     def feed(self, text: str, *, is_last: bool) -> list[Growth]:
-        """The answer's text has grown; there is one block at its end at least."""
+        """Adds `text` to the answer and returns how its blocks grew. A finished answer has at least one block."""
         if self._parser is None:
             pieces: list[Piece] = [text] if text else []
         else:

@@ -1,11 +1,11 @@
-"""`CallParser`: a model's text, as it grows, told apart into content and tool calls.
+"""`CallParser`: splits a model's text, as it grows, into content and tool calls.
 
-Decides when a piece of text is certain to be one or the other; pieces put together do not depend on how the text was
-cut into deltas. A call is an object with the name of a tool and an object of arguments, which are handed on as they
-were written; anything else is content, with its markers. White space at the edge of a call belongs to the call.
+Decides when a piece of text is certain to be one or the other; the joined pieces do not depend on how the text was cut
+into deltas. A call is an object with a tool's name and an object of arguments, which are passed on as written; anything
+else is content, including its markers. White space at the edge of a call belongs to the call.
 
-If a grammar made the model write, a call's arguments are given out as they come. Otherwise the call is, when it is
-complete: until then it may turn out to be none, and what was said cannot be taken back.
+If a grammar guarantees calls, a call's arguments are returned as they arrive. Otherwise a call is returned only when it
+is complete: until then it may turn out not to be one, and what was sent cannot be taken back.
 """
 
 import re
@@ -23,11 +23,11 @@ _INSIDE_STRINGS = re.compile(r'["\\]')
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of a call. The first one of each has its id and its name.
+    """A piece of a call. The first piece of each call has the id and the name.
 
     Attributes:
-        index: which of the text's calls.
-        arguments: what to add to them, JSON all together.
+        index: the call's number within the text.
+        arguments: what to append to the arguments; the pieces together are JSON.
     """
 
     index: int
@@ -44,12 +44,12 @@ class CallParser:
     """Reads one text.
 
     Args:
-        names: of the tools that may be called.
-        is_guaranteed: a grammar made the model write calls as `head_of` begins them.
-        is_parallel: whether there may be several calls; if not, all but the first are left out.
+        names: the names of the tools that may be called.
+        is_guaranteed: whether a grammar makes the model begin calls as `head_of` does.
+        is_parallel: whether there may be several calls; if not, all but the first are dropped.
 
     Attributes:
-        num_calls: found so far.
+        num_calls: calls found so far.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class CallParser:
         self._names = frozenset(names)
         self._heads = {head_of(call_format, name): name for name in names} if is_guaranteed else {}
         self._is_parallel = is_parallel
-        self._held = ""  # not understood yet
-        self._opened = ""  # what led to the object that is being read; content, if it is no call
+        self._held = ""  # text that is not classified yet
+        self._opened = ""  # what came before the object being read; content, if the object is not a call
         self._scanner = _ObjectScanner()
-        self._num_scanned = 0  # characters of what is held
+        self._num_scanned = 0  # characters of the held text
         self._pieces: list[Piece] = []
-        # Each state takes what it understands from what is held, and tells whether to go on; with the next, if it is
-        # another one by now.
+        # The current state. It takes what it understands from the held text and returns whether to call the state again
+        # (which may be another one by then).
         self._read: Callable[[], bool] = self._read_start if call_format.is_begin_optional else self._read_content
 
     def feed(self, delta: str) -> list[Piece]:
-        """What is certain, now that the text has grown by `delta`."""
+        """Returns the pieces that are certain now that the text has grown by `delta`."""
         self._held += delta
         while self._read():
             pass
@@ -78,7 +78,7 @@ class CallParser:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What was held back, when the text has ended."""
+        """Returns what was held back, at the end of the text."""
         rest = self._opened + self._held
         is_markup = self._read in (self._read_arguments, self._read_closing)
         self._held = self._opened = ""
@@ -89,7 +89,7 @@ class CallParser:
     # ------------------------------------------------------------------------------------- states
 
     def _read_start(self) -> bool:
-        """Nothing has come but white space."""
+        """Reads leading white space."""
         text = self._held.lstrip()
         if not text:
             return False
@@ -99,7 +99,7 @@ class CallParser:
         return True
 
     def _read_content(self) -> bool:
-        """Up to the next marker; or to what may become one, with the white space in front of it."""
+        """Reads up to the next marker, or to what may become one, with the white space before it."""
         begin = self._format.begin
         where = self._held.find(begin) if begin else -1
         length = where if where >= 0 else len(self._held) - _overlap(self._held, begin)
@@ -113,7 +113,7 @@ class CallParser:
         return True
 
     def _read_opening(self) -> bool:
-        """Behind a marker: an object, or it was none."""
+        """Reads what follows a marker; if it is not an object, the marker was content."""
         text = self._held.lstrip()
         if (bracket := self._format.opening.strip()) and text.startswith(bracket):
             text = text[len(bracket) :].lstrip()
@@ -126,7 +126,7 @@ class CallParser:
         return True
 
     def _read_object(self) -> bool:
-        """Until it is complete; or, if it is sure to be a call, until its arguments begin."""
+        """Reads an object until it is complete, or until its arguments begin if it is certain to be a call."""
         for head, name in self._heads.items():
             if self._held.startswith(head):
                 self._begin_call(name)
@@ -141,7 +141,7 @@ class CallParser:
         if end is None:
             return False
         end += num_scanned
-        # A bare object with a name may be anything; a marked one is a call of a function that takes nothing.
+        # A bare object that only has a name may be anything; after a marker it is a call without arguments.
         call = _decoded(self._held[:end], "" if self._format.is_begin_optional else "{}")
         if call is None or call[0] not in self._names:
             self._reject(end)
@@ -154,7 +154,7 @@ class CallParser:
         return True
 
     def _read_arguments(self) -> bool:
-        """Those of a call that is sure."""
+        """Reads the arguments of a call that is certain."""
         end = self._scanner.feed(self._held)
         arguments, self._held = _cut(self._held, len(self._held) if end is None else end)
         self._give_arguments(arguments)
@@ -164,7 +164,7 @@ class CallParser:
         return True
 
     def _read_closing(self) -> bool:
-        """Behind a call: its end, another one, or content."""
+        """Reads what follows a call: its end marker, another call, or content."""
         text = self._held.lstrip(" \t\r\n;,}" if self._heads else " \t\r\n;,")
         end = self._format.closing.strip() + self._format.end
         if text.startswith("{"):
@@ -178,7 +178,7 @@ class CallParser:
             self._read = self._read_content
         return True
 
-    # ------------------------------------------------------------------------------------- what they have in common
+    # ------------------------------------------------------------------------------------- shared by the states
 
     def _open_object(self, start: int) -> None:
         opened, self._held = _cut(self._held, start)
@@ -188,7 +188,7 @@ class CallParser:
         self._read = self._read_object
 
     def _reject(self, length: int) -> None:
-        """What was opened is content after all, with so many of the characters that are held."""
+        """Treats what was opened, and the first `length` held characters, as content after all."""
         text, self._held = _cut(self._held, length)
         self._give(self._opened + text)
         self._opened = ""
@@ -197,15 +197,15 @@ class CallParser:
     def _begin_call(self, name: str) -> None:
         self._opened = ""
         self.num_calls += 1
-        if self._is_told:
+        if self._is_reported:
             self._pieces.append(CallDelta(self.num_calls - 1, "", self._format.new_call_id(), name))
 
     def _give_arguments(self, text: str) -> None:
-        if text and self._is_told:
+        if text and self._is_reported:
             self._pieces.append(CallDelta(self.num_calls - 1, text))
 
     @property
-    def _is_told(self) -> bool:
+    def _is_reported(self) -> bool:
         return self._is_parallel or self.num_calls == 1
 
     def _give(self, content: str) -> None:
@@ -214,7 +214,7 @@ class CallParser:
 
 
 class _ObjectScanner:
-    """Finds the end of a JSON object, whose text comes in pieces; whether it is JSON at all it does not know."""
+    """Finds the end of a JSON object whose text arrives in pieces, without checking that it is valid JSON."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -222,7 +222,7 @@ class _ObjectScanner:
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
-        """How many characters of `text` belong to the object; None: all, and there are more to come."""
+        """Returns how many characters of `text` belong to the object; None: all of them, and more will follow."""
         position = 0
         while position < len(text):
             if self._is_escaped:
@@ -256,7 +256,7 @@ class _Written(msgspec.Struct):
 
 
 def head_of(call_format: CallFormat, name: str) -> str:
-    """What a call begins with that a grammar wrote, up to its arguments."""
+    """Returns how a call begins that a grammar guarantees, up to its arguments."""
     return f'{{"name": {_quoted(name)}, "{call_format.arguments_key}": '
 
 
@@ -265,7 +265,7 @@ def _quoted(text: str) -> str:
 
 
 def _decoded(text: str, no_arguments: str) -> tuple[str, str] | None:
-    """Name and arguments, as they were written; None: it is no call."""
+    """Returns name and arguments as they were written; None: `text` is not a call."""
     try:
         written = msgspec.json.decode(text, type=_Written)
         arguments = (bytes(written.arguments) or bytes(written.parameters)).decode() or no_arguments
@@ -279,7 +279,7 @@ def _cut(text: str, length: int) -> tuple[str, str]:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """How much of the end of `text` may be the beginning of `marker`."""
+    """Returns how many characters at the end of `text` may be the beginning of `marker`."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[-length:]):
             return length

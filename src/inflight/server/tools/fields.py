@@ -1,6 +1,6 @@
-"""What a request may say of tools: which there are, and whether and which the model has to call.
+"""The request fields about tools: which there are, and whether the model must call one, and which.
 
-Decides what is refused by itself. Whether the model can do it is `tool_use`'s to say.
+Decides which combinations are invalid for any model. `tool_use` decides what the model at hand can do.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,12 +14,11 @@ MAX_TOOLS = 256
 
 
 class FunctionDefinition(StrictModel):
-    """A function of the client's.
+    """A function that the client provides.
 
     Attributes:
         parameters: the JSON schema of its arguments, an object; null: it has none.
-        strict: whether arguments must follow it wherever the function is called; null: if it was asked for that some
-            function be called.
+        strict: whether arguments must always follow the schema; null: only if the request requires a tool call.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -35,7 +34,7 @@ class Tool(StrictModel):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """As templates take it. `strict` is nothing that the model has to know."""
+        """Returns the tool as templates expect it. The model need not know of `strict`."""
         function = {
             "name": self.function.name,
             "description": self.function.description or "",  # some templates fail without one
@@ -45,13 +44,13 @@ class Tool(StrictModel):
 
 
 class FunctionName(StrictModel):
-    """Which function."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedTool(StrictModel):
-    """The tool that is to be called."""
+    """The tool that must be called."""
 
     NOT_SUPPORTED: ClassVar = {"allowed_tools": ()}
 
@@ -60,12 +59,12 @@ class NamedTool(StrictModel):
 
 
 class ToolFields(StrictModel):
-    """Tools, and what to do with them.
+    """Tools, and how they may be used.
 
     Attributes:
-        tool_choice: "none": no tool is called, nor told of; "auto" (null): the model decides; "required": one is called
-            at least; or the one that is called.
-        parallel_tool_calls: whether there may be several calls; null: there may.
+        tool_choice: "none": the model neither sees nor calls tools; "auto" (null): the model decides; "required": at
+            least one is called; or the one tool that must be called.
+        parallel_tool_calls: whether there may be several calls; null: yes.
     """
 
     tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -74,12 +73,12 @@ class ToolFields(StrictModel):
 
     @property
     def usable_tools(self) -> list[Tool]:
-        """Those that the model is told of."""
+        """The tools that the model is told about."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """Those of them that may be called."""
+        """The usable tools that may be called."""
         if isinstance(self.tool_choice, NamedTool):
             return [tool for tool in self.usable_tools if tool.function.name == self.tool_choice.function.name]
         return self.usable_tools
@@ -93,14 +92,14 @@ class ToolFields(StrictModel):
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
     def check_tools(self) -> None:
-        """Raise `ApiError` for what does not go together."""
+        """Raises `ApiError` for fields that contradict each other."""
         names = [tool.function.name for tool in self.tools or []]
         for name in names:
             if names.count(name) > 1:
                 raise ApiError(400, f"tools has {name!r} more than once; names must differ", param="tools")
         if self.is_call_required and not self.callable_tools:
-            wanted = "a tool is to be called"
+            wanted = "a tool must be called"
             if isinstance(self.tool_choice, NamedTool):
-                wanted = f"{self.tool_choice.function.name!r} is to be called"
+                wanted = f"{self.tool_choice.function.name!r} must be called"
             known = f"only {', '.join(map(repr, names))}" if names else "no tools"
             raise ApiError(400, f"{wanted}, but tools has {known}", param="tool_choice")

@@ -1,7 +1,7 @@
-"""The grammar that makes a model write tool calls as its family does, so that they are always valid.
+"""The grammar that makes a model write tool calls in its family's notation, so that they are always valid.
 
-Decides how calls are spelled, to the character: `call_parser` knows them by that. Markers that are tokens of
-their own are named by their ids: in a grammar their text means other tokens.
+Decides how calls are written, to the character; `call_parser` recognises them by that. Markers that are single tokens
+are named by their ids, because in a grammar their text would stand for other tokens.
 """
 
 import json
@@ -14,7 +14,7 @@ from inflight.server.tools.call_format import CallFormat
 from inflight.server.tools.call_parser import head_of
 
 Schema: TypeAlias = Mapping[str, Any]
-"""One that was checked, and can be enforced as far as that shows."""
+"""A schema that was checked and, as far as the check shows, can be enforced."""
 
 
 def any_object() -> Schema:
@@ -22,14 +22,14 @@ def any_object() -> Schema:
 
 
 def schema_of(parameters: Mapping[str, Any] | None) -> Schema:
-    """The schema of a tool's arguments: an object's, if it does not say.
+    """Returns the schema of a tool's arguments; without a type, an object's.
 
-    Raises ValueError if it says otherwise, or asks for what can't be had."""
+    Raises ValueError if its type is not an object's, or it cannot be enforced."""
     if parameters is None:
         return checked_schema('{"type": "object", "additionalProperties": false}')
     schema = {"type": "object", **parameters}
     if schema["type"] != "object":
-        raise ValueError(f"the type of its parameters is {schema['type']!r}; arguments are always an 'object'")
+        raise ValueError(f"the type of its parameters is {schema['type']!r}; arguments must be an 'object'")
     return checked_schema(json.dumps(schema))
 
 
@@ -42,16 +42,18 @@ def calls_grammar(
     is_parallel: bool,
     content_schema: Schema | None = None,
 ) -> StructuredOutput:
-    """Text that is calls; or content, if no call is required: JSON of a schema, or free up to the marker of a call.
+    """Returns the grammar of calls or, if no call is required, of content: JSON of a schema, or free text up to a call.
 
     Args:
-        schemas: of the arguments of each tool, by its name.
-        tokens: ids of those markers that are tokens of their own to grammars.
+        schemas: the schema of each tool's arguments, by the tool's name.
+        tokens: the ids of markers that are single tokens to grammars.
+        is_required: whether there must be a call.
         is_parallel: whether there may be several calls.
+        content_schema: the schema of content that is not a call; None: free text.
 
-    Raises ValueError if all is too large.
+    Raises ValueError if the grammar is too large.
     """
-    # A model that may leave the marker out is never made to write it.
+    # A model that may omit the marker is never forced to write it.
     begin = "" if call_format.is_begin_optional else _marker(call_format.begin, tokens)
     group = f"{begin} calls"
     is_repeated = is_parallel and call_format.between_objects is None and not call_format.is_begin_optional
@@ -68,7 +70,8 @@ def calls_grammar(
 
 
 def _free_text(begin: str, token_id: int | None, repeated: str) -> list[str]:
-    """Any text up to a marker; if that is a token, text may have any other token, such as those around thoughts."""
+    """Returns rules for any text up to a marker. If the marker is a token, the text may contain any other token (such
+    as those around thoughts)."""
     if token_id is None:
         rules = ["start: TEXT | (opener calls)" + repeated, f"opener[lazy]: TEXT {begin}"]
     else:
@@ -83,7 +86,7 @@ def _free_text(begin: str, token_id: int | None, repeated: str) -> list[str]:
 def _calls(
     call_format: CallFormat, schemas: Mapping[str, Schema], tokens: Mapping[str, int], is_parallel: bool
 ) -> list[str]:
-    """What stands behind a marker."""
+    """Returns the rules for what follows a marker."""
     calls = "call"
     if is_parallel and call_format.between_objects is not None:
         calls = f"call ({_quoted(call_format.between_objects)} call)*"
@@ -107,10 +110,10 @@ def _json(schema: Schema) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string in the grammar's notation, which is JSON's; nothing, if it is empty."""
+    """Returns a string in the grammar's notation, which is JSON's; an empty string becomes nothing."""
     return _written(text) if text else ""
 
 
 def _written(value: Any) -> str:
-    # "::=" would be taken for a sign that the grammar is in another notation.
+    # "::=" would be taken to mean that the grammar is in another notation.
     return json.dumps(value, ensure_ascii=False).replace("::=", ":\\u003a=")

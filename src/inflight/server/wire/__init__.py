@@ -1,1 +1,1 @@
-"""What all endpoints read and write: strict request models, JSON bodies, error envelopes, the client that waits."""
+"""What all endpoints share on the wire: strict request models, JSON bodies, error envelopes, the waiting client."""

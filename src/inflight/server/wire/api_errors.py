@@ -1,4 +1,4 @@
-"""What is said to a client when something goes wrong: an HTTP status, and OpenAI's envelope around a sentence.
+"""Error answers: an HTTP status and one sentence in OpenAI's error envelope.
 
 Decides which status, type and code each of our errors gets. Knows no endpoint.
 """
@@ -16,18 +16,18 @@ from starlette.responses import Response
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError, ModelError, QueueFullError
 
 RETRY_AFTER_SECONDS = 1
-"""After so long a client that was turned away may ask again: a full queue moves within a second."""
+"""How long a refused client should wait before it retries: a full queue moves within a second."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status (nginx's) of a request whose client did not wait for the answer; only logs and metrics see it."""
+"""The status (nginx's number) of a request whose client disconnected; it appears in logs and metrics only."""
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error answer.
 
     Args:
-        param: the field of the request that is wrong.
-        code: what is wrong, for programs.
+        param: the request field that is wrong.
+        code: a machine-readable name of what is wrong.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> "ApiError":
-        """The answer to a request that ended in `error`."""
+        """Returns the answer to a request that ended in `error`."""
         match error:
             case ApiError():
                 return error
@@ -72,7 +72,7 @@ class ApiError(Exception):
         return cls(500, "the server made a mistake while answering this request", code="internal_error")
 
     def envelope(self) -> bytes:
-        """The body of the answer. ASCII: what a client sent comes back in it, half characters and all."""
+        """Returns the answer's body, in ASCII because it quotes what the client sent, lone surrogates included."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
@@ -81,24 +81,24 @@ class ApiError(Exception):
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client no longer waits for the answer."""
 
 
 def add_error_handlers(app: FastAPI, others: Mapping[str, Callable[[ApiError, Request], Response]]) -> None:
-    """Every error, of whatever origin, in one envelope.
+    """Makes the application answer every error in one envelope.
 
     Args:
-        others: how errors are answered on paths that begin so, if not in OpenAI's.
+        others: by path prefix, how errors are answered on paths that do not use OpenAI's envelope.
     """
 
     async def answer(request: Request, error: Exception) -> Response:
-        told = _told(request, error)
+        api_error = _api_error(request, error)
         for path, answer_otherwise in others.items():
             if request.url.path.startswith(path):
-                return answer_otherwise(told, request)
-        return told.response()
+                return answer_otherwise(api_error, request)
+        return api_error.response()
 
-    async def nobody(request: Request, error: Exception) -> Response:
+    async def answer_gone_client(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     for kind in (
@@ -113,11 +113,11 @@ def add_error_handlers(app: FastAPI, others: Mapping[str, Callable[[ApiError, Re
         Exception,
     ):
         app.add_exception_handler(kind, answer)
-    app.add_exception_handler(ClientGoneError, nobody)
+    app.add_exception_handler(ClientGoneError, answer_gone_client)
 
 
-def _told(request: Request, error: Exception) -> ApiError:
-    """What can only be said knowing the request."""
+def _api_error(request: Request, error: Exception) -> ApiError:
+    """Returns the answer to `error`, with details from the request where they help."""
     if isinstance(error, HTTPException) and error.status_code == 404:
         return ApiError(404, f"there is no {request.url.path}", code="not_found")
     if isinstance(error, HTTPException) and error.status_code == 405:
@@ -132,11 +132,11 @@ def _told(request: Request, error: Exception) -> ApiError:
 
 
 def _of_validation(errors: Sequence[Any]) -> ApiError:
-    """The field that was wrong first; of the members of a union, what any of them would have taken."""
+    """Names the first wrong field; for a union, lists what any of its members would have accepted."""
     errors = [each for each in errors if not _is_about_objects(each)] or errors
     first = errors[0]
     for error in errors:
-        if (field := error.get("ctx", {}).get("field")) is not None:  # it says all by itself
+        if (field := error.get("ctx", {}).get("field")) is not None:  # its message needs nothing added
             inside = [part for part in error["loc"][1:] if _is_visible(part)]
             place = f"{_spelled(inside)}: " if inside else ""
             return ApiError(400, place + error["msg"], param=_spelled([*inside, field]), code=error["type"])
@@ -155,16 +155,16 @@ def _of_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def _is_about_objects(error: Any) -> bool:
-    """Whether objects are said to be no string: what is wrong with them says more."""
+    """Whether the error only says that objects are not a string; the errors about the objects themselves say more."""
     given = error["input"]
     return error["type"] == "string_type" and isinstance(given, list) and bool(given) and isinstance(given[0], dict)
 
 
 def _is_visible(part: str | int) -> bool:
-    """Whether a part of pydantic's path is in the request: it also names the member of a union that it tried."""
+    """Whether a part of pydantic's path exists in the request; others name the union member that pydantic tried."""
     return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int", "float", "bool"))
 
 
 def _spelled(path: Sequence[str | int]) -> str:
-    """`["messages", 0, "role"]` as `messages[0].role`."""
+    """Writes `["messages", 0, "role"]` as `messages[0].role`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")

@@ -1,4 +1,4 @@
-"""Who waits for an answer: decides when it is given up because nobody does, or because it took too long."""
+"""`Client`: the client of a request. Decides when the request is given up: the client left, or it took too long."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,10 +11,10 @@ from inflight.server.wire.api_errors import ApiError, ClientGoneError
 
 
 class Client:
-    """The client of one HTTP request, as long as it is waited for.
+    """The client of one HTTP request, while the request is being served.
 
     Attributes:
-        why_ended: why the work for it was ended early, if it was.
+        why_ended: why the client's work was ended early; None: it was not.
     """
 
     def __init__(self, limit: asyncio.Timeout) -> None:
@@ -23,17 +23,17 @@ class Client:
 
     @property
     def is_too_late(self) -> bool:
-        """Whether the work is ended because its time is up."""
+        """Whether the work was ended because its time was up."""
         return self.why_ended is None and self._limit.expired()
 
     def end(self, why: Literal["left", "stalled"]) -> None:
-        """End the work for it, now."""
+        """Ends the client's work now."""
         if self.why_ended is None and not self._limit.expired():
             self.why_ended = why
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def listen(self, receive: Receive) -> None:
-        """Until it leaves. (Nothing else is to come: its request was read.)"""
+        """Waits until the client disconnects. (Nothing else can arrive, since its request has been read.)"""
         while (await receive())["type"] != "http.disconnect":
             pass
         self.end("left")
@@ -41,14 +41,14 @@ class Client:
 
 @asynccontextmanager
 async def attended(receive: Receive, timeout: float | None) -> AsyncIterator[Client]:
-    """A block of work for a client, which is cancelled as soon as nobody waits for it any more.
+    """Runs a block of work for a client, and cancels it as soon as the client no longer waits.
 
     Args:
-        timeout: seconds that it may take; None: no limit.
+        timeout: seconds that the work may take; None: no limit.
 
     Raises:
         ClientGoneError: the client has left, or does not read.
-        ApiError: it took too long (504).
+        ApiError: the work took too long (504).
     """
     try:
         async with asyncio.timeout(timeout) as limit:

@@ -1,6 +1,7 @@
-"""`JsonRoute`: how a body is read as JSON. Strictly: no half characters, no NaN, no number that is none here.
+"""`JsonRoute` reads bodies as strict JSON: no lone surrogates, no NaN, no infinities, no numbers that overflow.
 
-What Python's own reader lets through (and cannot be written out again) is refused before anybody sees it.
+Python's own parser accepts these, although they cannot be written out again; here they are refused before an endpoint
+sees them. `to_json` writes answers.
 """
 
 import json
@@ -12,6 +13,8 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+
+to_json = msgspec.json.encode
 
 
 class JsonRoute(APIRoute):
@@ -31,12 +34,12 @@ class _JsonRequest(Request):
         try:
             return msgspec.json.decode(await self.body())
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            # The only kind of error that FastAPI hands on from here.
+            # The only kind of exception that FastAPI passes on from here.
             raise HTTPException(400, f"the body is not JSON: {_reason(await self.body(), error)}") from error
 
 
 def _reason(body: bytes, error: Exception) -> str:
-    """In the words of Python's own reader, which says where, if it refuses the body, too."""
+    """Returns the message of Python's own parser, which names the position, if that parser refuses the body, too."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     try:

@@ -1,7 +1,7 @@
-"""`StrictModel`: what a request may say. A field that is not known, or not supported, is refused by name.
+"""`StrictModel`: the base of all request models. It refuses unknown and unsupported fields by name.
 
-Decides what becomes of fields that this server does not implement: sent with the value that they have anyway, they
-change nothing and are let through; any other value would change the answer, and is refused.
+Decides what happens to fields that this server does not implement: a value that changes nothing is accepted and
+ignored; any other value would change the answer, and is refused.
 """
 
 import difflib
@@ -14,16 +14,16 @@ from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which only the first wrong member is reported: a client may send a million of them."""
+"""A list that reports only its first wrong member, because a client may send a million of them."""
 
 
 class StrictModel(BaseModel):
-    """An object of a request: exact types, no unknown fields. Null is as good as absent."""
+    """An object in a request: exact types, no unknown fields. Null means the same as an absent field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
     NOT_SUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that clients know and this server does not implement, with the values that change nothing, beside null."""
+    """Fields that clients know but this server does not implement, with the values besides null that change nothing."""
 
     @model_validator(mode="before")
     @classmethod
@@ -34,7 +34,7 @@ class StrictModel(BaseModel):
 
 
 def _checked(cls: type[StrictModel], name: str, value: Any) -> bool:
-    """False: the field can be left out. Raises if it cannot."""
+    """Returns False if the field can be dropped; raises if it cannot."""
     if name not in cls.NOT_SUPPORTED:
         close = difflib.get_close_matches(name, [*cls.model_fields, *cls.NOT_SUPPORTED], n=1) if len(name) < 100 else []
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -48,7 +48,7 @@ def _checked(cls: type[StrictModel], name: str, value: Any) -> bool:
 
 
 def of_type(what: str, *accepted: str, absent: str | None = None) -> BeforeValidator:
-    """Refuses objects whose `type` is none of these, in a sentence; one without any is taken for one of `absent`."""
+    """Refuses objects whose `type` is not one of `accepted`; an object without a type counts as `absent`."""
 
     def check(given: Any) -> Any:
         kind = _type_in(given, absent) if isinstance(given, dict) else accepted[0]
@@ -62,9 +62,9 @@ def of_type(what: str, *accepted: str, absent: str | None = None) -> BeforeValid
 
 
 def by_type(otherwise: str) -> Discriminator:
-    """Tells members of a union apart that are tagged with "#" and their `type`; what has none is `otherwise`.
+    """Chooses the union member tagged with "#" and the object's `type`; an object without a type counts as `otherwise`.
 
-    (The tag is part of pydantic's path to what is wrong; so it is not taken for a field's name.)"""
+    (Tags are part of pydantic's path to an error; the "#" keeps them from being taken for field names.)"""
     return Discriminator(lambda given: f"#{_type_in(given, otherwise)}")
 
 
@@ -74,6 +74,6 @@ def _type_in(given: Any, otherwise: str | None) -> Any:
 
 
 def refusal(kind: str, field: str, message: str) -> PydanticCustomError:
-    """To be raised while a model is validated: a sentence that says all by itself; `kind` becomes the error's code."""
-    # Through the context, for braces in a message would be taken for its variables.
+    """Returns an error to raise during validation; `message` is shown as it stands, `kind` becomes the error's code."""
+    # Passed through the context, because braces in a message template would be taken for variables.
     return PydanticCustomError(kind, "{message}", {"message": message, "field": field})

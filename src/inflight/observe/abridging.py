@@ -1,33 +1,33 @@
-"""What of a long axis is drawn where there is little room: beginnings and ends. Pure arithmetic.
+"""Abridges a long axis for a small drawing: beginnings and ends are kept. Pure arithmetic.
 
-An axis is made of groups (sequences), a group of stretches (its cached keys and its new ones, say): each stretch that
-does not fit is cut in its middle.
+An axis consists of groups (sequences), and a group of stretches (such as its cached and its new keys). Each stretch
+that does not fit is cut in its middle.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 SMALLEST = 3
-"""Places that a cut stretch takes at least: its first entry, the mark of the cut, its last."""
+"""The fewest places of a cut stretch: its first entry, the mark of the cut, its last entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One drawn place of an axis: entry `index` of `group`, or the mark of a cut that hides so many from there on."""
+    """A drawn place of an axis: entry `index` of `group`, or a mark that hides `num_hidden` entries from there on."""
 
     group: int
     index: int
     num_hidden: int = 0
 
 
-def fit(groups: Sequence[Sequence[int]], available: int, gap: int = 0) -> list[Place]:
-    """The places at which groups of stretches of these lengths are drawn in `available` places.
+def abridge(groups: Sequence[Sequence[int]], available: int, gap: int = 0) -> list[Place]:
+    """Returns the places to draw, at most `available`, for groups of stretches of these lengths.
 
-    Room is shared out like water: no stretch gets more than it needs, and those that are cut get the same. Groups for
-    which there is no room even so are left out, the last ones first.
+    No stretch gets more room than it needs, and all that are cut get the same. Groups for which there is still no room
+    are left out, the last ones first.
 
     Args:
-        gap: places that are kept free between two groups.
+        gap: places that are left free between two groups.
     """
     groups = groups[: num_that_fit(groups, available, gap)]
     room = available - gap * (len(groups) - 1)
@@ -42,7 +42,7 @@ def fit(groups: Sequence[Sequence[int]], available: int, gap: int = 0) -> list[P
 
 
 def num_that_fit(groups: Sequence[Sequence[int]], available: int, gap: int = 0) -> int:
-    """How many of the groups, from the first, can be drawn with at least the ends of their stretches."""
+    """Returns how many groups, from the first, can be drawn with at least the ends of their stretches."""
     needed = -gap
     for number, group in enumerate(groups):
         needed += gap + sum(min(length, SMALLEST) for length in group)
@@ -52,7 +52,7 @@ def num_that_fit(groups: Sequence[Sequence[int]], available: int, gap: int = 0) 
 
 
 def share_out(lengths: Sequence[int], available: int) -> list[int]:
-    """A width for each: its length where that is no more than a fair share of what the shorter ones leave."""
+    """Returns a width for each length: the length itself, if it is at most a fair share of what shorter ones leave."""
     widths = [0] * len(lengths)
     for rank, number in enumerate(sorted(range(len(lengths)), key=lengths.__getitem__)):
         widths[number] = min(lengths[number], available // (len(lengths) - rank))

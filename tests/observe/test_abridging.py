@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.observe.fitting import SMALLEST, fit, num_that_fit, share_out
+from inflight.observe.abridging import SMALLEST, abridge, num_that_fit, share_out
 
 GROUPS = st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=3), min_size=1, max_size=8)
 
@@ -12,7 +12,7 @@ GROUPS = st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=3), min_size
 def test_what_is_drawn_fits_and_shows_the_ends_of_every_stretch(
     groups: list[list[int]], available: int, gap: int
 ) -> None:
-    places = fit(groups, available, gap)
+    places = abridge(groups, available, gap)
     num_groups = num_that_fit(groups, available, gap)
     assert len(places) + gap * max(num_groups - 1, 0) <= available
     for number, group in enumerate(groups):
@@ -30,7 +30,7 @@ def test_what_is_drawn_fits_and_shows_the_ends_of_every_stretch(
 @given(groups=GROUPS, gap=st.integers(0, 2))
 def test_nothing_is_cut_where_all_fits(groups: list[list[int]], gap: int) -> None:
     needed = sum(map(sum, groups)) + gap * (len(groups) - 1)
-    assert not any(place.num_hidden for place in fit(groups, needed, gap))
+    assert not any(place.num_hidden for place in abridge(groups, needed, gap))
 
 
 @given(groups=GROUPS)

@@ -9,13 +9,13 @@ import torch
 from inflight.contracts.errors import ModelError
 from inflight.execution.preparation.agreement import worst
 from inflight.execution.preparation.own_attention import make_executor
-from inflight.execution.preparation.proof import CHUNKS, IN_SHORT, PROOF, PlainModel, Workload, compare
+from inflight.execution.preparation.proof import CHUNKS, IN_A_ROW, IN_SHORT, PROOF, PlainModel, Workload, compare
 from inflight.execution.preparation.verdict import Way
 from inflight.execution.ragged_batch import RaggedBatch
 from tests import others
 
 
-@pytest.mark.parametrize("workload", [PROOF, IN_SHORT])
+@pytest.mark.parametrize("workload", [PROOF, IN_A_ROW, IN_SHORT])
 def test_every_token_of_each_prompt_runs_once_and_in_order(workload: Workload) -> None:
     done = [0, 0]
     for step in workload.steps:
@@ -23,12 +23,14 @@ def test_every_token_of_each_prompt_runs_once_and_in_order(workload: Workload) -
             assert done[number] == start < end
             done[number] = end
     assert tuple(done) == workload.lengths
-    spans = [span for step in workload.steps for span in step]
+
+
+@pytest.mark.parametrize("workload", [PROOF, IN_SHORT])
+def test_what_generate_computes_at_once_ends_with_a_span_and_decodes_follow(workload: Workload) -> None:
     for number, length in enumerate(workload.prefill_lengths):
-        assert any((number, length) == (each, end) for each, _, end in spans)
-        assert all(
-            end - start == 1 for each, start, end in spans if (each, start) >= (number, length) and each == number
-        )
+        spans = [(start, end) for step in workload.steps for each, start, end in step if each == number]
+        assert length in {end for _, end in spans}
+        assert all(end - start == 1 for start, end in spans if start >= length)
 
 
 def test_chunks_are_spans_that_do_not_end_a_prompt() -> None:

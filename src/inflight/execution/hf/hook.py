@@ -13,11 +13,10 @@ from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-AttentionHandler: TypeAlias = Callable[
-    [torch.nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, dict[str, Any]], torch.Tensor
-]
+AttentionHandler: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], Tensor]
 """Takes the calling module, query `[1, H, T, Dk]`, key `[1, Hkv, T, Dk]`, value `[1, Hkv, T, Dv]`, the model's mask and
 the call's keyword arguments; returns `[1, T, H, Dv]`."""
 
@@ -25,36 +24,26 @@ _handler: ContextVar[AttentionHandler] = ContextVar("inflight_attention_handler"
 
 
 def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
     return _handler.get()(module, query, key, value, attention_mask, kwargs), None
 
 
 def _compiled_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     sinks = attention_sinks(module, kwargs)
     sinks = None if sinks is None else sinks.float()
     return torch.ops.inflight.write_and_attend(query, key, value, sinks, module.inflight_call)[None], None
 
 
-def attention_sinks(module: torch.nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def attention_sinks(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
     """The attention sinks of a call, one logit per head that joins the softmax, `[H]`; None: it has none."""
     sinks = kwargs.get("s_aux")
     if sinks is None:
         sinks = getattr(module, "sinks", None)
-    return sinks if isinstance(sinks, torch.Tensor) else None
+    return sinks if isinstance(sinks, Tensor) else None
 
 
 # No mask function has these names, so models make no mask. They need none: the handler knows who may see what.

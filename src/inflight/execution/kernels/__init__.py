@@ -107,13 +107,8 @@ def _digest() -> str:
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.read_bytes())
     compiler = subprocess.run([_compiler(), "--version"], capture_output=True, check=True).stdout
-    for part in (
-        torch.__version__,
-        str(torch.version.git_version),
-        *COMPILER_FLAGS,
-        _native_flag(),
-        _instruction_sets(),
-    ):
+    torch_build = (torch.__version__, str(torch.version.git_version))
+    for part in (*torch_build, *COMPILER_FLAGS, _native_flag(), _instruction_sets()):
         digest.update(part.encode() + b"\0")
     digest.update(compiler)
     return digest.hexdigest()[:20]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from inflight.contracts.errors import ModelError
@@ -22,7 +23,7 @@ DRY_RUN_LENGTH = 160
 @torch.inference_mode()
 def find_attention_calls(
     model: PreTrainedModel, num_tokens: int
-) -> tuple[tuple[AttentionSpec, ...], tuple[torch.nn.Module, ...]]:
+) -> tuple[tuple[AttentionSpec, ...], tuple[nn.Module, ...]]:
     """Run a dry forward pass of `num_tokens` tokens; return the spec of each attention call in order, and the modules
     that make these calls, each once.
 
@@ -31,18 +32,13 @@ def find_attention_calls(
             other keys than those of the row.
     """
     specs: list[AttentionSpec] = []
-    modules: list[torch.nn.Module] = []
-    given: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of each call
+    modules: list[nn.Module] = []
+    given: list[tuple[Tensor, Tensor]] = []  # keys and values of each call
     config = model.config.get_text_config()
 
     def record(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> Tensor:
         if mask is not None or kwargs.get("position_bias") is not None:
             raise ModelError(f"{type(model).__name__} gives attention a mask or a position bias of its own making")
         if key.shape[2] != query.shape[2]:
@@ -66,12 +62,7 @@ def find_attention_calls(
 
 
 def _attention_spec(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kwargs: dict[str, Any],
-    config: PreTrainedConfig,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any], config: PreTrainedConfig
 ) -> AttentionSpec:
     scale = kwargs.get("scaling")
     layer_types = getattr(config, "layer_types", None) or ()
@@ -92,25 +83,21 @@ def _attention_spec(
 
 
 @contextmanager
-def watch_outputs(
-    modules: Sequence[torch.nn.Module], substitutes: Sequence[torch.Tensor] | None = None
-) -> Iterator[list[torch.Tensor]]:
+def watch_outputs(modules: Sequence[nn.Module], substitutes: Sequence[Tensor] | None = None) -> Iterator[list[Tensor]]:
     """Collect what `modules` return in a forward pass of one row: `[T, …]` for each of their calls, in order.
 
     Args:
-        substitutes: what to pass on instead, `[T, …]` for each call. Rows after these T are padding, and not collected.
+        substitutes: what to pass on instead, `[T, …]` for each call.
     """
-    seen: list[torch.Tensor] = []
+    seen: list[Tensor] = []
 
-    def collect(module: torch.nn.Module, args: object, output: Any) -> Any:
-        states = (output[0] if isinstance(output, tuple) else output)[0]
+    def collect(module: nn.Module, args: object, output: Any) -> Any:
+        states = output[0] if isinstance(output, tuple) else output
+        seen.append(states[0])
         if substitutes is None:
-            seen.append(states)
             return None
-        substitute = substitutes[len(seen)]
-        seen.append(states[: len(substitute)])
-        states = torch.cat([substitute, states[len(substitute) :]])[None]
-        return (states, *output[1:]) if isinstance(output, tuple) else states
+        substitute = substitutes[len(seen) - 1][None]
+        return (substitute, *output[1:]) if isinstance(output, tuple) else substitute
 
     hooks = [module.register_forward_hook(collect) for module in modules]
     try:

@@ -179,12 +179,7 @@ def prepare_own_attention(
         notes.append("nothing can be kept: a sequence is computed from its beginning for every token")
     if way.in_one_piece:
         notes.append("prompts are computed in one piece, when their last tokens have come")
-    return ProbeReport(
-        max_model_len=max_model_len,
-        logits_error=error,
-        vocab_size=plain.vocab_size,
-        notes=tuple(notes),
-    )
+    return ProbeReport(max_model_len=max_model_len, logits_error=error, vocab_size=plain.vocab_size, notes=tuple(notes))
 
 
 def _compare(way: Way, plain: PlainModel) -> float:

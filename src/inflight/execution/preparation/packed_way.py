@@ -40,9 +40,9 @@ from inflight.execution.preparation.agreement import (
 from inflight.execution.preparation.attention_calls import DRY_RUN_LENGTH, find_attention_calls, watch_outputs
 from inflight.execution.preparation.limits import max_row_len, packed_limit
 from inflight.execution.preparation.proof import (
+    IN_A_ROW,
     IN_SHORT,
     NUM_PROOF_BLOCKS,
-    PROOF,
     PROOF_BLOCK_SIZE,
     PlainModel,
     Step,
@@ -100,7 +100,7 @@ def prepare_packed(
         RuntimeError: it does not give them after prepacking, which cannot be undone for another executor.
     """
     with _refusing(model):
-        workload = IN_SHORT if is_large else PROOF
+        workload = IN_SHORT if is_large else IN_A_ROW
         proof = PackedProof(model, max(workload.lengths), workload)
         max_model_len, notes = packed_limit(model, proof.specs)
         executor = proof.executor(make_backend)
@@ -148,14 +148,14 @@ class PackedProof:
         ModelError: the model's signature or its attention calls rule a packed row out, or its logits are not finite.
     """
 
-    def __init__(self, model: PreTrainedModel, dry_run_length: int, workload: Workload = PROOF) -> None:
+    def __init__(self, model: PreTrainedModel, dry_run_length: int, workload: Workload = IN_A_ROW) -> None:
         name = type(model).__name__
         if "position_ids" not in inspect.signature(model.forward).parameters:
             raise ModelError(f"{name} takes no position_ids, which a packed row needs to keep sequences apart")
         max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DRY_RUN_LENGTH
-        if max_positions <= max(PROOF.lengths):
+        if max_positions <= max(IN_A_ROW.lengths):
             raise ModelError(
-                f"{name} has only {max_positions} positions; the proof needs more than {max(PROOF.lengths)}"
+                f"{name} has only {max_positions} positions; the proof needs more than {max(IN_A_ROW.lengths)}"
             )
         self.model = model
         use_attention(model, "inflight")

@@ -76,6 +76,11 @@ PROOF = Workload(
 CHUNKS = frozenset({(0, 9), (0, 13), (1, 6), (1, 9)})
 """Spans of `PROOF`, as (prompt, end), of which no logits are wanted in service. The second prompt's is one token longer
 than its chunks, so its last token comes alone."""
+IN_A_ROW = replace(
+    PROOF, steps=(((0, 0, 9), (1, 0, 6)), ((1, 6, 11), (0, 9, 13)), ((1, 11, 12), (0, 13, 23))), slots=((0, 1),)
+)
+"""Two chunks; two later chunks; a decode beside a chunk. For a packed row, in which a step's tokens are compared
+together: in low precision, attention outputs of one or two tokens round too differently to be compared alone."""
 IN_SHORT = Workload(
     lengths=(12, 8), prefill_lengths=(12, 7), steps=(((0, 0, 5), (1, 0, 7)), ((1, 7, 8), (0, 5, 12))), slots=((0, 1),)
 )

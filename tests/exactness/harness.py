@@ -115,7 +115,7 @@ class Teacher:
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            del self._pupils[slot]
+            self._pupils.pop(slot, None)
 
     def sample(self, logits: Tensor, batch: RaggedBatch, masks: object = None) -> list[int]:
         tokens = []

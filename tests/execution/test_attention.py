@@ -67,7 +67,7 @@ SPECS = {
 def small_limits() -> Iterator[None]:
     """Short spans count as long ones, and are attended in several slices."""
     with (
-        mock.patch.object(torch_backend, "MAX_GROUPED_QUERY_LEN", 2),
+        mock.patch.object(torch_backend, "MAX_SHARED_QUERY_LEN", 2),
         mock.patch.object(torch_backend, "MAX_QUERIES_AT_ONCE", 5),
     ):
         yield
@@ -160,10 +160,10 @@ def test_torch_gives_what_reference_gives_when_spans_are_sliced(world: World, sp
 def test_they_give_what_reference_gives_beyond_torchs_real_limits(backend: str, name: str) -> None:
     """A whole prompt, a later chunk and a short prompt, the first two longer than a slice of queries."""
     long = torch_backend.MAX_QUERIES_AT_ONCE + 3
-    assert torch_backend.MAX_GROUPED_QUERY_LEN < torch_backend.MAX_QUERIES_AT_ONCE
+    assert torch_backend.MAX_SHARED_QUERY_LEN < torch_backend.MAX_QUERIES_AT_ONCE
     steps = [
         [Part(0, 0, 7), Part(1, 0, long)],
-        [Part(2, 0, torch_backend.MAX_GROUPED_QUERY_LEN + 1), Part(0, 7, 7 + long)],
+        [Part(2, 0, torch_backend.MAX_SHARED_QUERY_LEN + 1), Part(0, 7, 7 + long)],
     ]
     world = make_world(16, steps, [(0, 0), (1, 0), (2, 0)], seed=0)
     assert_same_as_reference(backend, world, [SPECS[name]], torch.float32, seed=5)

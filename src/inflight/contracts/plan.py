@@ -91,8 +91,8 @@ class StepPlan:
         tables: for each cache group, one block table per span. Positions are written through the same table that
             they are read through, so the write indices follow from it.
         copies: (source, destination) blocks to copy in every layer before the forward pass.
-        released_slots: slots that were given up since the last plan, by sequences that ended or were preempted: what
-            is kept for them must be dropped.
+        released_slots: slots that were given up since the last plan, by sequences that ended or were preempted. What is
+            kept for them must be dropped, if anything is: a sequence can end before any plan has told of it.
         assignments: the sequences that have moved into a slot since; each has a span in this plan.
     """
 

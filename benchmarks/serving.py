@@ -126,7 +126,7 @@ class Row:
     num_failed: int = 0
 
     def add(self, report: dict[str, Any]) -> None:
-        """Runs the load over HTTP."""
+        """Adds a run's report."""
         self.speeds.append(report["output_tokens_per_second"])
         self.first_tokens.append(report["ttft"]["median"])
         self.server_seconds.append(report["server_cpu_seconds"])

@@ -68,8 +68,8 @@ class Constraints:
         """Returns a matcher for a request's sequences; None if the request has no structured output. Thread-safe.
 
         Raises `InvalidRequestError` if the structured output cannot be enforced."""
-        asked = params.structured_output
-        if asked is None:
+        output = params.structured_output
+        if output is None:
             return None
         if self._compiler is None:
             raise InvalidRequestError("structured output needs a tokenizer, and this model has none")
@@ -82,7 +82,7 @@ class Constraints:
                     "only where its grammar ends"
                 )
         try:
-            return self._compiler.compile(asked)
+            return self._compiler.compile(output)
         except (InvalidRequestError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library's panics are not `Exception`s

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from inflight.contracts.outputs import RequestOutput, TextDelta
-from inflight.server.anthropic import errors as messages_errors
+from inflight.server.anthropic import errors as anthropic_errors
 from inflight.server.anthropic.request import CountRequest, MessagesRequest
 from inflight.server.serving.generation import Job, generate
 from inflight.server.serving.service import Service, service_of
@@ -32,7 +32,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
         prepared = await _prepare(body, service)
         if not body.stream:
             return _answer(prepared, (await generate(service, prepared.job, client))[0])
-    return stream(service, prepared.job, _Events(prepared), partial(messages_errors.event, request=request))
+    return stream(service, prepared.job, _Events(prepared), partial(anthropic_errors.event, request=request))
 
 
 @router.post("/v1/messages/count_tokens")

@@ -30,7 +30,7 @@ SECONDS = 0.05
 
 
 def seconds_of(layers: Sequence[PackedLinear], x: torch.Tensor, num_runs: int = 1) -> float:
-    """Returns the time of one layer, averaged over several runs through all layers."""
+    """Returns the seconds of one layer on `x` `[rows, inputs]`, averaged over several runs through all layers."""
     start = time.perf_counter()
     for _ in range(num_runs):
         for layer in layers:

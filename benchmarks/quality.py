@@ -76,7 +76,7 @@ def held_out(count: int) -> list[list[int]]:
 
 
 def plain(dtype: str) -> Callable[[list[int]], torch.Tensor]:
-    """Returns logits `[tokens, V]` of a document from `transformers` alone."""
+    """Returns a function from a document to its logits `[tokens, V]`, computed by `transformers` alone."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=getattr(torch, dtype)).eval()
 
     @torch.inference_mode()
@@ -88,7 +88,7 @@ def plain(dtype: str) -> Callable[[list[int]], torch.Tensor]:
 
 
 def through_engine(options: dict[str, str]) -> Callable[[list[int]], torch.Tensor]:
-    """Returns logits `[tokens, V]` of a document from the engine's executor."""
+    """Returns a function from a document to its logits `[tokens, V]`, computed by the engine's executor."""
     runner = ModelRunner(str(DEMO_MODEL), EngineConfig(num_blocks=64, **options))  # type: ignore[arg-type]
 
     def chunks(document: list[int]) -> Iterator[torch.Tensor]:

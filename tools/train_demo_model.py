@@ -185,7 +185,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def positions_in_documents(rows: torch.Tensor) -> torch.Tensor:
-    """Returns positions that restart with each document; transformers then lets tokens attend only to their document.
+    """Returns the positions of tokens `[rows, length]`, in the same shape; they restart with each document, so that
+    transformers lets tokens attend only to their own document.
 
     Without that, a model this small does not learn in time to copy a hero's name from the story so far."""
     places = torch.arange(rows.shape[1]).expand_as(rows)
@@ -200,7 +201,7 @@ def loss_of(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
 
 
 def batches(recipe: Recipe, documents: Iterable[list[int]]) -> Iterator[torch.Tensor]:
-    """Each document is seen once."""
+    """Yields batches of tokens `[phase.rows, phase.row_length]`; each document is used once."""
     unseen = iter(documents)
     for phase in recipe.phases:
         rows = pack(unseen, phase.row_length, phase.rows * phase.steps)

@@ -161,7 +161,7 @@ class Scene:
 
 
 def measure_decode(heads: str, dtype: str, repeats: int) -> Decode:
-    """Measures decodes of 32 sequences of 1,024 tokens."""
+    """Measure decodes of 32 sequences of 1,024 tokens."""
     scene = Scene(HEADS[heads], DTYPES[dtype], _scattered(NUM_DECODES, DECODE_CONTEXT), DECODE_CONTEXT)
     meter = MachineMeter(torch.float32, PLAIN)
     (seconds,) = _medians(repeats, meter.measure, scene.attend)
@@ -170,7 +170,7 @@ def measure_decode(heads: str, dtype: str, repeats: int) -> Decode:
 
 
 def measure_shared_prefix(heads: str, dtype: str, repeats: int) -> SharedPrefix:
-    """Measures decodes of 16 sequences with a common prefix and one block of their own each."""
+    """Measure decodes of 16 sequences with a common prefix and one block of their own each."""
     spec = HEADS[heads]
     bytes_per_tile = CpuAttention(DTYPES[dtype], BLOCK_SIZE).bytes_per_block(spec) * TILE_SIZE // BLOCK_SIZE
     num_tiles = -(-CACHES_OF_COPIES * last_level_cache_bytes() // (NUM_SHARING * bytes_per_tile))
@@ -185,7 +185,7 @@ def measure_shared_prefix(heads: str, dtype: str, repeats: int) -> SharedPrefix:
 
 
 def measure_prefill(heads: str, dtype: str, repeats: int) -> Prefill:
-    """Measures a prefill of one span of 2,048 tokens."""
+    """Measure a prefill of one span of 2,048 tokens."""
     spec = HEADS[heads]
     scene = Scene(spec, DTYPES[dtype], _scattered(1, PREFILL_LENGTH), PREFILL_LENGTH, PREFILL_LENGTH)
     meter = MachineMeter(scene.queries.dtype, PLAIN)
@@ -196,7 +196,7 @@ def measure_prefill(heads: str, dtype: str, repeats: int) -> Prefill:
 
 
 def _medians(repeats: int, between: Callable[[], None], *ways: Callable[[], float]) -> list[float]:
-    """Runs all ways in turn and returns the median result of each; the first run does not count."""
+    """Run all ways in turn and returns the median result of each; the first run does not count."""
     seconds: list[list[float]] = [[] for _ in ways]
     for _ in range(repeats + 1):
         between()
@@ -206,7 +206,7 @@ def _medians(repeats: int, between: Callable[[], None], *ways: Callable[[], floa
 
 
 def _scattered(num_sequences: int, num_tokens: int) -> list[list[int]]:
-    """Returns block tables with as many blocks as the tokens need, each block used once, in random order."""
+    """Return block tables with as many blocks as the tokens need, each block used once, in random order."""
     blocks_each = -(-num_tokens // BLOCK_SIZE)
     blocks = list(range(num_sequences * blocks_each))
     random.Random(0).shuffle(blocks)
@@ -297,7 +297,7 @@ def machine_description() -> dict[str, str]:
 
 
 def write_report(machine: dict[str, str], sections: Sequence[Section], results: Results) -> None:
-    """Writes `results/attention-kernel.json` and `.md`."""
+    """Write `results/attention-kernel.json` and `.md`."""
     setting = [f"- {name}: {value}" for name, value in machine.items()]
     summary = "`python benchmarks/attention_kernel.py --write`; its first lines say what is measured and how."
     lines = ["# The attention kernel alone", "", summary, "", *setting, ""]

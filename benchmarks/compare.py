@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def enter(names: Sequence[str], plan: Plan, console: Console) -> tuple[list[Contestant], dict[str, str]]:
-    """Returns the peers that take part, with prepared models; and those that do not, with the reasons."""
+    """Return the peers that take part, with prepared models; and those that do not, with the reasons."""
     folder = model_folder(plan.model)
     contestants, left_out = [], dict[str, str]()
     for peer in (PEERS[name] for name in dict.fromkeys(names)):
@@ -134,7 +134,7 @@ def enter(names: Sequence[str], plan: Plan, console: Console) -> tuple[list[Cont
 def run_cell(
     workload: Workload, contestants: Sequence[Contestant], left_out: dict[str, str], plan: Plan, console: Console
 ) -> CellResult:
-    """Runs one workload: loads all peers, warms them up, runs the rounds. A peer that fails is left out afterwards."""
+    """Run one workload: loads all peers, warms them up, runs the rounds. A peer that fails is left out afterwards."""
     left_out, runners = dict(left_out), dict[str, Runner]()
     rounds: dict[str, list[Measured]] = {}
 
@@ -182,13 +182,13 @@ def run_cell(
 
 
 def in_turn(names: Sequence[str], round_number: int) -> list[str]:
-    """Returns the order of a round: the peer that was first in the last round is last in this one."""
+    """Return the order of a round: the peer that was first in the last round is last in this one."""
     shift = round_number % max(1, len(names))
     return [*names[shift:], *names[:shift]]
 
 
 def describe_machine() -> dict[str, str]:
-    """Describes the machine on which the figures were measured."""
+    """Describe the machine on which the figures were measured."""
     processor = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -228,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _names(text: str, known: Mapping[str, object]) -> list[str]:
-    """Splits comma-separated names; exits at an unknown one."""
+    """Split comma-separated names; exits at an unknown one."""
     names = [name for name in text.split(",") if name]
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"there is no {', '.join(unknown)}; known are {', '.join(known)}")

@@ -32,7 +32,7 @@ CHOICES: dict[str, Workload] = {
 
 
 def qwen3_next() -> Any:
-    """Makes a model of 100 million parameters in the shape of Qwen3-Next: three layers of linear attention for each
+    """Make a model of 100 million parameters in the shape of Qwen3-Next: three layers of linear attention for each
     layer of full attention, mixtures of experts; random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,7 +60,7 @@ def qwen3_next() -> Any:
 
 
 def run(llm: LLM, workload: Workload, number: int) -> float:
-    """Runs one round; returns output tokens per second."""
+    """Run one round; returns output tokens per second."""
     requests = workload.requests(number)
     params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=each.num_output_tokens) for each in requests]
     prompts = [[token % llm.model_info.vocab_size for token in each.prompt] for each in requests]

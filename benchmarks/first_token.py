@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def stages() -> list[tuple[str, float]]:
-    """Returns the steps on the way to the first token, each with its seconds."""
+    """Return the steps on the way to the first token, each with its seconds."""
     laps = [("", time.perf_counter())]
 
     def lap(name: str) -> None:

@@ -91,14 +91,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
-    """Makes a model with seeded random weights in bfloat16 on the device."""
+    """Make a model with seeded random weights in bfloat16 on the device."""
     torch.manual_seed(0)
     with device:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def workload(num_requests: int, config: PreTrainedConfig) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Returns requests with prompts and outputs of 100 to 1,024 tokens."""
+    """Return requests with prompts and outputs of 100 to 1,024 tokens."""
     rng = random.Random(0)
     prompts = [[rng.randrange(config.vocab_size) for _ in range(rng.randint(100, 1024))] for _ in range(num_requests)]
     lengths = [rng.randint(100, 1024) for _ in range(num_requests)]
@@ -106,7 +106,7 @@ def workload(num_requests: int, config: PreTrainedConfig) -> tuple[list[list[int
 
 
 def measured_bandwidth(device: torch.device, num_bytes: int = 2**30) -> float:
-    """Returns the bytes per second that the device reads and writes in a large copy (median of 20)."""
+    """Return the bytes per second that the device reads and writes in a large copy (median of 20)."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = []
@@ -140,7 +140,7 @@ class Roofline:
         self._bytes_per_token = llm.model_info.kv_bytes_per_token
 
     def see(self, record: StepRecord) -> None:
-        """Counts one step."""
+        """Count one step."""
         visible = sum(span.start + span.length for span in record.spans)
         self.num_steps += 1
         self.floor_seconds += (self._weight_bytes + visible * self._bytes_per_token) / self.bandwidth

@@ -257,7 +257,7 @@ def verdict(engine: Any, tokenizer: Any, kind: str, text: str, valid: list[str],
 
 
 def run_suite(engine: Any, tokenizer: Any, suite: Path) -> Iterator[tuple[str, int]]:
-    """Returns counts over the official suite, in which every group of tests is one schema."""
+    """Return counts over the official suite, in which every group of tests is one schema."""
     counts: Counter[str] = Counter()
     for file in sorted(suite.glob("*.json")):
         for group in json.loads(file.read_text()):
@@ -302,7 +302,7 @@ def speed(engine: Any, tokenizer: Any) -> dict[str, float]:
 
 
 def walk(engine: Any, compiled: Any, tokens: list[int], tokenizer: Any) -> tuple[list[float], list[float]]:
-    """Returns the seconds of each mask and each token along a text, first for the schema's first sequence."""
+    """Return the seconds of each mask and each token along a text, first for the schema's first sequence."""
     row = np.zeros(-(-len(tokenizer) // 32), dtype=np.int32)
     masks, accepts = [], []
     for _ in range(5):
@@ -347,7 +347,7 @@ def resident() -> float:
 
 
 def train_tokenizer(folder: Path) -> None:
-    """Trains a byte-level BPE tokenizer of realistic size on the sources of installed Python packages."""
+    """Train a byte-level BPE tokenizer of realistic size on the sources of installed Python packages."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     packages = Path(np.__file__).parents[1]
@@ -365,7 +365,7 @@ def train_tokenizer(folder: Path) -> None:
 
 
 def report(all_found: list[Findings]) -> str:
-    """Returns the results as Markdown."""
+    """Return the results as Markdown."""
     heads = [each.library for each in all_found]
     lines = ["# Libraries for structured output", "", f"`python benchmarks/grammar_libraries.py` on {machine()}.", ""]
 

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(model: PreTrainedModel, *, limited: bool) -> tuple[list[float], list[float], float]:
-    """Returns the seconds between tokens, before and during the long prefill, and the seconds to its first token."""
+    """Return the seconds between tokens, before and during the long prefill, and the seconds to its first token."""
     engine = Engine(model, EngineConfig(max_num_seqs=NUM_DECODES + 1, max_num_batched_tokens=NUM_PROMPT_TOKENS + 64))
     engine.prefill_limit = PrefillLimit() if limited else None
     rng = random.Random(0)
@@ -76,7 +76,7 @@ def submit(engine: Engine, request_id: str, prompt: list[int], max_tokens: int) 
 
 
 def step(engine: Engine) -> tuple[float, bool]:
-    """Runs one step; returns its seconds, and whether the long prompt got its token."""
+    """Run one step; returns its seconds, and whether the long prompt got its token."""
     start = time.perf_counter()
     outputs = engine.step()
     return time.perf_counter() - start, any(output.request_id == "long" for output in outputs)

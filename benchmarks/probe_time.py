@@ -39,7 +39,7 @@ class Load:
 
 
 def load(folder: str, remembered: str) -> Load:
-    """Loads a model in this fresh process; verdicts are in the folder `remembered`."""
+    """Load a model in this fresh process; verdicts are in the folder `remembered`."""
     from inflight.contracts.config import EngineConfig
     from inflight.execution.preparation import own_attention, packed_way, prepare
     from inflight.execution.preparation.verdict import VerdictCache

@@ -69,14 +69,14 @@ def main() -> None:
 
 
 def held_out(count: int) -> list[list[int]]:
-    """Returns documents that the model was not trained on, as tokens."""
+    """Return documents that the model was not trained on, as tokens."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     texts = write_documents(HELD_OUT_SEED, count, 0.0)
     return [tokenizer(text)["input_ids"][:MAX_LENGTH] for text in texts]
 
 
 def plain(dtype: str) -> Callable[[list[int]], torch.Tensor]:
-    """Returns logits `[tokens, V]` of a document from `transformers` alone."""
+    """Return a function from a document to its logits `[tokens, V]`, computed by `transformers` alone."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=getattr(torch, dtype)).eval()
 
     @torch.inference_mode()
@@ -88,7 +88,7 @@ def plain(dtype: str) -> Callable[[list[int]], torch.Tensor]:
 
 
 def through_engine(options: dict[str, str]) -> Callable[[list[int]], torch.Tensor]:
-    """Returns logits `[tokens, V]` of a document from the engine's executor."""
+    """Return a function from a document to its logits `[tokens, V]`, computed by the engine's executor."""
     runner = ModelRunner(str(DEMO_MODEL), EngineConfig(num_blocks=64, **options))  # type: ignore[arg-type]
 
     def chunks(document: list[int]) -> Iterator[torch.Tensor]:
@@ -101,7 +101,7 @@ def through_engine(options: dict[str, str]) -> Callable[[list[int]], torch.Tenso
 
 
 def add(score: Score, document: list[int], logits: torch.Tensor, float32: torch.Tensor, bfloat16: torch.Tensor) -> None:
-    """Adds one document to the score; `logits`, `float32` and `bfloat16` are `[tokens, V]`."""
+    """Add one document to the score; `logits`, `float32` and `bfloat16` are `[tokens, V]`."""
     targets = torch.tensor(document[1:])
     ours, exact, rounded = (each[:-1].log_softmax(-1) for each in (logits, float32, bfloat16))
     score.loss -= float(ours.gather(1, targets[:, None]).sum())

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def median_step(num_slots: int) -> float:
-    """Returns the seconds of an unrecorded step in which every slot decodes."""
+    """Return the seconds of an unrecorded step in which every slot decodes."""
     llm = LLM(max_num_seqs=num_slots)
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     prompts = [[number % 1000 + 10] * 16 for number in range(num_slots)]
@@ -47,7 +47,7 @@ def median_step(num_slots: int) -> float:
 
 
 def record_cost(num_slots: int) -> float:
-    """Returns the mean seconds for the record of such a step, including writing the file."""
+    """Return the mean seconds for the record of such a step, including writing the file."""
     scheduler = Scheduler(BlockPool(num_slots * 16, CacheLayout(16)), num_slots, 2048)
     for number in range(num_slots):
         scheduler.submit(Request(str(number), [number] * 16, 200))

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def step_seconds(aging_steps: int | None) -> tuple[list[float], list[float]]:
-    """Returns the seconds of each plan and each commit, after all requests have arrived, a hundred per step."""
+    """Return the seconds of each plan and each commit, after all requests have arrived, a hundred per step."""
     num_blocks = NUM_RUNNING * (PROMPT_LEN + 2 * NUM_STEPS) // BLOCK_SIZE
     scheduler = Scheduler(
         BlockPool(num_blocks, CacheLayout(BLOCK_SIZE)), NUM_RUNNING, 16_384 + NUM_RUNNING, aging_steps=aging_steps
@@ -70,7 +70,7 @@ def step_seconds(aging_steps: int | None) -> tuple[list[float], list[float]]:
 
 
 def step(scheduler: Scheduler) -> tuple[float, float, StepPlan]:
-    """Runs a step; returns the seconds of its plan and of its commit."""
+    """Run a step; returns the seconds of its plan and of its commit."""
     start = time.perf_counter()
     plan = scheduler.plan()
     planned = time.perf_counter()
@@ -82,7 +82,7 @@ def step(scheduler: Scheduler) -> tuple[float, float, StepPlan]:
 
 
 def prefix_seconds() -> tuple[float, float]:
-    """Returns the seconds per prompt token for planning and committing a cached prompt, and an uncached one."""
+    """Return the seconds per prompt token for planning and committing a cached prompt, and an uncached one."""
     scheduler = Scheduler(BlockPool(NUM_CACHED_BLOCKS + 1000, CacheLayout(BLOCK_SIZE)), 1, LONG_PROMPT_LEN)
     num_prompts = NUM_CACHED_BLOCKS * BLOCK_SIZE // LONG_PROMPT_LEN
     seconds: dict[str, list[float]] = {"new": [], "found": []}
@@ -98,7 +98,7 @@ def prefix_seconds() -> tuple[float, float]:
 
 
 def random_prompt(seed: int, length: int) -> "array[int]":
-    """Returns tokens that depend only on the seed; a longer prompt begins with a shorter one."""
+    """Return tokens that depend only on the seed; a longer prompt begins with a shorter one."""
     return array("i", random.Random(seed).choices(range(100_000), k=length))
 
 

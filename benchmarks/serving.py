@@ -61,7 +61,7 @@ class Server:
     process: "subprocess.Popen[bytes] | None" = None
 
     def start(self, threads: int, log: Path) -> None:
-        """Starts the server, waits until it answers, and pauses it."""
+        """Start the server, waits until it answers, and pauses it."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -87,20 +87,20 @@ class Server:
         return False
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the server and all processes that it started."""
+        """Send a signal to the server and all processes that it started."""
         assert self.process is not None
         for process in family(self.process.pid):
             with suppress(ProcessLookupError):
                 os.kill(process, number)
 
     def end(self) -> None:
-        """Ends the server."""
+        """End the server."""
         if self.process is not None:
             self.signal(signal.SIGKILL)
             self.process.wait()
 
     def measure(self, prompt_kind: str, seed: int, workload: Sequence[str] = ("--workload", "W2")) -> dict[str, Any]:
-        """Runs the load generator against the server and returns its report."""
+        """Run the load generator against the server and returns its report."""
         assert self.process is not None
         self.signal(signal.SIGCONT)
         command = [sys.executable, "-m", "inflight", "bench", "serve", "--base-url", f"http://127.0.0.1:{self.port}"]
@@ -126,7 +126,7 @@ class Row:
     num_failed: int = 0
 
     def add(self, report: dict[str, Any]) -> None:
-        """Runs the load over HTTP."""
+        """Add a run's report."""
         self.speeds.append(report["output_tokens_per_second"])
         self.first_tokens.append(report["ttft"]["median"])
         self.server_seconds.append(report["server_cpu_seconds"])
@@ -135,7 +135,7 @@ class Row:
 
 
 def with_words(model: Path) -> Path:
-    """Makes a copy of the model with a tokenizer in which each word of the load generator is one token."""
+    """Make a copy of the model with a tokenizer in which each word of the load generator is one token."""
     folder = model.with_name(f"{model.name}-words")
     if folder.exists():
         return folder
@@ -156,7 +156,7 @@ def with_words(model: Path) -> Path:
 
 
 def servers(model: Path, arguments: argparse.Namespace) -> list[Server]:
-    """Returns all servers, or the requested ones."""
+    """Return all servers, or the requested ones."""
     slots, threads = str(WORKLOAD.num_slots), str(arguments.threads)
     context = str(WORKLOAD.num_slots * (-(-WORKLOAD.max_model_len // 256) * 256))
     ours = [sys.executable, "-m", "inflight", "serve", str(model), "--port", "{port}", "--dtype", arguments.dtype]
@@ -231,7 +231,7 @@ def main() -> None:
 
 
 def as_markdown(rows: dict[str, Row], arguments: argparse.Namespace) -> str:
-    """Returns medians, and our ratio to each server, computed round by round."""
+    """Return medians, and our ratio to each server, computed round by round."""
     machine = "; ".join(f"{name}: {value}" for name, value in describe_machine().items())
     lines = [
         f"# Serving: {arguments.model}, {arguments.dtype}, compile={arguments.compile}",

@@ -19,7 +19,7 @@ class Shape:
     sizes: dict[str, Any]
 
     def save(self, folder: str) -> None:
-        """Writes a checkpoint without weights, to be loaded with `load_format="dummy"`."""
+        """Write a checkpoint without weights, to be loaded with `load_format="dummy"`."""
         from transformers import AutoConfig
 
         AutoConfig.for_model(self.model_type, architectures=[self.architecture], **self.sizes).save_pretrained(folder)

@@ -35,7 +35,7 @@ Workload: TypeAlias = list[tuple[list[int], int]]
 
 
 def w2(seed: int) -> Workload:
-    """Returns 32 requests with Pareto-distributed outputs: a few are longer than all others together."""
+    """Return 32 requests with Pareto-distributed outputs: a few are longer than all others together."""
     rng = random.Random(seed)
     shares = [rng.paretovariate(1.2) for _ in range(32)]
     outputs = [max(1, round(NUM_W2_TOKENS * share / sum(shares))) for share in shares]
@@ -58,7 +58,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def run(engine: Engine, workload: Workload, path: Path) -> Recording:
-    """Runs all requests at once and records the run."""
+    """Run all requests at once and records the run."""
     with Recorder(path, engine.config, engine.model_info) as recorder:
         engine.observer = recorder.see
         for number, (prompt, count) in enumerate(workload):
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def warm_up(engine: Engine) -> None:
-    """Touches the cache and torch's memory, which happens only once in an engine's life."""
+    """Touch the cache and torch's memory, which happens only once in an engine's life."""
     for number in range(16):
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         engine.submit(engine.accept(str(number), [number + 1] * 300, params))
@@ -104,7 +104,7 @@ def warm_up(engine: Engine) -> None:
 
 
 def compare(number: int, learned_from: list[Recording], workload: Workload, measured: Recording) -> float:
-    """Predicts the run from its requests alone; prints a line, and returns predicted / measured wall time."""
+    """Predict the run from its requests alone; prints a line, and returns predicted / measured wall time."""
     cost, slots = fit_cost(learned_from), measured.config.max_num_seqs
     requests = [SimulatedRequest(str(n), 0.0, prompt, (count,)) for n, (prompt, count) in enumerate(workload)]
     predicted, actual = simulate(requests, measured.config, cost), report_of(measured)

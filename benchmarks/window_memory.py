@@ -56,7 +56,7 @@ class Measured:
 
 
 def measure(folder: str, case: Case) -> Measured:
-    """Runs a case in this fresh process."""
+    """Run a case in this fresh process."""
     from inflight import LLM, SamplingParams
     from inflight.execution.attention import grouping as cache_groups
 

@@ -58,7 +58,7 @@ class Workload:
         return max(prompt + output for prompt, output in self.lengths)
 
     def requests(self, round_number: int) -> list[Request]:
-        """Returns the requests of a round: the same for every engine, with token ids that no other round has."""
+        """Return the requests of a round: the same for every engine, with token ids that no other round has."""
         rng = random.Random(f"{self.name}, round {round_number}")
         prefix = _token_ids(rng, self.num_prefix_tokens)
         return [
@@ -95,7 +95,7 @@ WORKLOADS: Mapping[str, Workload] = {
 
 
 def num_ideal_steps(workload: Workload) -> int:
-    """Returns the steps of an ideal continuous scheduler: each step gives every busy slot a token, and a slot that
+    """Return the steps of an ideal continuous scheduler: each step gives every busy slot a token, and a slot that
     becomes free takes the next request in order for the following step."""
     slots = [0] * workload.num_slots
     for _, num_output in workload.lengths:
@@ -104,6 +104,6 @@ def num_ideal_steps(workload: Workload) -> int:
 
 
 def num_static_steps(workload: Workload) -> int:
-    """Returns the steps of static waves of `num_slots` requests in order; each lasts as long as its longest request."""
+    """Return the steps of static waves of `num_slots` requests in order; each lasts as long as its longest request."""
     outputs = [output for _, output in workload.lengths]
     return sum(max(outputs[first : first + workload.num_slots]) for first in range(0, NUM_REQUESTS, workload.num_slots))

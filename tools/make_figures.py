@@ -32,7 +32,7 @@ FIGURES: Mapping[str, Callable[[], Drawing]] = {
 
 
 def main() -> None:
-    """Draws the requested figures."""
+    """Draw the requested figures."""
     parser = argparse.ArgumentParser(description="Draw the figures of docs/how-it-works.md.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"draw only these; choose from: {', '.join(FIGURES)}")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="the output folder")

@@ -15,12 +15,12 @@ def _with_article(noun: str) -> str:
 
 
 def _rows(table: str) -> list[list[str]]:
-    """Splits a table into cells: one row per line, cells separated by bars."""
+    """Split a table into cells: one row per line, cells separated by bars."""
     return [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
 
 
 def _simple(nouns: str) -> tuple[Item, ...]:
-    """Reads a comma-separated list; the form "a" carries the article."""
+    """Read a comma-separated list; the form "a" carries the article."""
     return tuple({"": noun, "a": _with_article(noun)} for noun in nouns.split(", "))
 
 
@@ -39,12 +39,12 @@ def _plural(nouns: str) -> tuple[Item, ...]:
 
 
 def _places(table: str) -> tuple[Item, ...]:
-    """Reads one place per line: its name, the preposition for being there and the one for going there."""
+    """Read one place per line: its name, the preposition for being there and the one for going there."""
     return tuple({"": name, "in": f"{at} {name}", "to": f"{towards} {name}"} for name, at, towards in _rows(table))
 
 
 def _obstacles(table: str) -> tuple[Item, ...]:
-    """Reads one obstacle per line: its name, and how it is overcome."""
+    """Read one obstacle per line: its name, and how it is overcome."""
     return tuple({"": name, "a": _with_article(name), "solved": solved} for name, solved in _rows(table))
 
 

@@ -43,7 +43,7 @@ Group = tuple[tuple[str, ...], bool]  # beats that belong together, and whether 
 
 
 def _plot(text: str) -> tuple[Group, ...]:
-    """Parses a sequence of beats; "?" marks an optional beat, "+" joins beats that make sense only together."""
+    """Parse a sequence of beats; "?" marks an optional beat, "+" joins beats that make sense only together."""
     return tuple((tuple(group.rstrip("?").split("+")), group.endswith("?")) for group in text.split())
 
 
@@ -153,7 +153,7 @@ def _expand(symbol: str, cast: Cast, rng: random.Random) -> str:
 
 
 def _first_letter(text: str, change: Callable[[str], str]) -> str:
-    """Returns the text with its first letter changed, even after an opening quotation mark."""
+    """Return the text with its first letter changed, even after an opening quotation mark."""
     at = 1 if text.startswith('"') else 0
     return text[:at] + change(text[at : at + 1]) + text[at + 1 :]
 
@@ -166,7 +166,7 @@ def draw_cast(rng: random.Random) -> Cast:
 
 
 def _outline(rng: random.Random, sentences: int) -> list[str]:
-    """Returns the beats of a story with at most this many sentences."""
+    """Return the beats of a story with at most this many sentences."""
     fitting = [plot for plot in PLOTS if sum(not optional for _, optional in plot) <= sentences]
     plot = rng.choice(fitting or [TINY_PLOT])
     kept = {index for index, (_, optional) in enumerate(plot) if not optional}
@@ -218,7 +218,7 @@ def _small_talk(rng: random.Random, exchanges: Exchanges) -> list[Message]:
 
 
 def generate_chat(rng: random.Random) -> list[Message]:
-    """Generates a conversation: sometimes small talk, then a story on request, and sometimes a second story."""
+    """Generate a conversation: sometimes small talk, then a story on request, and sometimes a second story."""
     chat = _small_talk(rng, GREETINGS) if rng.random() < 0.2 else []
     chat += _story_on_request(rng, FIRST_REQUESTS)
     if rng.random() < 0.3:
@@ -230,7 +230,7 @@ def generate_chat(rng: random.Random) -> list[Message]:
 
 
 def _read(text: str, at: int, parts: tuple[Part, ...], cast: Candidates) -> Iterator[tuple[int, Candidates]]:
-    """Yields every way to read the parts from `at`: where the reading ends, and the candidates of each slot read."""
+    """Yield every way to read the parts from `at`: where the reading ends, and the candidates of each slot read."""
     if not parts:
         yield at, cast
         return
@@ -275,7 +275,7 @@ def parses(sentence: str) -> bool:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Splits a story into sentences; quoted speech belongs to the sentence around it."""
+    """Split a story into sentences; quoted speech belongs to the sentence around it."""
     sentences, start = [], 0
     for stop in re.finditer(r'[.!?]"?(?=\s+["A-Z]|\s*$)', text):
         if text.count('"', start, stop.end()) % 2 == 0:

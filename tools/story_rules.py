@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 def _rules(text: str) -> Mapping[str, tuple[str, ...]]:
-    """Parses rules: `symbol:` on its own line, its alternatives indented below, one per line or separated by bars."""
+    """Parse rules: `symbol:` on its own line, its alternatives indented below, one per line or separated by bars."""
     rules: dict[str, tuple[str, ...]] = {}
     for line in text.splitlines():
         if line.endswith(":") and not line.startswith(" "):

@@ -87,7 +87,7 @@ class Recipe:
         return sum(phase.steps for phase in self.phases)
 
     def shortened(self, factor: float) -> "Recipe":
-        """Returns the same settings with a fraction of the steps, to try out the pipeline."""
+        """Return the same settings with a fraction of the steps, to try out the pipeline."""
         phases = tuple(Phase(phase.row_length, phase.rows, max(1, int(phase.steps * factor))) for phase in self.phases)
         return Recipe(phases=phases, documents=max(4_000, int(self.documents * factor)))
 
@@ -96,7 +96,7 @@ class Recipe:
 
 
 def render(chat: list[Message]) -> str:
-    """Returns a chat as the chat template writes it, without the leading `<s>`."""
+    """Return a chat as the chat template writes it, without the leading `<s>`."""
     return "".join(f"<|{message['role']}|>{message['content']}{END}" for message in chat)
 
 
@@ -107,7 +107,7 @@ def write_documents(seed: int, count: int, chats: float) -> list[str]:
 
 
 def write_corpus(recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Returns the training documents and the held-out documents, which are disjoint."""
+    """Return the training documents and the held-out documents, which are disjoint."""
     training = write_documents(recipe.seed, recipe.documents, recipe.chats)
     seen = set(training)
     held_out = write_documents(recipe.seed + 1, recipe.held_out, recipe.chats)
@@ -115,7 +115,7 @@ def write_corpus(recipe: Recipe) -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(documents: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Trains byte-level BPE: all 256 bytes are in the vocabulary, so that it can represent any text."""
+    """Train byte-level BPE: all 256 bytes are in the vocabulary, so that it can represent any text."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
@@ -149,7 +149,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[lis
 
 
 def pack(documents: Iterable[list[int]], length: int, count: int) -> torch.Tensor:
-    """Returns tokens `[count, length]`. Every row starts with a document; the last document in it may be cut off."""
+    """Return tokens `[count, length]`. Every row starts with a document; the last document in it may be cut off."""
     rows: list[list[int]] = []
     row: list[int] = []
     for ids in documents:
@@ -185,7 +185,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def positions_in_documents(rows: torch.Tensor) -> torch.Tensor:
-    """Returns positions that restart with each document; transformers then lets tokens attend only to their document.
+    """Return the positions of tokens `[rows, length]`, in the same shape; they restart with each document, so that
+    transformers lets tokens attend only to their own document.
 
     Without that, a model this small does not learn in time to copy a hero's name from the story so far."""
     places = torch.arange(rows.shape[1]).expand_as(rows)
@@ -200,7 +201,7 @@ def loss_of(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
 
 
 def batches(recipe: Recipe, documents: Iterable[list[int]]) -> Iterator[torch.Tensor]:
-    """Each document is seen once."""
+    """Yield batches of tokens `[phase.rows, phase.row_length]`; each document is used once."""
     unseen = iter(documents)
     for phase in recipe.phases:
         rows = pack(unseen, phase.row_length, phase.rows * phase.steps)
@@ -208,7 +209,7 @@ def batches(recipe: Recipe, documents: Iterable[list[int]]) -> Iterator[torch.Te
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Returns the learning rate of a step: a linear warm-up, then half a cosine down to a fiftieth."""
+    """Return the learning rate of a step: a linear warm-up, then half a cosine down to a fiftieth."""
     if step < recipe.warmup:
         return recipe.learning_rate * (step + 1) / recipe.warmup
     progress = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
@@ -235,7 +236,7 @@ def train(recipe: Recipe, model: LlamaForCausalLM, documents: list[list[int]]) -
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes weights in bfloat16 with a config that says float32."""
+    """Write weights in bfloat16 with a config that says float32."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {name: weight.to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items()}
     del stored["lm_head.weight"]  # tied to the embeddings
@@ -255,7 +256,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 
 def make_model(recipe: Recipe, training: list[str], folder: Path, hardware: str, threads: int) -> list[str]:
-    """Trains and saves the model; returns a description in words."""
+    """Train and saves the model; returns a description in words."""
     torch.manual_seed(recipe.seed)
     tokenizer = train_tokenizer(training[:10_000], recipe.vocabulary)
     model = build_model(tokenizer)
@@ -284,7 +285,7 @@ def mean_loss(model: LlamaForCausalLM, rows: torch.Tensor) -> float:
 def continue_texts(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], **sampling: float
 ) -> list[str]:
-    """Returns one sampled continuation for each prompt, with the model's own settings or with others."""
+    """Return one sampled continuation for each prompt, with the model's own settings or with others."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
     width = batch["input_ids"].shape[1]
     output = model.generate(
@@ -300,7 +301,7 @@ def continue_texts(
 def sample_stories(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int, **sampling: float
 ) -> list[str]:
-    """Returns stories that continue each of the openings in turn."""
+    """Return stories that continue each of the openings in turn."""
     openings = [OPENINGS[index % len(OPENINGS)] for index in range(count)]
     continued = continue_texts(model, tokenizer, [BOS + opening for opening in openings], **sampling)
     return [opening + text for opening, text in zip(openings, continued, strict=True)]

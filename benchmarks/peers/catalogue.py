@@ -1,6 +1,6 @@
-"""The peers: who they are, which precisions they run in, and where their environments lie.
+"""The peers: their names, the precisions that they support, and the places of their environments.
 
-Decides nothing about how a peer is run (its runner's business) or what it is given (`models.py`).
+Decides neither how a peer is run (its runner does) nor what it loads (`models.py` does).
 """
 
 import sys
@@ -26,12 +26,12 @@ class Peer:
     """An engine in the comparison.
 
     Attributes:
-        name: as given on the command line.
-        title: for the report.
-        module: its runner, to be run with `python -m`.
-        model_format: what it loads: a name that `models.prepare` knows.
-        precisions: those that it runs in, on a CPU.
-        environment: its folder below `ENVIRONMENTS`; None: it shares the environment of `compare.py`.
+        name: the name on the command line.
+        title: the name in the report.
+        module: its runner, for `python -m`.
+        model_format: the format that it loads: a name that `models.prepare` knows.
+        precisions: the precisions that it supports on a CPU.
+        environment: its folder in `ENVIRONMENTS`; None: it shares the environment of `compare.py`.
         unwanted_packages: dependencies that are removed after installation.
         needs_build: whether something must be compiled after installation.
     """
@@ -64,7 +64,7 @@ class Peer:
 
     @property
     def installed_mark(self) -> Path:
-        """A file that is there when the installation went through to its end."""
+        """A file that exists once the installation is complete."""
         return self.root / ".installed"
 
 

@@ -1,9 +1,9 @@
-"""llama.cpp's `convert_hf_to_gguf.py`, for a model whose tokenizer it does not know: it is taken for GPT-2's.
+"""llama.cpp's `convert_hf_to_gguf.py`, for a model whose tokenizer it does not know: GPT-2's is written instead.
 
 python -m benchmarks.peers.convert_to_gguf LLAMACPP_SOURCES MODEL_FOLDER --outfile FILE --outtype TYPE
 
-The converter recognises a pre-tokenizer by what it makes of a text and refuses others. Prompts are token ids here, so
-that it does not matter which one it writes down. Run by the environment of llama.cpp.
+The converter recognises a pre-tokenizer by its output for a text and refuses unknown ones. Prompts are token ids here,
+so it does not matter which one it writes. Runs in llama.cpp's environment.
 """
 
 import runpy

@@ -1,7 +1,7 @@
 """Runner: CTranslate2's `Generator`, which batches statically: waves of `num_slots` requests, in order.
 
-A callback ends each request when it has its tokens, and CTranslate2 goes on with a smaller batch; a common prefix of
-all prompts is given as its cached "static prompt". That is the best it offers for requests of different lengths.
+A callback ends each request when it has its tokens, and CTranslate2 continues with a smaller batch; a common prefix of
+all prompts is passed as its cached "static prompt". That is the best it offers for requests of different lengths.
 """
 
 import json

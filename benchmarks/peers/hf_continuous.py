@@ -1,6 +1,6 @@
 """Runner: `transformers`' own continuous batching, with paged sdpa (its best on a CPU) and its prefix sharing.
 
-The cache is as large as all slots at their longest need, and as much again for prefixes that it may keep.
+The cache is as large as all slots need at most, plus the same amount for prefixes that it may keep.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ PAGE_SIZE = 32
 
 
 class ContinuousModel:
-    """One manager for the runner's whole life: its thread waits while there is nothing to do."""
+    """One manager for the whole life of the runner; its thread waits while there is nothing to do."""
 
     def __init__(self, settings: Settings) -> None:
         import torch

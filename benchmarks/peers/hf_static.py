@@ -1,7 +1,8 @@
 """Runner: `transformers`' `model.generate` over static waves, left-padded, each as long as its longest request.
 
-What a user of `transformers` alone writes. A request's first token is counted when its wave made it, as if it had been
-streamed; its end when the wave returns, since `generate` returns nothing before. Only wanted tokens are counted.
+This is what a user of plain `transformers` would write. A request's first token counts from when its wave generated it,
+as if it were streamed; its end is when the wave returns, because `generate` returns nothing earlier. Only requested
+tokens are counted.
 """
 
 import time

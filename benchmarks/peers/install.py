@@ -1,7 +1,7 @@
-"""Makes the peers' environments: a virtual environment each, filled by pip; llama.cpp is compiled besides.
+"""Makes the peers' environments: a virtual environment for each, filled by pip; llama.cpp is also compiled.
 
-All requirements pin torch, so that pip takes the same one everywhere: where it would come with CUDA, name an index of
-CPU builds in pip's own configuration first.
+All requirements pin torch, so that pip installs the same version everywhere. If pip would choose a build with CUDA,
+first set an index of CPU builds in pip's own configuration.
 """
 
 import subprocess
@@ -23,7 +23,7 @@ CMAKE_OPTIONS = (
 
 
 def install(peer: Peer, num_jobs: int) -> None:
-    """Make the peer's environment, or bring it up to its requirements. Raises `CalledProcessError`."""
+    """Make the peer's environment, or updates it to its requirements. Raises `CalledProcessError`."""
     if peer.environment is None:
         return
     _run(sys.executable, "-m", "venv", peer.root)
@@ -36,7 +36,7 @@ def install(peer: Peer, num_jobs: int) -> None:
 
 
 def llamacpp_sources(peer: Peer) -> Path:
-    """Where llama.cpp's own tree lies, which the Python binding's source distribution carries."""
+    """Return the folder of llama.cpp's own sources, which the Python binding's source distribution contains."""
     return next((peer.root / "source").glob("llama_cpp_python-*/vendor/llama.cpp"))
 
 

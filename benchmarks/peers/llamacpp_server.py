@@ -1,7 +1,7 @@
-"""Runner: llama.cpp's own server, asked over HTTP on loopback, with token ids for prompts.
+"""Runner: llama.cpp's own server, over HTTP on the loopback interface, with token ids as prompts.
 
-Answers are not streamed, so that reading them costs the server's cores nothing; when the first token was made follows
-from the timings that come with each answer. Standard library only.
+Answers are not streamed, so that reading them costs the server's cores nothing; the time of the first token follows
+from the timings in each answer. Standard library only.
 """
 
 import atexit
@@ -26,7 +26,7 @@ MAX_START_SECONDS = 120
 
 
 class Server:
-    """A `llama-server` that is this process's child, and ends when this does."""
+    """A `llama-server` that is a child of this process and ends with it."""
 
     def __init__(self, settings: Settings) -> None:
         with socket.socket() as probe:

@@ -1,8 +1,8 @@
-"""The models, as each peer takes them: made once with seeded random weights, converted once, kept in `.models`.
+"""The models in the formats of all peers: made once with seeded random weights, converted once, kept in `.models`.
 
-A named model has the shape of a real one and lies in the dtype in which that is published; a folder of the caller's is
-taken as it is. Weights' values do not matter to speed: EOS is ignored and every output length is given. The tokenizer
-is a stand-in that converters ask for: a name for each id; no text is ever tokenised.
+A named model has the shape of a real one and is stored in the dtype in which that one is published; the caller's folder
+is used unchanged. The values of weights do not affect speed: EOS is ignored and every output length is given. The
+tokenizer is a stand-in that converters require, with a name for each id; no text is ever tokenized.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from benchmarks.peers.install import llamacpp_sources
 MODELS = FOLDER / ".models"
 WEIGHT_SEED = 0
 OPENVINO_WEIGHTS = {"float32": "fp32", "bfloat16": "fp16"}
-"""Of 16 bits it exports only fp16; under bfloat16 arithmetic that is as fast as fp32 weights and takes less memory."""
+"""Its only 16-bit export format is fp16; with bfloat16 arithmetic that is as fast as fp32 and needs less memory."""
 GGUF_TYPES = {("float32", None): "f32", ("bfloat16", None): "bf16"}
 NUM_BYTES = 256
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a named model, made if it is not there, or of a path. Raises `FileNotFoundError`."""
+    """Return the folder of a named model, making the model if necessary, or of a path. Raises `FileNotFoundError`."""
     if model not in NAMED_MODELS:
         folder = Path(model).expanduser().resolve()
         if not (folder / "config.json").exists():
@@ -36,7 +36,7 @@ def model_folder(model: str) -> Path:
 
 
 def prepare(peer: Peer, folder: Path, dtype: str, quantization: str | None) -> Path:
-    """What the peer is to load in place of the model in `folder`. Raises `RuntimeError` if it cannot be converted."""
+    """Return what the peer loads for the model in `folder`. Raises `RuntimeError` if it cannot be converted."""
     if peer.model_format == "hf":
         return folder
     name = folder.name
@@ -55,7 +55,7 @@ def prepare(peer: Peer, folder: Path, dtype: str, quantization: str | None) -> P
 
 
 def _make_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """Make a file or folder under another name and give it its own only when it is complete."""
+    """Make a file or folder under a temporary name and renames it when it is complete."""
     if not target.exists():
         unfinished = target.with_name("unfinished-" + target.name)
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -112,7 +112,7 @@ def _save(model_class: Any, config: Any, folder: Path) -> None:
 
 
 def _save_tokenizer(folder: Path, vocab_size: int, eos_token_id: int) -> None:
-    """Byte-level BPE with the 256 bytes, one merge and, for every other id, a name that no text has."""
+    """Make byte-level BPE with the 256 bytes, one merge and, for every other id, a name that is in no text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,8 +1,8 @@
-"""What `compare.py` and a runner say to each other, a line of JSON in for a line of JSON out; and the runner's half.
+"""The protocol between `compare.py` and a runner, one line of JSON in and one out; and the runner's half of it.
 
-A runner is a process in its peer's own environment. Its first line in says what to load (`Settings`), and it answers
-`Loaded`; every further line is a list of requests that are submitted at once, and it answers `Measured`. It ends when
-its standard input does. What the peer's libraries print to standard output goes to standard error instead.
+A runner is a process in its peer's own environment. Its first input line says what to load (`Settings`), and it answers
+`Loaded`; each further line is a list of requests that are submitted at once, and it answers `Measured`. It ends when
+its standard input ends. What the peer's libraries print to standard output goes to standard error instead.
 
 Standard library only: every peer's Python imports this.
 """
@@ -25,22 +25,22 @@ from typing import Any, Protocol, TextIO
 from benchmarks.workloads import Request
 
 CLEAR_PEAK_MEMORY = "5"
-"""What `/proc/PID/clear_refs` takes to set the peak back to what is resident now (Linux 4.0)."""
+"""The value for `/proc/PID/clear_refs` that resets the peak to the memory resident now (Linux 4.0)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """What a runner is to load.
+    """What a runner loads, and how.
 
     Attributes:
-        model: file or folder, in the format that the peer takes.
-        dtype: "float32" or "bfloat16", of weights, cache and arithmetic, as far as the peer goes along.
+        model: file or folder, in the peer's format.
+        dtype: "float32" or "bfloat16", of weights, cache and arithmetic, as far as the peer supports it.
         quantization: "int8" (weights) or None.
         num_slots: how many requests may run at once.
-        num_threads: for arithmetic.
-        max_model_len: tokens of the longest request to come, prompt and output.
-        max_batch_tokens: the token budget of a step, where the peer has one.
-        compile: for this engine: "off", "auto" or "max"; None: its default.
+        num_threads: threads for arithmetic.
+        max_model_len: tokens of the longest request, prompt and output together.
+        max_batch_tokens: the token budget of a step, if the peer has one.
+        compile: only for inflight: "off", "auto" or "max"; None: its default.
     """
 
     model: str
@@ -55,11 +55,11 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """A runner is ready. Memory in bytes resident, of all its processes.
+    """A runner is ready. Memory is the bytes resident in all its processes.
 
     Attributes:
-        versions: of Python and of the packages that make the peer.
-        options: the peer's own settings that matter to speed, for the report.
+        versions: versions of Python and of the peer's packages.
+        options: the peer's own settings that affect speed, for the report.
     """
 
     versions: dict[str, str]
@@ -84,9 +84,9 @@ class Measured:
     """One run of a workload.
 
     Attributes:
-        seconds: from submission until all was done.
-        peak_memory: the most bytes resident meanwhile.
-        cores_of_others: how many cores' time other processes took meanwhile: near 0 on a quiet machine.
+        seconds: from submission until all requests were done.
+        peak_memory: the most bytes resident during the run.
+        cores_of_others: how many cores other processes used during the run; near 0 on a quiet machine.
     """
 
     seconds: float
@@ -97,7 +97,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Times:
-    """What a peer tells about a request: number of tokens; first token and end on `time.perf_counter()`'s clock."""
+    """A peer's result for a request: number of tokens; first token and end in seconds of `time.perf_counter()`."""
 
     num_output_tokens: int
     first_token_time: float
@@ -110,16 +110,16 @@ class Model(Protocol):
     options: dict[str, Any]
 
     def generate(self, requests: Sequence[Request]) -> list[Times]:
-        """Submit all requests now, greedy, deaf to EOS; returns when all are done, in the order given."""
+        """Submit all requests now, greedy, ignoring EOS; returns their results in order when all are done."""
         ...
 
 
 class RunnerError(Exception):
-    """A runner could not do what it was asked to; its text is for the reader of the report."""
+    """A runner failed; the message is for the reader of the report."""
 
 
 def measured_from(answer: dict[str, Any]) -> Measured:
-    """`Measured` as it came out of JSON."""
+    """Return `Measured` from its JSON form."""
     return Measured(**{**answer, "requests": [RequestMeasured(**request) for request in answer["requests"]]})
 
 
@@ -127,10 +127,10 @@ def measured_from(answer: dict[str, Any]) -> Measured:
 
 
 def serve(load: Callable[[Settings], Model], *, modules: Sequence[str], distributions: Sequence[str]) -> None:
-    """Be a runner until standard input ends.
+    """Run a runner until standard input ends.
 
-    `modules` are what the peer needs to have imported; `load` imports them again by name. Of `distributions` the
-    versions are told.
+    `modules` are imported first, because the peer needs them; `load` imports them again by name. The versions of
+    `distributions` are reported.
     """
     answers = _take_standard_output()
     try:
@@ -164,8 +164,8 @@ def _measure(model: Model, requests: list[Request]) -> Measured:
 
 
 def _take_standard_output() -> TextIO:
-    """Standard output for answers alone; whoever else writes to it writes to standard error from now on, line by line:
-    what comes last there is why a runner ended."""
+    """Reserve standard output for answers; all other output goes to standard error from now on, line by line, so that
+    its last line says why a runner ended."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -189,11 +189,11 @@ def _version(distribution: str) -> str:
 
 
 def family(root: int | None = None) -> list[int]:
-    """The process `root` (this one) and all its descendants."""
+    """Return the process `root` (default: this one) and all its descendants."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            with contextlib.suppress(OSError):  # it may have ended meanwhile
+            with contextlib.suppress(OSError):  # the process may have ended meanwhile
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(folder.name))
     found = [root or os.getpid()]
@@ -203,27 +203,27 @@ def family(root: int | None = None) -> list[int]:
 
 
 def resident_memory(root: int | None = None) -> int:
-    """Bytes resident now, of the process and its descendants."""
+    """Return the bytes resident now in the process and its descendants."""
     return sum(_memory(process, "VmRSS") for process in family(root))
 
 
 def peak_memory(root: int | None = None) -> int:
-    """The most bytes resident since `forget_peak_memory`, of the process and its descendants.
+    """Return the most bytes resident since `forget_peak_memory` in the process and its descendants.
 
-    For several processes it is the sum of their peaks; pages that they share (libraries) count once for each.
+    For several processes it is the sum of their peaks; pages that they share (libraries) count once per process.
     """
     return sum(_memory(process, "VmHWM") for process in family(root))
 
 
 def forget_peak_memory(root: int | None = None) -> None:
-    """Let peaks begin anew; where the kernel does not let us, they stay those since the process began."""
+    """Reset the peaks; if the kernel does not allow it, they stay the peaks since the start of the process."""
     for process in family(root):
         with contextlib.suppress(OSError):
             Path(f"/proc/{process}/clear_refs").write_text(CLEAR_PEAK_MEMORY)
 
 
 def processor_seconds(root: int | None = None) -> tuple[float, float]:
-    """Seconds of processor time since they began: of the process and its descendants, and of the whole machine."""
+    """Return the CPU seconds since their start: of the process and its descendants, and of the whole machine."""
     ticks, own = os.sysconf("SC_CLK_TCK"), 0
     for process in family(root):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A comparison shown: tables for the terminal, Markdown, JSON, and a bar chart. Decides only how it looks."""
+"""Shows a comparison: tables for the terminal, Markdown, JSON, and a bar chart. Decides only how it looks."""
 
 import json
 from pathlib import Path
@@ -25,15 +25,15 @@ HEADINGS = (
 ABOUT = """Output tokens a second over a whole run: medians of interleaved rounds. All requests are submitted at once,
 greedy, EOS ignored, token counts checked. Ratios are taken round by round. Times are seconds since submission."""
 FOR_FILES_ONLY = (5, 6)
-"""Columns that a terminal of 80 has no room for."""
+"""Columns that do not fit into a terminal of 80 columns."""
 COLORS = ("#d1495b", "#8d99ae", "#577590", "#43aa8b", "#f3722c", "#90be6d", "#b56576")
 
 
 def rich_table(cell: CellResult) -> Table:
-    """A workload's table, fastest first."""
+    """Return a workload's table, with the fastest peer first."""
     table = Table(title=_title(cell), title_justify="left", header_style="bold", box=None, pad_edge=False)
     shown = [number for number in range(len(HEADINGS)) if number not in FOR_FILES_ONLY]
-    for number in shown:  # narrow columns: every heading's words stand below each other
+    for number in shown:  # narrow columns: the words of each heading are below each other
         heading = HEADINGS[number].replace(" ", "\n")
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for runs in _fastest_first(cell):
@@ -68,7 +68,7 @@ def markdown(comparison: Comparison, picture: str) -> str:
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Bars of tokens a second by workload and peer; whiskers from the slowest to the fastest round."""
+    """Draw bars of tokens per second by workload and peer; whiskers show the slowest and the fastest round."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -127,7 +127,7 @@ def _ratio(ratio: Spread | None) -> list[str]:
 
 
 def _settings(comparison: Comparison) -> list[str]:
-    """How each peer was run, as it told when it was loaded."""
+    """Return how each peer was run, as it reported when it was loaded."""
     lines = ["", "## How each was run", ""]
     lines += ["| | workload | versions | options | import s | load s | MiB after import | MiB after load |"]
     lines += ["|---|---|---|---|---:|---:|---:|---:|"]

@@ -1,6 +1,6 @@
-"""What a comparison found, as data, and the figures drawn from it: medians, spread, ratios, percentiles.
+"""The results of a comparison as data, and the figures derived from them: medians, spread, ratios, percentiles.
 
-Knows nothing of how it was measured or how it is shown.
+Knows neither how they were measured nor how they are shown.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ MEBIBYTE = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spread:
-    """A median, and what lies around it."""
+    """A median and its spread."""
 
     median: float
     lowest: float
@@ -37,31 +37,31 @@ class PeerRuns:
 
     @property
     def tokens_per_second(self) -> Spread:
-        """Output tokens a second, from submission until all requests were done."""
+        """Output tokens per second, from submission until all requests were done."""
         return Spread.of([_rate(measured) for measured in self.rounds])
 
     @property
     def cores_of_others(self) -> float:
-        """Cores that other processes took in the round that they disturbed most."""
+        """Cores that other processes used, in the most disturbed round."""
         return max(measured.cores_of_others for measured in self.rounds)
 
     @property
     def peak_memory(self) -> float:
-        """MiB resident at most, in any round."""
+        """The most MiB resident in any round."""
         return max(measured.peak_memory for measured in self.rounds) / MEBIBYTE
 
     def first_token_seconds(self, share: float) -> float:
-        """The percentile `share` (0 to 1) of time to first token, over all requests of all rounds."""
+        """Return the percentile `share` (0 to 1) of time to first token, over all requests of all rounds."""
         return percentile([each.first_token_seconds for run in self.rounds for each in run.requests], share)
 
     def latency_seconds(self, share: float) -> float:
-        """The same of the time from submission to a request's end."""
+        """Return the same percentile of the time from submission to a request's end."""
         return percentile([each.seconds for run in self.rounds for each in run.requests], share)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CellResult:
-    """One workload: who ran it, and who did not, and why."""
+    """One workload: the peers that ran it, and those that did not, with the reasons."""
 
     workload: str
     description: str
@@ -75,7 +75,7 @@ class CellResult:
         return next((runs for runs in self.runs if runs.peer == OURS), None)
 
     def ratio(self, other: PeerRuns) -> Spread | None:
-        """How many times as many tokens a second as `other` we make, round by round; None without us."""
+        """Return inflight's speed divided by `other`'s, round by round; None if inflight did not run."""
         ours = self.ours()
         if ours is None or other.peer == OURS:
             return None
@@ -84,7 +84,7 @@ class CellResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """A whole comparison. `machine` says what it was measured on, `setting` how."""
+    """A whole comparison. `machine` says where it was measured, `setting` how."""
 
     model: str
     dtype: str
@@ -95,11 +95,11 @@ class Comparison:
 
     @property
     def name(self) -> str:
-        """For titles and file names."""
+        """The name for titles and file names."""
         return "-".join(filter(None, [self.model, self.dtype, self.quantization]))
 
     def as_data(self) -> dict[str, Any]:
-        """All that was measured, and the figures of the report, for JSON."""
+        """Return all measurements and the figures of the report, for JSON."""
         data = dataclasses.asdict(self)
         for cell, cell_data in zip(self.cells, data["cells"], strict=True):
             for runs, runs_data in zip(cell.runs, cell_data["runs"], strict=True):
@@ -116,7 +116,7 @@ class Comparison:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that a share of `values` does not exceed, between neighbours by straight line."""
+    """Return the value that a share of `values` does not exceed, interpolated linearly between neighbours."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     below = int(place)

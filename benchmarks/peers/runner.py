@@ -1,7 +1,7 @@
-"""`compare.py`'s half of the protocol: starts a runner, talks to it, keeps it still while others run, ends it.
+"""`compare.py`'s half of the protocol: starts a runner, talks to it, pauses it while others run, and ends it.
 
-While it is not its turn, a runner and all that it started are stopped (SIGSTOP), so that no thread of it that spins or
-polls takes anything from the one that is measured.
+While other runners are measured, a runner and all processes that it started are stopped (SIGSTOP), so that its spinning
+or polling threads do not disturb the measurement.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from benchmarks.peers.protocol import Loaded, Measured, RunnerError, Settings, m
 from benchmarks.workloads import Request
 
 MAX_SECONDS = 1800
-"""For loading, or for one run."""
+"""The time limit for loading, and for one run."""
 SECONDS_TO_END = 10
 
 
@@ -29,11 +29,11 @@ class Runner:
     """A runner process, loaded and stopped between its turns. A context manager: it never outlives its `with`.
 
     Args:
-        command: what starts the process.
-        settings: what it is to load.
-        log: a file for all that it prints.
+        command: starts the process.
+        settings: what it loads, and how.
+        log: a file for everything that it prints.
 
-    Raises `RunnerError`, from every method, if it ends or fails.
+    Every method raises `RunnerError` if the runner ends or fails.
     """
 
     def __init__(self, command: Sequence[str], settings: Settings, log: Path) -> None:
@@ -64,7 +64,7 @@ class Runner:
         self.close()
 
     def run(self, requests: Sequence[Request]) -> Measured:
-        """Have all requests run at once; checks that each got exactly the tokens that it was to get."""
+        """Run all requests at once; checks that each got exactly the requested number of tokens."""
         start, before = time.monotonic(), processor_seconds(self._process.pid)
         self._signal(signal.SIGCONT)
         measured = measured_from(self._ask([dataclasses.asdict(request) for request in requests]))
@@ -80,7 +80,7 @@ class Runner:
         return measured
 
     def close(self) -> None:
-        """End the process and all that it started: politely, then not."""
+        """End the process and all processes that it started: first politely, then by force."""
         if self._process.returncode is not None:
             return
         self._signal(signal.SIGCONT)
@@ -99,7 +99,7 @@ class Runner:
             os.killpg(self._process.pid, number)
 
     def _ask(self, question: Any) -> dict[str, Any]:
-        """A line in, a line out."""
+        """Send a line and returns the answering line."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")

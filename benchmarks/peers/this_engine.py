@@ -1,6 +1,6 @@
 """Runner: inflight itself, driven step by step as `LLM.generate` drives it.
 
-Not called inflight.py: run as a script, it would hide the package.
+The file is not called inflight.py, because as a script it would hide the package.
 """
 
 import time

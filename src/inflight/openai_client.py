@@ -113,7 +113,7 @@ class EventStream:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[Chunk]:
-        """Adds `data` and returns the chunks that are complete now."""
+        """Add `data` and returns the chunks that are complete now."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         chunks = []
         for line in lines:
@@ -171,7 +171,7 @@ class OpenAIClient:
             await self._session.close()
 
     async def models(self) -> list[str]:
-        """Returns the names of the server's models. Raises `ServerError`."""
+        """Return the names of the server's models. Raises `ServerError`."""
         async with self._request("GET", "/v1/models") as response:
             content = await response.read()
         try:
@@ -180,14 +180,14 @@ class OpenAIClient:
             raise ServerError(f"/v1/models cannot be read: {_shortened(content)}") from None
 
     async def first_model(self) -> str:
-        """Returns the name of the first model. Raises `ServerError` if there is none."""
+        """Return the name of the first model. Raises `ServerError` if there is none."""
         models = await self.models()
         if not models:
             raise ServerError("the server names no model at /v1/models; give its name")
         return models[0]
 
     async def stream(self, path: str, body: bytes) -> AsyncGenerator[list[Chunk], None]:
-        """Sends a request and yields the chunks of its answer, as lists of chunks that arrived together.
+        """Send a request and yields the chunks of its answer, as lists of chunks that arrived together.
 
         Args:
             path: such as "/v1/completions".
@@ -224,7 +224,7 @@ class OpenAIClient:
 
 @contextmanager
 def _failures_in_one_line() -> Iterator[None]:
-    """Turns connection errors into `ServerError`."""
+    """Turn connection errors into `ServerError`."""
     import aiohttp
 
     try:
@@ -242,7 +242,7 @@ def _failures_in_one_line() -> Iterator[None]:
 
 
 def _words(content: bytes) -> str:
-    """Returns an error body's message, wherever the server put it."""
+    """Return an error body's message, wherever the server put it."""
     try:
         found: Any = msgspec.json.decode(content)
     except msgspec.MsgspecError:

@@ -32,7 +32,7 @@ COLOURS = ("#999999", PREFILL, "#7fc79b", DECODE)
 
 
 def decode_step() -> Drawing:
-    """Draws the time of a step that decodes 1 to 128 sequences with a GPT-2, between the machine's two limits."""
+    """Draw the time of a step that decodes 1 to 128 sequences with a GPT-2, between the machine's two limits."""
     model = gpt2_with_random_weights(torch.float32)
     engine = Engine(model, EngineConfig(max_num_seqs=NUM_ROWS[-1], max_model_len=64))
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -78,20 +78,20 @@ def decode_step() -> Drawing:
 
 
 def static_waves() -> Drawing:
-    """Draws static waves on the embedded model: which request holds which slot in which step."""
+    """Draw static waves on the embedded model: which request holds which slot in which step."""
     race = small_race()
     return Drawing(timeline_figure(race.timelines[:1]), _rounded(race.scores["static"]))
 
 
 def ladder() -> Drawing:
-    """Draws the same requests through every rung, on one scale."""
+    """Draw the same requests through every rung, on one scale."""
     race = small_race()
     subtitles = [f"{scores.occupancy:.0%} of the slots used" for scores in race.scores.values()]
     return Drawing(timeline_figure(race.timelines, subtitles), _told(race))
 
 
 def padding() -> Drawing:
-    """Draws the keys that each step attends over on three rungs, and how many of them are padding."""
+    """Draw the keys that each step attends over on three rungs, and how many of them are padding."""
     race = small_race()
     names = ("static", "padded", "ragged")
     figure = new_figure(9, 3)
@@ -115,7 +115,7 @@ def padding() -> Drawing:
 
 
 def latency() -> Drawing:
-    """Draws over time how many requests have their first token, and how many are done: a GPT-2 on every rung."""
+    """Draw over time how many requests have their first token, and how many are done: a GPT-2 on every rung."""
     setting = Setting(gpt2_with_random_weights(torch.float32), EngineConfig(max_num_seqs=NUM_SLOTS, max_model_len=256))
     requests = mixed_requests(16, 32, setting.engine.model_info.vocab_size, seed=0)
     rounds = [run_race(setting.methods, requests, NUM_SLOTS, Console(file=StringIO())) for _ in range(ROUNDS)]
@@ -136,14 +136,14 @@ def latency() -> Drawing:
 
 @cache
 def small_race() -> Race:
-    """Runs what `inflight race` runs: 24 requests on the embedded model, 8 slots."""
+    """Run what `inflight race` runs: 24 requests on the embedded model, 8 slots."""
     setting = Setting(str(DEMO_MODEL), EngineConfig(dtype="float32", max_num_seqs=NUM_SLOTS))
     requests = mixed_requests(24, 120, setting.engine.model_info.vocab_size, seed=0)
     return run_race(setting.methods, requests, NUM_SLOTS, Console(file=StringIO()))
 
 
 def _told(race: Race) -> dict[str, Any]:
-    """Returns the numbers of a race that the text quotes."""
+    """Return the numbers of a race that the text quotes."""
     requests = next(iter(race.runs.values())).requests
     return {
         **{name: _rounded(scores) for name, scores in race.scores.items()},
@@ -162,7 +162,7 @@ def _seconds(run: Run) -> float:
 
 
 def _seconds_of_a_decode(engine: Engine, num_rows: int) -> float:
-    """Returns the seconds of the fastest step in which this many sequences decode, each after 8 to 24 tokens."""
+    """Return the seconds of the fastest step in which this many sequences decode, each after 8 to 24 tokens."""
     rng = random.Random(num_rows)
     prompts = [[rng.randrange(engine.model_info.vocab_size) for _ in range(8)] for _ in range(num_rows)]
     records = steps_of(engine, [LessonRequest(prompt, 16) for prompt in prompts])
@@ -170,7 +170,7 @@ def _seconds_of_a_decode(engine: Engine, num_rows: int) -> float:
 
 
 def _seconds_of_output_layer(model: PreTrainedModel, num_rows: int) -> float:
-    """Returns the seconds of a step's largest matrix product alone: the hidden states of all sequences to logits."""
+    """Return the seconds of a step's largest matrix product alone: the hidden states of all sequences to logits."""
     head = model.get_output_embeddings()
     hidden = torch.randn(num_rows, model.config.hidden_size)
     with torch.inference_mode():
@@ -178,20 +178,20 @@ def _seconds_of_output_layer(model: PreTrainedModel, num_rows: int) -> float:
 
 
 def _bytes_per_second() -> float:
-    """Measures how fast a matrix that fits no cache is read, by multiplying it with one vector."""
+    """Measure how fast a matrix that fits no cache is read, by multiplying it with one vector."""
     matrix, vector = torch.ones(8192, 16384), torch.ones(16384)
     return matrix.numel() * matrix.element_size() / _fastest(lambda: matrix @ vector)
 
 
 def _operations_per_second() -> float:
-    """Measures how fast square matrices are multiplied."""
+    """Measure how fast square matrices are multiplied."""
     size = 2048
     a, b = torch.ones(size, size), torch.ones(size, size)
     return 2 * size**3 / _fastest(lambda: a @ b)
 
 
 def _fastest(work: Callable[[], object], rounds: int = 11) -> float:
-    """Returns the shortest of several times in seconds, because other programs can only make the work slower."""
+    """Return the shortest of several times in seconds, because other programs can only make the work slower."""
     seconds: list[float] = []
     for _ in range(rounds):
         start = time.perf_counter()

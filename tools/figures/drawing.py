@@ -35,14 +35,14 @@ class Drawing:
     numbers: Mapping[str, Any]
 
     def save(self, folder: Path, name: str) -> None:
-        """Writes `name.png`, and `name.json` with the numbers and the machine on which they were measured."""
+        """Write `name.png`, and `name.json` with the numbers and the machine on which they were measured."""
         save_png(self.figure, folder / f"{name}.png")
         text = json.dumps({**self.numbers, "machine": machine()}, indent=2)
         (folder / f"{name}.json").write_text(text + "\n")
 
 
 def machine() -> dict[str, Any]:
-    """Returns what measured times depend on: processor, threads, versions."""
+    """Return what measured times depend on: processor, threads, versions."""
     return {
         "processor": platform.processor() or platform.machine(),
         "vector instructions": torch.backends.cpu.get_cpu_capability(),
@@ -55,7 +55,7 @@ def machine() -> dict[str, Any]:
 
 
 def tidy(panel: "Axes", title: str, x: str = "", y: str = "") -> None:
-    """Gives a panel uniform titles and labels, and removes the box around it."""
+    """Give a panel uniform titles and labels, and removes the box around it."""
     panel.set_title(title, loc="left", fontsize=9)
     panel.set_xlabel(x, fontsize=8)
     panel.set_ylabel(y, fontsize=8)
@@ -67,7 +67,7 @@ def tidy(panel: "Axes", title: str, x: str = "", y: str = "") -> None:
 def steps_of(
     engine: Engine, requests: Sequence[LessonRequest], arrivals: Mapping[int, int] | None = None
 ) -> list[StepRecord]:
-    """Runs requests greedily to their ends and returns the records of all steps.
+    """Run requests greedily to their ends and returns the records of all steps.
 
     Args:
         arrivals: for some requests, by index, the step before which they arrive; the others are there from the start.

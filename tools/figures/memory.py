@@ -33,7 +33,7 @@ ROUNDS = 3
 
 
 def paging() -> Drawing:
-    """Draws the cache that stories of unknown length take, and what reserving for the longest would take."""
+    """Draw the cache that stories of unknown length take, and what reserving for the longest would take."""
     llm = LLM(dtype="float32", max_num_seqs=6, block_size=BLOCK_SIZE)
     records: list[StepRecord] = []
     llm.engine.observer = records.append
@@ -68,7 +68,7 @@ def paging() -> Drawing:
 
 
 def preemption() -> Drawing:
-    """Draws a cache that is too small for eight slots: blocks, running and waiting requests, tokens computed twice."""
+    """Draw a cache that is too small for eight slots: blocks, running and waiting requests, tokens computed twice."""
     small, ample = _steps_in(NUM_BLOCKS), _steps_in(None)
     steps = [record.step for record in small]
     before = [0, *(record.num_preemptions for record in small)]
@@ -97,7 +97,7 @@ def preemption() -> Drawing:
 
 
 def prefix_sharing() -> Drawing:
-    """Draws groups of prompts with a common prefix on a GPT-2: static waves, and computing the prefix once."""
+    """Draw groups of prompts with a common prefix on a GPT-2: static waves, and computing the prefix once."""
     model = gpt2_with_random_weights(torch.float32)
     rng = random.Random(0)
     prefix = [rng.randrange(model.config.vocab_size) for _ in range(PREFIX)]
@@ -140,7 +140,7 @@ def prefix_sharing() -> Drawing:
 
 
 def _steps_in(num_blocks: int | None) -> list[StepRecord]:
-    """Returns the steps of 16 requests through 8 slots with this many blocks."""
+    """Return the steps of 16 requests through 8 slots with this many blocks."""
     config = EngineConfig(dtype="float32", max_num_seqs=8, num_blocks=num_blocks, block_size=BLOCK_SIZE)
     engine = Engine(str(DEMO_MODEL), config)
     return steps_of(engine, mixed_requests(16, 120, engine.model_info.vocab_size, seed=1))

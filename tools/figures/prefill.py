@@ -56,7 +56,7 @@ class Disturbance:
 
 
 def chunked_prefill() -> Drawing:
-    """Draws the gaps between tokens of running sequences during a long prefill, under three token budgets."""
+    """Draw the gaps between tokens of running sequences during a long prefill, under three token budgets."""
     model = gpt2_with_random_weights(torch.float32)
     figure = new_figure(9, 5.2)
     panels = figure.subplots(len(BUDGETS), 1, sharex=True, sharey=True)
@@ -80,7 +80,7 @@ def chunked_prefill() -> Drawing:
 
 
 def _draw(panel: "Axes", run: Disturbance, budget: int) -> None:
-    """Draws a bar for each step, whose width and height are the step's time: the time that decodes wait for a token."""
+    """Draw a bar for each step, whose width and height are the step's time: the time that decodes wait for a token."""
     prefills = {record.step for record in run.prefill_steps}
     for colour, label, is_prefill in ((DECODE, "decodes alone", False), (PREFILL, "with the long prompt", True)):
         shown = [record for record in run.records[2:] if (record.step in prefills) == is_prefill]

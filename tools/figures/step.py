@@ -15,7 +15,7 @@ PROMPTS = (
 
 
 def mixed_step() -> Drawing:
-    """Draws a row with a decode, the rest of a prompt and a chunk of another one, and its mask."""
+    """Draw a row with a decode, the rest of a prompt and a chunk of another one, and its mask."""
     llm = LLM(dtype="float32", max_num_seqs=len(PROMPTS), max_num_batched_tokens=BUDGET, kv_cache_memory=2**26)
     tokenizer = llm.tokenizer
     assert tokenizer is not None

@@ -52,7 +52,7 @@ class Request:
 
 
 def examine(model_type: str) -> tuple[Finding, PreTrainedModel | None]:
-    """Examines a class; returns the finding and the model, if one could be built."""
+    """Examine a class; returns the finding and the model, if one could be built."""
     start = time.perf_counter()
     finding = Finding(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], "not built")
     if model_type in DRAFT_HEADS:
@@ -81,7 +81,7 @@ def examine(model_type: str) -> tuple[Finding, PreTrainedModel | None]:
 
 
 def requests_for(model: PreTrainedModel, seed: int = 0) -> list[Request]:
-    """Returns random prompts of 1 to `MAX_PROMPT_TOKENS` tokens, the same for the same vocabulary size; the last prompt
+    """Return random prompts of 1 to `MAX_PROMPT_TOKENS` tokens, the same for the same vocabulary size; the last prompt
     begins like the second."""
     draw, limit = random.Random(seed), vocab_size(model)
     lengths = [
@@ -119,7 +119,7 @@ def _run(model: PreTrainedModel, finding: Finding) -> Finding:
 
 @torch.no_grad()
 def _why_not_causal(model: PreTrainedModel, prompt: Sequence[int]) -> str:
-    """Returns why the model is not a decoder-only causal language model; "" if it is one."""
+    """Return why the model is not a decoder-only causal language model; "" if it is one."""
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
     whole = plain_logits(model, torch.tensor([prompt]))
@@ -135,7 +135,7 @@ def _why_not_causal(model: PreTrainedModel, prompt: Sequence[int]) -> str:
 def judge(
     model: PreTrainedModel, requests: Sequence[Request], outputs: Sequence[RequestOutput], finding: Finding
 ) -> Finding:
-    """Compares the generated tokens with the plain model."""
+    """Compare the generated tokens with the plain model."""
     num_tokens = num_near_ties = 0
     wrong: list[str] = []
     for number, (request, output) in enumerate(zip(requests, outputs, strict=True)):
@@ -156,7 +156,7 @@ def judge(
 
 @torch.no_grad()
 def misplaced(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[list[int], int]:
-    """Returns the indices of tokens that the plain model would not have chosen, and the number of near ties."""
+    """Return the indices of tokens that the plain model would not have chosen, and the number of near ties."""
     logits = plain_logits(model, torch.tensor([[*prompt, *tokens[:-1]]]))[0, len(prompt) - 1 :]
     best = logits.amax(-1)
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]

@@ -55,17 +55,17 @@ class Finding:
     peer: str = ""
 
     def to_json(self) -> str:
-        """Returns the finding as one line of JSON."""
+        """Return the finding as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> "Finding":
-        """Reads a line that `to_json` wrote."""
+        """Read a line that `to_json` wrote."""
         return cls(**json.loads(line))
 
 
 def first_line(error: BaseException | str) -> str:
-    """Returns an error's first lines, with its type unless it is a `ValueError` or a `ModelError`."""
+    """Return an error's first lines, with its type unless it is a `ValueError` or a `ModelError`."""
     is_ours = isinstance(error, str) or type(error) in (ValueError, ModelError)
     lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
     text = " ".join(lines if is_ours else [f"{type(error).__name__}:", *lines])
@@ -75,5 +75,5 @@ def first_line(error: BaseException | str) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Returns at most `limit` characters of `text`."""
+    """Return at most `limit` characters of `text`."""
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -23,7 +23,7 @@ SETTING = {
 
 
 def with_peer(model: PreTrainedModel, finding: Finding) -> Finding:
-    """Returns `finding` with `peer` filled in."""
+    """Return `finding` with `peer` filled in."""
     try:
         return replace(finding, peer=_peer(model))
     except Exception as error:

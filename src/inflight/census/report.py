@@ -32,7 +32,7 @@ differ. Where one of them is small, "exact" says less.
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions for which the findings hold."""
+    """Return the versions for which the findings hold."""
     return {
         "inflight": version("inflight-llm"),
         "torch": version("torch"),
@@ -42,12 +42,12 @@ def versions() -> dict[str, str]:
 
 
 def to_json(findings: Iterable[Finding], made_with: dict[str, str]) -> str:
-    """Returns all findings with the versions, as JSON."""
+    """Return all findings with the versions, as JSON."""
     return json.dumps({"versions": made_with, "findings": [asdict(each) for each in _ordered(findings)]}, indent=2)
 
 
 def to_markdown(findings: Iterable[Finding], made_with: dict[str, str]) -> str:
-    """Returns the document: versions, summary, and a table for each kind of outcome."""
+    """Return the document: versions, summary, and a table for each kind of outcome."""
     findings = _ordered(findings)
     causal = [each for each in findings if each.outcome not in NO_CAUSAL_LM]
     inexact = [each for each in causal if each.outcome != "exact"]
@@ -71,7 +71,7 @@ def to_markdown(findings: Iterable[Finding], made_with: dict[str, str]) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Returns a sentence: how many models are exact, with which executors, and what the others are."""
+    """Return a sentence: how many models are exact, with which executors, and what the others are."""
     causal = [each for each in findings if each.outcome not in NO_CAUSAL_LM]
     counts = Counter(each.outcome for each in findings)
     ways = Counter(each.executor for each in causal if each.outcome == "exact")

@@ -20,7 +20,7 @@ def run_census(
     peer: bool = False,
     on_finding: Callable[[Finding], None] = lambda _: None,
 ) -> list[Finding]:
-    """Examines `classes` (model type to class name), `jobs` at a time, and returns findings in their order.
+    """Examine `classes` (model type to class name), `jobs` at a time, and returns findings in their order.
 
     Args:
         timeout: seconds that each class may take, including imports.
@@ -38,7 +38,7 @@ def run_census(
 
 
 def examine_apart(model_type: str, model_class: str, timeout: float, peer: bool = False) -> Finding:
-    """Examines one class in a process of its own; if it gives no answer, the finding says how it ended."""
+    """Examine one class in a process of its own; if it gives no answer, the finding says how it ended."""
     command = [sys.executable, "-m", "inflight.census", model_type, *(["--peer"] if peer else [])]
     start = time.monotonic()
     process = subprocess.Popen(
@@ -60,7 +60,7 @@ def examine_apart(model_type: str, model_class: str, timeout: float, peer: bool 
 
 
 def select(classes: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Returns the classes in `names` (model types or class names), or all if `names` is empty, sorted by model type.
+    """Return the classes in `names` (model types or class names), or all if `names` is empty, sorted by model type.
 
     Raises `ValueError` for a name that does not exist.
     """

@@ -71,7 +71,7 @@ class Sensitivity:
 def sensitive_model(
     model_class: type[PreTrainedModel], config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, Sensitivity]:
-    """Returns the first model, of a few seeds, that is sensitive enough, or else the best of them."""
+    """Return the first model, of a few seeds, that is sensitive enough, or else the best of them."""
     best: tuple[PreTrainedModel, Sensitivity] | None = None
     for seed in SEEDS:
         model = build(model_class, config, seed)
@@ -85,7 +85,7 @@ def sensitive_model(
 
 
 def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """Returns a model in float32 and evaluation mode with random weights. Raises `ValueError` if it is not tiny."""
+    """Return a model in float32 and evaluation mode with random weights. Raises `ValueError` if it is not tiny."""
     try:
         with torch.device("meta"):
             num_parameters = model_class._from_config(config).num_parameters()
@@ -102,7 +102,7 @@ def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: in
 
 @torch.no_grad()
 def make_sensitive(model: PreTrainedModel, seed: int = 0) -> Sensitivity:
-    """Rescales `model` by the first factor that suffices, or else by the best one."""
+    """Rescale `model` by the first factor that suffices, or else by the best one."""
     matrices = _standardise(model, torch.Generator().manual_seed(seed))
     best, current = None, 1.0
     for factor in FACTORS:
@@ -119,7 +119,7 @@ def make_sensitive(model: PreTrainedModel, seed: int = 0) -> Sensitivity:
 
 
 def _standardise(model: PreTrainedModel, generator: torch.Generator) -> list[Tensor]:
-    """Gives all weights the base deviation, perturbs vectors a little, and returns the matrices."""
+    """Give all weights the base deviation, perturbs vectors a little, and returns the matrices."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = []
     for name, weight in sorted(model.named_parameters()):
@@ -157,7 +157,7 @@ def _scale(matrices: list[Tensor], factor: float) -> None:
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, factor: float) -> Sensitivity:
-    """Measures the sensitivity of `model` with its present weights; `factor` is only passed on."""
+    """Measure the sensitivity of `model` with its present weights; `factor` is only passed on."""
     generator = torch.Generator().manual_seed(1)
     size = (NUM_SEQUENCES, LENGTH)
     original = torch.randint(FIRST_ORDINARY_TOKEN, vocab_size(model), size, generator=generator)
@@ -178,11 +178,11 @@ def _num_distinct(model: PreTrainedModel, tokens: Tensor) -> int:
 
 
 def plain_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Returns logits `[N, L, V]` of tokens `[N, L]`, computed without a cache."""
+    """Return logits `[N, L, V]` of tokens `[N, L]`, computed without a cache."""
     logits: Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
     return logits
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """Returns how many token ids the model can take and produce."""
+    """Return how many token ids the model can take and produce."""
     return int(model.config.get_text_config(decoder=True).vocab_size)

@@ -170,7 +170,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """Returns a tiny configuration that `model_class` takes. Raises what the config class raises."""
+    """Return a tiny configuration that `model_class` takes. Raises what the config class raises."""
     config = _tiny(CONFIG_MAPPING[model_type], EXCEPTIONS.get(model_type, {}))
     wanted = model_class(model_type).config_class
     if not isinstance(config, wanted):  # the language model within a larger model
@@ -179,7 +179,7 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 
 def model_class(model_type: str) -> type[PreTrainedModel]:
-    """Returns the causal language model class of a model type."""
+    """Return the causal language model class of a model type."""
     found: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[model_type]]
     return found
 
@@ -224,7 +224,7 @@ def _latent_heads(defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 def _example(config_class: type[PreTrainedConfig]) -> PreTrainedConfig | None:
-    """Returns the default configuration, if there is one."""
+    """Return the default configuration, if there is one."""
     try:
         return config_class()
     except Exception:
@@ -232,12 +232,12 @@ def _example(config_class: type[PreTrainedConfig]) -> PreTrainedConfig | None:
 
 
 def _parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
-    """Returns the configurations inside a configuration."""
+    """Return the configurations inside a configuration."""
     return {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
 
 
 def _layer_kinds(example: PreTrainedConfig, defaults: dict[str, Any]) -> dict[str, list[str]]:
-    """Returns the lists that name each layer's kind, with all kinds in turn."""
+    """Return the lists that name each layer's kind, with all kinds in turn."""
     kinds: dict[str, list[str]] = {}
     for name, value in vars(example).items():
         is_list = isinstance(value, list) and len(value) > NUM_LAYERS and all(isinstance(each, str) for each in value)

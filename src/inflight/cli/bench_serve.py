@@ -91,7 +91,7 @@ def serve(base_url: str, as_json: bool, png: Path | None, **options: Any) -> Non
 
 
 def _for_json(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options that were given, without the API key; JSON has neither paths nor infinity."""
+    """Return the options that were given, without the API key; JSON has neither paths nor infinity."""
     given = {name: value for name, value in options.items() if name != "api_key" and value not in (None, ())}
     return {name: str(value) if isinstance(value, Path) or value == inf else value for name, value in given.items()}
 
@@ -156,7 +156,7 @@ def _json_object(text: str | None) -> dict[str, Any]:
 
 
 def _run(base_url: str, plan: "LoadPlan", extra: dict[str, Any], options: dict[str, Any]) -> "tuple[str, LoadResult]":
-    """Runs the load test, with progress on standard error; returns the model's name and the result."""
+    """Run the load test, with progress on standard error; returns the model's name and the result."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -68,7 +68,7 @@ def _answerer(model: str | None, url: str | None, api_key: str | None, engine: d
 
 
 def _typed() -> Iterator[str]:
-    """Yields lines from a terminal until Ctrl-D; Ctrl-C discards the current line."""
+    """Yield lines from a terminal until Ctrl-D; Ctrl-C discards the current line."""
     with suppress(ImportError):
         import_module("readline")  # adds line editing and history
     while True:

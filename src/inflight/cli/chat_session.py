@@ -40,10 +40,10 @@ class Answerer(Protocol):
     name: str
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """Raises `ValueError` for a parameter that is known to be wrong."""
+        """Raise `ValueError` for a parameter that is known to be wrong."""
 
     def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
-        """Shows the answer piece by piece and returns why it ended. Raises `AnswerError`, `ValueError`."""
+        """Show the answer piece by piece and returns why it ended. Raises `AnswerError`, `ValueError`."""
 
 
 class EngineAnswerer:
@@ -127,7 +127,7 @@ class ChatSession:
     messages: Messages = field(default_factory=list)
 
     def take(self, line: str) -> bool:
-        """Handles a line and returns whether the chat goes on.
+        """Handle a line and returns whether the chat goes on.
 
         Raises `AnswerError`, `ValueError`, and `KeyboardInterrupt` if an answer was stopped; the chat can go on after
         any of them.
@@ -153,7 +153,7 @@ class ChatSession:
         return True
 
     def _say(self, text: str) -> None:
-        """Sends a message and shows the answer. The shown part of a stopped answer is kept; a failed answer is
+        """Send a message and shows the answer. The shown part of a stopped answer is kept; a failed answer is
         forgotten, and so is its message."""
         before, pieces = list(self.messages), list[str]()
         self.messages.append({"role": "user", "content": text})
@@ -178,7 +178,7 @@ class ChatSession:
             tell("(cut: max_tokens or the model's context is used up)")
 
     def _set(self, text: str) -> None:
-        """Handles `/params`: `key=value` sets a parameter, `key=` restores its default, and no text shows all."""
+        """Handle `/params`: `key=value` sets a parameter, `key=` restores its default, and no text shows all."""
         if not text:
             tell("\n".join(f"{name}={json.dumps(value)}" for name, value in self.params.items()) or "(all default)")
             return
@@ -193,19 +193,19 @@ class ChatSession:
 
 
 def check_params(answerer: Answerer, params: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for parameters that a chat cannot have."""
+    """Raise `ValueError` for parameters that a chat cannot have."""
     if params.get("n", 1) != 1:
         raise ValueError(f"n is {params['n']!r}; in a chat it must be 1")
     answerer.check(params)
 
 
 def tell(text: str) -> None:
-    """Prints a text that is not part of an answer, to standard error."""
+    """Print a text that is not part of an answer, to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def _value(text: str) -> Any:
-    """Returns the text parsed as JSON, or else the text itself."""
+    """Return the text parsed as JSON, or else the text itself."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -73,7 +73,7 @@ def generate(
 
 
 def _open(output: Path | None) -> TextIO:
-    """Opens the output for JSON lines, before anything large is loaded: a writable file, or standard output."""
+    """Open the output for JSON lines, before anything large is loaded: a writable file, or standard output."""
     if output is None:
         return open(sys.stdout.fileno(), "w", encoding="utf-8", closefd=False)
     try:
@@ -93,7 +93,7 @@ def _input(line: PromptLine, chat: bool) -> Any:
 
 
 def _params(llm: "LLM", sampling: dict[str, Any], line: PromptLine) -> "SamplingParams":
-    """Returns the model's defaults without a token limit, overridden by the command's options, then by the line's."""
+    """Return the model's defaults without a token limit, overridden by the command's options, then by the line's."""
     try:
         return replace(llm.get_default_sampling_params(), **{"max_tokens": None, **sampling, **line.sampling})
     except ValueError as error:
@@ -102,7 +102,7 @@ def _params(llm: "LLM", sampling: dict[str, Any], line: PromptLine) -> "Sampling
 
 @contextmanager
 def _recorded(llm: "LLM", path: Path | None) -> Iterator[None]:
-    """Records all steps within the block, if a file is named."""
+    """Record all steps within the block, if a file is named."""
     if path is None:
         yield
         return
@@ -118,7 +118,7 @@ def _recorded(llm: "LLM", path: Path | None) -> Iterator[None]:
 
 @contextmanager
 def _interrupts_between_steps(llm: "LLM") -> Iterator[None]:
-    """Delays Ctrl-C to the end of a step, so that no result is half written; a second Ctrl-C takes effect at once."""
+    """Delay Ctrl-C to the end of a step, so that no result is half written; a second Ctrl-C takes effect at once."""
     is_interrupted = False
 
     def note(*_: object) -> None:
@@ -143,7 +143,7 @@ def _interrupts_between_steps(llm: "LLM") -> Iterator[None]:
 
 
 def _write_in_order(deltas: "Iterable[TextDelta]", lines: list[PromptLine], out: IO[str]) -> None:
-    """Writes each result as soon as all before it are written; if interrupted, all finished results."""
+    """Write each result as soon as all before it are written; if interrupted, all finished results."""
     finished: dict[int, RequestOutput] = {}
     next_index = 0
     try:

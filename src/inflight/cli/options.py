@@ -80,42 +80,42 @@ _SAMPLING = (
 
 
 def engine_options(command: Command) -> Command:
-    """Adds options for loading and batching: those that `LLM` takes."""
+    """Add options for loading and batching: those that `LLM` takes."""
     return _with(_TOKENIZER + _CONFIG, command)
 
 
 def config_options(command: Command) -> Command:
-    """Adds the same without a tokenizer: those that `EngineConfig` takes."""
+    """Add the same without a tokenizer: those that `EngineConfig` takes."""
     return _with(_CONFIG, command)
 
 
 def scheduling_options(command: Command) -> Command:
-    """Adds those of `EngineConfig`'s options that say how requests are batched."""
+    """Add those of `EngineConfig`'s options that say how requests are batched."""
     return _with(_SCHEDULING, command)
 
 
 def choice_options(command: Command) -> Command:
-    """Adds options for how tokens are chosen."""
+    """Add options for how tokens are chosen."""
     return _with(_CHOICE, command)
 
 
 def sampling_options(command: Command) -> Command:
-    """Adds options for how tokens are chosen and when a sequence ends."""
+    """Add options for how tokens are chosen and when a sequence ends."""
     return _with(_SAMPLING, command)
 
 
 def engine_values(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns those of a command's given options that are for `LLM` or `EngineConfig`."""
+    """Return those of a command's given options that are for `LLM` or `EngineConfig`."""
     return _given(options, {"tokenizer", *(field.name for field in fields(EngineConfig))} - {"seed"})
 
 
 def sampling_values(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns those of a command's given options that are for `SamplingParams`."""
+    """Return those of a command's given options that are for `SamplingParams`."""
     return _given(options, {field.name for field in fields(SamplingParams)})
 
 
 def quiet_libraries() -> None:
-    """Keeps other libraries' messages off standard error, except, in a terminal, the progress bar of a large model."""
+    """Keep other libraries' messages off standard error, except, in a terminal, the progress bar of a large model."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.basicConfig(level=logging.WARNING, format="inflight: %(message)s", stream=sys.stderr)
     if not sys.stderr.isatty():

@@ -25,7 +25,7 @@ class PromptLine:
 
 
 def read_prompts(arguments: Iterable[str], file: Path | None) -> list[PromptLine]:
-    """Reads prompts from arguments, then from a file; from standard input if there is neither, or for `-`.
+    """Read prompts from arguments, then from a file; from standard input if there is neither, or for `-`.
 
     Raises `InvalidRequestError`, which names the line, for input that cannot be read.
     """

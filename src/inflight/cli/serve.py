@@ -80,13 +80,13 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
 
 
 def _given(options: dict[str, Any], owner: type[Any]) -> dict[str, Any]:
-    """Returns those of the command's given options that are fields of `owner`, a dataclass."""
+    """Return those of the command's given options that are fields of `owner`, a dataclass."""
     names: Iterable[str] = [field.name for field in fields(owner)]
     return {name: options[name] for name in names if options.get(name) not in (None, ())}
 
 
 def _names(model: str | None, served: tuple[str, ...]) -> list[str]:
-    """Returns the model's name and its aliases; the model's own name is always among them."""
+    """Return the model's name and its aliases; the model's own name is always among them."""
     from inflight.server.serving.settings import DEMO_MODEL_NAME
 
     own = [DEMO_MODEL_NAME] if model is None else [model]

@@ -64,7 +64,7 @@ class Reporter:
         return request_id in self._requests
 
     def __len__(self) -> int:
-        """Requests that have not ended, or whose end has not been reported."""
+        """Request that have not ended, or whose end has not been reported."""
         return len(self._requests)
 
     def accepted(self, request_id: str) -> AcceptedRequest | None:

@@ -68,36 +68,36 @@ class GrammarCompiler:
         self._lock = Lock()
         self._late: list[Thread] = []
 
-    def compile(self, asked: StructuredOutput) -> GrammarMatcher:
-        """Returns a matcher for a new sequence. The first call also builds the tokenizer's table (half a second for
+    def compile(self, output: StructuredOutput) -> GrammarMatcher:
+        """Return a matcher for a new sequence. The first call also builds the tokenizer's table (half a second for
         50,000 tokens); compiling mostly takes milliseconds, and never more than `MAX_SECONDS`.
 
         Raises InvalidRequestError, in one sentence, if the structured output cannot be enforced.
         """
         with self._lock:
-            if asked in self._kept:
-                return self._given(asked)
+            if output in self._kept:
+                return self._given(output)
             vocabulary = self._vocabulary
             self._late = [each for each in self._late if each.is_alive()]
             if len(self._late) >= MAX_LATE:
                 raise InvalidRequestError("structured outputs that take long are being compiled; try again later")
-        made = self._in_time(lambda: _build(asked, vocabulary))
+        made = self._in_time(lambda: _build(output, vocabulary))
         with self._lock:
-            self._kept[asked] = made
+            self._kept[output] = made
             try:
-                return self._given(asked)
+                return self._given(output)
             finally:
                 self._let_go()
 
-    def _given(self, asked: StructuredOutput) -> GrammarMatcher:
-        self._kept.move_to_end(asked)
-        kept = self._kept[asked]
+    def _given(self, output: StructuredOutput) -> GrammarMatcher:
+        self._kept.move_to_end(output)
+        kept = self._kept[output]
         if isinstance(kept, str):
             raise InvalidRequestError(kept)
         return kept.clone()
 
     def _in_time(self, work: Callable[[], GrammarMatcher]) -> GrammarMatcher | str:
-        """Runs `work` in a thread with a deep stack; returns its result, or why it refuses. Abandons a slow thread."""
+        """Run `work` in a thread with a deep stack; returns its result, or why it refuses. Abandons a slow thread."""
         future: Future[GrammarMatcher] = Future()
         thread = Thread(target=_settle, args=(future, work), name="inflight-grammar", daemon=True)
         with self._lock:  # the stack size applies to all threads that this process starts
@@ -124,18 +124,18 @@ class GrammarCompiler:
         return Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
 
 
-def _build(asked: StructuredOutput, vocabulary: Vocabulary) -> GrammarMatcher:
-    grammars = [{"lark_grammar": _OUTER}, {"name": "asked", **_written(asked)}]
+def _build(output: StructuredOutput, vocabulary: Vocabulary) -> GrammarMatcher:
+    grammars = [{"lark_grammar": _OUTER}, {"name": "asked", **_written(output)}]
     inner = LLMatcher(vocabulary.table, json.dumps({"grammars": grammars}), log_level=0, limits=_LIMITS)
     if inner.is_error():
-        raise _refusal(asked, reason(inner))
+        raise _refusal(output, reason(inner))
     if warnings := inner.get_grammar_warnings():
-        raise _refusal(asked, warnings[0])
+        raise _refusal(output, warnings[0])
     matcher = GrammarMatcher(vocabulary, inner)
     try:  # a grammar that allows no first token is refused now; the matcher keeps what this mask computed
         matcher.fill_mask(np.empty(vocabulary.num_words, dtype=np.int32))
     except GrammarError as error:
-        raise _refusal(asked, str(error)) from error
+        raise _refusal(output, str(error)) from error
     return matcher
 
 
@@ -146,22 +146,22 @@ def _settle(future: "Future[GrammarMatcher]", work: Callable[[], GrammarMatcher]
         future.set_exception(error)
 
 
-def _written(asked: StructuredOutput) -> dict[str, Any]:
-    """Returns the structured output as a grammar of the library."""
-    if asked.json_schema is not None:
-        return {"json_schema": checked_schema(asked.json_schema)}
-    if asked.json_object:
+def _written(output: StructuredOutput) -> dict[str, Any]:
+    """Return the structured output as a grammar of the library."""
+    if output.json_schema is not None:
+        return {"json_schema": checked_schema(output.json_schema)}
+    if output.json_object:
         return {"json_schema": checked_schema('{"type": "object"}')}
-    if asked.regex is not None:
-        return _regex(asked.regex)
-    if asked.choice is not None:
-        return _regex("|".join("".join(map(_literal, text)) for text in asked.choice))
-    assert asked.grammar is not None
-    most = MAX_GBNF_CHARACTERS if "::=" in asked.grammar else MAX_GRAMMAR_CHARACTERS
-    if len(asked.grammar) > most:
-        raise InvalidRequestError(f"the grammar has {len(asked.grammar)} characters; at most {most} are accepted")
+    if output.regex is not None:
+        return _regex(output.regex)
+    if output.choice is not None:
+        return _regex("|".join("".join(map(_literal, text)) for text in output.choice))
+    assert output.grammar is not None
+    most = MAX_GBNF_CHARACTERS if "::=" in output.grammar else MAX_GRAMMAR_CHARACTERS
+    if len(output.grammar) > most:
+        raise InvalidRequestError(f"the grammar has {len(output.grammar)} characters; at most {most} are accepted")
     try:
-        return {"lark_grammar": any_to_lark(asked.grammar)}
+        return {"lark_grammar": any_to_lark(output.grammar)}
     except Exception as error:  # RecursionError among them
         raise InvalidRequestError(f"the grammar cannot be read: {_one_line(str(error))}") from error
 
@@ -175,12 +175,12 @@ def _literal(character: str) -> str:
     return character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):x}}}"
 
 
-def _refusal(asked: StructuredOutput, why: str) -> InvalidRequestError:
+def _refusal(output: StructuredOutput, why: str) -> InvalidRequestError:
     if "oneOf" in why:
         why = "oneOf is accepted only where its alternatives plainly exclude each other; write anyOf"
-    if asked.grammar is None:  # a position in the generated grammar, which the request's author never saw
+    if output.grammar is None:  # a position in the generated grammar, which the request's author never saw
         why = re.sub(r"^(at )?\d+\(\d+\): ", "", why).partition(" | start:")[0]
-    return InvalidRequestError(f"{asked.kind} cannot be enforced: {_one_line(why)}")
+    return InvalidRequestError(f"{output.kind} cannot be enforced: {_one_line(why)}")
 
 
 def _one_line(text: str) -> str:

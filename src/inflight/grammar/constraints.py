@@ -30,7 +30,7 @@ class RowMasks:
     handle: MaskHandle
 
     def result(self) -> TokenMasks:
-        """Waits for the masks and returns them. The mask of a row whose grammar failed allows no token."""
+        """Wait for the masks and returns them. The mask of a row whose grammar failed allows no token."""
         return TokenMasks(self.rows, self.handle.result().words)
 
 
@@ -65,11 +65,11 @@ class Constraints:
         self._sequence_ids: list[int] = []  # the sequences of the pending masks
 
     def compile(self, params: SamplingParams) -> GrammarMatcher | None:
-        """Returns a matcher for a request's sequences; None if the request has no structured output. Thread-safe.
+        """Return a matcher for a request's sequences; None if the request has no structured output. Thread-safe.
 
         Raises `InvalidRequestError` if the structured output cannot be enforced."""
-        asked = params.structured_output
-        if asked is None:
+        output = params.structured_output
+        if output is None:
             return None
         if self._compiler is None:
             raise InvalidRequestError("structured output needs a tokenizer, and this model has none")
@@ -82,14 +82,14 @@ class Constraints:
                     "only where its grammar ends"
                 )
         try:
-            return self._compiler.compile(asked)
+            return self._compiler.compile(output)
         except (InvalidRequestError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library's panics are not `Exception`s
             raise InvalidRequestError(f"the structured output cannot be compiled: {error!r}") from error
 
     def add(self, sequence_id: int, matcher: GrammarMatcher) -> None:
-        """Constrains a sequence from its first token on; does nothing if it is already constrained."""
+        """Constrain a sequence from its first token on; does nothing if it is already constrained."""
         if sequence_id not in self._matchers:
             self._matchers[sequence_id] = _Followed(matcher.clone())
 
@@ -103,7 +103,7 @@ class Constraints:
             del self._matchers[sequence_id]
 
     def begin(self, plan: StepPlan, output_of: Callable[[int], Sequence[int]]) -> RowMasks | None:
-        """Starts computing the masks of a step's constrained sequences; returns None if there are none.
+        """Start computing the masks of a step's constrained sequences; returns None if there are none.
 
         Args:
             output_of: returns the generated tokens of the sequence with this id.
@@ -128,7 +128,7 @@ class Constraints:
         return RowMasks(rows, self._pending)
 
     def failure(self, sequence_id: int) -> str | None:
-        """Returns why a sequence's mask in the latest step allows no token; None if its grammar did not fail."""
+        """Return why a sequence's mask in the latest step allows no token; None if its grammar did not fail."""
         if self._pending is None or sequence_id not in self._sequence_ids:
             return None
         error = self._pending.result().errors.get(self._sequence_ids.index(sequence_id))

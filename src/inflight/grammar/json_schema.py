@@ -56,7 +56,7 @@ _STRICTER: dict[str, dict[str, Any]] = {
 
 
 def checked_schema(text: str) -> dict[str, Any]:
-    """Returns the schema for the library. Raises `InvalidRequestError` if it is invalid or cannot be enforced."""
+    """Return the schema for the library. Raises `InvalidRequestError` if it is invalid or cannot be enforced."""
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:
@@ -122,7 +122,7 @@ def _check_properties(place: str, schema: Mapping[str, Any]) -> None:
 
 
 def _check_bounds(bounds: Mapping[str, list[float]]) -> None:
-    """Refuses bounds for which the library would allow an excluded whole number: those with another bound less than 1
+    """Refuse bounds for which the library would allow an excluded whole number: those with another bound less than 1
     away. Bounds of different schemas may meet through `allOf` or `$ref`, so all are compared with each other."""
     for excluded, others, sign in (
         ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
@@ -138,7 +138,7 @@ def _check_bounds(bounds: Mapping[str, list[float]]) -> None:
 
 
 def _schemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields every schema in `schema`, itself first, with its place as a JSON pointer; skips data (`const`, `enum`)."""
+    """Yield every schema in `schema`, itself first, with its place as a JSON pointer; skips data (`const`, `enum`)."""
     stack: list[tuple[str, Any]] = [("#", schema)]
     while stack:
         place, each = stack.pop()

@@ -35,7 +35,7 @@ class MaskHandle:
         self._future = future
 
     def result(self) -> StepMasks:
-        """Waits for the masks and returns them."""
+        """Wait for the masks and returns them."""
         return self._future.result()
 
 
@@ -53,11 +53,11 @@ class MaskWorker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="inflight-masks")
 
     def start(self, matchers: Sequence[GrammarMatcher]) -> MaskHandle:
-        """Starts computing. Each matcher may appear only once, and must not be used until the result is there."""
+        """Start computing. Each matcher may appear only once, and must not be used until the result is there."""
         return MaskHandle(self._thread.submit(self._compute, list(matchers)))
 
     def stop(self) -> None:
-        """Finishes what was started and ends the threads."""
+        """Finish what was started and ends the threads."""
         self._thread.shutdown()
 
     def _compute(self, matchers: list[GrammarMatcher]) -> StepMasks:

@@ -27,13 +27,13 @@ class GrammarMatcher:
         self._is_ended = False  # by EOS, which is hidden from the library, because rollback would make it forget EOS
 
     def clone(self) -> Self:
-        """Returns a matcher in the same state, for another sequence."""
+        """Return a matcher in the same state, for another sequence."""
         twin = type(self)(self._vocabulary, self._matcher.deep_copy())
         twin._num_tokens, twin._is_ended = self._num_tokens, self._is_ended
         return twin
 
     def accept(self, token_id: int) -> bool:
-        """Advances by one token; returns False, and does nothing, if the grammar does not allow it here.
+        """Advance by one token; returns False, and does nothing, if the grammar does not allow it here.
 
         Also returns False if the grammar cannot be followed any further; the next mask says why."""
         if self._is_ended:
@@ -46,7 +46,7 @@ class GrammarMatcher:
         return is_accepted
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last `num_tokens` accepted tokens. Raises `ValueError` if fewer were accepted."""
+        """Take back the last `num_tokens` accepted tokens. Raises `ValueError` if fewer were accepted."""
         if not 0 <= num_tokens <= self._num_tokens:
             raise ValueError(f"{num_tokens} tokens cannot be taken back; {self._num_tokens} were accepted")
         if num_tokens:
@@ -65,7 +65,7 @@ class GrammarMatcher:
         return self._is_ended or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def fill_mask(self, into: Words) -> None:
-        """Writes which tokens may come next into int32 words `[ceil(V / 32)]`. Raises `GrammarError`."""
+        """Write which tokens may come next into int32 words `[ceil(V / 32)]`. Raises `GrammarError`."""
         mask = np.empty(self._vocabulary.num_table_words, dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         error = self._narrow(mask, into)
@@ -73,7 +73,7 @@ class GrammarMatcher:
             raise error
 
     def _narrow(self, mask: Words, into: Words) -> GrammarError | None:
-        """Writes the allowed part of the library's mask into `[ceil(V / 32)]` words; no token if there is an error."""
+        """Write the allowed part of the library's mask into `[ceil(V / 32)]` words; no token if there is an error."""
         if self._matcher.is_error():
             into[:] = 0
             return GrammarError(f"the grammar cannot be followed any further: {reason(self._matcher)}")
@@ -85,7 +85,7 @@ class GrammarMatcher:
 
 
 def fill_masks(matchers: Sequence[GrammarMatcher], into: Words, executor: LLExecutor) -> list[GrammarError | None]:
-    """Writes which tokens may come next in several different sequences, int32 `[len(matchers), ceil(V / 32)]`.
+    """Write which tokens may come next in several different sequences, int32 `[len(matchers), ceil(V / 32)]`.
 
     Releases the interpreter's lock meanwhile. Returns each matcher's error; a row with an error allows no token."""
     if not matchers:
@@ -97,5 +97,5 @@ def fill_masks(matchers: Sequence[GrammarMatcher], into: Words, executor: LLExec
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Returns why the library gave up, in one line."""
+    """Return why the library gave up, in one line."""
     return " ".join(matcher.get_error().replace("<non-verbose/>", "").split()) or "no reason is known"

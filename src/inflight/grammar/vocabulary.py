@@ -54,7 +54,7 @@ class Vocabulary:
         self.eos = _pack(is_eos)
 
     def _misread(self, tokenizer: Tokenizer) -> Iterator[int]:
-        """Yields added tokens whose bytes in the table differ from their text: some with letters beyond ASCII."""
+        """Yield added tokens whose bytes in the table differ from their text: some with letters beyond ASCII."""
         for token_id, token in tokenizer.inner.added_tokens_decoder.items():
             if not token.special and self.table.decode_bytes([token_id]) != token.content.encode():
                 yield token_id
@@ -65,12 +65,12 @@ class Vocabulary:
 
 
 def num_words(num_tokens: int) -> int:
-    """Returns how many words hold one bit for each of `num_tokens` tokens."""
+    """Return how many words hold one bit for each of `num_tokens` tokens."""
     return -(-num_tokens // 32)
 
 
 def _definition(tokenizer: Tokenizer, stop_id: int) -> str:
-    """Returns the tokenizer as JSON of the `tokenizers` library, with a decoder that the grammar library knows.
+    """Return the tokenizer as JSON of the `tokenizers` library, with a decoder that the grammar library knows.
 
     The library needs one EOS that no grammar names. An extra token serves as this EOS, whatever the model has."""
     if not tokenizer.inner.is_fast:

@@ -49,6 +49,6 @@ class Setting:
 
 
 def warm_up(methods: Mapping[str, Method], requests: Sequence[LessonRequest]) -> None:
-    """Runs two short requests through each method, so that the setup of a first forward pass is not measured."""
+    """Run two short requests through each method, so that the setup of a first forward pass is not measured."""
     for run in methods.values():
         run([LessonRequest(request.prompt_token_ids, 2) for request in requests[:2]])

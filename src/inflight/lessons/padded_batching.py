@@ -50,7 +50,7 @@ def run(
     log: Callable[[str], None] | None = None,
     watch: Callable[[Run], None] | None = None,
 ) -> Run:
-    """Generates greedily for all requests, with at most `num_slots` rows in the batch."""
+    """Generate greedily for all requests, with at most `num_slots` rows in the batch."""
     account = Run(requests, eos_token_ids, log, watch)
     queue = deque(range(len(requests)))
     free_slots = list(range(num_slots))
@@ -70,7 +70,7 @@ def run(
 
 
 def init_batch(model: PreTrainedModel, account: Run, requests: Sequence[int], slots: Sequence[int]) -> Batch:
-    """Returns a separate batch for newly admitted requests: left-padded prompts, nothing computed yet."""
+    """Return a separate batch for newly admitted requests: left-padded prompts, nothing computed yet."""
     for request, slot in zip(requests, slots, strict=True):
         account.admit(request, slot)
     admitted = [account.requests[request] for request in requests]
@@ -88,7 +88,7 @@ def init_batch(model: PreTrainedModel, account: Run, requests: Sequence[int], sl
 
 
 def generate_next_token(model: PreTrainedModel, batch: Batch, account: Run) -> None:
-    """Runs one forward pass: gives every row its next token, and prepares the batch for the pass after."""
+    """Run one forward pass: gives every row its next token, and prepares the batch for the pass after."""
     rows = dict(zip(batch.slots, batch.requests, strict=True))
     account.rectangle(rows, batch.input_ids.shape[1], batch.attention_mask.shape[1])
     logits = model(
@@ -109,7 +109,7 @@ def generate_next_token(model: PreTrainedModel, batch: Batch, account: Run) -> N
 
 
 def merge_batches(first: Batch, second: Batch) -> Batch:
-    """Joins the rows of both: pads the shorter past on the left and concatenates everything."""
+    """Join the rows of both: pads the shorter past on the left and concatenates everything."""
     width = max(first.attention_mask.shape[1], second.attention_mask.shape[1])
     merged = DynamicCache()
     for layer, (a, b) in enumerate(zip(first.cache.layers, second.cache.layers, strict=True)):
@@ -130,12 +130,12 @@ def merge_batches(first: Batch, second: Batch) -> Batch:
 
 
 def pad_past(states: torch.Tensor, length: int) -> torch.Tensor:
-    """Pads keys or values `[B, Hkv, past, D]` with zeros on the left to `[B, Hkv, length, D]`; the mask hides these."""
+    """Pad keys or values `[B, Hkv, past, D]` with zeros on the left to `[B, Hkv, length, D]`; the mask hides these."""
     return functional.pad(states, (0, 0, length - states.shape[2], 0))
 
 
 def filter_batch(batch: Batch, account: Run) -> tuple[Batch | None, list[int]]:
-    """Drops rows that are done and columns that are padding for all others; also returns the slots that became free."""
+    """Drop rows that are done and columns that are padding for all others; also returns the slots that became free."""
     kept = [row for row, remaining in enumerate(batch.tokens_remaining) if remaining > 0]
     removed = [slot for row, slot in enumerate(batch.slots) if row not in kept]
     for row, slot in enumerate(batch.slots):

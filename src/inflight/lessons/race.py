@@ -66,7 +66,7 @@ def run_race(
     console: Console,
     log: Callable[[str], None] | None = None,
 ) -> Race:
-    """Runs `requests` through each of `methods`, one after the other, and shows the growing timelines on `console`."""
+    """Run `requests` through each of `methods`, one after the other, and shows the growing timelines on `console`."""
     warm_up(methods, requests)
     runs: dict[str, Run] = {}
     with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -77,7 +77,7 @@ def run_race(
 
 
 def _show(live: Live, name: str, num_slots: int, requests: Sequence[LessonRequest]) -> Callable[[Run], None]:
-    """Returns a function that redraws a run's timeline a few times per second."""
+    """Return a function that redraws a run's timeline a few times per second."""
     most = sum(request.max_new_tokens for request in requests)
     shown_at = 0.0
 
@@ -93,7 +93,7 @@ def _show(live: Live, name: str, num_slots: int, requests: Sequence[LessonReques
 
 
 def mixed_requests(count: int, max_tokens: int, vocab_size: int, seed: int) -> list[LessonRequest]:
-    """Returns realistic requests: prompts of 4 to 40 random tokens; every fourth asks for `max_tokens`, the others for
+    """Return realistic requests: prompts of 4 to 40 random tokens; every fourth asks for `max_tokens`, the others for
     a twelfth to a third of that."""
     rng = random.Random(seed)
     requests = []
@@ -105,12 +105,12 @@ def mixed_requests(count: int, max_tokens: int, vocab_size: int, seed: int) -> l
 
 
 def write_png(race: Race, path: Path) -> None:
-    """Writes the timelines as a picture. Raises `ValueError` if matplotlib is missing or the file cannot be written."""
+    """Write the timelines as a picture. Raises `ValueError` if matplotlib is missing or the file cannot be written."""
     pictures.save_png(_figure(race), path)
 
 
 def write_html(race: Race, path: Path) -> None:
-    """Writes timelines and table as one self-contained page. Raises `ValueError` as `write_png` does."""
+    """Write timelines and table as one self-contained page. Raises `ValueError` as `write_png` does."""
     bodies = [pictures.to_svg(_figure(race)), pictures.to_html(scores_table(race.scores), width=120)]
     pictures.write_html(path, "The same requests, four ways", bodies)
 

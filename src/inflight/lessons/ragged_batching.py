@@ -39,7 +39,7 @@ def run(
     log: Callable[[str], None] | None = None,
     watch: Callable[[Run], None] | None = None,
 ) -> Run:
-    """Generates greedily for all requests, at most `num_slots` at once; a free slot is reused in the very next step.
+    """Generate greedily for all requests, at most `num_slots` at once; a free slot is reused in the very next step.
 
     Raises `ValueError` for a model with sliding windows: the mask of this lesson does not know them.
     """
@@ -65,7 +65,7 @@ def run(
 
 
 def forward_ragged(model: PreTrainedModel, streams: Sequence[Stream]) -> list[int]:
-    """Feeds all pending tokens as one row, updates every stream's cache, and returns each stream's next token."""
+    """Feed all pending tokens as one row, updates every stream's cache, and returns each stream's next token."""
     device = model.device
     tokens = [token for stream in streams for token in stream.pending]
     positions = [stream.num_past + i for stream in streams for i in range(len(stream.pending))]
@@ -85,7 +85,7 @@ def forward_ragged(model: PreTrainedModel, streams: Sequence[Stream]) -> list[in
 
 
 def pack_caches(streams: Sequence[Stream]) -> DynamicCache:
-    """Returns the pasts of all streams end to end, as the cache of one row."""
+    """Return the pasts of all streams end to end, as the cache of one row."""
     packed = DynamicCache()
     started = [stream for stream in streams if stream.num_past]
     for layer in range(len(started[0].cache.layers) if started else 0):
@@ -96,7 +96,7 @@ def pack_caches(streams: Sequence[Stream]) -> DynamicCache:
 
 
 def scatter_new(packed: DynamicCache, streams: Sequence[Stream]) -> None:
-    """Appends each stream's new keys and values, which come after all pasts, to its own cache."""
+    """Append each stream's new keys and values, which come after all pasts, to its own cache."""
     num_pending = [len(stream.pending) for stream in streams]
     for layer, states in enumerate(packed.layers):
         keys = states.keys[:, :, -sum(num_pending) :].split(num_pending, dim=2)
@@ -106,7 +106,7 @@ def scatter_new(packed: DynamicCache, streams: Sequence[Stream]) -> None:
 
 
 def ragged_mask(streams: Sequence[Stream], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns the mask `[1, 1, tokens, past + tokens]` in `dtype`: 0 where a token may attend, else the lowest number.
+    """Return the mask `[1, 1, tokens, past + tokens]` in `dtype`: 0 where a token may attend, else the lowest number.
 
     Columns are the pasts of all streams end to end, then the new tokens of all streams end to end.
     """

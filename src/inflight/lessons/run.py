@@ -67,7 +67,7 @@ class Run:
         return [answer.token_ids for answer in self.answers]
 
     def admit(self, request: int, slot: int) -> None:
-        """Records that a request takes a slot."""
+        """Record that a request takes a slot."""
         admitted = self.requests[request]
         self.log(
             f"slot {slot} <- req {request} ({admitted.max_new_tokens} token cap): "
@@ -75,7 +75,7 @@ class Run:
         )
 
     def rectangle(self, slots: Mapping[int, int], width: int, num_keys: int) -> None:
-        """Records a forward pass over a rectangle: a row of `width` tokens and `num_keys` keys for each slot's request.
+        """Record a forward pass over a rectangle: a row of `width` tokens and `num_keys` keys for each slot's request.
 
         What a row does not need is padding; if its answer is already complete, all of the row is."""
         lanes = {}
@@ -92,7 +92,7 @@ class Run:
         self._step(lanes)
 
     def ragged(self, spans: Mapping[int, tuple[int, int, int]]) -> None:
-        """Records a forward pass over an unpadded row: for each slot its request, number of tokens, number of keys."""
+        """Record a forward pass over an unpadded row: for each slot its request, number of tokens, number of keys."""
         lanes = {}
         for slot, (request, num_tokens, num_keys) in spans.items():
             use: SlotUse = "decode" if self.answers[request].token_ids and num_tokens == 1 else "prefill"
@@ -104,7 +104,7 @@ class Run:
         self._watch(self)
 
     def add(self, request: int, token: int) -> bool:
-        """Adds a token to a request's answer; returns whether it is the last one."""
+        """Add a token to a request's answer; returns whether it is the last one."""
         answer, now = self.answers[request], time.perf_counter()
         answer.token_ids.append(token)
         answer.first_token_time = answer.first_token_time or now
@@ -121,10 +121,10 @@ class ProgressBar:
         self._bar = tqdm(desc=name, unit="token")
 
     def __call__(self, run: Run) -> None:
-        """Shows the progress of `run`."""
+        """Show the progress of `run`."""
         self._bar.total = sum(request.max_new_tokens for request in run.requests)
         self._bar.update(run.num_generated - self._bar.n)
 
     def close(self) -> None:
-        """Ends the bar and leaves it on the screen."""
+        """End the bar and leaves it on the screen."""
         self._bar.close()

@@ -41,7 +41,7 @@ class Scores:
 
     @classmethod
     def of(cls, run: Run, num_slots: int) -> "Scores":
-        """Returns the scores of a run that has ended."""
+        """Return the scores of a run that has ended."""
         lanes = [lane for step in run.steps for lane in step.values()]
         num_useful = sum(lane.use != "padding" for lane in lanes)
         latencies = [(answer.finished_time or 0.0) - run.start_time for answer in run.answers]
@@ -60,7 +60,7 @@ class Scores:
 
 
 def scores_table(scores: Mapping[str, Scores]) -> Table:
-    """Returns a table with one row for each method."""
+    """Return a table with one row for each method."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("method\n")
     for heading in HEADINGS:

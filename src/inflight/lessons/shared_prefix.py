@@ -41,7 +41,7 @@ def generate_many(
 def generate_batch(
     model: PreTrainedModel, account: Run, group: Sequence[int], temperature: float = 0.0, seed: int = 0
 ) -> None:
-    """Generates for requests of `account` that share a prefix; if they share only a part of it, that part is used."""
+    """Generate for requests of `account` that share a prefix; if they share only a part of it, that part is used."""
     prompts = [account.requests[request].prompt_token_ids for request in group]
     prefix_length = find_common_chunk_prefix(prompts)
     cache = DynamicCache()
@@ -55,7 +55,7 @@ def generate_batch(
 
 
 def find_common_chunk_prefix(prompts: Sequence[Sequence[int]], chunk_size: int = CHUNK_SIZE) -> int:
-    """Returns the length of the prompts' common prefix, in whole chunks; each prompt keeps at least one other token."""
+    """Return the length of the prompts' common prefix, in whole chunks; each prompt keeps at least one other token."""
     limit = min(map(len, prompts)) - 1
     length = 0
     while length + chunk_size <= limit:
@@ -69,7 +69,7 @@ def find_common_chunk_prefix(prompts: Sequence[Sequence[int]], chunk_size: int =
 def group_by_prefix(
     prompts: Sequence[Sequence[int]], n_prefix_chunks: int, chunk_size: int = CHUNK_SIZE
 ) -> dict[str, list[int]]:
-    """Returns prompt indices by the hash of their first `n_prefix_chunks` chunks, in order of first appearance."""
+    """Return prompt indices by the hash of their first `n_prefix_chunks` chunks, in order of first appearance."""
     groups: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         prefix = ",".join(map(str, prompt[: n_prefix_chunks * chunk_size]))
@@ -78,7 +78,7 @@ def group_by_prefix(
 
 
 def broadcast_kv(cache: DynamicCache, batch_size: int) -> DynamicCache:
-    """Returns a cache whose `batch_size` rows are views on the one row of `cache`; nothing is copied."""
+    """Return a cache whose `batch_size` rows are views on the one row of `cache`; nothing is copied."""
     broadcast = DynamicCache()
     for layer, past in enumerate(cache.layers):
         broadcast.update(past.keys[:, :, :0], past.values[:, :, :0], layer)  # creates the layer
@@ -90,7 +90,7 @@ def broadcast_kv(cache: DynamicCache, batch_size: int) -> DynamicCache:
 def pad_and_mask(
     prompts: Sequence[Sequence[int]], prefix_length: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns what follows the prefix as a rectangle: ids `[B, L]`, mask `[B, prefix + L]`, positions `[B, L]`."""
+    """Return what follows the prefix as a rectangle: ids `[B, L]`, mask `[B, prefix + L]`, positions `[B, L]`."""
     input_ids, suffix_mask = left_pad([prompt[prefix_length:] for prompt in prompts], device)
     prefix_mask = suffix_mask.new_ones(len(prompts), prefix_length)
     position_ids = prefix_length + (suffix_mask.cumsum(dim=1) - 1).clamp(min=0)

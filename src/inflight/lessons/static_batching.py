@@ -21,7 +21,7 @@ def run(
     log: Callable[[str], None] | None = None,
     watch: Callable[[Run], None] | None = None,
 ) -> Run:
-    """Generates greedily for all requests, in waves of `num_slots`."""
+    """Generate greedily for all requests, in waves of `num_slots`."""
     account = Run(requests, eos_token_ids, log, watch)
     for number, first in enumerate(range(0, len(requests), num_slots)):
         wave = range(first, min(first + num_slots, len(requests)))
@@ -33,7 +33,7 @@ def run(
 
 
 def run_wave(model: PreTrainedModel, wave: Sequence[int], account: Run) -> None:
-    """Runs one wave from its prompts to the end of its longest request."""
+    """Run one wave from its prompts to the end of its longest request."""
     prompts = [account.requests[request].prompt_token_ids for request in wave]
     input_ids, attention_mask = left_pad(prompts, model.device)
     position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -62,7 +62,7 @@ def run_wave(model: PreTrainedModel, wave: Sequence[int], account: Run) -> None:
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns prompts as a left-padded rectangle `[B, longest]` int64, and its mask: 1 for tokens, 0 for padding."""
+    """Return prompts as a left-padded rectangle `[B, longest]` int64, and its mask: 1 for tokens, 0 for padding."""
     width = max(map(len, prompts))
     rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]

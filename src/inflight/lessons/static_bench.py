@@ -45,21 +45,21 @@ class Measured:
 
 
 def gpt2_with_random_weights(dtype: torch.dtype) -> PreTrainedModel:
-    """Returns GPT-2 (124 M parameters) with seeded random weights."""
+    """Return GPT-2 (124 M parameters) with seeded random weights."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return GPT2LMHeadModel(GPT2Config()).to(dtype).eval()
 
 
 def long_and_short_requests(vocab_size: int) -> list[LessonRequest]:
-    """Returns 32 requests of 7 random tokens: every eighth asks for 100 new tokens, the others for 10."""
+    """Return 32 requests of 7 random tokens: every eighth asks for 100 new tokens, the others for 10."""
     rng = random.Random(0)
     prompts = [[rng.randrange(vocab_size) for _ in range(7)] for _ in range(NUM_REQUESTS)]
     return [LessonRequest(prompt, 100 if number % 8 == 0 else 10) for number, prompt in enumerate(prompts)]
 
 
 def sharing_requests(vocab_size: int) -> list[LessonRequest]:
-    """Returns 32 requests that share 512 tokens, have 16 of their own, and ask for 32 new tokens each."""
+    """Return 32 requests that share 512 tokens, have 16 of their own, and ask for 32 new tokens each."""
     rng = random.Random(0)
     prefix = [rng.randrange(vocab_size) for _ in range(NUM_PREFIX_TOKENS)]
     suffixes = [[rng.randrange(vocab_size) for _ in range(NUM_SUFFIX_TOKENS)] for _ in range(NUM_REQUESTS)]
@@ -67,7 +67,7 @@ def sharing_requests(vocab_size: int) -> list[LessonRequest]:
 
 
 def measure_rungs(model: PreTrainedModel, rounds: int, say: Callable[[str], None]) -> dict[str, Measured]:
-    """Measures every rung on the long and short requests, and plain `model.generate` over the same waves."""
+    """Measure every rung on the long and short requests, and plain `model.generate` over the same waves."""
     setting = Setting(model, EngineConfig(max_num_seqs=NUM_SLOTS))
     requests = long_and_short_requests(model.config.get_text_config().vocab_size)
     warm_up(setting.methods, requests)
@@ -76,7 +76,7 @@ def measure_rungs(model: PreTrainedModel, rounds: int, say: Callable[[str], None
 
 
 def measure_shared_prefix(model: PreTrainedModel, rounds: int, say: Callable[[str], None]) -> dict[str, Measured]:
-    """Measures static waves, and one batch that computes the common prefix once."""
+    """Measure static waves, and one batch that computes the common prefix once."""
     requests = sharing_requests(model.config.get_text_config().vocab_size)
     num_chunks = NUM_PREFIX_TOKENS // shared_prefix.CHUNK_SIZE
     methods: dict[str, Method] = {
@@ -87,7 +87,7 @@ def measure_shared_prefix(model: PreTrainedModel, rounds: int, say: Callable[[st
 
 
 def measure(contestants: Mapping[str, Contestant], rounds: int, say: Callable[[str], None]) -> dict[str, Measured]:
-    """Runs all contestants in turn, `rounds` times, so that changes in the machine's speed affect all alike."""
+    """Run all contestants in turn, `rounds` times, so that changes in the machine's speed affect all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     results: dict[str, tuple[int, list[list[int]]]] = {}
     for number in range(rounds):
@@ -104,7 +104,7 @@ def measure(contestants: Mapping[str, Contestant], rounds: int, say: Callable[[s
 
 
 def table_of(measured: Mapping[str, Measured]) -> Table:
-    """Returns a table of medians, speedups over the first method, and the ratio of its steps to each method's."""
+    """Return a table of medians, speedups over the first method, and the ratio of its steps to each method's."""
     first = next(iter(measured.values()))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method\n")

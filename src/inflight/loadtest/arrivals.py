@@ -8,7 +8,7 @@ import numpy as np
 def arrival_times(
     num_requests: int, rate: float, *, burstiness: float = 1.0, burst_size: int = 1, seed: int = 0
 ) -> list[float]:
-    """Returns when requests arrive, in seconds after the start, the first at 0.
+    """Return when requests arrive, in seconds after the start, the first at 0.
 
     Args:
         rate: requests per second, on average; infinity: all at once.

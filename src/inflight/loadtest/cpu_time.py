@@ -7,7 +7,7 @@ PROC = Path("/proc")
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the CPU seconds, user and system, of a process, its living descendants and its dead children.
+    """Return the CPU seconds, user and system, of a process, its living descendants and its dead children.
 
     Raises:
         ValueError: there is no such process, or no `/proc`.
@@ -27,7 +27,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def _fields(process: Path) -> list[str]:
-    """Returns the fields of `stat` from the third (state) on; none if the process has just ended."""
+    """Return the fields of `stat` from the third (state) on; none if the process has just ended."""
     try:
         return (process / "stat").read_text().rpartition(")")[2].split()
     except OSError:

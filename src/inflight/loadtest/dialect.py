@@ -62,7 +62,7 @@ class Dialect:
     takes_stream_options: bool = True
 
     def body(self, target: Target, prompt: Prompt, num_output_tokens: int) -> bytes:
-        """Returns a request as JSON. Raises `ValueError` if the endpoint does not take this kind of prompt."""
+        """Return a request as JSON. Raises `ValueError` if the endpoint does not take this kind of prompt."""
         content: dict[str, Any] = {"model": target.model, "stream": True, "temperature": target.temperature}
         content |= {"max_tokens": num_output_tokens, **_prompt_field(target.endpoint, prompt)}
         if self.takes_ignore_eos:
@@ -75,7 +75,7 @@ class Dialect:
 async def find_dialect(
     client: OpenAIClient, target: Target, vocab_sizes: Sequence[int | None], timeout: float
 ) -> Dialect:
-    """Requests one token in different dialects, the richest first, until the server accepts one.
+    """Request one token in different dialects, the richest first, until the server accepts one.
 
     Args:
         vocab_sizes: limits of token ids to try, in this order; None: text.

@@ -22,7 +22,7 @@ SHORTEST = 1e-5
 
 
 def load_figure(records: Sequence[Record], title: str) -> "Figure":
-    """Returns a figure with four panels. Raises `ValueError` without the extra."""
+    """Return a figure with four panels. Raises `ValueError` without the extra."""
     figure = new_figure(11.0, 7.0)
     panels = figure.subplots(2, 2)
     figure.suptitle(title, fontsize=10)
@@ -38,7 +38,7 @@ def load_figure(records: Sequence[Record], title: str) -> "Figure":
 
 
 def _draw_requests(panel: "Axes", records: Sequence[Record]) -> None:
-    """Draws how many requests were due, sent and ended; between the curves are those held back or in flight."""
+    """Draw how many requests were due, sent and ended; between the curves are those held back or in flight."""
     for name, colour, width, moments in (
         ("due", "#cccccc", 3, [record.scheduled for record in records]),
         ("sent", COLOURS["TTFT"], 1, [record.sent for record in records]),
@@ -50,7 +50,7 @@ def _draw_requests(panel: "Axes", records: Sequence[Record]) -> None:
 
 
 def _draw_token_rate(panel: "Axes", records: Sequence[Record]) -> None:
-    """Draws output tokens per second; a request's tokens are distributed evenly over its chunks."""
+    """Draw output tokens per second; a request's tokens are distributed evenly over its chunks."""
     moments = np.concatenate([np.zeros(0), *(np.frombuffer(each.token_times) for each in records if each.token_times)])
     weights = [each.num_output_tokens / len(each.token_times) for each in records for _ in each.token_times]
     end = max(record.finished for record in records) or 1.0

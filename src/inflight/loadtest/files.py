@@ -18,7 +18,7 @@ CHARACTERS_PER_TOKEN = 4
 
 
 def read_prompts(path: Path, outputs: Lengths, seed: int) -> list[Sketch]:
-    """Reads a file's prompts, in order. Entries without an output length get one from `outputs`.
+    """Read a file's prompts, in order. Entries without an output length get one from `outputs`.
 
     The file is JSON lines, or one JSON list. An entry is a string, a list of token ids, an object with "prompt" or
     "messages" (and "output_tokens", or "max_tokens"), or one with "conversations" as in ShareGPT: the first turn is the
@@ -31,7 +31,7 @@ def read_prompts(path: Path, outputs: Lengths, seed: int) -> list[Sketch]:
 
 
 def read_trace(path: Path, outputs: Lengths, seed: int) -> list[Sketch]:
-    """Reads a trace's requests in order of time; the first arrives at second 0.
+    """Read a trace's requests in order of time; the first arrives at second 0.
 
     An entry is an object with "timestamp" (seconds), "prompt" or "prompt_tokens" (a number of random tokens), and
     "output_tokens" (default: a length from `outputs`).
@@ -63,7 +63,7 @@ def _read(path: Path, convert: Callable[[Any, int], Sketch], outputs: Lengths, s
 
 
 def _entries(text: str) -> list[tuple[str, Any]]:
-    """Returns a file's entries, each with its place: the members of one list, or the lines."""
+    """Return a file's entries, each with its place: the members of one list, or the lines."""
     try:
         whole = json.loads(text)
     except json.JSONDecodeError:
@@ -107,7 +107,7 @@ def _trace_entry(entry: Any, num_output_tokens: int) -> Sketch:
 
 
 def _first_exchange(conversation: Any) -> tuple[str, str]:
-    """Returns the first turn of a conversation and the answer to it ("" if there is none)."""
+    """Return the first turn of a conversation and the answer to it ("" if there is none)."""
     turns = conversation if isinstance(conversation, list) else []
     said = [turn.get("value") for turn in turns if isinstance(turn, dict) and turn.get("from") != "system"]
     texts = [value for value in said if isinstance(value, str)]

@@ -52,7 +52,7 @@ class LoadPlan:
     server_pid: int | None = None
 
     def vocab_sizes(self, target: Target) -> list[int | None]:
-        """Returns the limits of token ids to try with the server, in this order; None: text."""
+        """Return the limits of token ids to try with the server, in this order; None: text."""
         has_random_prompts = any(isinstance(sketch.prompt, int) for sketch in self.sketches)
         if target.endpoint == "chat" or self.prompt_kind == "words" or not has_random_prompts:
             return [None]
@@ -78,7 +78,7 @@ async def load_test(
     watch: Callable[[Tally], None] = lambda tally: None,
     clock: Clock | None = None,
 ) -> LoadResult:
-    """Finds out what the server accepts, sends the planned requests, and measures.
+    """Find out what the server accepts, sends the planned requests, and measures.
 
     Args:
         say: receives lines that a reader of the report should know.
@@ -119,7 +119,7 @@ async def load_test(
 
 
 def _requests(plan: LoadPlan, target: Target, dialect: Dialect) -> list[LoadRequest]:
-    """Returns all requests in order of arrival, fully encoded, so that nothing is left to do when they are due."""
+    """Return all requests in order of arrival, fully encoded, so that nothing is left to do when they are due."""
     prompts = write_prompts(
         plan.sketches, num_prefix_tokens=plan.num_prefix_tokens, vocab_size=dialect.vocab_size, seed=plan.seed
     )
@@ -139,7 +139,7 @@ def _requests(plan: LoadPlan, target: Target, dialect: Dialect) -> list[LoadRequ
 
 
 def _warmups(plan: LoadPlan, target: Target, dialect: Dialect) -> list[LoadRequest]:
-    """Returns warm-up requests: the same lengths, all at once, with other prompts, which no prefix cache can reuse."""
+    """Return warm-up requests: the same lengths, all at once, with other prompts, which no prefix cache can reuse."""
     sketches = [
         Sketch(sketch.prompt if isinstance(sketch.prompt, int) else WARMUP_TOKENS, sketch.num_output_tokens)
         for sketch in plan.sketches[: plan.num_warmups]
@@ -165,5 +165,5 @@ def _say_what_differs(dialect: Dialect, plan: LoadPlan, target: Target, say: Cal
 
 
 def as_rows(records: Sequence[Record]) -> list[dict[str, object]]:
-    """Returns each record for JSON, with the times of its chunks."""
+    """Return each record for JSON, with the times of its chunks."""
     return [{**asdict(record), "token_times": list(record.token_times)} for record in records]

@@ -30,7 +30,7 @@ WORDS = tuple(_COMMON_WORDS.split())
 def write_prompts(
     sketches: Sequence[Sketch], *, num_prefix_tokens: int = 0, vocab_size: int | None, seed: int = 0
 ) -> list[Prompt]:
-    """Returns the sketches' prompts; where a sketch has a number, the prompt has as many random tokens.
+    """Return the sketches' prompts; where a sketch has a number, the prompt has as many random tokens.
 
     Args:
         num_prefix_tokens: length of a random prefix that all random prompts share.

@@ -38,7 +38,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Distribution | None":
-        """Returns the distribution of `values`; None if there are no values."""
+        """Return the distribution of `values`; None if there are no values."""
         array = np.fromiter(values, dtype=np.float64)
         if not array.size:
             return None
@@ -56,7 +56,7 @@ class Objectives:
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> "Objectives":
-        """Parses texts such as "ttft:500" or "ttft:500,tpot:50", in milliseconds. Raises `ValueError`."""
+        """Parse texts such as "ttft:500" or "ttft:500,tpot:50", in milliseconds. Raises `ValueError`."""
         limits = {}
         for part in re.split(r"[,\s]+", " ".join(texts).strip()):
             name, _, number = part.partition(":")
@@ -130,11 +130,11 @@ class LoadReport:
     client_cpu_seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the report for JSON."""
+        """Return the report for JSON."""
         return asdict(self)
 
     def tables(self) -> Group:
-        """Returns the report as tables for a terminal."""
+        """Return the report as tables for a terminal."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         for name, words in _rows(self).items():
@@ -150,7 +150,7 @@ def report_of(
     server_cpu_seconds: float | None = None,
     client_cpu_seconds: float = 0.0,
 ) -> LoadReport:
-    """Returns a run in numbers.
+    """Return a run in numbers.
 
     Args:
         records: the records of all requests.
@@ -192,7 +192,7 @@ def report_of(
 
 
 def _peak(records: Sequence[Record]) -> int:
-    """Returns the most requests in flight at once; a request that ends when another is sent does not overlap it."""
+    """Return the most requests in flight at once; a request that ends when another is sent does not overlap it."""
     changes = [(record.sent, 1) for record in records] + [(record.finished, -1) for record in records]
     return max(accumulate(change for _, change in sorted(changes)))
 

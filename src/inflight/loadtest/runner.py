@@ -81,7 +81,7 @@ class Record:
         return [later - earlier for earlier, later in pairwise(self.token_times)]
 
     def take_in(self, chunks: Sequence[Chunk], now: float) -> None:
-        """Adds chunks that were read at `now`."""
+        """Add chunks that were read at `now`."""
         for chunk in chunks:
             if chunk.carries_tokens:
                 self.token_times.append(now)
@@ -138,7 +138,7 @@ async def run_load(
     clock: Clock | None = None,
     watch: Callable[[Tally], None] = lambda tally: None,
 ) -> list[Record]:
-    """Sends each request when it is due, and returns their records in the same order.
+    """Send each request when it is due, and returns their records in the same order.
 
     Args:
         path: the endpoint's path.
@@ -186,7 +186,7 @@ async def run_load(
 
 
 def allow_connections(count: int) -> None:
-    """Raises this process's limit to `count` open connections, as far as the system allows: one for each request."""
+    """Raise this process's limit to `count` open connections, as far as the system allows: one for each request."""
     try:
         import resource
     except ImportError:  # Windows has no such limit

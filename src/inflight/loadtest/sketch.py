@@ -32,14 +32,14 @@ class Sketch:
 
 
 def random_sketches(num_requests: int, inputs: Lengths, outputs: Lengths, seed: int) -> list[Sketch]:
-    """Returns requests with random prompts of random lengths."""
+    """Return requests with random prompts of random lengths."""
     rng = np.random.default_rng((seed, 0))
     prompts, answers = inputs.draw(rng, num_requests), outputs.draw(rng, num_requests)
     return [Sketch(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def repeated(sketches: Sequence[Sketch], num_requests: int | None) -> list[Sketch]:
-    """Returns the first `num_requests` sketches, starting over if there are fewer; None: each once."""
+    """Return the first `num_requests` sketches, starting over if there are fewer; None: each once."""
     if num_requests is None:
         return list(sketches)
     return [sketches[number % len(sketches)] for number in range(num_requests)]

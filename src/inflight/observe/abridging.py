@@ -21,7 +21,7 @@ class Place:
 
 
 def abridge(groups: Sequence[Sequence[int]], available: int, gap: int = 0) -> list[Place]:
-    """Returns the places to draw, at most `available`, for groups of stretches of these lengths.
+    """Return the places to draw, at most `available`, for groups of stretches of these lengths.
 
     No stretch gets more room than it needs, and all that are cut get the same. Groups for which there is still no room
     are left out, the last ones first.
@@ -42,7 +42,7 @@ def abridge(groups: Sequence[Sequence[int]], available: int, gap: int = 0) -> li
 
 
 def num_that_fit(groups: Sequence[Sequence[int]], available: int, gap: int = 0) -> int:
-    """Returns how many groups, from the first, can be drawn with at least the ends of their stretches."""
+    """Return how many groups, from the first, can be drawn with at least the ends of their stretches."""
     needed = -gap
     for number, group in enumerate(groups):
         needed += gap + sum(min(length, SMALLEST) for length in group)
@@ -52,7 +52,7 @@ def num_that_fit(groups: Sequence[Sequence[int]], available: int, gap: int = 0) 
 
 
 def share_out(lengths: Sequence[int], available: int) -> list[int]:
-    """Returns a width for each length: the length itself, if it is at most a fair share of what shorter ones leave."""
+    """Return a width for each length: the length itself, if it is at most a fair share of what shorter ones leave."""
     widths = [0] * len(lengths)
     for rank, number in enumerate(sorted(range(len(lengths)), key=lengths.__getitem__)):
         widths[number] = min(lengths[number], available // (len(lengths) - rank))

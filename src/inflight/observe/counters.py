@@ -14,7 +14,7 @@ class StepCounters:
     num_spans: int = 0
 
     def see(self, record: StepRecord) -> None:
-        """Counts one step."""
+        """Count one step."""
         self.num_steps += 1
         self.num_spans += len(record.spans)
 

@@ -29,18 +29,18 @@ class SlotView:
         self._num_finished = 0
 
     def see(self, record: StepRecord) -> None:
-        """Shows this step."""
+        """Show this step."""
         self._record = record
         self._lanes = [None] * len(self._lanes)
         for span in record.spans:
             self._lanes[span.slot] = span
 
     def add_text(self, request_id: str, text: str) -> None:
-        """Appends to a request's text."""
+        """Append to a request's text."""
         self._texts[request_id] += text
 
     def count_finished(self) -> None:
-        """Counts one more finished request."""
+        """Count one more finished request."""
         self._num_finished += 1
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

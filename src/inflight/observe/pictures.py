@@ -26,7 +26,7 @@ svg { max-width: 100%; height: auto; }
 
 
 def new_figure(width_inches: float, height_inches: float) -> "Figure":
-    """Returns an empty figure without global state (no `pyplot`).
+    """Return an empty figure without global state (no `pyplot`).
 
     Raises:
         ValueError: `matplotlib` is not installed.
@@ -39,26 +39,26 @@ def new_figure(width_inches: float, height_inches: float) -> "Figure":
 
 
 def save_png(figure: "Figure", path: Path) -> None:
-    """Writes a figure as a PNG file. Raises `ValueError` if it cannot be written."""
+    """Write a figure as a PNG file. Raises `ValueError` if it cannot be written."""
     _write(path, _drawn(figure, format="png", dpi=150))
 
 
 def to_svg(figure: "Figure") -> str:
-    """Returns a figure as an `<svg>` element for HTML (no namespaces); letters are paths, so it needs no font."""
+    """Return a figure as an `<svg>` element for HTML (no namespaces); letters are paths, so it needs no font."""
     no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     text = _drawn(figure, format="svg", metadata=no_metadata).decode()
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text[text.index("<svg") :], count=2)
 
 
 def to_html(drawing: RenderableType, width: int) -> str:
-    """Returns what `rich` would print on a terminal of `width` columns, as a `<pre>` element."""
+    """Return what `rich` would print on a terminal of `width` columns, as a `<pre>` element."""
     console = Console(record=True, file=StringIO(), width=width)
     console.print(drawing)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 def write_html(path: Path, title: str, bodies: Sequence[str]) -> None:
-    """Writes a self-contained page: `title` (plain text) as its heading, then `bodies` (HTML) in order.
+    """Write a self-contained page: `title` (plain text) as its heading, then `bodies` (HTML) in order.
 
     Raises `ValueError` if it cannot be written.
     """

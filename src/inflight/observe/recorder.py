@@ -78,14 +78,14 @@ class Recorder:
         self._write({**header, "model": None if model is None else asdict(model)})
 
     def see(self, record: StepRecord) -> None:
-        """Records one step."""
+        """Record one step."""
         line: dict[str, Any] = {name: getattr(record, name) for name in STEP_FIELDS}
         if record.arrivals:
             line["arrivals"] = [self._about(arrival) for arrival in record.arrivals]
         self._write(line)
 
     def close(self) -> None:
-        """Writes what is still buffered and closes the file."""
+        """Write what is still buffered and closes the file."""
         try:
             self._file.close()
         except OSError as error:
@@ -107,7 +107,7 @@ class Recorder:
         return ValueError(f"the recording {str(self._path)!r} cannot be written: {error.strerror}")
 
     def _about(self, arrival: ArrivalRecord) -> dict[str, Any]:
-        """Returns a request without its tokens."""
+        """Return a request without its tokens."""
         return {
             "request_id": arrival.request_id,
             "time": arrival.time,
@@ -118,7 +118,7 @@ class Recorder:
         }
 
     def _block_hashes(self, token_ids: Sequence[int], cache_salt: str | None) -> list[int]:
-        """Returns one hash per full block, of that block and all before it."""
+        """Return one hash per full block, of that block and all before it."""
         size, digest, hashes = self._block_size, repr(cache_salt).encode(), []
         for start in range(0, len(token_ids) - size + 1, size):
             content = digest + array("q", token_ids[start : start + size]).tobytes()
@@ -128,7 +128,7 @@ class Recorder:
 
 
 def observe_with(*observers: Callable[[StepRecord], None] | None) -> Callable[[StepRecord], None]:
-    """Returns one observer that calls several in order; None is skipped."""
+    """Return one observer that calls several in order; None is skipped."""
     present = [observer for observer in observers if observer is not None]
 
     def see(record: StepRecord) -> None:
@@ -139,7 +139,7 @@ def observe_with(*observers: Callable[[StepRecord], None] | None) -> Callable[[S
 
 
 def read_recording(path: Path) -> Recording:
-    """Reads a recording; if its last line is incomplete, because the run was killed, that line is left out.
+    """Read a recording; if its last line is incomplete, because the run was killed, that line is left out.
 
     Raises `ValueError`, which names the line, if the recording cannot be read.
     """
@@ -165,7 +165,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def describe_machine() -> dict[str, str]:
-    """Returns what a recording says about the machine on which it was made."""
+    """Return what a recording says about the machine on which it was made."""
     packages = {}
     for name in ("torch", "transformers"):
         try:
@@ -203,7 +203,7 @@ def _step(values: dict[str, Any], block_size: int) -> StepRecord:
 
 
 def _arrival(values: dict[str, Any], block_size: int) -> ArrivalRecord:
-    """Returns a request with a substitute prompt."""
+    """Return a request with a substitute prompt."""
     prompt: list[int] = []
     for digest in values["block_hashes"]:
         prompt += [digest >> 33, digest >> 2 & 0x7FFFFFFF, *([0] * block_size)][:block_size]

@@ -26,7 +26,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: "array[float]") -> "Percentiles":
-        """Returns the percentiles of `values`; zeros if there are none."""
+        """Return the percentiles of `values`; zeros if there are none."""
         if not values:
             return cls(0.0, 0.0, 0.0)
         return cls(*(float(value) for value in np.percentile(np.frombuffer(values, dtype=np.float32), QUANTILES)))
@@ -77,12 +77,12 @@ class RunReport:
         return self.num_cached_tokens / max(1, self.num_prompt_tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the report for JSON."""
+        """Return the report for JSON."""
         rates = ("output_tokens_per_second", "total_tokens_per_second", "hit_rate")
         return asdict(self) | {name: getattr(self, name) for name in rates}
 
     def table(self) -> Table:
-        """Returns the report as a table for a terminal."""
+        """Return the report as a table for a terminal."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         rows = {
@@ -127,7 +127,7 @@ class RunLog:
     latency: "array[float]" = field(default_factory=lambda: array("f"))
 
     def see_step(self, num_spans: int, num_blocks_used: int, seconds: float) -> None:
-        """Adds a step that took `seconds` and left `num_blocks_used` blocks in use."""
+        """Add a step that took `seconds` and left `num_blocks_used` blocks in use."""
         self.num_steps += 1
         self.num_spans += num_spans
         self.seconds_of_steps += seconds
@@ -135,7 +135,7 @@ class RunLog:
         self.peak_blocks_used = max(self.peak_blocks_used, num_blocks_used)
 
     def see_sequence(self, arrival: float, first: float, last: float, num_output_tokens: int) -> None:
-        """Adds a finished sequence: when it arrived, and when it got its first and its last token."""
+        """Add a finished sequence: when it arrived, and when it got its first and its last token."""
         self.num_output_tokens += num_output_tokens
         self.first_token.append(first - arrival)
         self.latency.append(last - arrival)
@@ -145,7 +145,7 @@ class RunLog:
     def report(
         self, seconds: float, *, num_preemptions: int, num_prompt_tokens: int, num_cached_tokens: int
     ) -> RunReport:
-        """Returns the report of the run; the arguments are the scheduler's counters."""
+        """Return the report of the run; the arguments are the scheduler's counters."""
         return RunReport(
             num_sequences=len(self.latency),
             num_steps=self.num_steps,
@@ -174,7 +174,7 @@ class SequenceTimes:
 
 
 def sequence_times(recording: Recording) -> dict[tuple[str, int], SequenceTimes]:
-    """Returns the times of all sequences that got a token, by request and index.
+    """Return the times of all sequences that got a token, by request and index.
 
     Every span except a chunk gives a token, at the end of its step.
     """
@@ -190,7 +190,7 @@ def sequence_times(recording: Recording) -> dict[tuple[str, int], SequenceTimes]
 
 
 def report_of(recording: Recording) -> RunReport:
-    """Returns a recorded run in numbers. (Without a recorded arrival, a sequence counts from its first token.)
+    """Return a recorded run in numbers. (Without a recorded arrival, a sequence counts from its first token.)
 
     Raises `ValueError` if no step was recorded.
     """

@@ -32,7 +32,7 @@ class StepCapture:
         witness.comparing = step == 0
 
     def see(self, record: StepRecord) -> None:
-        """Tracks which token is where in the cache; keeps the step if it is the wanted one, and ignores later steps."""
+        """Track which token is where in the cache; keeps the step if it is the wanted one, and ignores later steps."""
         batch = self._witness.batch
         assert batch is not None, "a step has run"
         self.num_steps = record.step + 1
@@ -57,7 +57,7 @@ class StepCapture:
         self._cached.update([(to, self._cached[source]) for source, to in moved if source in self._cached])
 
     def _keys(self, number: int, table: list[int], end: int) -> list[int | None]:
-        """Returns a sequence's tokens; None where no layer keeps them and they were never seen in the cache."""
+        """Return a sequence's tokens; None where no layer keeps them and they were never seen in the cache."""
         known, size = self._known.setdefault(number, {}), self._witness.block_size
         for position in range(end):
             if (block := table[position // size]) >= 0:

@@ -41,7 +41,7 @@ class StepDrawing:
         yield Text(f"\n{view.agreement}")
 
     def _sequences(self) -> Table:
-        """Returns a table with one row per sequence: its letter, its work, and its tokens in the packed row."""
+        """Return a table with one row per sequence: its letter, its work, and its tokens in the packed row."""
         table = Table.grid(padding=(0, 2))
         for _ in range(4):
             table.add_column(no_wrap=True)
@@ -61,7 +61,7 @@ class StepDrawing:
     # --------------------------------------------------------------------------------------- the mask
 
     def _mask(self, mask: MaskView, width: int) -> Iterator[Text]:
-        """Yields two header lines, then a line for each token of the packed row."""
+        """Yield two header lines, then a line for each token of the packed row."""
         spans = self._view.spans
         label_width = self._label_width(width)
         queries = [[len(span.tokens)] for span in spans]
@@ -86,7 +86,7 @@ class StepDrawing:
             yield Text(f"⋮ no room here for {len(spans) - num_shown} of {len(spans)} sequences", style="dim")
 
     def _headings(self, columns: list[Place], label_width: int) -> Iterator[Text]:
-        """Yields the header lines: which sequence each column belongs to, and whether its key was cached."""
+        """Yield the header lines: which sequence each column belongs to, and whether its key was cached."""
         letters, ages = Text(" " * label_width), Text(" " * label_width)
         for group in dict.fromkeys(column.group for column in columns):
             span, width = self._view.spans[group], sum(column.group == group for column in columns)
@@ -99,13 +99,13 @@ class StepDrawing:
         yield ages
 
     def _label_width(self, width: int) -> int:
-        """Returns the width for a letter and a token before each row, and a space after them."""
+        """Return the width for a letter and a token before each row, and a space after them."""
         widest = max(cell_len(f"{span.letter} {token} ") for span in self._view.spans for token in span.tokens)
         return min(widest, MAX_LABEL, width // 3)
 
 
 def _with_gaps(columns: list[Place]) -> Iterator[tuple[Place, str]]:
-    """Yields each column and what is drawn before it: a space where another sequence begins."""
+    """Yield each column and what is drawn before it: a space where another sequence begins."""
     group = 0
     for column in columns:
         yield column, "" if column.group == group else " "
@@ -120,7 +120,7 @@ def _label(span: SpanView, token: str, width: int) -> Text:
 
 
 def _cell(column: Place, span: SpanView, allowed: bool) -> tuple[str, str]:
-    """Returns the character of a cell of the mask, and its style."""
+    """Return the character of a cell of the mask, and its style."""
     if column.num_hidden:
         return "…", "dim"
     if not allowed:

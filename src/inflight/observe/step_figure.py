@@ -25,7 +25,7 @@ another sequence. A visible new key has all of it."""
 
 
 def step_figure(view: StepView) -> "Figure":
-    """Draws the masks of a step below each other: rows are the tokens fed, columns are the keys.
+    """Draw the masks of a step below each other: rows are the tokens fed, columns are the keys.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -72,7 +72,7 @@ def _draw(axes: "Axes", view: StepView, mask: MaskView) -> None:
 
 
 def _colours(view: StepView, mask: MaskView) -> npt.NDArray[np.float64]:
-    """Returns RGB values `[T, K, 3]`: white, mixed with a share of the column's colour."""
+    """Return RGB values `[T, K, 3]`: white, mixed with a share of the column's colour."""
     share = np.full(mask.allowed.shape, OTHER)
     colours = np.empty((mask.allowed.shape[1], 3))
     row = column = 0

@@ -126,7 +126,7 @@ class StepView:
 def view_span(
     number: int, record: SpanRecord, key_token_ids: Sequence[int | None], token_text: Callable[[int], str]
 ) -> SpanView:
-    """Returns a span to draw; `key_token_ids` are its sequence's tokens up to the span's end, None where unknown."""
+    """Return a span to draw; `key_token_ids` are its sequence's tokens up to the span's end, None where unknown."""
     keys = tuple("…" if token_id is None else visible(token_text(token_id)) for token_id in key_token_ids)
     return SpanView(number, record.kind, record.slot, record.request_id, record.start, keys)
 
@@ -134,7 +134,7 @@ def view_span(
 def view_step(
     record: StepRecord, spans: Sequence[SpanView], batch: RaggedBatch, calls: Sequence[WitnessedCall], backend: str
 ) -> StepView:
-    """Assembles a step from its record, its spans, the batch that ran, and its witnessed attention calls."""
+    """Assemble a step from its record, its spans, the batch that ran, and its witnessed attention calls."""
     return StepView(
         step=record.step,
         num_waiting=record.num_waiting,
@@ -147,7 +147,7 @@ def view_step(
 
 
 def view_masks(batch: RaggedBatch, calls: Sequence[WitnessedCall]) -> tuple[MaskView, ...]:
-    """Returns one mask for each window and chunk among the calls, in the order of their first calls."""
+    """Return one mask for each window and chunk among the calls, in the order of their first calls."""
     kinds: dict[tuple[int | None, int | None], list[int]] = {}
     for number, call in enumerate(calls):
         kinds.setdefault((call.spec.window, call.spec.chunk), []).append(number)
@@ -169,7 +169,7 @@ def _heading(numbers: Sequence[int], num_calls: int, window: int | None, chunk: 
 
 
 def letters(number: int) -> str:
-    """Returns the name of sequence `number`: A to Z, then AA, AB, …, like spreadsheet columns."""
+    """Return the name of sequence `number`: A to Z, then AA, AB, …, like spreadsheet columns."""
     rest, last = divmod(number, 26)
     return (letters(rest - 1) if rest else "") + chr(ord("A") + last)
 
@@ -178,7 +178,7 @@ _SIGNS = {" ": "·", "\n": "↵", "\t": "⇥"}
 
 
 def visible(text: str) -> str:
-    """Returns a token's text on one line: spaces, line ends and tabs become signs, invisible characters are escaped."""
+    """Return a token's text on one line: spaces, line ends and tabs become signs, invisible characters are escaped."""
     return "".join(_SIGNS.get(char) or (_escaped(char) if _has_no_shape(char) else char) for char in text)
 
 

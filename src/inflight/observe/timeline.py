@@ -66,13 +66,13 @@ class Timeline:
             yield line
 
     def _main_use(self, slot: int, first: int, last: int) -> str:
-        """Returns what a slot mostly did in these steps; a prefill is always shown."""
+        """Return what a slot mostly did in these steps; a prefill is always shown."""
         uses = Counter(step[slot].use if slot in step else "idle" for step in self.steps[first:last])
         return "prefill" if "prefill" in uses else uses.most_common(1)[0][0]
 
 
 def legend() -> Text:
-    """Returns the meaning of a timeline's marks."""
+    """Return the meaning of a timeline's marks."""
     text = Text("    ")
     for use, (mark, colour) in MARKS.items():
         text.append("(blank)" if use == "idle" else mark, style=colour).append(f" {use}   ")

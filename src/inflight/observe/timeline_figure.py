@@ -16,7 +16,7 @@ COLOURS = ("#ffffff", "#e8a33d", "#2f8f5b", "#7fc79b", "#d9d9d9")
 
 
 def timeline_figure(timelines: Sequence[Timeline], subtitles: Sequence[str] = ()) -> "Figure":
-    """Returns a figure with one panel per timeline, titled with its name and its subtitle (such as its wall time).
+    """Return a figure with one panel per timeline, titled with its name and its subtitle (such as its wall time).
     Raises `ValueError` without the extra."""
     heights = [timeline.num_slots + 3 for timeline in timelines]
     figure = new_figure(11.0, 0.16 * sum(heights) + 0.7)
@@ -46,7 +46,7 @@ def timeline_figure(timelines: Sequence[Timeline], subtitles: Sequence[str] = ()
 
 
 def _cells(timeline: Timeline) -> np.ndarray:
-    """Returns indices into `USES`, `[num_slots, steps]` int64; a slot's requests alternate between the two greens."""
+    """Return indices into `USES`, `[num_slots, steps]` int64; a slot's requests alternate between the two greens."""
     cells = np.zeros((timeline.num_slots, len(timeline.steps)), dtype=np.int64)
     for slot in range(timeline.num_slots):
         request, parity = None, 1

@@ -54,7 +54,7 @@ class Stretch:
 
 
 def stretches(steps: Sequence[StepRecord]) -> list[Stretch]:
-    """Returns all stretches of a run; those of one slot do not overlap. A gap between them is an idle slot."""
+    """Return all stretches of a run; those of one slot do not overlap. A gap between them is an idle slot."""
     computed = _computed(steps)
     on_slot: defaultdict[int, list[Stretch]] = defaultdict(list)
     of_sequence: defaultdict[tuple[str, int], list[Stretch]] = defaultdict(list)
@@ -82,7 +82,7 @@ def stretches(steps: Sequence[StepRecord]) -> list[Stretch]:
 
 
 def _computed(steps: Sequence[StepRecord]) -> list[Stretch]:
-    """Joins spans of one sequence and kind in consecutive steps; the result is in order of first steps."""
+    """Join spans of one sequence and kind in consecutive steps; the result is in order of first steps."""
     latest: dict[int, Stretch] = {}
     done: list[Stretch] = []
     for number, step in enumerate(steps):
@@ -99,13 +99,13 @@ def _computed(steps: Sequence[StepRecord]) -> list[Stretch]:
 
 
 def _next_step(ordered: Sequence[Stretch], step: int, otherwise: int) -> int:
-    """Returns the first step, from `step` on, in which one of the stretches begins; else `otherwise`."""
+    """Return the first step, from `step` on, in which one of the stretches begins; else `otherwise`."""
     place = bisect_left(ordered, step, key=attrgetter("first_step"))
     return ordered[place].first_step if place < len(ordered) else otherwise
 
 
 def start_of(recording: Recording) -> float:
-    """Returns the start of a recording: the first request's arrival, or the first step's start if that is earlier."""
+    """Return the start of a recording: the first request's arrival, or the first step's start if that is earlier."""
     first_steps = [step.start_time for step in recording.steps[:1]]
     return min([*(arrival.time for arrival in recording.arrivals), *first_steps], default=0.0)
 
@@ -114,7 +114,7 @@ def start_of(recording: Recording) -> float:
 
 
 def chrome_events(recording: Recording) -> Iterator[Event]:
-    """Yields events in the Trace Event Format of Chrome and Perfetto, with times in microseconds.
+    """Yield events in the Trace Event Format of Chrome and Perfetto, with times in microseconds.
 
     Each span, and each stretch of waiting or preemption, is a complete event on its slot's track; each preemption is an
     instant event; each request's time in the queue is an asynchronous event; each step has counters.
@@ -140,7 +140,7 @@ def chrome_events(recording: Recording) -> Iterator[Event]:
 
 
 def write_chrome_trace(recording: Recording, path: Path) -> None:
-    """Writes a file for chrome://tracing or ui.perfetto.dev. Raises `ValueError` if it cannot be written."""
+    """Write a file for chrome://tracing or ui.perfetto.dev. Raises `ValueError` if it cannot be written."""
     try:
         with path.open("w", encoding="utf-8") as file:
             separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
@@ -161,7 +161,7 @@ def _names(recording: Recording) -> Iterator[Event]:
 
 
 def _queueing(recording: Recording, begin: float) -> Iterator[Event]:
-    """Yields events that last from a request's arrival to its first span."""
+    """Yield events that last from a request's arrival to its first span."""
     arrivals = {arrival.request_id: arrival.time for arrival in recording.arrivals}
     for step in recording.steps:
         for span in step.spans:
@@ -172,7 +172,7 @@ def _queueing(recording: Recording, begin: float) -> Iterator[Event]:
 
 
 def _complete(slot: int, request_id: str, index: int, kind: str, start: float, end: float) -> Event:
-    """Returns an event that has a beginning and an end."""
+    """Return an event that has a beginning and an end."""
     return {
         "ph": "X",
         "name": f"{_name(request_id, index)} {kind}",

@@ -14,7 +14,7 @@ LANE_INCHES, MOST_LANE_INCHES = 0.16, 9.0
 
 
 def trace_figure(recording: Recording) -> "Figure":
-    """Returns the timeline of a recording. Raises `ValueError` without the extra, or if no step was recorded."""
+    """Return the timeline of a recording. Raises `ValueError` without the extra, or if no step was recorded."""
     steps, num_slots, begin = recording.steps, recording.config.max_num_seqs, start_of(recording)
     if not steps:
         raise ValueError("the recording has no steps")

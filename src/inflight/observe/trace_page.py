@@ -16,7 +16,7 @@ KINDS = list(COLOURS)
 
 
 def write_page(recording: Recording, path: Path, title: str) -> None:
-    """Writes the page. Raises `ValueError` if it cannot be written."""
+    """Write the page. Raises `ValueError` if it cannot be written."""
     legend = "".join(f'<span style="color:{colour}">&#9632;</span> {kind} &nbsp; ' for kind, colour in COLOURS.items())
     data = json.dumps(page_data(recording), separators=(",", ":")).replace("<", "\\u003c")
     bodies = [
@@ -30,7 +30,7 @@ def write_page(recording: Recording, path: Path, title: str) -> None:
 
 
 def page_data(recording: Recording) -> dict[str, Any]:
-    """Returns what the script draws: times in microseconds, everything else by step or as lists of numbers."""
+    """Return what the script draws: times in microseconds, everything else by step or as lists of numbers."""
     steps, begin = recording.steps, start_of(recording)
     requests: dict[str, int] = {}
     drawn = [

@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0)
 def profile_decode(
     engine: Engine, num_sequences: int, num_cached_tokens: int, num_steps: int, params: SamplingParams = GREEDY
 ) -> StepProfile:
-    """Measures decode steps of an engine on an otherwise idle CPU, and divides a step into parts.
+    """Measure decode steps of an engine on an otherwise idle CPU, and divides a step into parts.
 
     Args:
         num_sequences: how many sequences decode together.
@@ -104,21 +104,21 @@ class Decodes:
             waiting.difference_update(self._run())
 
     def step(self) -> None:
-        """Decodes one token of every sequence. Raises `ValueError` if a sequence gets none."""
+        """Decode one token of every sequence. Raises `ValueError` if a sequence gets none."""
         if len(self._run()) != len(self._names):
             raise ValueError("the sequences did not all fit the cache at once; give it more blocks")
 
     def lengths(self) -> list[int]:
-        """Returns how many keys each sequence's next query attends to."""
+        """Return how many keys each sequence's next query attends to."""
         return [len(sequence.token_ids) for sequence in self._engine.scheduler.sequences()]
 
     def end(self) -> None:
-        """Aborts all sequences, so that the engine is empty."""
+        """Abort all sequences, so that the engine is empty."""
         for name in self._names:
             self._engine.abort(name)
 
     def _run(self) -> list[str]:
-        """Runs one step; returns the ids of the requests that got a token."""
+        """Run one step; returns the ids of the requests that got a token."""
         outputs = self._engine.step()
         for output in outputs:
             if output.error is not None:
@@ -129,7 +129,7 @@ class Decodes:
 
 
 def _check(engine: Engine, num_sequences: int, num_tokens: int) -> None:
-    """Raises `ValueError` unless the engine can hold `num_sequences` sequences of `num_tokens` tokens at once."""
+    """Raise `ValueError` unless the engine can hold `num_sequences` sequences of `num_tokens` tokens at once."""
     info, config = engine.model_info, engine.config
     if not info.device.startswith("cpu"):
         raise ValueError(f"the model is on {info.device}; only steps on a CPU can be profiled so far")

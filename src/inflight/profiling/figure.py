@@ -12,7 +12,7 @@ TIME, FLOOR = "#7fc79b", "#2f8f5b"
 
 
 def profile_figure(profile: StepProfile) -> "Figure":
-    """Returns a figure with the whole step on top and its parts below. Raises `ValueError` without the extra."""
+    """Return a figure with the whole step on top and its parts below. Raises `ValueError` without the extra."""
     bars = [("step", profile.step_seconds, profile.floor_seconds)]
     bars += [(part.name, part.seconds, part.floor_seconds or 0.0) for part in profile.parts]
     names, seconds, floors = zip(*bars, strict=True)

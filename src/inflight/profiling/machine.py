@@ -66,13 +66,13 @@ class MachineMeter:
 
     @torch.inference_mode()
     def measure(self) -> None:
-        """Takes one more reading of both."""
+        """Take one more reading of both."""
         for reader, seconds in zip(self._readers, self._read_seconds, strict=True):
             seconds.append(_seconds(reader))
         self._multiply_seconds.append(_seconds(self._multiply))
 
     def machine(self) -> Machine:
-        """Returns the medians of all readings (there must be at least one)."""
+        """Return the medians of all readings (there must be at least one)."""
         num_operations = 2 * LINEAR_ROWS * LINEAR_SIZE**2
         return Machine(
             read_bytes_per_second=self._num_bytes / min(map(statistics.median, self._read_seconds)),
@@ -81,7 +81,7 @@ class MachineMeter:
 
 
 def last_level_cache_bytes() -> int:
-    """Returns the size of the first processor's largest cache, as reported by Linux; 32 MiB if it is not reported."""
+    """Return the size of the first processor's largest cache, as reported by Linux; 32 MiB if it is not reported."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     sizes = [DEFAULT_LAST_LEVEL_CACHE_BYTES]
     try:

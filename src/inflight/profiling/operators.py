@@ -74,7 +74,7 @@ def marked_forward(executor: PackedExecutor) -> Iterator[None]:
 
 
 def profile_operators(executor: PackedExecutor, step: Callable[[], None], num_steps: int) -> list[OperatorTimes]:
-    """Runs steps of one forward pass each under the profiler, after one step that does not count."""
+    """Run steps of one forward pass each under the profiler, after one step that does not count."""
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     with marked_forward(executor), profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(num_steps + 1):
@@ -90,7 +90,7 @@ def _times(forward: FunctionEvent) -> OperatorTimes:
 
 
 def _add_up(event: FunctionEvent, kind: str, seconds: dict[str, float]) -> None:
-    """Adds an event's own time to its kind, and the times of all events inside it to theirs."""
+    """Add an event's own time to its kind, and the times of all events inside it to theirs."""
     seconds[kind] += event.self_cpu_time_total * 1e-6
     for child in event.cpu_children:
         _add_up(child, kind if kind in ("linears", "attention") else _kind(child.name), seconds)

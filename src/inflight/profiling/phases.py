@@ -30,7 +30,7 @@ class PhaseTimes:
 
 
 def time_phases(engine: Engine, step: Callable[[], None]) -> PhaseTimes:
-    """Runs one step of `engine` with a clock at each phase."""
+    """Run one step of `engine` with a clock at each phase."""
     runner, scheduler = engine.runner, engine.scheduler
     with ExitStack() as stack:
 

@@ -75,11 +75,11 @@ class StepProfile:
         return self.step_seconds / self.floor_seconds
 
     def share(self, part: Part) -> float:
-        """Returns the part's share of the step's time."""
+        """Return the part's share of the step's time."""
         return part.seconds / self.step_seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all fields and the values derived from them, for JSON."""
+        """Return all fields and the values derived from them, for JSON."""
         parts = [{**asdict(part), "share": self.share(part), "times_floor": part.times_floor} for part in self.parts]
         return {
             **asdict(self),
@@ -89,7 +89,7 @@ class StepProfile:
         }
 
     def write_json(self, path: Path) -> None:
-        """Writes the profile to a file. Raises `ValueError` if it cannot be written."""
+        """Write the profile to a file. Raises `ValueError` if it cannot be written."""
         try:
             path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
@@ -103,7 +103,7 @@ def take_apart(
     machine: Machine,
     work: StepWork,
 ) -> tuple[tuple[Part, ...], float]:
-    """Returns the parts of a step, and the correction that makes them add up to `step_seconds`.
+    """Return the parts of a step, and the correction that makes them add up to `step_seconds`.
 
     Args:
         phases: times of steps with a clock at each phase.
@@ -129,7 +129,7 @@ def take_apart(
 
 
 def split_forward(seconds: float, operators: dict[str, float]) -> dict[str, float]:
-    """Divides a forward pass that ran without the profiler, by the operator times of one that ran under it (see above).
+    """Divide a forward pass that ran without the profiler, by the operator times of one that ran under it (see above).
 
     If linear layers and attention alone took longer, there was a disturbance, and all times are scaled alike."""
     large = operators["linears"] + operators["attention"]

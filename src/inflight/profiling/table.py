@@ -9,7 +9,7 @@ NOTABLE_CORRECTION = 0.1
 
 
 def profile_table(profile: StepProfile) -> RenderableType:
-    """Returns what was measured, then a row for each part, then the whole step."""
+    """Return what was measured, then a row for each part, then the whole step."""
     model, machine, work = profile.model, profile.machine, profile.work
     setting = Table(show_header=False, box=None, pad_edge=False)
     compiled = "" if model.compile == "off" else f", compiled ({model.compile})"

@@ -40,7 +40,7 @@ class StepWork:
 def decode_work(
     model: nn.Module, specs: Sequence[AttentionSpec], backend: AttentionBackend, block_size: int, lengths: Sequence[int]
 ) -> StepWork:
-    """Returns the work of a step that gives one token to each of several sequences.
+    """Return the work of a step that gives one token to each of several sequences.
 
     Args:
         specs: the attention calls of a forward pass.
@@ -65,7 +65,7 @@ def has_prepacked_linears(model: nn.Module) -> bool:
 
 
 def _once(weights_of: Callable[[nn.Module], Iterator[torch.Tensor]], model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields the tensors that `weights_of` gives for all modules of a model, each once."""
+    """Yield the tensors that `weights_of` gives for all modules of a model, each once."""
     seen: set[int] = set()
     for module in model.modules():
         for weight in weights_of(module):
@@ -75,7 +75,7 @@ def _once(weights_of: Callable[[nn.Module], Iterator[torch.Tensor]], model: nn.M
 
 
 def _linear_weights(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields the matrix of a linear layer, prepacked or not."""
+    """Yield the matrix of a linear layer, prepacked or not."""
     if isinstance(module, SiblingLinear):
         yield module.together.linear.prepacked
     elif isinstance(module, PrepackedLinear):
@@ -85,7 +85,7 @@ def _linear_weights(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _expert_weights(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields all experts' matrices, prepacked or not."""
+    """Yield all experts' matrices, prepacked or not."""
     experts = getattr(module, "inflight_experts", None)
     if isinstance(experts, PrepackedExperts):
         yield from (linear.prepacked for linear in (*experts.up, *experts.down))
@@ -93,7 +93,7 @@ def _expert_weights(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _num_visible(spec: AttentionSpec, length: int) -> int:
-    """Returns how many of `length` keys the last position's query may see."""
+    """Return how many of `length` keys the last position's query may see."""
     visible = length
     if spec.window is not None:
         visible = min(visible, spec.window)

@@ -9,8 +9,8 @@ from fastapi import FastAPI
 
 from inflight import __version__
 from inflight.async_llm import AsyncLLM
-from inflight.server.anthropic import endpoint as messages
-from inflight.server.anthropic import errors as messages_errors
+from inflight.server.anthropic import endpoint as anthropic_messages
+from inflight.server.anthropic import errors as anthropic_errors
 from inflight.server.openai import chat, completions, tokenization
 from inflight.server.responses import endpoint as responses
 from inflight.server.responses.store import ResponseStore
@@ -23,7 +23,7 @@ from inflight.server.wire.api_errors import add_error_handlers
 
 
 def create_app(llm: AsyncLLM, settings: ServerSettings, observer: RequestObserver | None = None) -> FastAPI:
-    """Returns an ASGI application that serves `llm`.
+    """Return an ASGI application that serves `llm`.
 
     It accepts requests as soon as it starts; requests that arrive while the engine is loading wait for it.
 
@@ -45,7 +45,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings, observer: RequestObserve
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = Service(llm, settings, observer, start_time=int(time.time()))
     app.state.responses = ResponseStore()
-    for module in (completions, chat, responses, messages, tokenization, status):
+    for module in (completions, chat, responses, anthropic_messages, tokenization, status):
         app.include_router(module.router)
-    add_error_handlers(app, {messages_errors.PATH: messages_errors.answer})
+    add_error_handlers(app, {anthropic_errors.PATH: anthropic_errors.answer})
     return app

@@ -81,7 +81,7 @@ async def _serve(
 
 
 def listen(host: str, port: int, max_stall: float) -> socket.socket:
-    """Opens a listening socket.
+    """Open a listening socket.
 
     Args:
         max_stall: seconds after which the operating system, where it supports this, closes a connection whose client

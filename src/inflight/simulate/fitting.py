@@ -24,7 +24,7 @@ Matrix = npt.NDArray[np.float64]
 
 
 def fit_cost(recordings: Sequence[Recording]) -> StepCost:
-    """Returns the cost that fits all steps of the recordings best.
+    """Return the cost that fits all steps of the recordings best.
 
     Raises `ValueError` unless the steps have at least two different numbers of tokens.
     """
@@ -44,7 +44,7 @@ def fit_cost(recordings: Sequence[Recording]) -> StepCost:
 
 
 def timed_steps(steps: Iterable[StepRecord]) -> list[tuple[StepRecord, float]]:
-    """Returns each step with its seconds: up to the next step's start if it left work to do, else its own duration."""
+    """Return each step with its seconds: up to the next step's start if it left work to do, else its own duration."""
     steps = list(steps)
     timed = [
         (step, after.start_time - step.start_time if step.num_running + step.num_waiting else step.duration)
@@ -54,12 +54,12 @@ def timed_steps(steps: Iterable[StepRecord]) -> list[tuple[StepRecord, float]]:
 
 
 def load_of(step: StepRecord) -> StepLoad:
-    """Returns the load of a recorded step."""
+    """Return the load of a recorded step."""
     return StepLoad.of((span.start, span.length, int(span.kind != "chunk")) for span in step.spans)
 
 
 def choose_knots(num_tokens: Sequence[int]) -> list[int]:
-    """Returns the fewest and most tokens seen, and each power of two between them with steps since the last knot."""
+    """Return the fewest and most tokens seen, and each power of two between them with steps since the last knot."""
     seen = sorted(set(num_tokens))
     knots = [seen[0]]
     for exponent in range(seen[-1].bit_length()):
@@ -70,14 +70,14 @@ def choose_knots(num_tokens: Sequence[int]) -> list[int]:
 
 
 def _rises(num_tokens: Sequence[int], knots: Sequence[int]) -> Matrix:
-    """Returns `[steps, knots]`: 1 for the first knot's level, then each step's share of the rise to further knots."""
+    """Return `[steps, knots]`: 1 for the first knot's level, then each step's share of the rise to further knots."""
     tokens = np.array(num_tokens, dtype=np.float64)[:, None]
     low, high = np.array(knots[:-1], dtype=np.float64), np.array(knots[1:], dtype=np.float64)
     return np.hstack([np.ones_like(tokens), np.clip((tokens - low) / (high - low), 0.0, 1.0)])
 
 
 def _robust(design: Matrix, seconds: Matrix) -> Matrix:
-    """Solves `design [steps, columns]` for `seconds [steps]`: least squares on relative errors, repeated without
+    """Solve `design [steps, columns]` for `seconds [steps]`: least squares on relative errors, repeated without
     outliers. Returns `[columns]`."""
     predicted, kept = seconds, np.ones(len(seconds), dtype=bool)
     for _ in range(ROUNDS):
@@ -89,7 +89,7 @@ def _robust(design: Matrix, seconds: Matrix) -> Matrix:
 
 
 def _non_negative(design: Matrix, target: Matrix) -> Matrix:
-    """Solves `design [steps, columns]` for `target [steps]` by least squares, dropping the most negative coefficient
+    """Solve `design [steps, columns]` for `target [steps]` by least squares, dropping the most negative coefficient
     until none is left. Returns `[columns]`."""
     scale = np.linalg.norm(design, axis=0)
     columns = [column for column in range(design.shape[1]) if scale[column] > 0]

@@ -51,7 +51,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """Parses "100" or "fixed:100", "uniform:16:256", "exponential:100", "lognormal:100:1". Raises `ValueError`."""
+        """Parse "100" or "fixed:100", "uniform:16:256", "exponential:100", "lognormal:100:1". Raises `ValueError`."""
         shape, *numbers = text.split(":") if ":" in text else ["fixed", text]
         needed = 2 if shape in ("uniform", "lognormal") else 1
         try:
@@ -67,7 +67,7 @@ class Lengths:
         return cls(cast(Shape, shape), *values)
 
     def draw(self, rng: np.random.Generator, count: int, at_most: float = inf) -> list[int]:
-        """Returns `count` random lengths; those above `at_most` are cut to it."""
+        """Return `count` random lengths; those above `at_most` are cut to it."""
         if self.shape == "fixed":
             values = np.full(count, self.first)
         elif self.shape == "uniform":
@@ -127,7 +127,7 @@ class SyntheticLoad:
 
 
 def replay(recording: Recording) -> Iterator[SimulatedRequest]:
-    """Yields a recording's requests, with their recorded arrival times and numbers of output tokens.
+    """Yield a recording's requests, with their recorded arrival times and numbers of output tokens.
 
     Time 0 is the first step. Requests without a recorded arrival or without output tokens are left out.
     """

@@ -35,7 +35,7 @@ def simulate(
     model: ModelInfo | None = None,
     observer: Callable[[StepRecord], None] | None = None,
 ) -> RunReport:
-    """Runs requests to their ends on a virtual clock that begins at 0.
+    """Run requests to their ends on a virtual clock that begins at 0.
 
     Args:
         requests: in order of arrival; taken one by one as the clock advances.
@@ -52,7 +52,7 @@ def simulate(
 
 
 def enough_blocks(config: EngineConfig, layout: CacheLayout) -> int:
-    """Returns the number of blocks in the cache: the configured one, or enough for every case."""
+    """Return the number of blocks in the cache: the configured one, or enough for every case."""
     if config.num_blocks is not None:
         return config.num_blocks
     return config.max_num_seqs * layout.max_num_blocks(config.max_model_len or DEFAULT_MODEL_LEN)
@@ -102,7 +102,7 @@ class Simulation:
         self._first_token_times: dict[int, float] = {}
 
     def run(self) -> RunReport:
-        """Runs steps until all requests have finished."""
+        """Run steps until all requests have finished."""
         scheduler = self.scheduler
         while True:
             self._submit_arrived()
@@ -149,7 +149,7 @@ class Simulation:
             self._watch.see_arrival(arrival)
 
     def _step(self, plan: StepPlan) -> None:
-        """Simulates one step and processes its results."""
+        """Simulate one step and processes its results."""
         planned = None if self.observer is None else self._watch.see_plan(plan)
         start, seconds = self.clock, self.cost.seconds(load_of_plan(plan))
         self.clock += seconds
@@ -167,7 +167,7 @@ class Simulation:
             self.observer(self._watch.record(planned, self.log.num_steps - 1, start, seconds))
 
     def _end_early(self, sequence: Sequence) -> None:
-        """Ends a sequence that has all its tokens, if it gets fewer than others of its request."""
+        """End a sequence that has all its tokens, if it gets fewer than others of its request."""
         request_id = sequence.request.request_id
         if request_id in self._uneven:
             wanted = self._expected[request_id].num_output_tokens[sequence.index]
@@ -186,7 +186,7 @@ class Simulation:
 
 
 def load_of_plan(plan: StepPlan) -> StepLoad:
-    """Returns the load of a planned step. (It inlines `StepLoad.of` for decodes, because it is called very often.)"""
+    """Return the load of a planned step. (It inlines `StepLoad.of` for decodes, because it is called very often.)"""
     decodes = [span.start for span in plan.spans if span.sequence_length == span.start + 1]
     others = [(s.start, len(s.token_ids), s.num_logit_rows) for s in plan.spans if s.sequence_length != s.start + 1]
     num_keys = sum(decodes) + len(decodes)

@@ -30,7 +30,7 @@ class StepLoad(NamedTuple):
 
     @classmethod
     def of(cls, spans: Iterable[tuple[int, int, int]]) -> "StepLoad":
-        """Returns the load of spans given as (start, length, rows of logits)."""
+        """Return the load of spans given as (start, length, rows of logits)."""
         num_tokens = num_logit_rows = num_context_tokens = num_attended_keys = 0
         for start, length, num_rows in spans:
             num_tokens += length
@@ -58,12 +58,12 @@ class StepCost:
 
     @classmethod
     def linear(cls, fixed: float, per_token: float, **rates: float) -> "StepCost":
-        """Returns a cost of `fixed` seconds per step, `per_token` for each token, and the given rates."""
+        """Return a cost of `fixed` seconds per step, `per_token` for each token, and the given rates."""
         return cls(((0, fixed), (1, fixed + per_token)), **rates)
 
     @classmethod
     def parse(cls, text: str) -> "StepCost":
-        """Parses a JSON object with the attributes of `StepCost` or the arguments of `linear`. Raises `ValueError`."""
+        """Parse a JSON object with the attributes of `StepCost` or the arguments of `linear`. Raises `ValueError`."""
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
@@ -84,11 +84,11 @@ class StepCost:
         return cls(_knots(values["knots"]), **{name: values[name] for name in RATES if name in values})
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the cost for JSON, in the form that `parse` reads."""
+        """Return the cost for JSON, in the form that `parse` reads."""
         return asdict(self)
 
     def seconds(self, load: StepLoad) -> float:
-        """Returns the seconds of a step with this load."""
+        """Return the seconds of a step with this load."""
         knots = self.knots
         after = min(max(bisect.bisect_left(knots, (load.num_tokens,)), 1), len(knots) - 1)
         (tokens, seconds), (next_tokens, next_seconds) = knots[after - 1], knots[after]

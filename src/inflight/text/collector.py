@@ -54,7 +54,7 @@ class Collector:
         self._num_preemptions = [0] * params.n
 
     def take_in(self, news: SequenceOutput) -> TextDelta:
-        """Adds one step's output of one sequence; returns what is new for the reader."""
+        """Add one step's output of one sequence; returns what is new for the reader."""
         completion = self.output.outputs[news.index]
         completion.token_ids += news.new_token_ids
         logprobs, prompt_logprobs = self._take_in_scores(news)
@@ -81,7 +81,7 @@ class Collector:
         )
 
     def snapshot(self) -> RequestOutput:
-        """Returns the output so far, with its text; later steps do not change it."""
+        """Return the output so far, with its text; later steps do not change it."""
         outputs = [
             replace(
                 each,
@@ -96,7 +96,7 @@ class Collector:
     def _take_in_scores(
         self, news: SequenceOutput
     ) -> tuple[list[TokenLogprobs] | None, list[TokenLogprobs | None] | None]:
-        """Adds log-probabilities; returns those of the new tokens, and those of the prompt once they have arrived."""
+        """Add log-probabilities; returns those of the new tokens, and those of the prompt once they have arrived."""
         completion, logprobs, prompt_logprobs = self.output.outputs[news.index], None, None
         prompt_ids = self.output.prompt_token_ids[1:]
         prompt_scores = news.prompt_scores if prompt_ids else []
@@ -112,7 +112,7 @@ class Collector:
         return logprobs, prompt_logprobs
 
     def _logprobs(self, token_id: int, score: TokenScore) -> TokenLogprobs:
-        """Returns the log-probabilities at a position: the token's own, then those of the likeliest tokens."""
+        """Return the log-probabilities at a position: the token's own, then those of the likeliest tokens."""
         logprobs = {token_id: Logprob(score.logprob, score.rank, self._decoded(token_id))}
         for rank, (top_id, logprob) in enumerate(zip(score.top_token_ids, score.top_logprobs, strict=True), start=1):
             if top_id != token_id:

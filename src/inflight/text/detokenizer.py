@@ -47,13 +47,13 @@ class IncrementalDetokenizer:
         self._num_shown = len(self._text)  # characters of the window's text that need not be shown
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that `token_ids` make certain; at most one incomplete character is held back."""
+        """Return the text that `token_ids` make certain; at most one incomplete character is held back."""
         groups = self._join(filter(self._has_text, token_ids))
         step = _MAX_WINDOW - _MIN_WINDOW
         return "".join(self._advance(groups[start : start + step]) for start in range(0, len(groups), step))
 
     def finish(self) -> str:
-        """Returns what was held back, with U+FFFD for a character that was never completed."""
+        """Return what was held back, with U+FFFD for a character that was never completed."""
         delta = self._advance(self._byte_joiner.flush()) + self._text[self._num_shown :]
         self._num_shown = len(self._text)
         return delta
@@ -103,7 +103,7 @@ class _ByteJoiner:
         self._token_ids: list[int] = []  # the byte tokens of an incomplete character
 
     def feed(self, token_id: int) -> list[list[int]]:
-        """Returns the groups that `token_id` completes, in order."""
+        """Return the groups that `token_id` completes, in order."""
         if token_id not in self._byte_of_token:
             return [*self.flush(), [token_id]]
         self._token_ids.append(token_id)
@@ -122,7 +122,7 @@ class _ByteJoiner:
         return groups
 
     def flush(self) -> list[list[int]]:
-        """Returns a replacement for each byte of the incomplete character, which will not be completed."""
+        """Return a replacement for each byte of the incomplete character, which will not be completed."""
         groups = [self._replacement] * len(self._token_ids)
         self._token_ids = []
         return groups

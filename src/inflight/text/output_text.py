@@ -42,7 +42,7 @@ class OutputText:
 
     @classmethod
     def of_request(cls, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> OutputText:
-        """Returns the text of a new sequence that answers a request with these parameters."""
+        """Return the text of a new sequence that answers a request with these parameters."""
         return cls(
             tokenizer,
             prompt_token_ids,
@@ -71,7 +71,7 @@ class OutputText:
     def take_in(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None, stop_reason: int | str | None = None
     ) -> str:
-        """Returns the text that is safe to show after a step's tokens; all of it if the sequence has ended.
+        """Return the text that is safe to show after a step's tokens; all of it if the sequence has ended.
 
         A token that ended the sequence (finish reason "stop" without a stop string) is not part of the text.
         """
@@ -80,7 +80,7 @@ class OutputText:
         return delta if finish_reason is None else delta + self.finish()
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that is safe to show after `token_ids`; tokens after a stop are dropped."""
+        """Return the text that is safe to show after `token_ids`; tokens after a stop are dropped."""
         if self._stop_strings is None:
             self._num_tokens += len(token_ids)
             return self._show(self._detokenizer.append(token_ids))
@@ -93,7 +93,7 @@ class OutputText:
         return self._show("".join(deltas))
 
     def finish(self) -> str:
-        """Returns what was held back, when the sequence has ended. A stop string in it is found, too."""
+        """Return what was held back, when the sequence has ended. A stop string in it is found, too."""
         if self._stop_reason is not None or self._num_tokens == 0:
             return ""
         delta = self._detokenizer.finish()

@@ -22,7 +22,7 @@ class StopStrings:
     """
 
     def __init__(self, stop: Sequence[str], include_stop_str_in_output: bool = False) -> None:
-        """Raises ValueError for an empty stop string, which every text contains, and for a bare string."""
+        """Raise ValueError for an empty stop string, which every text contains, and for a bare string."""
         if isinstance(stop, str) or "" in stop:
             raise ValueError(f"stop strings must be a list of strings that are not empty, not {stop!r}")
         self._automata = [_Automaton(text) for text in dict.fromkeys(stop)]
@@ -31,7 +31,7 @@ class StopStrings:
         self._hit: str | None = None
 
     def feed(self, delta: str) -> tuple[str, str | None]:
-        """Returns the text that is safe to show after `delta`, and the stop string that has ended the text, if any.
+        """Return the text that is safe to show after `delta`, and the stop string that has ended the text, if any.
 
         The text is cut right before the stop string, or right after it with `include_stop_str_in_output`. Once the text
         has ended, nothing more is shown.
@@ -50,7 +50,7 @@ class StopStrings:
         return text[:num_safe], None
 
     def flush(self) -> str:
-        """Returns what was held back, for a text that has ended without a stop string."""
+        """Return what was held back, for a text that has ended without a stop string."""
         text, self._held_back = self._held_back, ""
         for automaton in self._automata:
             automaton.num_matched = 0
@@ -69,7 +69,7 @@ class _Automaton:
             self._fallback.append(self._next(self._fallback[-1], character))
 
     def advance(self, character: str) -> bool:
-        """Takes one character; returns True when it completes `text`, after which the automaton is not used again."""
+        """Take one character; returns True when it completes `text`, after which the automaton is not used again."""
         self.num_matched = self._next(self.num_matched, character)
         return self.num_matched == len(self.text)
 

@@ -40,7 +40,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer | None:
-        """Loads the tokenizer of a local folder or of a repository on the Hugging Face hub.
+        """Load the tokenizer of a local folder or of a repository on the Hugging Face hub.
 
         Returns None if `source` has no tokenizer. Raises ModelError, in one sentence, if `source` cannot be reached or
         its tokenizer cannot be read.
@@ -74,12 +74,12 @@ class Tokenizer:
         return len(self.inner)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a prompt, with the special tokens that the tokenizer adds by default."""
+        """Return the token ids of a prompt, with the special tokens that the tokenizer adds by default."""
         token_ids: list[int] = self.inner.encode(text, verbose=False)
         return token_ids
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
-        """Returns a word's token ids at the beginning of a text and after a space, without special tokens."""
+        """Return a word's token ids at the beginning of a text and after a space, without special tokens."""
         spelled = (tuple(self.inner.encode(each, add_special_tokens=False)) for each in (word, f" {word}"))
         return [token_ids for token_ids in dict.fromkeys(spelled) if token_ids]
 
@@ -93,7 +93,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Returns the token ids of a chat, formatted by the model's chat template (or by `chat_template`, in Jinja).
+        """Return the token ids of a chat, formatted by the model's chat template (or by `chat_template`, in Jinja).
 
         `messages` are dicts with a `role` and a `content`, `tools` are JSON schemas. With `continue_final_message` the
         last message is left open for the model to continue; then set `add_generation_prompt` to False.
@@ -121,7 +121,7 @@ class Tokenizer:
         return token_ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of `token_ids`, with spaces as the model wrote them (no clean-up)."""
+        """Return the text of `token_ids`, with spaces as the model wrote them (no clean-up)."""
         text: str
         if self.inner.is_fast:  # called for each token: as `inner.decode`, in less than half the time
             text = self.inner.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -195,7 +195,7 @@ def test_how_blocks_become_messages() -> None:
         ),
         (
             {"tools": TOOLS, "tool_choice": {"type": "any"}, "stop_sequences": ["a"]},
-            "stop is ['a'], but structured output ends where its grammar does",
+            "stop is ['a']; it cannot be combined with structured output",
         ),
     ],
 )

@@ -138,7 +138,7 @@ def test_what_is_cut_off_says_so(server: RunningServer) -> None:
         ({"guided_json": "{"}, None, "json_schema is not JSON"),
         ({"guided_regex": "(a"}, None, "regex cannot be enforced"),
         ({"guided_grammar": "start: nothing"}, None, "grammar cannot be enforced"),
-        ({"guided_regex": "a", "ignore_eos": True}, None, "ignore_eos is True, but structured output ends where"),
+        ({"guided_regex": "a", "ignore_eos": True}, None, "ignore_eos is True; it cannot be combined with"),
         ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "does not support it"),
     ],
 )

@@ -201,7 +201,7 @@ class _Search:
         return replace(verdict, why_not_prepacked=self._why_not_to_prepack(verdict, alone))
 
     def _exact_backend(self, subject: PreTrainedModel) -> MakeBackend:
-        """Makes the attention backend that will be used, but over a cache that rounds nothing."""
+        """Make the attention backend that will be used, but over a cache that rounds nothing."""
         return partial(make_backend, self._config.attention_backend, subject.device, subject.dtype)
 
     def _why_not_to_prepack(self, verdict: Verdict, alone: PlainModel) -> str | None:

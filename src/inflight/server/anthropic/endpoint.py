@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from inflight.contracts.outputs import RequestOutput, TextDelta
-from inflight.server.anthropic import errors as messages_errors
+from inflight.server.anthropic import errors as anthropic_errors
 from inflight.server.anthropic.request import CountRequest, MessagesRequest
 from inflight.server.serving.generation import Job, generate
 from inflight.server.serving.service import Service, service_of
@@ -32,7 +32,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
         prepared = await _prepare(body, service)
         if not body.stream:
             return _answer(prepared, (await generate(service, prepared.job, client))[0])
-    return stream(service, prepared.job, _Events(prepared), partial(messages_errors.event, request=request))
+    return stream(service, prepared.job, _Events(prepared), partial(anthropic_errors.event, request=request))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -81,7 +81,7 @@ def _answer(prepared: _PreparedMessage, output: RequestOutput) -> Response:
 
 
 def _content(block: Block) -> dict[str, Any]:
-    """Returns a whole block. The arguments of a tool call that was cut off are left out: they are not valid JSON."""
+    """Return a whole block. The arguments of a tool call that was cut off are left out: they are not valid JSON."""
     if isinstance(block, TextBlock):
         return {"type": "text", "text": block.text}
     try:
@@ -92,7 +92,7 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _ending(prepared: _PreparedMessage, output: RequestOutput, blocks: Blocks) -> dict[str, str | None]:
-    """Returns why the answer ended. Anthropic's API has no name for stop tokens, so those count as "end_turn"."""
+    """Return why the answer ended. Anthropic's API has no name for stop tokens, so those count as "end_turn"."""
     (completion,) = output.outputs
     if completion.finish_reason == "length":
         is_full = len(completion.token_ids) < prepared.max_tokens
@@ -108,7 +108,7 @@ def _usage_of(output: RequestOutput) -> dict[str, int]:
 
 
 def _usage(num_prompt: int, num_output: int, num_cached: int = 0) -> dict[str, int]:
-    """Returns `usage`; prompt tokens found in the prefix cache are counted apart from the prompt's other tokens."""
+    """Return `usage`; prompt tokens found in the prefix cache are counted apart from the prompt's other tokens."""
     return {
         "input_tokens": num_prompt - num_cached,
         "cache_creation_input_tokens": 0,
@@ -149,7 +149,7 @@ class _Events:
 
 
 def _grown(growth: Growth) -> bytes:
-    """Returns a growth's events: for a new block, the previous block's end and its own start; then the addition."""
+    """Return a growth's events: for a new block, the previous block's end and its own start; then the addition."""
     number, block, added, is_new = growth
     if not added and not is_new:
         return b""

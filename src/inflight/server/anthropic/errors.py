@@ -23,7 +23,7 @@ _TYPES: Mapping[int, str] = {
 
 
 def envelope(error: ApiError, request: Request) -> bytes:
-    """Returns the answer's body, in ASCII because it quotes what the client sent."""
+    """Return the answer's body, in ASCII because it quotes what the client sent."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     request_id = request.scope.get("state", {}).get("request_id")
     body = {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
@@ -31,10 +31,10 @@ def envelope(error: ApiError, request: Request) -> bytes:
 
 
 def answer(error: ApiError, request: Request) -> Response:
-    """Returns the error as a whole answer."""
+    """Return the error as a whole answer."""
     return Response(envelope(error, request), error.status, error.headers, media_type="application/json")
 
 
 def event(error: ApiError, request: Request) -> bytes:
-    """Returns the error as the last event of a stream."""
+    """Return the error as the last event of a stream."""
     return b"event: error\ndata: " + envelope(error, request) + b"\n\n"

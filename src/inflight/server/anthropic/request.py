@@ -40,7 +40,7 @@ Text = str | Many[Annotated[TextBlock, of_type("parts", "text")]]
 
 
 def text_of(text: Text) -> str:
-    """Returns the text, each block on a line of its own."""
+    """Return the text, each block on a line of its own."""
     return text if isinstance(text, str) else "\n".join(block.text for block in text)
 
 
@@ -89,7 +89,7 @@ class Turn(StrictModel):
         return sum(map(len, texts)) if blocks else len(self.content)
 
     def for_template(self, where: str) -> Iterator[dict[str, Any]]:
-        """Yields each block as a message of its own. Raises `ApiError` for blocks that the role cannot have."""
+        """Yield each block as a message of its own. Raises `ApiError` for blocks that the role cannot have."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
@@ -109,7 +109,7 @@ class Turn(StrictModel):
 
 
 def _merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merges consecutive messages of one role into one, except tool results."""
+    """Merge consecutive messages of one role into one, except tool results."""
     merged: list[dict[str, Any]] = []
     for message in messages:
         last = merged[-1] if merged and merged[-1]["role"] == message["role"] != "tool" else None
@@ -248,7 +248,7 @@ class CountRequest(StrictModel):
             raise ApiError(400, str(error)) from error
 
     def for_template(self) -> dict[str, Any]:
-        """Returns the chat as a prompt of `AsyncLLM`. Consecutive turns of one role are merged; if the last turn is the
+        """Return the chat as a prompt of `AsyncLLM`. Consecutive turns of one role are merged; if the last turn is the
         assistant's, it is left open for the model to continue. Raises `ApiError`."""
         system = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
         turns = (message for i, turn in enumerate(self.messages) for message in turn.for_template(f"messages[{i}]"))
@@ -281,7 +281,7 @@ class MessagesRequest(CountRequest):
     metadata: Metadata | None = None
 
     def sampling_params(self, defaults: SamplingParams, **options: Any) -> SamplingParams:
-        """Returns `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
+        """Return `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
         sent = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(self, name)) is not None}
         if self.stop_sequences:
             sent["stop"] = self.stop_sequences

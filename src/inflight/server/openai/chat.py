@@ -118,7 +118,7 @@ def _choice(prepared: _PreparedChat, completion: CompletionOutput) -> dict[str, 
 
 
 def _logprobs(prepared: _PreparedChat, news: CompletionOutput | TextDelta) -> dict[str, Any] | None:
-    """Returns `logprobs`, if requested."""
+    """Return `logprobs`, if requested."""
     num_top = prepared.body.num_logprobs
     if num_top is None:
         return None
@@ -151,7 +151,7 @@ class _Chunks:
         return self._writer.end(outputs)
 
     def _events(self, delta: TextDelta) -> bytes:
-        """Returns a choice's events: the role first, then what is new, then the finish reason once it has ended."""
+        """Return a choice's events: the role first, then what is new, then the finish reason once it has ended."""
         events = b""
         if not self._has_begun[delta.index]:
             self._has_begun[delta.index] = True
@@ -169,7 +169,7 @@ class _Chunks:
         return events
 
     def _events_of_pieces(self, delta: TextDelta) -> bytes:
-        """Returns the new content and tool calls. What belongs to tokens, not to text, goes with the first event."""
+        """Return the new content and tool calls. What belongs to tokens, not to text, goes with the first event."""
         parser = self._parsers[delta.index]
         pieces = parser.feed(delta.text)
         if delta.finish_reason is not None:

@@ -79,7 +79,7 @@ class Message(StrictModel):
         return "\n".join(part.text for part in self.content)
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """Returns the message as templates expect it: "developer" becomes "system", arguments are parsed JSON."""
+        """Return the message as templates expect it: "developer" becomes "system", arguments are parsed JSON."""
         if self.content is None and self.role != "assistant":
             raise ApiError(400, f"{where} has no content", param=where)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
@@ -116,7 +116,7 @@ class TemplateFields(StrictModel):
         return sum(len(message.text) for message in self.messages)
 
     def for_template(self, settings: ServerSettings) -> dict[str, Any]:
-        """Returns the chat as a prompt of `AsyncLLM`. Raises `ApiError` if the chat template cannot take it."""
+        """Return the chat as a prompt of `AsyncLLM`. Raises `ApiError` if the chat template cannot take it."""
         if self.chat_template is not None and not settings.trust_request_chat_template:
             message = "chat_template is given; this server takes only the model's own (--trust-request-chat-template)"
             raise ApiError(400, message, param="chat_template", code="unsupported_field")
@@ -210,12 +210,12 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def for_template(self, settings: ServerSettings) -> dict[str, Any]:
-        """Returns the chat as a prompt of `AsyncLLM`, with its tools."""
+        """Return the chat as a prompt of `AsyncLLM`, with its tools."""
         tools = {"tools": [tool.for_template() for tool in self.usable_tools]} if self.usable_tools else {}
         return super().for_template(settings) | tools
 
     def check(self, settings: ServerSettings) -> None:
-        """Raises `ApiError` for fields that contradict each other or exceed the operator's limits."""
+        """Raise `ApiError` for fields that contradict each other or exceed the operator's limits."""
         limit, number = settings.max_logprobs, self.top_logprobs or 0
         if number > limit:
             message = f"top_logprobs is {number}; this server takes at most {limit}"

@@ -35,18 +35,18 @@ class ChunkWriter:
         self._num_left_out = num_left_out
 
     def count(self, deltas: Sequence[TextDelta]) -> None:
-        """Adds the tokens of these deltas to the usage."""
+        """Add the tokens of these deltas to the usage."""
         if self._is_usage_continuous:
             self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
             so_far = usage(self._num_prompt_tokens, 0 if self._num_left_out else self._num_tokens)
             self._tail = b'],"usage":' + to_json(so_far) + b"}\n\n"
 
     def chunk(self, choice: bytes) -> bytes:
-        """Returns an event with one choice, which is an encoded JSON object."""
+        """Return an event with one choice, which is an encoded JSON object."""
         return self._head + choice + self._tail
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Returns the events after the last choice."""
+        """Return the events after the last choice."""
         if not self._is_usage_wanted:
             return DONE
         whole = to_json(usage_of(outputs, self._num_left_out))

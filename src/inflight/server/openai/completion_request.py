@@ -63,7 +63,7 @@ class CompletionRequest(SamplingFields):
         return self.max_tokens == 0
 
     def check(self, settings: ServerSettings) -> None:
-        """Raises `ApiError` for fields that contradict each other or exceed the operator's limits."""
+        """Raise `ApiError` for fields that contradict each other or exceed the operator's limits."""
         if self.num_generated < self.num_answered:
             message = f"best_of is {self.best_of}; it must be at least n, which is {self.num_answered}"
             raise ApiError(400, message, param="best_of")

@@ -152,7 +152,7 @@ def _logprobs(
     offset: int,
     echoed: tuple[Sequence[int], logprobs.Positions] | None,
 ) -> dict[str, Any]:
-    """Returns `logprobs` of an output's tokens, which begin at `offset` in the text, after the prompt's if echoed."""
+    """Return `logprobs` of an output's tokens, which begin at `offset` in the text, after the prompt's if echoed."""
     num_top, tokenizer = prepared.body.logprobs or 0, prepared.tokenizer
     skip = prepared.job.params.skip_special_tokens
     own = logprobs.of_completion(token_ids, positions, num_top, tokenizer, offset=offset, skip_special_tokens=skip)

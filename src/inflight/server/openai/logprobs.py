@@ -25,7 +25,7 @@ def of_completion(
     offset: int = 0,
     skip_special_tokens: bool = True,
 ) -> dict[str, Any]:
-    """Returns `logprobs` of a choice of `/v1/completions`.
+    """Return `logprobs` of a choice of `/v1/completions`.
 
     Args:
         num_top: how many of the likeliest tokens are reported at each position, in addition to the token itself.
@@ -45,14 +45,14 @@ def of_completion(
 
 
 def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Joins what `of_completion` returned for two consecutive pieces of a text."""
+    """Join what `of_completion` returned for two consecutive pieces of a text."""
     return {name: first[name] + second[name] for name in first}
 
 
 def of_chat(
     token_ids: Sequence[int], positions: Positions, num_top: int, tokenizer: Tokenizer | None
 ) -> list[dict[str, Any]]:
-    """Returns `logprobs.content` of a choice of `/v1/chat/completions`: `num_top` alternatives for each token."""
+    """Return `logprobs.content` of a choice of `/v1/chat/completions`: `num_top` alternatives for each token."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
         assert position is not None  # these are generated tokens
@@ -63,7 +63,7 @@ def of_chat(
 
 
 def of_prompt(positions: Positions) -> list[dict[str, Any] | None]:
-    """Returns `prompt_logprobs` in vLLM's form: by token id."""
+    """Return `prompt_logprobs` in vLLM's form: by token id."""
     return [
         None
         if position is None
@@ -78,7 +78,7 @@ def of_prompt(positions: Positions) -> list[dict[str, Any] | None]:
 def _alternatives(
     position: TokenLogprobs, token_id: int, num_top: int, tokenizer: Tokenizer | None
 ) -> dict[str, float]:
-    """Returns log-probabilities by text, the likeliest first, including the token's own. If several tokens have the
+    """Return log-probabilities by text, the likeliest first, including the token's own. If several tokens have the
     same text, the likeliest counts."""
     by_text: dict[str, float] = {}
     for other, logprob in [*_likeliest(position, num_top), (token_id, position[token_id])]:

@@ -80,7 +80,7 @@ class OutputFormatFields(StrictModel):
             raise ApiError(400, f"{name}: {error}", param=name.partition(".")[0]) from error
 
     def _options(self) -> dict[str, dict[str, Any] | None]:
-        """Returns what each field asks for, as arguments of `StructuredOutput`."""
+        """Return what each field asks for, as arguments of `StructuredOutput`."""
         options = {
             "response_format": _of_response_format(self.response_format),
             "guided_json": _of("json", self.guided_json),

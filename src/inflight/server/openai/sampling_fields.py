@@ -109,7 +109,7 @@ class SamplingFields(OutputFormatFields):
     def sampling_params(
         self, defaults: SamplingParams, settings: ServerSettings, vocab_size: int, **options: Any
     ) -> SamplingParams:
-        """Returns `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
+        """Return `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
         self._check_limits(settings)
         sent = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         if self.seed is not None:
@@ -145,6 +145,6 @@ def _token_biases(biases: Mapping[str, float], vocab_size: int) -> dict[int, flo
 
 
 def _named_in(message: str) -> str | None:
-    """Returns the field that a message of `SamplingParams` is about."""
+    """Return the field that a message of `SamplingParams` is about."""
     match = re.match(r"(?:a (?:member|token id) of )?(\w+)", message)
     return match[1] if match and match[1] in SamplingFields.model_fields else None

@@ -7,7 +7,7 @@ from inflight.contracts.outputs import RequestOutput
 
 
 def usage_of(outputs: Sequence[RequestOutput], num_left_out: int = 0) -> dict[str, Any]:
-    """Returns `usage` of finished outputs, not counting `num_left_out` tokens of each sequence (not requested)."""
+    """Return `usage` of finished outputs, not counting `num_left_out` tokens of each sequence (not requested)."""
     num_completion = sum(len(each.token_ids) - num_left_out for output in outputs for each in output.outputs)
     return usage(
         sum(len(output.prompt_token_ids) for output in outputs),
@@ -17,7 +17,7 @@ def usage_of(outputs: Sequence[RequestOutput], num_left_out: int = 0) -> dict[st
 
 
 def usage(num_prompt: int, num_completion: int, num_cached: int | None = None) -> dict[str, Any]:
-    """Returns `usage` of the given counts; `num_cached`, tokens found in the prefix cache, is known only at the end."""
+    """Return `usage` of the given counts; `num_cached`, tokens found in the prefix cache, is known only at the end."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,

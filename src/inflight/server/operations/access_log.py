@@ -46,7 +46,7 @@ class AccessLog(RequestObserver):
         self._with_text = with_text
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Returns the application with a log line for each of its requests."""
+        """Return the application with a log line for each of its requests."""
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)
@@ -54,13 +54,13 @@ class AccessLog(RequestObserver):
         return serve
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
-        """Counts new tokens, even if their request fails later."""
+        """Count new tokens, even if their request fails later."""
         generated = _generated.get()
         if generated is not None:
             generated.completion_tokens += num_new_tokens
 
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
-        """Records the end of a request, or its refusal."""
+        """Record the end of a request, or its refusal."""
         generated = _generated.get()
         if generated is None:
             return

@@ -15,7 +15,7 @@ from inflight.server.operations.refusals import OPERATOR_PATHS, header_of, path_
 
 
 def read_api_keys(keys: Iterable[str] = (), file: Path | None = None, environment: str | None = None) -> list[str]:
-    """Returns all keys from the given sources, without duplicates.
+    """Return all keys from the given sources, without duplicates.
 
     Args:
         keys: single keys.
@@ -69,7 +69,7 @@ class ApiKeys:
             raise ValueError("there are no API keys; to run without keys, leave them out")
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Returns the application behind the key check."""
+        """Return the application behind the key check."""
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)
@@ -109,7 +109,7 @@ class ApiKeys:
 
 
 def _key_of(scope: Scope) -> bytes | None:
-    """Returns the request's key, if it has one."""
+    """Return the request's key, if it has one."""
     scheme, _, key = (header_of(scope, b"authorization") or b"").partition(b" ")
     if scheme.lower() == b"bearer" and key.strip():
         return key.strip()

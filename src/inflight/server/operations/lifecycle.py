@@ -48,7 +48,7 @@ class Drain:
         self._is_empty.set()
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Returns the application, refusing new requests while draining."""
+        """Return the application, refusing new requests while draining."""
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)
@@ -56,11 +56,11 @@ class Drain:
         return serve
 
     def begin(self) -> None:
-        """Starts to refuse new requests. May be called from a signal handler."""
+        """Start to refuse new requests. May be called from a signal handler."""
         self.is_draining = True
 
     async def finish(self) -> None:
-        """Returns when no request is running any more, at the latest shortly after the grace period."""
+        """Return when no request is running any more, at the latest shortly after the grace period."""
         if await self._empty_within(self._grace_seconds):
             return
         logger.warning("%d requests still running after %g s: aborted", len(self._inside), self._grace_seconds)
@@ -75,7 +75,7 @@ class Drain:
         await self._empty_within(SECONDS_TO_LEAVE)
 
     def cut(self) -> None:
-        """Cancels the requests that are still running."""
+        """Cancel the requests that are still running."""
         self._is_over = True
         for task in self._inside:
             task.cancel()
@@ -159,7 +159,7 @@ class DrainingServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles SIGTERM and SIGINT."""
+        """Handle SIGTERM and SIGINT."""
         self._is_in_a_hurry |= self._drain.is_draining and sig == signal.SIGINT
         self._drain.begin()
 

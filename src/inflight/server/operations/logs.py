@@ -31,7 +31,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logging(*, as_json: bool, level: str = "INFO") -> None:
-    """Sends all log lines of this process to standard error, uvicorn's included if its `log_config` is None, except its
+    """Send all log lines of this process to standard error, uvicorn's included if its `log_config` is None, except its
     access log, which `AccessLog` replaces."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -153,11 +153,11 @@ class Metrics(RequestObserver):
     # ------------------------------------------------------------------------------------- requests
 
     def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
-        """Records a request that is about to go to the engine."""
+        """Record a request that is about to go to the engine."""
         self._running[request_id] = _Running(time.monotonic(), num_sequences, params)
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
-        """Counts new tokens of a request's sequences, whether they arrive in one call or in one call per sequence.
+        """Count new tokens of a request's sequences, whether they arrive in one call or in one call per sequence.
 
         The time since the previous tokens is divided equally among tokens that arrive together."""
         running = self._running.get(request_id)
@@ -177,7 +177,7 @@ class Metrics(RequestObserver):
             running.num_pending -= num_each * running.num_sequences
 
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
-        """Records the end of a request, or its refusal."""
+        """Record the end of a request, or its refusal."""
         running = self._running.pop(request_id, None)
         if running is None and reason != "refused":
             return
@@ -212,7 +212,7 @@ class Metrics(RequestObserver):
             self._mean_inter_token.observe(decode_time / (max(lengths) - 1))
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Returns the application with its answers counted."""
+        """Return the application with its answers counted."""
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)
@@ -236,11 +236,11 @@ class Metrics(RequestObserver):
     # ------------------------------------------------------------------------------------- scrapes
 
     async def endpoint(self, request: Request) -> Response:
-        """Answers `/metrics`."""
+        """Answer `/metrics`."""
         return Response(await self.scrape(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def scrape(self) -> bytes:
-        """Returns all metrics in the text format. If the engine does not answer in time, its gauges keep their values;
+        """Return all metrics in the text format. If the engine does not answer in time, its gauges keep their values;
         if it is dead, they become 0."""
         async with self._scraping:  # so that the engine's answers are processed in their order
             try:

@@ -16,18 +16,18 @@ Header = tuple[bytes, bytes]
 
 
 def path_of(scope: Scope) -> str:
-    """Returns the path as the application routes it: without the prefix of a proxy in front of the server."""
+    """Return the path as the application routes it: without the prefix of a proxy in front of the server."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 def header_of(scope: Scope, name: bytes) -> bytes | None:
-    """Returns the first header with that name (in lower case), if there is one."""
+    """Return the first header with that name (in lower case), if there is one."""
     return next((value for given, value in scope["headers"] if given == name), None)
 
 
 def error_body(path: str, message: str, kind: str, code: str) -> bytes:
-    """Returns an error as JSON: in Anthropic's envelope on its paths, else in OpenAI's."""
+    """Return an error as JSON: in Anthropic's envelope on its paths, else in OpenAI's."""
     if path.startswith("/v1/messages"):
         return json.dumps({"type": "error", "error": {"type": kind, "message": message}}).encode()
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
@@ -36,7 +36,7 @@ def error_body(path: str, message: str, kind: str, code: str) -> bytes:
 async def refuse(
     scope: Scope, send: Send, status: int, message: str, kind: str, code: str, headers: Iterable[Header] = ()
 ) -> None:
-    """Answers a request with an error.
+    """Answer a request with an error.
 
     Args:
         kind: the error's `type`, for both envelopes.
@@ -48,6 +48,6 @@ async def refuse(
 
 
 async def start_answer(send: Send, status: int, body: bytes, headers: Iterable[Header] = ()) -> None:
-    """Sends the head of a JSON answer, without the body."""
+    """Send the head of a JSON answer, without the body."""
     described = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
     await send({"type": "http.response.start", "status": status, "headers": described})

@@ -71,7 +71,7 @@ class Operations(RequestObserver):
             self._observers.append(self._tracing)
 
     def surround(self, app: ASGIApp) -> ASGIApp:
-        """Returns the application with all operations around it."""
+        """Return the application with all operations around it."""
         settings = self._settings
         app = BodyLimit(app, settings.max_body_size)
         if settings.max_requests is not None:
@@ -93,21 +93,21 @@ class Operations(RequestObserver):
         return RequestIds(app)
 
     async def close(self) -> None:
-        """Sends the remaining traces. Await it when the server has ended."""
+        """Send the remaining traces. Await it when the server has ended."""
         if self._provider is not None:
             await asyncio.to_thread(self._provider.shutdown)
 
     def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
-        """Notifies all observers."""
+        """Notify all observers."""
         for observer in self._observers:
             observer.started(request_id, num_sequences, params)
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
-        """Notifies all observers."""
+        """Notify all observers."""
         for observer in self._observers:
             observer.produced(request_id, num_new_tokens, now)
 
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
-        """Notifies all observers."""
+        """Notify all observers."""
         for observer in self._observers:
             observer.finished(request_id, output, reason)

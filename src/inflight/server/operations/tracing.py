@@ -26,7 +26,7 @@ OPERATION = "inflight.operation"
 
 
 def exporting_provider(endpoint: str | None = None) -> "TracerProvider":
-    """Returns a provider that sends spans to a collector, by OTLP over HTTP, from a thread of its own.
+    """Return a provider that sends spans to a collector, by OTLP over HTTP, from a thread of its own.
 
     Args:
         endpoint: the collector's URL for traces, such as "http://127.0.0.1:4318/v1/traces"; None: taken from
@@ -73,7 +73,7 @@ class Tracing(RequestObserver):
         self._waiting: dict[str, tuple[Span, float]] = {}
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Returns the application, with its clients' spans as parents."""
+        """Return the application, with its clients' spans as parents."""
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)
@@ -81,7 +81,7 @@ class Tracing(RequestObserver):
         return serve
 
     def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
-        """Starts the span of a request that is about to go to the engine."""
+        """Start the span of a request that is about to go to the engine."""
         operation = str(self._contexts.get_value(OPERATION) or "text_completion")
         span = self._tracer.start_span(
             f"{operation} {self._model_name}",
@@ -97,14 +97,14 @@ class Tracing(RequestObserver):
         self._spans[request_id] = self._waiting[request_id] = (span, time.monotonic())
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
-        """Records when the first tokens arrived."""
+        """Record when the first tokens arrived."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             span, start = waiting
             span.set_attribute("gen_ai.response.time_to_first_chunk", now - start)
 
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
-        """Ends the span of a request that has ended or was refused."""
+        """End the span of a request that has ended or was refused."""
         self._waiting.pop(request_id, None)
         span, _ = self._spans.pop(request_id, (None, 0.0))
         if span is None:

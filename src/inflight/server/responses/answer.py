@@ -36,12 +36,12 @@ class PreparedResponse:
 
 
 def running(prepared: PreparedResponse) -> dict[str, Any]:
-    """Returns the response before it has any output."""
+    """Return the response before it has any output."""
     return _response(prepared, "in_progress")
 
 
 def finished(prepared: PreparedResponse, output: RequestOutput, blocks: Sequence[Block]) -> dict[str, Any]:
-    """Returns the finished response, with one output item for each block."""
+    """Return the finished response, with one output item for each block."""
     (completion,) = output.outputs
     is_cut = completion.finish_reason == "length"
     token_logprobs = new_logprobs(prepared, completion)
@@ -59,19 +59,19 @@ def finished(prepared: PreparedResponse, output: RequestOutput, blocks: Sequence
 
 
 def failed(prepared: PreparedResponse, error: ApiError) -> dict[str, Any]:
-    """Returns the response after an error in the middle of it."""
+    """Return the response after an error in the middle of it."""
     codes = {429: "rate_limit_exceeded"}
     code = codes.get(error.status, "server_error" if error.status >= 500 else "invalid_prompt")
     return _response(prepared, "failed", error={"code": code, "message": str(error)})
 
 
 def item_id(block: Block) -> str:
-    """Returns the id of the block's output item."""
+    """Return the id of the block's output item."""
     return f"msg_{block.key}" if isinstance(block, TextBlock) else f"fc_{block.key}"
 
 
 def item(block: Block, status: str, token_logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Returns a message or a tool call as an output item.
+    """Return a message or a tool call as an output item.
 
     Args:
         token_logprobs: the log-probabilities of a message's tokens.
@@ -89,12 +89,12 @@ def item(block: Block, status: str, token_logprobs: Sequence[dict[str, Any]] = (
 
 
 def part(text: str, token_logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Returns the content of a message."""
+    """Return the content of a message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": token_logprobs}
 
 
 def message_of(block: Block) -> dict[str, Any]:
-    """Returns a message or a tool call as templates expect it when the conversation continues."""
+    """Return a message or a tool call as templates expect it when the conversation continues."""
     if isinstance(block, TextBlock):
         return {"role": "assistant", "content": block.text}
     try:
@@ -105,7 +105,7 @@ def message_of(block: Block) -> dict[str, Any]:
 
 
 def new_logprobs(prepared: PreparedResponse, news: CompletionOutput | TextDelta) -> list[dict[str, Any]]:
-    """Returns the log-probabilities of the new tokens, if requested."""
+    """Return the log-probabilities of the new tokens, if requested."""
     num_top = prepared.body.num_logprobs
     if num_top is None:
         return []
@@ -113,7 +113,7 @@ def new_logprobs(prepared: PreparedResponse, news: CompletionOutput | TextDelta)
 
 
 def _response(prepared: PreparedResponse, status: str, **others: Any) -> dict[str, Any]:
-    """Returns a response object. Fields that this server does not implement get the value that applies to them."""
+    """Return a response object. Fields that this server does not implement get the value that applies to them."""
     body, params = prepared.body, prepared.job.params
     form = None if body.text is None else body.text.format
     choice = body.tool_choice or "auto"

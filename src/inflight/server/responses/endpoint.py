@@ -113,7 +113,7 @@ async def _prepare(body: ResponsesRequest, service: Service, store: ResponseStor
 
 
 async def _prompt(body: ResponsesRequest, chat: Chat, service: Service, max_model_len: int) -> list[int]:
-    """Returns the token ids of the conversation; if it is too long and `truncation` allows it, of its later turns."""
+    """Return the token ids of the conversation; if it is too long and `truncation` allows it, of its later turns."""
     system: Chat = () if body.instructions is None else ({"role": "system", "content": body.instructions},)
     tools = [tool.for_template() for tool in body.tool_fields.usable_tools]
     tokens = await _tokens((*system, *chat), tools, service)
@@ -141,7 +141,7 @@ async def _tokens(chat: Chat, tools: list[dict[str, Any]], service: Service) -> 
 def _kept(
     prepared: PreparedResponse, output: RequestOutput, blocks: Sequence[Block], store: ResponseStore
 ) -> dict[str, Any]:
-    """Returns the finished response, and stores it unless the request declines."""
+    """Return the finished response, and stores it unless the request declines."""
     answer = finished(prepared, output, blocks)
     if prepared.body.store is not False:
         chat = (*prepared.chat, *map(message_of, blocks))

@@ -37,14 +37,14 @@ class ResponseEvents:
         return events
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Returns the last events, which repeat as a whole what was sent in pieces."""
+        """Return the last events, which repeat as a whole what was sent in pieces."""
         events = self._added("") if self._logprobs else b""
         response = self._finish(outputs[0], self._blocks.blocks)
         events += self._ended(response["output"][-1])
         return events + self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> bytes:
-        """Returns the last event of a response that failed."""
+        """Return the last event of a response that failed."""
         begin = b"" if self._number else self._created()
         return begin + self._event("response.failed", response=failed(self._prepared, error))
 
@@ -54,7 +54,7 @@ class ResponseEvents:
         return created + self._event("response.in_progress", response=response)
 
     def _grown(self, growth: Growth) -> bytes:
-        """Returns a growth's events: for a new item, the previous item's end and its own start; then the addition."""
+        """Return a growth's events: for a new item, the previous item's end and its own start; then the addition."""
         events = b""
         if growth.is_new:
             if growth.number:
@@ -77,7 +77,7 @@ class ResponseEvents:
         return events
 
     def _added(self, text: str) -> bytes:
-        """Returns the event that adds `text` to the latest item."""
+        """Return the event that adds `text` to the latest item."""
         token_logprobs, self._logprobs = self._logprobs, []
         logprobs = b"" if self._is_call else b',"logprobs":%b' % to_json(token_logprobs)
         event = self._head + b'"sequence_number":%d,"delta":%b%b}\n\n' % (self._number, to_json(text), logprobs)
@@ -85,7 +85,7 @@ class ResponseEvents:
         return event
 
     def _ended(self, ended: dict[str, Any]) -> bytes:
-        """Returns the events that end an item."""
+        """Return the events that end an item."""
         index = next(i for i, block in enumerate(self._blocks.blocks) if item_id(block) == ended["id"])
         place = {"item_id": ended["id"], "output_index": index}
         if ended["type"] == "function_call":

@@ -40,7 +40,7 @@ Text = str | Many[Annotated[TextPart, of_type("parts", "input_text", "output_tex
 
 
 def text_of(text: Text) -> str:
-    """Returns the text, each part on a line of its own."""
+    """Return the text, each part on a line of its own."""
     return text if isinstance(text, str) else "\n".join(part.text for part in text)
 
 
@@ -56,7 +56,7 @@ class MessageItem(StrictModel):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """Returns the message as templates expect it: "developer" becomes "system"."""
+        """Return the message as templates expect it: "developer" becomes "system"."""
         return {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
 
 
@@ -79,7 +79,7 @@ class CallItem(StrictModel):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """Returns the call as a message without text. Raises `ApiError`."""
+        """Return the call as a message without text. Raises `ApiError`."""
         call = call_for_template(self.call_id, self.name, self.arguments, where)
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
@@ -96,7 +96,7 @@ class CallOutputItem(StrictModel):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """Returns the result as a tool's message."""
+        """Return the result as a tool's message."""
         return {"role": "tool", "content": text_of(self.output), "tool_call_id": self.call_id}
 
 
@@ -283,7 +283,7 @@ class ResponsesRequest(StrictModel):
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
     def check(self, settings: ServerSettings) -> None:
-        """Raises `ApiError` for fields that contradict each other or exceed the operator's limits."""
+        """Raise `ApiError` for fields that contradict each other or exceed the operator's limits."""
         limit, number = settings.max_logprobs, self.top_logprobs or 0
         if number > limit:
             message = f"top_logprobs is {number}; this server takes at most {limit}"
@@ -298,7 +298,7 @@ class ResponsesRequest(StrictModel):
             raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
 
     def sampling_params(self, defaults: SamplingParams, **options: Any) -> SamplingParams:
-        """Returns `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
+        """Return `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
         sent = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
         sent["structured_output"] = self.structured_output
         try:

@@ -44,7 +44,7 @@ class Job:
 
 
 async def generate(service: Service, job: Job, client: Client, deliver: Deliver | None = None) -> list[RequestOutput]:
-    """Runs `job` to its end and returns the outputs in the order of its prompts.
+    """Run `job` to its end and returns the outputs in the order of its prompts.
 
     Cancelling the task that runs this aborts the job; that is how a departing `client` ends it.
 
@@ -77,7 +77,7 @@ async def generate(service: Service, job: Job, client: Client, deliver: Deliver 
 
 
 async def _deliver_all(news: "asyncio.Queue[TextDelta]", num_unfinished: int, deliver: Deliver) -> None:
-    """Delivers deltas as they arrive, until all prompts are finished."""
+    """Deliver deltas as they arrive, until all prompts are finished."""
     while num_unfinished:
         deltas = [await news.get()]
         while not news.empty():
@@ -89,7 +89,7 @@ async def _deliver_all(news: "asyncio.Queue[TextDelta]", num_unfinished: int, de
 async def _follow(
     service: Service, job: Job, client: Client, prompt_index: int, deliver: Deliver | None
 ) -> RequestOutput:
-    """Runs one prompt to its end."""
+    """Run one prompt to its end."""
     request_id = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{prompt_index}"
     observer = service.observer
     output: RequestOutput | None = None
@@ -124,7 +124,7 @@ async def _follow(
 
 
 def _refuse_bad_end(reason: FinishReason | None, output: RequestOutput | None) -> None:
-    """Raises `ApiError` if a sequence ended in an error or was aborted."""
+    """Raise `ApiError` if a sequence ended in an error or was aborted."""
     if reason == "error":
         message = (output and output.error) or "a sequence failed"
         raise ApiError(500, f"the model could not be run on this request: {message}", code="generation_failed")

@@ -41,12 +41,12 @@ class Service:
         self.running: set[str] = set()
 
     async def abort_all(self) -> None:
-        """Aborts all running requests: streams end with an error event, other requests are answered with a 503."""
+        """Abort all running requests: streams end with an error event, other requests are answered with a 503."""
         for request_id in tuple(self.running):
             await self.llm.abort(request_id)
 
     async def model_info(self) -> ModelInfo:
-        """Returns the engine's `ModelInfo`; starts the engine first if necessary."""
+        """Return the engine's `ModelInfo`; starts the engine first if necessary."""
         await self.llm.start()
         return self.llm.model_info
 
@@ -60,13 +60,13 @@ class Service:
     def tool_use(
         self, fields: ToolFields, content: StructuredOutput | None, chat_template: str | None = None
     ) -> ToolUse | None:
-        """Returns what a request needs so that the model can call tools; None: it can call none. See `tool_use`."""
+        """Return what a request needs so that the model can call tools; None: it can call none. See `tool_use`."""
         if not fields.tools and not fields.is_call_required:
             return None
         return tool_use(fields, content, self.tokenizer, chat_template, self.settings.tool_call_parser)
 
     def check_model(self, name: str | None) -> None:
-        """Raises `ApiError` (404) unless `name` is one of the model's names; None means any model."""
+        """Raise `ApiError` (404) unless `name` is one of the model's names; None means any model."""
         settings = self.settings
         if name is not None and name != settings.model_name and name not in settings.model_aliases:
             message = f"there is no model {name[:200]!r}; this server has {settings.model_name!r}"
@@ -75,7 +75,7 @@ class Service:
     async def tokenize(
         self, prompt: Prompt, num_characters: int, param: str, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Returns the token ids of a prompt.
+        """Return the token ids of a prompt.
 
         Args:
             num_characters: the prompt's approximate length.
@@ -99,7 +99,7 @@ class Service:
     def fitted(
         self, token_ids: list[int], info: ModelInfo, param: str, truncate_prompt_tokens: int | None = None
     ) -> list[int]:
-        """Returns the token ids to run. Raises `ApiError` if there are none or they do not fit into the context."""
+        """Return the token ids to run. Raises `ApiError` if there are none or they do not fit into the context."""
         if truncate_prompt_tokens is not None:
             token_ids = token_ids[-truncate_prompt_tokens:]
         if not token_ids:
@@ -115,7 +115,7 @@ class Service:
         return token_ids
 
     def check_num_sequences(self, num_prompts: int, each: int, param: str) -> None:
-        """Raises `ApiError` if `num_prompts` prompts with `each` sequences each are too many for one request."""
+        """Raise `ApiError` if `num_prompts` prompts with `each` sequences each are too many for one request."""
         limit = self.settings.max_num_sequences
         if num_prompts * each > limit:
             what = f"{num_prompts} prompts with {each} sequences each are {num_prompts * each} sequences"
@@ -123,6 +123,6 @@ class Service:
 
 
 def service_of(request: Request) -> Service:
-    """Returns the `Service` of the request's application."""
+    """Return the `Service` of the request's application."""
     service: Service = request.app.state.service
     return service

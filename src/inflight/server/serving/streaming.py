@@ -15,16 +15,16 @@ class Events(Protocol):
     """Turns one answer into events."""
 
     def of(self, deltas: list[TextDelta]) -> bytes:
-        """Returns the events for these deltas; empty if they add nothing that can be shown yet."""
+        """Return the events for these deltas; empty if they add nothing that can be shown yet."""
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Returns the last events."""
+        """Return the last events."""
 
 
 def stream(
     service: Service, job: Job, events: Events, error_event: Callable[[ApiError], bytes] | None = None
 ) -> EventStream:
-    """Returns a response that runs `job` and streams its events; later errors are handled as in `EventStream`."""
+    """Return a response that runs `job` and streams its events; later errors are handled as in `EventStream`."""
 
     async def run(client: Client, write: Write) -> None:
         async def deliver(deltas: list[TextDelta]) -> None:

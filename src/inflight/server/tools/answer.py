@@ -8,7 +8,7 @@ from inflight.server.tools.call_parser import CallDelta, CallParser, Piece
 
 
 def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
-    """Returns a whole answer's content and calls: a message without its role."""
+    """Return a whole answer's content and calls: a message without its role."""
     content = ""
     calls: list[dict[str, Any]] = []
     for piece in pieces:
@@ -23,14 +23,14 @@ def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
 
 
 def delta_of(piece: Piece) -> dict[str, Any]:
-    """Returns a chunk's `delta`."""
+    """Return a chunk's `delta`."""
     if isinstance(piece, str):
         return {"content": piece}
     return {"tool_calls": [_call_delta(piece)]}
 
 
 def finish_reason_of(parser: CallParser, finish_reason: FinishReason | None) -> str | None:
-    """Returns the finish reason to report: "tool_calls" for an answer that ended by itself and has calls."""
+    """Return the finish reason to report: "tool_calls" for an answer that ended by itself and has calls."""
     return "tool_calls" if parser.num_calls and finish_reason == "stop" else finish_reason
 
 

@@ -66,7 +66,7 @@ CALL_FORMATS = {each.name: each for each in (HERMES, LLAMA3, MISTRAL)}
 
 
 def format_of_template(template: str) -> CallFormat | None:
-    """Returns how a model with this chat template (Jinja) writes calls; None if that is unknown."""
+    """Return how a model with this chat template (Jinja) writes calls; None if that is unknown."""
     if "<tool_call>" in template:
         # The same marker around something other than JSON: Qwen 3 Coder, GLM 4.5.
         return None if "<function=" in template or "<arg_key>" in template else HERMES

@@ -70,7 +70,7 @@ class CallParser:
         self._read: Callable[[], bool] = self._read_start if call_format.is_begin_optional else self._read_content
 
     def feed(self, delta: str) -> list[Piece]:
-        """Returns the pieces that are certain now that the text has grown by `delta`."""
+        """Return the pieces that are certain now that the text has grown by `delta`."""
         self._held += delta
         while self._read():
             pass
@@ -78,7 +78,7 @@ class CallParser:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """Returns what was held back, at the end of the text."""
+        """Return what was held back, at the end of the text."""
         rest = self._opened + self._held
         is_markup = self._read in (self._read_arguments, self._read_closing)
         self._held = self._opened = ""
@@ -89,7 +89,7 @@ class CallParser:
     # ------------------------------------------------------------------------------------- states
 
     def _read_start(self) -> bool:
-        """Reads leading white space."""
+        """Read leading white space."""
         text = self._held.lstrip()
         if not text:
             return False
@@ -99,7 +99,7 @@ class CallParser:
         return True
 
     def _read_content(self) -> bool:
-        """Reads up to the next marker, or to what may become one, with the white space before it."""
+        """Read up to the next marker, or to what may become one, with the white space before it."""
         begin = self._format.begin
         where = self._held.find(begin) if begin else -1
         length = where if where >= 0 else len(self._held) - _overlap(self._held, begin)
@@ -113,7 +113,7 @@ class CallParser:
         return True
 
     def _read_opening(self) -> bool:
-        """Reads what follows a marker; if it is not an object, the marker was content."""
+        """Read what follows a marker; if it is not an object, the marker was content."""
         text = self._held.lstrip()
         if (bracket := self._format.opening.strip()) and text.startswith(bracket):
             text = text[len(bracket) :].lstrip()
@@ -126,7 +126,7 @@ class CallParser:
         return True
 
     def _read_object(self) -> bool:
-        """Reads an object until it is complete, or until its arguments begin if it is certain to be a call."""
+        """Read an object until it is complete, or until its arguments begin if it is certain to be a call."""
         for head, name in self._heads.items():
             if self._held.startswith(head):
                 self._begin_call(name)
@@ -154,7 +154,7 @@ class CallParser:
         return True
 
     def _read_arguments(self) -> bool:
-        """Reads the arguments of a call that is certain."""
+        """Read the arguments of a call that is certain."""
         end = self._scanner.feed(self._held)
         arguments, self._held = _cut(self._held, len(self._held) if end is None else end)
         self._give_arguments(arguments)
@@ -164,7 +164,7 @@ class CallParser:
         return True
 
     def _read_closing(self) -> bool:
-        """Reads what follows a call: its end marker, another call, or content."""
+        """Read what follows a call: its end marker, another call, or content."""
         text = self._held.lstrip(" \t\r\n;,}" if self._heads else " \t\r\n;,")
         end = self._format.closing.strip() + self._format.end
         if text.startswith("{"):
@@ -188,7 +188,7 @@ class CallParser:
         self._read = self._read_object
 
     def _reject(self, length: int) -> None:
-        """Treats what was opened, and the first `length` held characters, as content after all."""
+        """Treat what was opened, and the first `length` held characters, as content after all."""
         text, self._held = _cut(self._held, length)
         self._give(self._opened + text)
         self._opened = ""
@@ -222,7 +222,7 @@ class _ObjectScanner:
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
-        """Returns how many characters of `text` belong to the object; None: all of them, and more will follow."""
+        """Return how many characters of `text` belong to the object; None: all of them, and more will follow."""
         position = 0
         while position < len(text):
             if self._is_escaped:
@@ -256,7 +256,7 @@ class _Written(msgspec.Struct):
 
 
 def head_of(call_format: CallFormat, name: str) -> str:
-    """Returns how a call begins that a grammar guarantees, up to its arguments."""
+    """Return how a call begins that a grammar guarantees, up to its arguments."""
     return f'{{"name": {_quoted(name)}, "{call_format.arguments_key}": '
 
 
@@ -265,7 +265,7 @@ def _quoted(text: str) -> str:
 
 
 def _decoded(text: str, no_arguments: str) -> tuple[str, str] | None:
-    """Returns name and arguments as they were written; None: `text` is not a call."""
+    """Return name and arguments as they were written; None: `text` is not a call."""
     try:
         written = msgspec.json.decode(text, type=_Written)
         arguments = (bytes(written.arguments) or bytes(written.parameters)).decode() or no_arguments
@@ -279,7 +279,7 @@ def _cut(text: str, length: int) -> tuple[str, str]:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Returns how many characters at the end of `text` may be the beginning of `marker`."""
+    """Return how many characters at the end of `text` may be the beginning of `marker`."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[-length:]):
             return length

@@ -34,7 +34,7 @@ class Tool(StrictModel):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """Returns the tool as templates expect it. The model need not know of `strict`."""
+        """Return the tool as templates expect it. The model need not know of `strict`."""
         function = {
             "name": self.function.name,
             "description": self.function.description or "",  # some templates fail without one
@@ -92,7 +92,7 @@ class ToolFields(StrictModel):
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
     def check_tools(self) -> None:
-        """Raises `ApiError` for fields that contradict each other."""
+        """Raise `ApiError` for fields that contradict each other."""
         names = [tool.function.name for tool in self.tools or []]
         for name in names:
             if names.count(name) > 1:

@@ -22,7 +22,7 @@ def any_object() -> Schema:
 
 
 def schema_of(parameters: Mapping[str, Any] | None) -> Schema:
-    """Returns the schema of a tool's arguments; without a type, an object's.
+    """Return the schema of a tool's arguments; without a type, an object's.
 
     Raises ValueError if its type is not an object's, or it cannot be enforced."""
     if parameters is None:
@@ -42,7 +42,7 @@ def calls_grammar(
     is_parallel: bool,
     content_schema: Schema | None = None,
 ) -> StructuredOutput:
-    """Returns the grammar of calls or, if no call is required, of content: JSON of a schema, or free text up to a call.
+    """Return the grammar of calls or, if no call is required, of content: JSON of a schema, or free text up to a call.
 
     Args:
         schemas: the schema of each tool's arguments, by the tool's name.
@@ -70,7 +70,7 @@ def calls_grammar(
 
 
 def _free_text(begin: str, token_id: int | None, repeated: str) -> list[str]:
-    """Returns rules for any text up to a marker. If the marker is a token, the text may contain any other token (such
+    """Return rules for any text up to a marker. If the marker is a token, the text may contain any other token (such
     as those around thoughts)."""
     if token_id is None:
         rules = ["start: TEXT | (opener calls)" + repeated, f"opener[lazy]: TEXT {begin}"]
@@ -86,7 +86,7 @@ def _free_text(begin: str, token_id: int | None, repeated: str) -> list[str]:
 def _calls(
     call_format: CallFormat, schemas: Mapping[str, Schema], tokens: Mapping[str, int], is_parallel: bool
 ) -> list[str]:
-    """Returns the rules for what follows a marker."""
+    """Return the rules for what follows a marker."""
     calls = "call"
     if is_parallel and call_format.between_objects is not None:
         calls = f"call ({_quoted(call_format.between_objects)} call)*"
@@ -110,7 +110,7 @@ def _json(schema: Schema) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Returns a string in the grammar's notation, which is JSON's; an empty string becomes nothing."""
+    """Return a string in the grammar's notation, which is JSON's; an empty string becomes nothing."""
     return _written(text) if text else ""
 
 

@@ -8,7 +8,7 @@ from inflight.server.wire.api_errors import ApiError
 
 
 def call_for_template(call_id: str | None, name: str, arguments: str, where: str) -> dict[str, Any]:
-    """Returns a member of a message's `tool_calls`. Raises `ApiError`, naming `where`, if `arguments` is not JSON."""
+    """Return a member of a message's `tool_calls`. Raises `ApiError`, naming `where`, if `arguments` is not JSON."""
     try:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError) as error:
@@ -17,7 +17,7 @@ def call_for_template(call_id: str | None, name: str, arguments: str, where: str
 
 
 def with_calls_joined(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a chat's messages; consecutive calls, and the assistant's text before them, become one message."""
+    """Return a chat's messages; consecutive calls, and the assistant's text before them, become one message."""
     joined: list[dict[str, Any]] = []
     for message in messages:
         if "tool_calls" in message and joined and joined[-1]["role"] == "assistant":
@@ -29,7 +29,7 @@ def with_calls_joined(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def with_names(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a chat's messages; tool results get the name of the called tool, which some templates need."""
+    """Return a chat's messages; tool results get the name of the called tool, which some templates need."""
     called: dict[str, str] = {}
     named = []
     for message in messages:

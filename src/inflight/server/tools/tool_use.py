@@ -48,7 +48,7 @@ class ToolUse:
         return {"structured_output": self.structured_output, **shown}
 
     def parser(self) -> CallParser:
-        """Returns a parser for one text."""
+        """Return a parser for one text."""
         return CallParser(self.call_format, self.names, is_guaranteed=self.is_guaranteed, is_parallel=self.is_parallel)
 
 
@@ -59,7 +59,7 @@ def tool_use(
     chat_template: str | None = None,
     parser_name: str | None = None,
 ) -> ToolUse | None:
-    """Returns what a request with these fields needs; None if no tool can be called.
+    """Return what a request with these fields needs; None if no tool can be called.
 
     Args:
         content: the form that the request wants for text that is not a call.
@@ -99,7 +99,7 @@ def _template(tokenizer: Tokenizer, chat_template: str | None) -> str:
 
 
 def _refuse_free_choice(template: str, call_format: CallFormat) -> None:
-    """Raises `ApiError` if the model cannot choose whether to call: it must know the tools, and we its notation."""
+    """Raise `ApiError` if the model cannot choose whether to call: it must know the tools, and we its notation."""
     if "tools" not in template:
         why = "this model's chat template does not tell the model about tools"
     elif call_format is PLAIN:
@@ -111,7 +111,7 @@ def _refuse_free_choice(template: str, call_format: CallFormat) -> None:
 
 
 def _tokens(tokenizer: Tokenizer, call_format: CallFormat) -> Mapping[str, int]:
-    """Returns the ids of markers that were added to the vocabulary."""
+    """Return the ids of markers that were added to the vocabulary."""
     markers = (call_format.begin, call_format.end)
     return {
         token.content: token_id
@@ -128,7 +128,7 @@ def _is_opaque(marker: str, token_id: int, tokenizer: Tokenizer) -> bool:
 def _structured(
     fields: ToolFields, content: StructuredOutput | None, call_format: CallFormat, tokens: Mapping[str, int]
 ) -> StructuredOutput | None:
-    """Returns the form that the text must have; None for free text in which calls are recognised (no strict tools)."""
+    """Return the form that the text must have; None for free text in which calls are recognised (no strict tools)."""
     tools = fields.callable_tools
     if not fields.is_call_required and content is None and not any(tool.function.strict for tool in tools):
         return None
@@ -150,7 +150,7 @@ def _structured(
 
 
 def _schema(tool: Tool, is_call_required: bool) -> Schema:
-    """Returns the schema of a tool's arguments: its own, or any object's, as `strict` decides."""
+    """Return the schema of a tool's arguments: its own, or any object's, as `strict` decides."""
     function = tool.function
     is_strict = is_call_required if function.strict is None else function.strict
     try:

@@ -49,7 +49,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> "ApiError":
-        """Returns the answer to a request that ended in `error`."""
+        """Return the answer to a request that ended in `error`."""
         match error:
             case ApiError():
                 return error
@@ -72,7 +72,7 @@ class ApiError(Exception):
         return cls(500, "the server made a mistake while answering this request", code="internal_error")
 
     def envelope(self) -> bytes:
-        """Returns the answer's body, in ASCII because it quotes what the client sent, lone surrogates included."""
+        """Return the answer's body, in ASCII because it quotes what the client sent, lone surrogates included."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
@@ -85,7 +85,7 @@ class ClientGoneError(Exception):
 
 
 def add_error_handlers(app: FastAPI, others: Mapping[str, Callable[[ApiError, Request], Response]]) -> None:
-    """Makes the application answer every error in one envelope.
+    """Make the application answer every error in one envelope.
 
     Args:
         others: by path prefix, how errors are answered on paths that do not use OpenAI's envelope.
@@ -117,7 +117,7 @@ def add_error_handlers(app: FastAPI, others: Mapping[str, Callable[[ApiError, Re
 
 
 def _api_error(request: Request, error: Exception) -> ApiError:
-    """Returns the answer to `error`, with details from the request where they help."""
+    """Return the answer to `error`, with details from the request where they help."""
     if isinstance(error, HTTPException) and error.status_code == 404:
         return ApiError(404, f"there is no {request.url.path}", code="not_found")
     if isinstance(error, HTTPException) and error.status_code == 405:
@@ -166,5 +166,5 @@ def _is_visible(part: str | int) -> bool:
 
 
 def _spelled(path: Sequence[str | int]) -> str:
-    """Writes `["messages", 0, "role"]` as `messages[0].role`."""
+    """Write `["messages", 0, "role"]` as `messages[0].role`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")

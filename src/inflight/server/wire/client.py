@@ -27,13 +27,13 @@ class Client:
         return self.why_ended is None and self._limit.expired()
 
     def end(self, why: Literal["left", "stalled"]) -> None:
-        """Ends the client's work now."""
+        """End the client's work now."""
         if self.why_ended is None and not self._limit.expired():
             self.why_ended = why
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def listen(self, receive: Receive) -> None:
-        """Waits until the client disconnects. (Nothing else can arrive, since its request has been read.)"""
+        """Wait until the client disconnects. (Nothing else can arrive, since its request has been read.)"""
         while (await receive())["type"] != "http.disconnect":
             pass
         self.end("left")
@@ -41,7 +41,7 @@ class Client:
 
 @asynccontextmanager
 async def attended(receive: Receive, timeout: float | None) -> AsyncIterator[Client]:
-    """Runs a block of work for a client, and cancels it as soon as the client no longer waits.
+    """Run a block of work for a client, and cancels it as soon as the client no longer waits.
 
     Args:
         timeout: seconds that the work may take; None: no limit.

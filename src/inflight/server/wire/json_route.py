@@ -39,7 +39,7 @@ class _JsonRequest(Request):
 
 
 def _reason(body: bytes, error: Exception) -> str:
-    """Returns the message of Python's own parser, which names the position, if that parser refuses the body, too."""
+    """Return the message of Python's own parser, which names the position, if that parser refuses the body, too."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     try:

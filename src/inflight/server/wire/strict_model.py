@@ -34,7 +34,7 @@ class StrictModel(BaseModel):
 
 
 def _checked(cls: type[StrictModel], name: str, value: Any) -> bool:
-    """Returns False if the field can be dropped; raises if it cannot."""
+    """Return False if the field can be dropped; raises if it cannot."""
     if name not in cls.NOT_SUPPORTED:
         close = difflib.get_close_matches(name, [*cls.model_fields, *cls.NOT_SUPPORTED], n=1) if len(name) < 100 else []
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -48,7 +48,7 @@ def _checked(cls: type[StrictModel], name: str, value: Any) -> bool:
 
 
 def of_type(what: str, *accepted: str, absent: str | None = None) -> BeforeValidator:
-    """Refuses objects whose `type` is not one of `accepted`; an object without a type counts as `absent`."""
+    """Refuse objects whose `type` is not one of `accepted`; an object without a type counts as `absent`."""
 
     def check(given: Any) -> Any:
         kind = _type_in(given, absent) if isinstance(given, dict) else accepted[0]
@@ -62,7 +62,7 @@ def of_type(what: str, *accepted: str, absent: str | None = None) -> BeforeValid
 
 
 def by_type(otherwise: str) -> Discriminator:
-    """Chooses the union member tagged with "#" and the object's `type`; an object without a type counts as `otherwise`.
+    """Choose the union member tagged with "#" and the object's `type`; an object without a type counts as `otherwise`.
 
     (Tags are part of pydantic's path to an error; the "#" keeps them from being taken for field names.)"""
     return Discriminator(lambda given: f"#{_type_in(given, otherwise)}")
@@ -74,6 +74,6 @@ def _type_in(given: Any, otherwise: str | None) -> Any:
 
 
 def refusal(kind: str, field: str, message: str) -> PydanticCustomError:
-    """Returns an error to raise during validation; `message` is shown as it stands, `kind` becomes the error's code."""
+    """Return an error to raise during validation; `message` is shown as it stands, `kind` becomes the error's code."""
     # Passed through the context, because braces in a message template would be taken for variables.
     return PydanticCustomError(kind, "{message}", {"message": message, "field": field})

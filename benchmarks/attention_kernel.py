@@ -196,7 +196,7 @@ def measure_prefill(heads: str, dtype: str, repeats: int) -> Prefill:
 
 
 def _medians(repeats: int, between: Callable[[], None], *ways: Callable[[], float]) -> list[float]:
-    """Run all ways in turn and returns the median result of each; the first run does not count."""
+    """Run all ways in turn and return the median result of each; the first run does not count."""
     seconds: list[list[float]] = [[] for _ in ways]
     for _ in range(repeats + 1):
         between()

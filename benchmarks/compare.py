@@ -134,7 +134,7 @@ def enter(names: Sequence[str], plan: Plan, console: Console) -> tuple[list[Cont
 def run_cell(
     workload: Workload, contestants: Sequence[Contestant], left_out: dict[str, str], plan: Plan, console: Console
 ) -> CellResult:
-    """Run one workload: loads all peers, warms them up, runs the rounds. A peer that fails is left out afterwards."""
+    """Run one workload: load all peers, warm them up, run the rounds. A peer that fails is left out afterwards."""
     left_out, runners = dict(left_out), dict[str, Runner]()
     rounds: dict[str, list[Measured]] = {}
 
@@ -228,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _names(text: str, known: Mapping[str, object]) -> list[str]:
-    """Split comma-separated names; exits at an unknown one."""
+    """Split comma-separated names; exit at an unknown one."""
     names = [name for name in text.split(",") if name]
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"there is no {', '.join(unknown)}; known are {', '.join(known)}")

@@ -60,7 +60,7 @@ def qwen3_next() -> Any:
 
 
 def run(llm: LLM, workload: Workload, number: int) -> float:
-    """Run one round; returns output tokens per second."""
+    """Run one round; return output tokens per second."""
     requests = workload.requests(number)
     params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=each.num_output_tokens) for each in requests]
     prompts = [[token % llm.model_info.vocab_size for token in each.prompt] for each in requests]

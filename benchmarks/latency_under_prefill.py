@@ -76,7 +76,7 @@ def submit(engine: Engine, request_id: str, prompt: list[int], max_tokens: int) 
 
 
 def step(engine: Engine) -> tuple[float, bool]:
-    """Run one step; returns its seconds, and whether the long prompt got its token."""
+    """Run one step; return its seconds, and whether the long prompt got its token."""
     start = time.perf_counter()
     outputs = engine.step()
     return time.perf_counter() - start, any(output.request_id == "long" for output in outputs)

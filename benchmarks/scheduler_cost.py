@@ -70,7 +70,7 @@ def step_seconds(aging_steps: int | None) -> tuple[list[float], list[float]]:
 
 
 def step(scheduler: Scheduler) -> tuple[float, float, StepPlan]:
-    """Run a step; returns the seconds of its plan and of its commit."""
+    """Run a step; return the seconds of its plan and of its commit."""
     start = time.perf_counter()
     plan = scheduler.plan()
     planned = time.perf_counter()

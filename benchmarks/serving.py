@@ -61,7 +61,7 @@ class Server:
     process: "subprocess.Popen[bytes] | None" = None
 
     def start(self, threads: int, log: Path) -> None:
-        """Start the server, waits until it answers, and pauses it."""
+        """Start the server, wait until it answers, and pause it."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -100,7 +100,7 @@ class Server:
             self.process.wait()
 
     def measure(self, prompt_kind: str, seed: int, workload: Sequence[str] = ("--workload", "W2")) -> dict[str, Any]:
-        """Run the load generator against the server and returns its report."""
+        """Run the load generator against the server and return its report."""
         assert self.process is not None
         self.signal(signal.SIGCONT)
         command = [sys.executable, "-m", "inflight", "bench", "serve", "--base-url", f"http://127.0.0.1:{self.port}"]

@@ -58,7 +58,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def run(engine: Engine, workload: Workload, path: Path) -> Recording:
-    """Run all requests at once and records the run."""
+    """Run all requests at once and record the run."""
     with Recorder(path, engine.config, engine.model_info) as recorder:
         engine.observer = recorder.see
         for number, (prompt, count) in enumerate(workload):
@@ -104,7 +104,7 @@ def warm_up(engine: Engine) -> None:
 
 
 def compare(number: int, learned_from: list[Recording], workload: Workload, measured: Recording) -> float:
-    """Predict the run from its requests alone; prints a line, and returns predicted / measured wall time."""
+    """Predict the run from its requests alone; print a line, and return predicted / measured wall time."""
     cost, slots = fit_cost(learned_from), measured.config.max_num_seqs
     requests = [SimulatedRequest(str(n), 0.0, prompt, (count,)) for n, (prompt, count) in enumerate(workload)]
     predicted, actual = simulate(requests, measured.config, cost), report_of(measured)

@@ -31,7 +31,7 @@ async def main() -> None:
 
 
 async def read(llm: AsyncLLM, seed: int) -> int:
-    """Read one stream to its end; returns the number of its tokens."""
+    """Read one stream to its end; return the number of its tokens."""
     params = SamplingParams(max_tokens=NUM_TOKENS, seed=seed, ignore_eos=True)
     return sum([len(delta.token_ids) async for delta in llm.stream("Once upon a time", params)])
 

@@ -256,7 +256,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 
 def make_model(recipe: Recipe, training: list[str], folder: Path, hardware: str, threads: int) -> list[str]:
-    """Train and saves the model; returns a description in words."""
+    """Train and save the model; return a description in words."""
     torch.manual_seed(recipe.seed)
     tokenizer = train_tokenizer(training[:10_000], recipe.vocabulary)
     model = build_model(tokenizer)

@@ -23,7 +23,7 @@ CMAKE_OPTIONS = (
 
 
 def install(peer: Peer, num_jobs: int) -> None:
-    """Make the peer's environment, or updates it to its requirements. Raises `CalledProcessError`."""
+    """Make the peer's environment, or update it to its requirements. Raises `CalledProcessError`."""
     if peer.environment is None:
         return
     _run(sys.executable, "-m", "venv", peer.root)

@@ -110,7 +110,7 @@ class Model(Protocol):
     options: dict[str, Any]
 
     def generate(self, requests: Sequence[Request]) -> list[Times]:
-        """Submit all requests now, greedy, ignoring EOS; returns their results in order when all are done."""
+        """Submit all requests now, greedy, ignoring EOS; return their results in order when all are done."""
         ...
 
 

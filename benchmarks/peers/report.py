@@ -43,7 +43,7 @@ def rich_table(cell: CellResult) -> Table:
 
 
 def write_report(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write Markdown, JSON and PNG into `folder`; returns their paths."""
+    """Write Markdown, JSON and PNG into `folder`; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"peers-{comparison.name}.{ending}" for ending in ("md", "json", "png")]
     paths[0].write_text(markdown(comparison, picture=paths[2].name))

@@ -64,7 +64,7 @@ class Runner:
         self.close()
 
     def run(self, requests: Sequence[Request]) -> Measured:
-        """Run all requests at once; checks that each got exactly the requested number of tokens."""
+        """Run all requests at once; check that each got exactly the requested number of tokens."""
         start, before = time.monotonic(), processor_seconds(self._process.pid)
         self._signal(signal.SIGCONT)
         measured = measured_from(self._ask([dataclasses.asdict(request) for request in requests]))
@@ -99,7 +99,7 @@ class Runner:
             os.killpg(self._process.pid, number)
 
     def _ask(self, question: Any) -> dict[str, Any]:
-        """Send a line and returns the answering line."""
+        """Send a line and return the answering line."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")

@@ -113,7 +113,7 @@ class EventStream:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[Chunk]:
-        """Add `data` and returns the chunks that are complete now."""
+        """Add `data` and return the chunks that are complete now."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         chunks = []
         for line in lines:
@@ -187,7 +187,7 @@ class OpenAIClient:
         return models[0]
 
     async def stream(self, path: str, body: bytes) -> AsyncGenerator[list[Chunk], None]:
-        """Send a request and yields the chunks of its answer, as lists of chunks that arrived together.
+        """Send a request and yield the chunks of its answer, as lists of chunks that arrived together.
 
         Args:
             path: such as "/v1/completions".

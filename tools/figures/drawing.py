@@ -55,7 +55,7 @@ def machine() -> dict[str, Any]:
 
 
 def tidy(panel: "Axes", title: str, x: str = "", y: str = "") -> None:
-    """Give a panel uniform titles and labels, and removes the box around it."""
+    """Give a panel uniform titles and labels, and remove the box around it."""
     panel.set_title(title, loc="left", fontsize=9)
     panel.set_xlabel(x, fontsize=8)
     panel.set_ylabel(y, fontsize=8)
@@ -67,7 +67,7 @@ def tidy(panel: "Axes", title: str, x: str = "", y: str = "") -> None:
 def steps_of(
     engine: Engine, requests: Sequence[LessonRequest], arrivals: Mapping[int, int] | None = None
 ) -> list[StepRecord]:
-    """Run requests greedily to their ends and returns the records of all steps.
+    """Run requests greedily to their ends and return the records of all steps.
 
     Args:
         arrivals: for some requests, by index, the step before which they arrive; the others are there from the start.

@@ -52,7 +52,7 @@ class Request:
 
 
 def examine(model_type: str) -> tuple[Finding, PreTrainedModel | None]:
-    """Examine a class; returns the finding and the model, if one could be built."""
+    """Examine a class; return the finding and the model, if one could be built."""
     start = time.perf_counter()
     finding = Finding(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], "not built")
     if model_type in DRAFT_HEADS:

@@ -119,7 +119,7 @@ def make_sensitive(model: PreTrainedModel, seed: int = 0) -> Sensitivity:
 
 
 def _standardise(model: PreTrainedModel, generator: torch.Generator) -> list[Tensor]:
-    """Give all weights the base deviation, perturbs vectors a little, and returns the matrices."""
+    """Give all weights the base deviation, perturb vectors a little, and return the matrices."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = []
     for name, weight in sorted(model.named_parameters()):

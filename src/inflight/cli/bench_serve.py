@@ -156,7 +156,7 @@ def _json_object(text: str | None) -> dict[str, Any]:
 
 
 def _run(base_url: str, plan: "LoadPlan", extra: dict[str, Any], options: dict[str, Any]) -> "tuple[str, LoadResult]":
-    """Run the load test, with progress on standard error; returns the model's name and the result."""
+    """Run the load test, with progress on standard error; return the model's name and the result."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -43,7 +43,7 @@ class Answerer(Protocol):
         """Raise `ValueError` for a parameter that is known to be wrong."""
 
     def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
-        """Show the answer piece by piece and returns why it ended. Raises `AnswerError`, `ValueError`."""
+        """Show the answer piece by piece and return why it ended. Raises `AnswerError`, `ValueError`."""
 
 
 class EngineAnswerer:
@@ -127,7 +127,7 @@ class ChatSession:
     messages: Messages = field(default_factory=list)
 
     def take(self, line: str) -> bool:
-        """Handle a line and returns whether the chat goes on.
+        """Handle a line and return whether the chat goes on.
 
         Raises `AnswerError`, `ValueError`, and `KeyboardInterrupt` if an answer was stopped; the chat can go on after
         any of them.
@@ -153,7 +153,7 @@ class ChatSession:
         return True
 
     def _say(self, text: str) -> None:
-        """Send a message and shows the answer. The shown part of a stopped answer is kept; a failed answer is
+        """Send a message and show the answer. The shown part of a stopped answer is kept; a failed answer is
         forgotten, and so is its message."""
         before, pieces = list(self.messages), list[str]()
         self.messages.append({"role": "user", "content": text})

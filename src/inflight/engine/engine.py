@@ -182,7 +182,7 @@ class Engine:
     # ------------------------------------------------------------------------------------- the loop
 
     def step(self) -> list[SequenceOutput]:
-        """Run one step; returns what it gave every sequence that has new tokens or has ended.
+        """Run one step; return what it gave every sequence that has new tokens or has ended.
 
         An error in the forward pass ends the sequences of its step with "error"; a row of logits that is not finite
         ends only its own sequence. The engine goes on. After an interrupt, either the step has not happened, or its

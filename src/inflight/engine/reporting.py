@@ -64,7 +64,7 @@ class Reporter:
         return request_id in self._requests
 
     def __len__(self) -> int:
-        """Request that have not ended, or whose end has not been reported."""
+        """Requests that have not ended, or whose end has not been reported."""
         return len(self._requests)
 
     def accepted(self, request_id: str) -> AcceptedRequest | None:
@@ -114,7 +114,7 @@ class Reporter:
         return outputs
 
     def forget(self, request_id: str, aborted: Iterable[Sequence]) -> list[SequenceOutput]:
-        """Drop a request and everything not yet reported about it; returns the ends of its `aborted` sequences."""
+        """Drop a request and everything not yet reported about it; return the ends of its `aborted` sequences."""
         live = self._requests.pop(request_id, None)
         self._news = deque(news for news in self._news if news.sequence.request.request_id != request_id)
         self._outbox = [output for output in self._outbox if output.request_id != request_id]

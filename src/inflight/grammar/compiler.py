@@ -97,7 +97,7 @@ class GrammarCompiler:
         return kept.clone()
 
     def _in_time(self, work: Callable[[], GrammarMatcher]) -> GrammarMatcher | str:
-        """Run `work` in a thread with a deep stack; returns its result, or why it refuses. Abandons a slow thread."""
+        """Run `work` in a thread with a deep stack; return its result, or why it refuses. Abandon a slow thread."""
         future: Future[GrammarMatcher] = Future()
         thread = Thread(target=_settle, args=(future, work), name="inflight-grammar", daemon=True)
         with self._lock:  # the stack size applies to all threads that this process starts

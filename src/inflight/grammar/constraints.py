@@ -30,7 +30,7 @@ class RowMasks:
     handle: MaskHandle
 
     def result(self) -> TokenMasks:
-        """Wait for the masks and returns them. The mask of a row whose grammar failed allows no token."""
+        """Wait for the masks and return them. The mask of a row whose grammar failed allows no token."""
         return TokenMasks(self.rows, self.handle.result().words)
 
 
@@ -89,7 +89,7 @@ class Constraints:
             raise InvalidRequestError(f"the structured output cannot be compiled: {error!r}") from error
 
     def add(self, sequence_id: int, matcher: GrammarMatcher) -> None:
-        """Constrain a sequence from its first token on; does nothing if it is already constrained."""
+        """Constrain a sequence from its first token on; do nothing if it is already constrained."""
         if sequence_id not in self._matchers:
             self._matchers[sequence_id] = _Followed(matcher.clone())
 
@@ -103,7 +103,7 @@ class Constraints:
             del self._matchers[sequence_id]
 
     def begin(self, plan: StepPlan, output_of: Callable[[int], Sequence[int]]) -> RowMasks | None:
-        """Start computing the masks of a step's constrained sequences; returns None if there are none.
+        """Start computing the masks of a step's constrained sequences; return None if there are none.
 
         Args:
             output_of: returns the generated tokens of the sequence with this id.

@@ -35,7 +35,7 @@ class MaskHandle:
         self._future = future
 
     def result(self) -> StepMasks:
-        """Wait for the masks and returns them."""
+        """Wait for the masks and return them."""
         return self._future.result()
 
 
@@ -57,7 +57,7 @@ class MaskWorker:
         return MaskHandle(self._thread.submit(self._compute, list(matchers)))
 
     def stop(self) -> None:
-        """Finish what was started and ends the threads."""
+        """Finish what was started and end the threads."""
         self._thread.shutdown()
 
     def _compute(self, matchers: list[GrammarMatcher]) -> StepMasks:

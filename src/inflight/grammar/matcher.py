@@ -33,7 +33,7 @@ class GrammarMatcher:
         return twin
 
     def accept(self, token_id: int) -> bool:
-        """Advance by one token; returns False, and does nothing, if the grammar does not allow it here.
+        """Advance by one token; return False, and do nothing, if the grammar does not allow it here.
 
         Also returns False if the grammar cannot be followed any further; the next mask says why."""
         if self._is_ended:

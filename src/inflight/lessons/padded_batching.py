@@ -88,7 +88,7 @@ def init_batch(model: PreTrainedModel, account: Run, requests: Sequence[int], sl
 
 
 def generate_next_token(model: PreTrainedModel, batch: Batch, account: Run) -> None:
-    """Run one forward pass: gives every row its next token, and prepares the batch for the pass after."""
+    """Run one forward pass: give every row its next token, and prepare the batch for the pass after."""
     rows = dict(zip(batch.slots, batch.requests, strict=True))
     account.rectangle(rows, batch.input_ids.shape[1], batch.attention_mask.shape[1])
     logits = model(
@@ -135,7 +135,7 @@ def pad_past(states: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def filter_batch(batch: Batch, account: Run) -> tuple[Batch | None, list[int]]:
-    """Drop rows that are done and columns that are padding for all others; also returns the slots that became free."""
+    """Drop rows that are done and columns that are padding for all others; also return the slots that became free."""
     kept = [row for row, remaining in enumerate(batch.tokens_remaining) if remaining > 0]
     removed = [slot for row, slot in enumerate(batch.slots) if row not in kept]
     for row, slot in enumerate(batch.slots):

@@ -66,7 +66,7 @@ def run_race(
     console: Console,
     log: Callable[[str], None] | None = None,
 ) -> Race:
-    """Run `requests` through each of `methods`, one after the other, and shows the growing timelines on `console`."""
+    """Run `requests` through each of `methods`, one after the other, and show the growing timelines on `console`."""
     warm_up(methods, requests)
     runs: dict[str, Run] = {}
     with Live(console=console, auto_refresh=False, transient=True) as live:

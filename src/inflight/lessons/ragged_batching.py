@@ -65,7 +65,7 @@ def run(
 
 
 def forward_ragged(model: PreTrainedModel, streams: Sequence[Stream]) -> list[int]:
-    """Feed all pending tokens as one row, updates every stream's cache, and returns each stream's next token."""
+    """Feed all pending tokens as one row, update every stream's cache, and return each stream's next token."""
     device = model.device
     tokens = [token for stream in streams for token in stream.pending]
     positions = [stream.num_past + i for stream in streams for i in range(len(stream.pending))]

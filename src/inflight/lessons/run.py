@@ -104,7 +104,7 @@ class Run:
         self._watch(self)
 
     def add(self, request: int, token: int) -> bool:
-        """Add a token to a request's answer; returns whether it is the last one."""
+        """Add a token to a request's answer; return whether it is the last one."""
         answer, now = self.answers[request], time.perf_counter()
         answer.token_ids.append(token)
         answer.first_token_time = answer.first_token_time or now
@@ -126,5 +126,5 @@ class ProgressBar:
         self._bar.update(run.num_generated - self._bar.n)
 
     def close(self) -> None:
-        """End the bar and leaves it on the screen."""
+        """End the bar and leave it on the screen."""
         self._bar.close()

@@ -29,7 +29,7 @@ def generate_many(
     log: Callable[[str], None] | None = None,
     watch: Callable[[Run], None] | None = None,
 ) -> Run:
-    """Groups requests by their first `n_prefix_chunks` chunks, and generates each group as one batch."""
+    """Group requests by their first `n_prefix_chunks` chunks, and generates each group as one batch."""
     account = Run(requests, eos_token_ids, log, watch)
     prompts = [each.prompt_token_ids for each in requests]
     for group in group_by_prefix(prompts, n_prefix_chunks).values():
@@ -108,7 +108,7 @@ def batched_decode(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> None:
-    """Prefills the suffixes, then decodes all rows together until each row has its EOS or its last token.
+    """Prefill the suffixes, then decode all rows together until each row has its EOS or its last token.
 
     Args:
         input_ids, position_ids: the suffixes, `[B, L]`.

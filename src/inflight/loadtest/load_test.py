@@ -78,7 +78,7 @@ async def load_test(
     watch: Callable[[Tally], None] = lambda tally: None,
     clock: Clock | None = None,
 ) -> LoadResult:
-    """Find out what the server accepts, sends the planned requests, and measures.
+    """Find out what the server accepts, send the planned requests, and measure.
 
     Args:
         say: receives lines that a reader of the report should know.

@@ -138,7 +138,7 @@ async def run_load(
     clock: Clock | None = None,
     watch: Callable[[Tally], None] = lambda tally: None,
 ) -> list[Record]:
-    """Send each request when it is due, and returns their records in the same order.
+    """Send each request when it is due, and return their records in the same order.
 
     Args:
         path: the endpoint's path.

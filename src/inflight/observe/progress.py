@@ -9,7 +9,7 @@ from inflight.contracts.outputs import TextDelta
 
 
 def with_progress(deltas: Iterable[TextDelta], num_prompts: int, *, enabled: bool = True) -> Iterator[TextDelta]:
-    """Yield `deltas` unchanged and draws a progress bar of `num_prompts` prompts on standard error."""
+    """Yield `deltas` unchanged and draw a progress bar of `num_prompts` prompts on standard error."""
     num_tokens, start = 0, time.monotonic()
     with tqdm(total=num_prompts, unit="prompt", disable=not enabled) as bar:
         for delta in deltas:

@@ -85,7 +85,7 @@ class Recorder:
         self._write(line)
 
     def close(self) -> None:
-        """Write what is still buffered and closes the file."""
+        """Write what is still buffered and close the file."""
         try:
             self._file.close()
         except OSError as error:

@@ -32,7 +32,7 @@ class StepCapture:
         witness.comparing = step == 0
 
     def see(self, record: StepRecord) -> None:
-        """Track which token is where in the cache; keeps the step if it is the wanted one, and ignores later steps."""
+        """Track which token is where in the cache; keep the step if it is the wanted one, and ignore later steps."""
         batch = self._witness.batch
         assert batch is not None, "a step has run"
         self.num_steps = record.step + 1

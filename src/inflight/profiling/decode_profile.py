@@ -118,7 +118,7 @@ class Decodes:
             self._engine.abort(name)
 
     def _run(self) -> list[str]:
-        """Run one step; returns the ids of the requests that got a token."""
+        """Run one step; return the ids of the requests that got a token."""
         outputs = self._engine.step()
         for output in outputs:
             if output.error is not None:

@@ -48,22 +48,22 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Block that no table names: free or cached."""
+        """Blocks that no table names: free or cached."""
         return self.num_free + len(self._cached)
 
     @property
     def num_free(self) -> int:
-        """Block that no table names and whose content cannot be found."""
+        """Blocks that no table names and whose content cannot be found."""
         return len(self._free) + self.num_blocks - self._num_touched
 
     @property
     def num_cached(self) -> int:
-        """Block that no table names and whose content can still be found."""
+        """Blocks that no table names and whose content can still be found."""
         return len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Block that some table names."""
+        """Blocks that some table names."""
         return self.num_blocks - self.num_available
 
     # ------------------------------------------------------------------------------------- holding blocks

@@ -83,7 +83,7 @@ class Sequence:
 
     @property
     def num_blocks(self) -> int:
-        """Block in each of its tables, including those that were let go."""
+        """Blocks in each of its tables, including those that were let go."""
         return len(self.block_tables[0])
 
     @property

@@ -54,7 +54,7 @@ class Collector:
         self._num_preemptions = [0] * params.n
 
     def take_in(self, news: SequenceOutput) -> TextDelta:
-        """Add one step's output of one sequence; returns what is new for the reader."""
+        """Add one step's output of one sequence; return what is new for the reader."""
         completion = self.output.outputs[news.index]
         completion.token_ids += news.new_token_ids
         logprobs, prompt_logprobs = self._take_in_scores(news)
@@ -96,7 +96,7 @@ class Collector:
     def _take_in_scores(
         self, news: SequenceOutput
     ) -> tuple[list[TokenLogprobs] | None, list[TokenLogprobs | None] | None]:
-        """Add log-probabilities; returns those of the new tokens, and those of the prompt once they have arrived."""
+        """Add log-probabilities; return those of the new tokens, and those of the prompt once they have arrived."""
         completion, logprobs, prompt_logprobs = self.output.outputs[news.index], None, None
         prompt_ids = self.output.prompt_token_ids[1:]
         prompt_scores = news.prompt_scores if prompt_ids else []

@@ -94,7 +94,7 @@ class IncrementalDetokenizer:
 
 
 class _ByteJoiner:
-    """Groups tokens so that the byte tokens of a character stay together; other bytes become U+FFFD."""
+    """Group tokens so that the byte tokens of a character stay together; other bytes become U+FFFD."""
 
     def __init__(self, byte_of_token: Mapping[int, int]) -> None:
         self._byte_of_token = byte_of_token

@@ -69,7 +69,7 @@ class _Automaton:
             self._fallback.append(self._next(self._fallback[-1], character))
 
     def advance(self, character: str) -> bool:
-        """Take one character; returns True when it completes `text`, after which the automaton is not used again."""
+        """Take one character; return True when it completes `text`, after which the automaton is not used again."""
         self.num_matched = self._next(self.num_matched, character)
         return self.num_matched == len(self.text)
 

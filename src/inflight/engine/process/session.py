@@ -97,7 +97,7 @@ class Session:
             self._mailboxes.pop(mailbox.address, None)
 
     def send(self, command: Command) -> None:
-        """Queue a command for the engine; does nothing if it has died."""
+        """Queue a command for the engine; do nothing if it has died."""
         assert self._connection is not None
         self._connection.send(command)
 

@@ -57,7 +57,7 @@ class Executor(Protocol):
         ...
 
     def compile(self, mode: str) -> str | None:
-        """Run the model through `torch.compile` from now on; returns the reason if that is impossible.
+        """Run the model through `torch.compile` from now on; return the reason if that is impossible.
 
         Args:
             mode: "auto" or "max".

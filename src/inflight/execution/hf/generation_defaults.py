@@ -34,7 +34,7 @@ def eos_token_ids(generation_config: GenerationConfig, vocab_size: int) -> tuple
 
 
 def not_honoured(generation_config: GenerationConfig) -> tuple[str, ...]:
-    """Note on what it asks `model.generate` to do and this engine does not."""
+    """Notes on what it asks `model.generate` to do and this engine does not."""
     asked = generation_config.to_diff_dict()
     return tuple(
         f"generation_config asks for {name}={asked[name]!r}, which is not done"

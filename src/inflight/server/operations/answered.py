@@ -11,7 +11,7 @@ CLIENT_LEFT = 499
 async def run_watched(
     app: ASGIApp, scope: Scope, receive: Receive, send: Send, answered: Callable[[int], None]
 ) -> None:
-    """Run an application for one request and calls `answered` with the status at its end, however it ends."""
+    """Run an application for one request and call `answered` with the status at its end, however it ends."""
     status = CLIENT_LEFT
 
     async def send_watched(message: Message) -> None:

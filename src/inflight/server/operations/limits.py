@@ -75,7 +75,7 @@ class BodyLimit:
         return bytes(body)
 
     async def _refuse_size(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer at once, but closes only when the client has had time to read: if a connection is closed while the
+        """Answer at once, but close only when the client has had time to read: if a connection is closed while the
         client still sends, the client loses what was written to it."""
         message = f"the request's body is larger than {self._max_bytes} bytes, the most that this server accepts"
         body = error_body(path_of(scope), message, "request_too_large", "request_too_large")

@@ -141,7 +141,7 @@ async def _tokens(chat: Chat, tools: list[dict[str, Any]], service: Service) -> 
 def _kept(
     prepared: PreparedResponse, output: RequestOutput, blocks: Sequence[Block], store: ResponseStore
 ) -> dict[str, Any]:
-    """Return the finished response, and stores it unless the request declines."""
+    """Return the finished response, and store it unless the request declines."""
     answer = finished(prepared, output, blocks)
     if prepared.body.store is not False:
         chat = (*prepared.chat, *map(message_of, blocks))

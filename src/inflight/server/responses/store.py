@@ -51,7 +51,7 @@ class ResponseStore:
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
 
     def put(self, response_id: str, response: StoredResponse) -> None:
-        """Store a response, unless it is too large; drops others if necessary."""
+        """Store a response, unless it is too large; drop others if necessary."""
         if response.num_bytes > self._max_bytes:
             return
         self._responses[response_id] = response
@@ -60,13 +60,13 @@ class ResponseStore:
             self._num_bytes -= self._responses.popitem(last=False)[1].num_bytes
 
     def get(self, response_id: str) -> StoredResponse | None:
-        """Return a response, if it is still stored, and marks it as recently used."""
+        """Return a response, if it is still stored, and mark it as recently used."""
         if response_id in self._responses:
             self._responses.move_to_end(response_id)
         return self._responses.get(response_id)
 
     def delete(self, response_id: str) -> bool:
-        """Drop a response; returns whether it was stored."""
+        """Drop a response; return whether it was stored."""
         response = self._responses.pop(response_id, None)
         if response is None:
             return False

@@ -44,7 +44,7 @@ class Job:
 
 
 async def generate(service: Service, job: Job, client: Client, deliver: Deliver | None = None) -> list[RequestOutput]:
-    """Run `job` to its end and returns the outputs in the order of its prompts.
+    """Run `job` to its end and return the outputs in the order of its prompts.
 
     Cancelling the task that runs this aborts the job; that is how a departing `client` ends it.
 

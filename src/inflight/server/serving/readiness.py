@@ -13,7 +13,7 @@ SECONDS_BETWEEN_LOOKS = 0.5
 
 
 async def keep_running(llm: AsyncLLM) -> None:
-    """Start the engine, and restarts it whenever it has died, until cancelled."""
+    """Start the engine, and restart it whenever it has died, until cancelled."""
     while True:
         with suppress(EngineDeadError, ModelError):  # requests and /health report it
             llm.is_ready()

@@ -46,7 +46,7 @@ class Service:
             await self.llm.abort(request_id)
 
     async def model_info(self) -> ModelInfo:
-        """Return the engine's `ModelInfo`; starts the engine first if necessary."""
+        """Return the engine's `ModelInfo`; start the engine first if necessary."""
         await self.llm.start()
         return self.llm.model_info
 

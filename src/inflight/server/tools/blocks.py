@@ -64,7 +64,7 @@ class Blocks:
         return any(isinstance(block, CallBlock) for block in self.blocks)
 
     def feed(self, text: str, *, is_last: bool) -> list[Growth]:
-        """Add `text` to the answer and returns how its blocks grew. A finished answer has at least one block."""
+        """Add `text` to the answer and return how its blocks grew. A finished answer has at least one block."""
         if self._parser is None:
             pieces: list[Piece] = [text] if text else []
         else:

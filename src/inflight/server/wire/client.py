@@ -41,7 +41,7 @@ class Client:
 
 @asynccontextmanager
 async def attended(receive: Receive, timeout: float | None) -> AsyncIterator[Client]:
-    """Run a block of work for a client, and cancels it as soon as the client no longer waits.
+    """Run a block of work for a client, and cancel it as soon as the client no longer waits.
 
     Args:
         timeout: seconds that the work may take; None: no limit.

@@ -46,7 +46,7 @@ def stages() -> list[tuple[str, float]]:
 
     lap("import inflight")
     llm = LLM()
-    lap("load model and tokenizer, probe")
+    lap("load and prepare the model, load the tokenizer")
     next(llm.stream("Once upon a time"))
     lap("first step")
     return [(name, end - start) for (_, start), (name, end) in pairwise(laps)]

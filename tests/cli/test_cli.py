@@ -131,7 +131,7 @@ def test_what_the_caller_got_wrong_is_one_sentence_and_exit_code_2(
     assert done.stdout == ""
 
 
-def test_a_model_that_fails_the_probe_is_exit_code_2(refused: Command, tmp_path: Path) -> None:
+def test_a_model_that_fails_preparation_is_exit_code_2(refused: Command, tmp_path: Path) -> None:
     AutoConfig.for_model("bloom", vocab_size=64, hidden_size=32, n_layer=2, n_head=2).save_pretrained(tmp_path)
     done = refused("generate", "x", "-m", tmp_path, "--load-format", "dummy", "--executor", "packed")
     assert done.stdout == ""
@@ -179,7 +179,7 @@ def test_an_interrupt_writes_out_what_is_finished(folder: Path, tmp_path: Path) 
     assert errors.strip() == "inflight: interrupted"
 
 
-def test_info_tells_what_the_probe_found(command: Command, folder: Path) -> None:
+def test_info_tells_what_preparation_found(command: Command, folder: Path) -> None:
     done = command("info", folder, "--json")
     found = json.loads(done.stdout)
     assert found["model_class"] == "LlamaForCausalLM"

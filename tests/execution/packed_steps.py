@@ -13,7 +13,7 @@ from inflight.execution.attention.grouping import Grouping
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.ragged_batch import RaggedBatch
 from tests import zoo
-from tests.execution.probed_models import own_copy, probe_own
+from tests.execution.prepared_models import own_copy, prepare_own
 
 BLOCK_SIZE, NUM_BLOCKS, CHUNK = 4, 256, 16
 
@@ -21,7 +21,7 @@ BLOCK_SIZE, NUM_BLOCKS, CHUNK = 4, 256, 16
 def packed_executor(model: PreTrainedModel, backend: AttentionBackend | None = None) -> PackedExecutor:
     backend = backend or make_backend("torch", model.device, model.dtype, BLOCK_SIZE)
     own = own_copy(model)
-    report = probe_own(own, lambda block_size: make_backend("torch", own.device, own.dtype, block_size))
+    report = prepare_own(own, lambda block_size: make_backend("torch", own.device, own.dtype, block_size))
     executor = PackedExecutor(own, backend, Grouping(report.specs))
     executor.allocate(NUM_BLOCKS)
     return executor

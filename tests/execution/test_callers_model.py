@@ -1,4 +1,4 @@
-"""A caller's own model stays as it was: probed, run, and after a step that failed."""
+"""A caller's own model stays as it was: prepared, run, and after a step that failed."""
 
 import copy
 import pickle
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from inflight import LLM, SamplingParams
 from tests import zoo
 from tests.execution.packed_steps import assert_packed_is_plain, packed_executor, packed_logits
-from tests.execution.probed_models import every_architecture, plain_logits
+from tests.execution.prepared_models import every_architecture, plain_logits
 
 
 def use(model: PreTrainedModel) -> None:

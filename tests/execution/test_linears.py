@@ -18,8 +18,9 @@ from inflight.execution.weights.experts import prepack_experts
 from inflight.execution.weights.formats import PLAIN, find_format
 from inflight.execution.weights.formats.int8 import FORMAT as INT8
 from inflight.execution.weights.formats.int8 import Int8OneDnnLinear, Int8PanelLinear, round_weight, sums_int8
+from inflight.execution.weights.layers import RowActivation, SiblingLinear
 from inflight.execution.weights.linear_calls import LinearCalls, is_linear, watch_linears
-from inflight.execution.weights.linears import RowActivation, SiblingLinear, prepack_linears
+from inflight.execution.weights.linears import prepack_linears
 from inflight.execution.weights.onednn import OneDnnLinear
 from inflight.execution.weights.panels import PanelLinear, has_panels
 from inflight.execution.weights.prepacked_linear import PrepackedLinear

@@ -1,4 +1,4 @@
-"""Models that are probed and run at the same time do not disturb each other, whatever they share."""
+"""Models that are prepared and run at the same time do not disturb each other, whatever they share."""
 
 import threading
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from inflight import LLM
 from inflight.execution.attention import AttentionSpec, TorchAttention
 from inflight.execution.attention.interface import KVStorage
-from inflight.execution.preparation.report import ProbeReport
+from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.ragged_batch import RaggedBatch
 from tests import zoo
 from tests.execution.packed_steps import BLOCK_SIZE, CHUNK, assert_packed_is_plain, packed_executor, packed_logits
-from tests.execution.probed_models import probe
+from tests.execution.prepared_models import report_of
 
 
 def in_threads(*works: Callable[[threading.Barrier], Any]) -> list[Any]:
@@ -42,27 +42,27 @@ def in_threads(*works: Callable[[threading.Barrier], Any]) -> list[Any]:
     return results
 
 
-def probe_at_the_same_time(models: list[PreTrainedModel]) -> None:
-    def work(model: PreTrainedModel, barrier: threading.Barrier) -> list[ProbeReport]:
+def prepare_at_the_same_time(models: list[PreTrainedModel]) -> None:
+    def work(model: PreTrainedModel, barrier: threading.Barrier) -> list[PreparationReport]:
         reports = []
         for _ in range(5):
             barrier.wait()
-            reports.append(probe(model))
+            reports.append(report_of(model))
         return reports
 
-    expected = [probe(model).specs for model in models]
+    expected = [report_of(model).specs for model in models]
     results = in_threads(*(partial(work, model) for model in models))
     for model, specs, reports in zip(models, expected, results, strict=True):
         assert all(report.specs == specs for report in reports)
         assert model.config._attn_implementation == "eager"
 
 
-def test_two_models_probed_at_the_same_time_do_not_disturb_each_other() -> None:
-    probe_at_the_same_time([zoo.draw(name, zoo.FACTORS[name], seed=0) for name in ("gpt_oss", "gemma2")])
+def test_two_models_prepared_at_the_same_time_do_not_disturb_each_other() -> None:
+    prepare_at_the_same_time([zoo.draw(name, zoo.FACTORS[name], seed=0) for name in ("gpt_oss", "gemma2")])
 
 
-def test_one_model_probed_twice_at_the_same_time_is_accepted_twice() -> None:
-    probe_at_the_same_time([zoo.draw("llama", zoo.FACTORS["llama"], seed=0)] * 2)
+def test_one_model_prepared_twice_at_the_same_time_is_accepted_twice() -> None:
+    prepare_at_the_same_time([zoo.draw("llama", zoo.FACTORS["llama"], seed=0)] * 2)
 
 
 def test_two_models_run_at_the_same_time_do_not_disturb_each_other() -> None:

@@ -8,7 +8,7 @@ from inflight.contracts.errors import ModelError
 from inflight.execution.preparation.proof import NotCausalError
 from inflight.execution.preparation.twin import ENOUGH, make_twin
 from tests import others, zoo
-from tests.execution.probed_models import default_model, tiny
+from tests.execution.prepared_models import default_model, tiny
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`inflight info MODEL`: shows what the probe found out about a model, and how it will run."""
+"""`inflight info MODEL`: shows what preparation found out about a model, and how it will run."""
 
 import json
 from dataclasses import asdict

@@ -11,7 +11,7 @@ from torch import nn
 
 from inflight.execution.attention import AttentionBackend, AttentionSpec
 from inflight.execution.weights.experts import PrepackedExperts
-from inflight.execution.weights.linears import SiblingLinear
+from inflight.execution.weights.layers import SiblingLinear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 

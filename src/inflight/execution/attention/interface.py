@@ -14,7 +14,7 @@ from inflight.execution.ragged_batch import RaggedBatch
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One attention call of a model's forward pass, as the probe found it.
+    """One attention call of a model's forward pass, as preparation found it.
 
     Attributes:
         num_heads, num_kv_heads: H and Hkv; query heads `i * H // Hkv ...` share key/value head i.

@@ -1,5 +1,5 @@
-"""The probe: finds out at load which executor runs a model exactly, and prepares the model for it. It believes no flag
-and knows no model by its name: a wrong token is never an option.
+"""Preparation: finds out at load which executor runs a model exactly, and prepares the model for it. It believes no
+flag and knows no model by its name: a wrong token is never an option.
 
 `choice` first *proves* a way of running: on the model itself if that is small and in float32, otherwise on its `twin`,
 a small float32 copy that is sensitive to its context. `verdict` remembers what twins have shown. Then the model is

@@ -28,7 +28,7 @@ from inflight.execution.preparation.own_attention import (
 )
 from inflight.execution.preparation.packed_way import MakeBackend, prepare_packed, prove_packed
 from inflight.execution.preparation.proof import PlainModel
-from inflight.execution.preparation.report import ProbeReport
+from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.preparation.twin import make_twin
 from inflight.execution.preparation.verdict import Verdict, VerdictCache, Way, verdict_key
 from inflight.execution.weights.formats import find_format
@@ -60,7 +60,7 @@ class Choice:
     make_executor: MakeExecutor
     attention_backend: str
     proved_on: str
-    report: ProbeReport
+    report: PreparationReport
 
 
 def choose_executor(

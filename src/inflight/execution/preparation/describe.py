@@ -14,7 +14,7 @@ from inflight.execution.hf.generation_defaults import eos_token_ids, not_honoure
 from inflight.execution.hf.load import available_cache_memory
 from inflight.execution.hf.longrope import longrope_length
 from inflight.execution.preparation.choice import Choice
-from inflight.execution.preparation.report import ProbeReport
+from inflight.execution.preparation.report import PreparationReport
 
 
 def cache_layout(executor: Executor, config: EngineConfig) -> CacheLayout:
@@ -68,7 +68,7 @@ def describe(
     )
 
 
-def _max_model_len(report: ProbeReport, config: EngineConfig) -> int:
+def _max_model_len(report: PreparationReport, config: EngineConfig) -> int:
     """The longest sequence, which `config` may limit further."""
     longest, reasons = report.max_model_len, "; ".join(report.notes)
     if config.max_model_len is not None and config.max_model_len > longest:

@@ -27,7 +27,7 @@ from inflight.execution.preparation.proof import (
     compare,
     prove,
 )
-from inflight.execution.preparation.report import ProbeReport
+from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.preparation.verdict import Verdict, Way
 from inflight.execution.weights.experts import prepack_experts
 from inflight.execution.weights.linear_calls import watch_linears
@@ -145,7 +145,7 @@ def _small(way: Way, plain: PlainModel) -> Executor:
 
 def prepare_own_attention(
     model: PreTrainedModel, verdict: Verdict, *, is_large: bool = False, let_go: LetGo | None = None
-) -> ProbeReport:
+) -> PreparationReport:
     """Prepack a model for the way that was proved, and compare it with its plain results.
 
     Args:
@@ -179,7 +179,9 @@ def prepare_own_attention(
         notes.append("nothing can be kept: a sequence is computed from its beginning for every token")
     if way.in_one_piece:
         notes.append("prompts are computed in one piece, when their last tokens have come")
-    return ProbeReport(max_model_len=max_model_len, logits_error=error, vocab_size=plain.vocab_size, notes=tuple(notes))
+    return PreparationReport(
+        max_model_len=max_model_len, logits_error=error, vocab_size=plain.vocab_size, notes=tuple(notes)
+    )
 
 
 def _compare(way: Way, plain: PlainModel) -> float:

@@ -51,7 +51,7 @@ from inflight.execution.preparation.proof import (
     draw_prompts,
     logits_of,
 )
-from inflight.execution.preparation.report import ProbeReport
+from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.weights.experts import prepack_experts
 from inflight.execution.weights.formats import PLAIN, WeightFormat
@@ -85,7 +85,7 @@ def prepare_packed(
     rounds_cache: bool = False,
     is_large: bool = False,
     let_go: LetGo | None = None,
-) -> ProbeReport:
+) -> PreparationReport:
     """Prepack a model that was proved to run packed, compare it with its plain results, and leave it ready to run.
 
     Args:
@@ -119,7 +119,7 @@ def prepare_packed(
             is_batch_invariant = _is_batch_invariant(executor, proof.vocab_size)
         except Exception as error:
             raise RuntimeError(f"the weights of {type(model).__name__} could not be prepacked") from error
-    return ProbeReport(
+    return PreparationReport(
         specs=proof.specs,
         modules=proof.modules,
         max_model_len=max_model_len,

@@ -1,4 +1,4 @@
-"""`ProbeReport`: what the probe found out about a model."""
+"""`PreparationReport`: what preparation found out about a model."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from inflight.execution.attention import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeReport:
-    """What the probe found.
+class PreparationReport:
+    """What preparation found.
 
     Attributes:
         specs: the attention calls of a forward pass, in order; empty where attention is left to the model.

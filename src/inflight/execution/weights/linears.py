@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from inflight.execution.kernels import kernels_available
 from inflight.execution.weights.formats import PLAIN, WeightFormat
+from inflight.execution.weights.layers import RowActivation, SiblingLinear, SiblingLinears
 from inflight.execution.weights.linear_calls import ACTIVATIONS, LinearCalls, is_linear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 from inflight.execution.weights.tied_embedding import share_prepacked_weight
@@ -42,7 +43,7 @@ def prepack_linears(
         members = [modules[name] for name in names]
         if len({m.weight.dtype for m in members}) > 1:
             continue
-        together = SiblingLinears(members, weight_format)
+        together = _together(members, weight_format)
         for number, name in enumerate(names):
             _replace(model, name, SiblingLinear(together, number))
             let_go(modules[name].weight)
@@ -83,44 +84,13 @@ def _weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return (weight.T if isinstance(module, Conv1D) else weight), None if bias is None else bias.detach()
 
 
-class RowActivation(nn.Module):
-    """An activation that gives an element the same bits wherever it lies. (torch's own operators compute the ends of a
-    thread's share by another routine, with other bits.)"""
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        self.original = original
-        self.activation, self.variant = ACTIVATIONS[type(original)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[…]` to `[…]`. A compiled model runs the original, which the compiler fuses with its neighbours."""
-        if torch.compiler.is_compiling() or x.dtype not in (torch.float32, torch.bfloat16):
-            return self.original(x)  # type: ignore[no-any-return]
-        return torch.ops.inflight.activate(x, self.activation, self.variant)  # type: ignore[no-any-return]
-
-
-class SiblingLinears:
-    """Linear layers that read the same tensor, computed as one when the first of them is called.
-
-    Args:
-        members: the layers, in the order of their calls.
-    """
-
-    def __init__(self, members: Sequence[nn.Module], weight_format: WeightFormat) -> None:
-        weights, biases = zip(*map(_weight_and_bias, members), strict=True)
-        self.sizes = [weight.shape[0] for weight in weights]
-        bias = _joined(biases, self.sizes, weights[0].dtype)
-        self.linear = weight_format.prepack_linear(torch.cat(weights), bias)
-        self._outputs: tuple[torch.Tensor, ...] = ()
-
-    def output(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        """The output `[…, out]` of one of them for `x` `[…, in]`. They are called in order, with the same `x`."""
-        if number == 0:
-            self._outputs = self.linear(x).split(self.sizes, dim=-1)
-        output = self._outputs[number]
-        if number == len(self.sizes) - 1:
-            self._outputs = ()
-        return output
+def _together(members: Sequence[nn.Module], weight_format: WeightFormat) -> SiblingLinears:
+    """Linear layers that read the same tensor, in the order of their calls, as one layer."""
+    weights, biases = zip(*map(_weight_and_bias, members), strict=True)
+    sizes = [weight.shape[0] for weight in weights]
+    return SiblingLinears(
+        weight_format.prepack_linear(torch.cat(weights), _joined(biases, sizes, weights[0].dtype)), sizes
+    )
 
 
 def _joined(biases: Sequence[torch.Tensor | None], sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
@@ -128,19 +98,3 @@ def _joined(biases: Sequence[torch.Tensor | None], sizes: Sequence[int], dtype: 
         return None
     pairs = zip(biases, sizes, strict=True)
     return torch.cat([torch.zeros(size, dtype=dtype) if bias is None else bias for bias, size in pairs])
-
-
-class SiblingLinear(nn.Module):
-    """One of several linear layers that are computed as one: it has the place of a `Linear` in the model."""
-
-    def __init__(self, together: SiblingLinears, number: int) -> None:
-        super().__init__()
-        self.together, self.number = together, number
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[…, in]` to `[…, out]`."""
-        return self.together.output(x, self.number)
-
-    def extra_repr(self) -> str:
-        """For `print(model)`."""
-        return f"number {self.number} of {self.together.linear.extra_repr()}"

@@ -1,4 +1,4 @@
-"""The probe takes every model that the packed row reproduces, whatever its weights, and finds its limits."""
+"""Preparation takes every model that the packed row reproduces, whatever its weights, and finds its limits."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.execution.model_runner import ModelRunner
 from tests import zoo
-from tests.execution.probed_models import default_model, every_architecture, probe, tiny_gqa
+from tests.execution.prepared_models import default_model, every_architecture, report_of, tiny_gqa
 
 
 @every_architecture
@@ -15,7 +15,7 @@ def test_a_model_is_accepted_with_its_attention_as_configured(name: str) -> None
     model = zoo.build(name)
     config = model.config
     head_sizes = (24, 16) if name == "deepseek_v3" else (16, 16)
-    report = probe(model)
+    report = report_of(model)
     assert max(report.logits_error, report.attention_error) < 1e-5
     assert report.max_model_len == config.max_position_embeddings
     assert report.notes == ()
@@ -39,13 +39,13 @@ def test_a_model_is_accepted_with_its_attention_as_configured(name: str) -> None
 @every_architecture
 def test_a_model_in_bfloat16_is_accepted(name: str) -> None:
     """Sensitive models amplify rounding, and a mixture of experts may route a token otherwise: neither is an error."""
-    probe(zoo.draw(name, zoo.FACTORS[name], seed=0).to(torch.bfloat16))
+    report_of(zoo.draw(name, zoo.FACTORS[name], seed=0).to(torch.bfloat16))
 
 
 @every_architecture
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_default_initialised_model_is_accepted(name: str, dtype: torch.dtype) -> None:
-    report = probe(default_model(zoo.ARCHITECTURES[name]()).to(dtype))
+    report = report_of(default_model(zoo.ARCHITECTURES[name]()).to(dtype))
     assert max(report.logits_error, report.attention_error) < (1e-5 if dtype == torch.float32 else 0.05)
 
 
@@ -61,12 +61,12 @@ def test_the_runner_says_how_it_runs_a_model() -> None:
 def test_the_chunks_of_llama_4_are_found() -> None:
     chunked = {"attention_chunk_size": 8, "layer_types": ["chunked_attention", zoo.FULL, "chunked_attention"]}
     config = tiny_gqa("llama4_text", num_local_experts=2, **chunked)
-    assert [spec.chunk for spec in probe(default_model(config)).specs] == [8, None, 8]
+    assert [spec.chunk for spec in report_of(default_model(config)).specs] == [8, None, 8]
 
 
 def test_llama_4_is_limited_to_where_it_does_not_scale_by_place_in_the_row() -> None:
     model = default_model(tiny_gqa("llama4_text", floor_scale=40, num_local_experts=2, attention_chunk_size=8))
-    report = probe(model)
+    report = report_of(model)
     assert (report.max_model_len, report.max_row_len) == (39, 39)
     with pytest.raises(ModelError, match="max_num_batched_tokens is 64; this model accepts at most 39"):
         ModelRunner(model, EngineConfig(max_num_batched_tokens=64))

@@ -1,4 +1,4 @@
-"""The probe catches attention that is wrong, even on models that hardly show it.
+"""Preparation catches attention that is wrong, even on models that hardly show it.
 
 Broken attention is made in two ways: backends that get something wrong, and executors that are given wrong batches. A
 model with transformers' default initialisation hardly shows it in its logits, so that is what it must be caught on.
@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from inflight.contracts.errors import ModelError
 from inflight.execution.attention import AttentionSpec, TorchAttention, reference
 from inflight.execution.attention.interface import KVStorage
-from inflight.execution.preparation.report import ProbeReport
+from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.ragged_batch import RaggedBatch
 from tests import zoo
-from tests.execution.probed_models import default_model, own_copy, probe, probe_own
+from tests.execution.prepared_models import default_model, own_copy, prepare_own, report_of
 
 
 class OtherSpec(TorchAttention):
@@ -94,11 +94,11 @@ OTHER_BATCHES = [
 ]
 
 
-def probe_with_other_spec(model: PreTrainedModel, changes: dict[str, Any]) -> ProbeReport:
-    return probe_own(own_copy(model), lambda block_size: OtherSpec(block_size, model.dtype, changes))
+def prepare_with_other_spec(model: PreTrainedModel, changes: dict[str, Any]) -> PreparationReport:
+    return prepare_own(own_copy(model), lambda block_size: OtherSpec(block_size, model.dtype, changes))
 
 
-def probe_with_wider_mask(model: PreTrainedModel, also_seen: Callable[[Tensor, Tensor], Tensor]) -> ProbeReport:
+def prepare_with_wider_mask(model: PreTrainedModel, also_seen: Callable[[Tensor, Tensor], Tensor]) -> PreparationReport:
     correct = reference.ragged_mask
 
     def mask(batch: RaggedBatch, window: int | None = None, chunk: int | None = None) -> Tensor:
@@ -108,13 +108,13 @@ def probe_with_wider_mask(model: PreTrainedModel, also_seen: Callable[[Tensor, T
         return correct(batch, window, chunk) | also_seen(same_sequence, same_sequence & ~correct(batch))
 
     with mock.patch.object(reference, "ragged_mask", mask):
-        return probe(model, "reference")
+        return report_of(model, "reference")
 
 
-def probe_with_other_batch(model: PreTrainedModel, change: Callable[[RaggedBatch], RaggedBatch]) -> ProbeReport:
+def prepare_with_other_batch(model: PreTrainedModel, change: Callable[[RaggedBatch], RaggedBatch]) -> PreparationReport:
     pack = RaggedBatch.from_plan
     with mock.patch.object(RaggedBatch, "from_plan", lambda *args: change(pack(*args))):
-        return probe(model, "reference")
+        return report_of(model, "reference")
 
 
 def refusal() -> Any:
@@ -131,7 +131,7 @@ INSENSITIVE = ["llama", "gpt2", "gpt_oss"]
 def test_a_backend_that_misses_a_mechanism_is_caught_on_an_insensitive_model(change: str, dtype: torch.dtype) -> None:
     model = default_model(zoo.ARCHITECTURES["gpt_oss"]()).to(dtype)
     with refusal():
-        probe_with_other_spec(model, OTHER_SPECS[change])
+        prepare_with_other_spec(model, OTHER_SPECS[change])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,7 +142,7 @@ def test_attention_that_sees_too_much_is_caught_on_an_insensitive_model(
 ) -> None:
     model = default_model(zoo.ARCHITECTURES[name]()).to(dtype)
     with refusal():
-        probe_with_wider_mask(model, also_seen)
+        prepare_with_wider_mask(model, also_seen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -153,23 +153,23 @@ def test_a_wrong_batch_is_caught_on_an_insensitive_model(
 ) -> None:
     model = default_model(zoo.ARCHITECTURES[name]()).to(dtype)
     with refusal():
-        probe_with_other_batch(model, change)
+        prepare_with_other_batch(model, change)
 
 
 @pytest.mark.parametrize("name", INSENSITIVE)
 def test_positions_that_restart_with_each_chunk_are_caught_on_an_insensitive_model(name: str) -> None:
     """In float32: rounding to bfloat16 is as large as what rotary positions do to such a model."""
     with refusal():
-        probe_with_other_batch(default_model(zoo.ARCHITECTURES[name]()), restarts_positions)
+        prepare_with_other_batch(default_model(zoo.ARCHITECTURES[name]()), restarts_positions)
 
 
 @pytest.mark.parametrize("changes", [{"scale": 0.25 * 1.1}, {"window": zoo.WINDOW + 1}], ids=str)
 def test_a_slightly_wrong_mechanism_is_caught_on_an_insensitive_model(changes: dict[str, Any]) -> None:
     with refusal():
-        probe_with_other_spec(default_model(zoo.ARCHITECTURES["gpt_oss"]()), changes)
+        prepare_with_other_spec(default_model(zoo.ARCHITECTURES["gpt_oss"]()), changes)
 
 
 def test_a_missing_softcap_is_caught_where_it_matters() -> None:
     """Scores of a default-initialised model are too small to be capped, and so right without a cap."""
     with refusal():
-        probe_with_other_spec(zoo.build("gemma2"), {"softcap": None})
+        prepare_with_other_spec(zoo.build("gemma2"), {"softcap": None})

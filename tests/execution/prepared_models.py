@@ -1,4 +1,4 @@
-"""Models of all kinds, and the probe of one as an engine makes it."""
+"""Models of all kinds, and the preparation of one as an engine does it."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.execution.attention import make_backend
 from inflight.execution.hf.load import load_model
 from inflight.execution.preparation.packed_way import MakeBackend, prepare_packed, prove_packed
-from inflight.execution.preparation.report import ProbeReport
+from inflight.execution.preparation.report import PreparationReport
 from tests import zoo
 
 every_architecture = pytest.mark.parametrize("name", zoo.ARCHITECTURES)
@@ -21,11 +21,11 @@ def own_copy(model: PreTrainedModel) -> PreTrainedModel:
     return load_model(model, EngineConfig())
 
 
-def probe(model: PreTrainedModel, backend: str = "torch") -> ProbeReport:
-    return probe_own(own_copy(model), lambda block_size: make_backend(backend, model.device, model.dtype, block_size))
+def report_of(model: PreTrainedModel, backend: str = "torch") -> PreparationReport:
+    return prepare_own(own_copy(model), lambda block_size: make_backend(backend, model.device, model.dtype, block_size))
 
 
-def probe_own(model: PreTrainedModel, backend: MakeBackend) -> ProbeReport:
+def prepare_own(model: PreTrainedModel, backend: MakeBackend) -> PreparationReport:
     """Proved on the model itself, and made ready."""
     prove_packed(model, backend)
     return prepare_packed(model, backend)

@@ -1,6 +1,6 @@
-"""How long the probe takes: four models of 1 to 1.4 billion parameters, bfloat16, random weights.
+"""How long preparation takes: four models of 1 to 1.4 billion parameters, bfloat16, random weights.
 
-python benchmarks/probe_time.py
+python benchmarks/preparation_time.py
 
 Each model is loaded twice, each time in a process of its own: first when nothing is known about its class and
 configuration, then when the verdict of its twin is remembered. "Probing" is everything between loading the weights and
@@ -87,7 +87,7 @@ def main() -> None:
                     print(shape.name, found, flush=True)
     machine = "; ".join(f"{name}: {value}" for name, value in describe_machine().items())
     lines = [
-        "# How long the probe takes",
+        "# How long preparation takes",
         "",
         f"bfloat16, random weights, medians of {arguments.rounds} rounds. {machine}.",
         "",
@@ -103,7 +103,7 @@ def main() -> None:
     text = "\n".join([*lines, ""])
     print(text)
     arguments.output_folder.mkdir(parents=True, exist_ok=True)
-    (arguments.output_folder / "probe-time.md").write_text(text)
+    (arguments.output_folder / "preparation-time.md").write_text(text)
 
 
 if __name__ == "__main__":

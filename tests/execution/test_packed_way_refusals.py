@@ -1,4 +1,4 @@
-"""The probe refuses by name, and with the reason, every model that a packed row does not reproduce."""
+"""Preparation refuses by name, and with the reason, every model that a packed row does not reproduce."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from inflight.contracts.errors import ModelError
 from inflight.execution.model_runner import ModelRunner
 from tests import zoo
 from tests.execution.packed_steps import assert_packed_is_plain, packed_executor, packed_logits
-from tests.execution.probed_models import default_model, plain_logits, probe, tiny, tiny_gqa
+from tests.execution.prepared_models import default_model, plain_logits, report_of, tiny, tiny_gqa
 
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "bloom": (lambda: tiny("bloom"), "BloomForCausalLM takes no position_ids"),
@@ -30,7 +30,7 @@ def test_a_model_that_cannot_be_packed_is_refused_with_the_reason_and_left_as_it
     model = default_model(make_config())
     found, expected = model.config._attn_implementation, plain_logits(model)
     with pytest.raises(ModelError, match=reason) as raised:
-        probe(model)
+        report_of(model)
     assert "\n" not in str(raised.value)
     assert model.config._attn_implementation == found
     assert torch.equal(plain_logits(model), expected)
@@ -71,10 +71,10 @@ STATEFUL: dict[str, Callable[[], PreTrainedConfig]] = {
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_model_with_a_state_besides_attention_is_refused_whatever_its_weights(name: str, dtype: torch.dtype) -> None:
     with pytest.raises(ModelError):
-        probe(default_model(STATEFUL[name]()).to(dtype))
+        report_of(default_model(STATEFUL[name]()).to(dtype))
 
 
-def test_a_mechanism_that_begins_beyond_the_probes_prompts_is_not_overlooked() -> None:
+def test_a_mechanism_that_begins_beyond_the_proofs_prompts_is_not_overlooked() -> None:
     """DeepSeek-V4 attends to summaries of 128 tokens each as well: of none of them in a short prompt."""
     config = tiny_gqa("deepseek_v4", sliding_window=zoo.WINDOW, n_routed_experts=4, num_experts_per_tok=2)
     model = default_model(config)
@@ -91,4 +91,4 @@ def test_weights_that_are_not_numbers_are_refused() -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 5] = float("nan")
     with pytest.raises(ModelError, match="LlamaForCausalLM are not finite even when it runs alone"):
-        probe(model)
+        report_of(model)

@@ -31,16 +31,8 @@ from inflight.engine.process.protocol import Abort, AskStats, Generate, Load, Re
 from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import RESTART_DELAYS, Supervisor
 from inflight.execution.hf.load import ModelSource, check_source
-from inflight.inputs import (
-    TEMPLATE_OPTIONS,
-    Prompt,
-    TokenizerSource,
-    check_chat,
-    engine_config,
-    load_tokenizer,
-    model_source,
-    read_prompt,
-)
+from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, read_prompt
+from inflight.sources import TokenizerSource, engine_config, load_tokenizer, model_source
 from inflight.text.collector import Collector
 
 

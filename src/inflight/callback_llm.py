@@ -18,7 +18,8 @@ from inflight.contracts.outputs import RequestMetrics, RequestOutput, TextDelta
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats
 from inflight.execution.hf.load import ModelSource
-from inflight.inputs import Prompt, TokenizerSource
+from inflight.inputs import Prompt
+from inflight.sources import TokenizerSource
 
 logger = logging.getLogger(__name__)
 

@@ -21,17 +21,9 @@ from inflight.contracts.params import SamplingParams
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.engine import Engine
 from inflight.execution.hf.load import ModelSource, check_source
-from inflight.inputs import (
-    TEMPLATE_OPTIONS,
-    Messages,
-    Prompt,
-    check_chat,
-    engine_config,
-    load_tokenizer,
-    model_source,
-    read_prompt,
-)
+from inflight.inputs import TEMPLATE_OPTIONS, Messages, Prompt, check_chat, read_prompt
 from inflight.observe.progress import with_progress
+from inflight.sources import engine_config, load_tokenizer, model_source
 from inflight.text.collector import Collector
 
 
@@ -93,7 +85,7 @@ class LLM:
         """
         stream = self._open_stream(prompts, sampling_params, priority)
         with closing(self._run(stream)) as deltas:  # an interrupt leaves nothing running, wherever it comes
-            shown = with_progress(deltas, len(stream.accepted), enabled=use_tqdm)
+            shown = with_progress(deltas, len(stream.accepted)) if use_tqdm else deltas
             outputs = {delta.prompt_index: delta.output for delta in shown if delta.output is not None}
         return [outputs[index] for index in sorted(outputs)]
 

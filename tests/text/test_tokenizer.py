@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from inflight.contracts.errors import InvalidRequestError, ModelError
-from inflight.text import Tokenizer
+from inflight.text.tokenizer_files import read_tokenizer
 from tests.text.tokenizers_for_tests import ALL, byte_fallback
 
 TEMPLATE = (
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_loads_a_folder(folder: Path) -> None:
-    tokenizer, original = Tokenizer.load(str(folder)), ALL["byte_fallback"]
+    tokenizer, original = read_tokenizer(str(folder)), ALL["byte_fallback"]
     assert tokenizer is not None
     assert tokenizer.encode(" The dog 你") == original.encode(" The dog 你")
     assert (tokenizer.eos_token_id, tokenizer.vocab_size) == (2, original.vocab_size)
@@ -35,15 +35,15 @@ def test_loads_a_folder(folder: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    assert Tokenizer.load(str(tmp_path)) is None
+    assert read_tokenizer(str(tmp_path)) is None
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    assert Tokenizer.load(str(tmp_path)) is None
+    assert read_tokenizer(str(tmp_path)) is None
 
 
 def test_broken_files(folder: Path) -> None:
     (folder / "tokenizer.json").write_text('{"version": "1.0",\n "model')
     with pytest.raises(ModelError, match=r"cannot load the tokenizer of '.*': .+") as caught:
-        Tokenizer.load(str(folder))
+        read_tokenizer(str(folder))
     assert "\n" not in str(caught.value)
 
 
@@ -51,12 +51,12 @@ def test_no_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     with pytest.raises(ModelError, match="its files hold no vocabulary"):
-        Tokenizer.load(str(tmp_path))
+        read_tokenizer(str(tmp_path))
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no such folder"):
-        Tokenizer.load(str(tmp_path / "absent"))
+        read_tokenizer(str(tmp_path / "absent"))
 
 
 def test_chat() -> None:

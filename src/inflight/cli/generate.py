@@ -69,7 +69,7 @@ def generate(
             raise click.ClickException(delta.output.error)
         return
     with out, _recorded(llm, record), closing(llm.stream(inputs, params)) as deltas, _interrupts_between_steps(llm):
-        _write_in_order(with_progress(deltas, len(lines), enabled=not quiet), lines, out)
+        _write_in_order(deltas if quiet else with_progress(deltas, len(lines)), lines, out)
 
 
 def _open(output: Path | None) -> TextIO:

@@ -40,11 +40,11 @@ def profile(
     from inflight.contracts.config import EngineConfig
     from inflight.contracts.params import SamplingParams
     from inflight.engine.engine import Engine
-    from inflight.inputs import model_source
     from inflight.observe.pictures import save_png
     from inflight.profiling import profile_decode
     from inflight.profiling.figure import profile_figure
     from inflight.profiling.table import profile_table
+    from inflight.sources import model_source
 
     engine = Engine(model_source(model), EngineConfig(**{"max_num_seqs": num_seqs, **engine_values(options)}))
     params = SamplingParams(**{"temperature": 0, **sampling_values(options)})

@@ -1,35 +1,19 @@
 """`Tokenizer`: converts text and chats to token ids, and token ids to text.
 
-Decides where a tokenizer comes from, which errors its user sees, and which token ids stand for text at all. Knows
-nothing of sequences and streams: `detokenizer` turns a growing sequence into text. `transformers` is imported only when
-a tokenizer is loaded.
+Decides which errors its user sees, and which token ids stand for text at all. Knows neither files (`tokenizer_files`)
+nor streams: `detokenizer` turns a growing sequence into text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inflight.contracts.errors import InvalidRequestError, ModelError
+from inflight.contracts.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# A folder with none of these has no tokenizer. `AutoTokenizer` cannot be asked: from a config.json alone it makes a
-# tokenizer with an empty vocabulary.
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tiktoken.model",
-)
 
 
 class Tokenizer:
@@ -37,30 +21,6 @@ class Tokenizer:
 
     def __init__(self, inner: PreTrainedTokenizerBase) -> None:
         self.inner = inner
-
-    @classmethod
-    def load(cls, source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer | None:
-        """Load the tokenizer of a local folder or of a repository on the Hugging Face hub.
-
-        Returns None if `source` has no tokenizer. Raises ModelError, in one sentence, if `source` cannot be reached or
-        its tokenizer cannot be read.
-        """
-        is_folder = Path(source).is_dir()
-        if not is_folder and (Path(source).is_absolute() or Path(source).exists()):
-            raise ModelError(f"cannot load the tokenizer of {source!r}: there is no such folder")
-        if is_folder and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
-            return None
-        from transformers import AutoTokenizer
-
-        try:
-            inner = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
-        except Exception as error:  # a broken file can raise anything
-            raise ModelError(f"cannot load the tokenizer of {source!r}: {_one_line(error)}") from error
-        if len(inner) > len(inner.all_special_ids):
-            return cls(inner)
-        if is_folder:
-            raise ModelError(f"cannot load the tokenizer of {source!r}: its files hold no vocabulary")
-        return None  # a repository without tokenizer files
 
     @property
     def eos_token_id(self) -> int | None:
@@ -117,7 +77,7 @@ class Tokenizer:
                 **(chat_template_kwargs or {}),
             )
         except Exception as error:  # a template is a program: it can raise anything
-            raise InvalidRequestError(f"the chat template cannot write these messages: {_one_line(error)}") from error
+            raise InvalidRequestError(f"the chat template cannot write these messages: {one_line(error)}") from error
         return token_ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -163,5 +123,6 @@ class Tokenizer:
         return frozenset(self.inner.all_special_ids)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """An error's message in one line."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -16,6 +16,7 @@ from inflight.server.tools.grammar import calls_grammar, schema_of
 from inflight.server.tools.tool_use import ToolUse, tool_use
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
+from inflight.text.tokenizer_files import read_tokenizer
 from tests.grammar.helpers import compiler, spelled, walk, write
 from tests.server.tools.test_call_parser import put_together
 
@@ -36,7 +37,7 @@ def tool(name: str, parameters: dict[str, Any] | None = None, **more: Any) -> di
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    loaded = Tokenizer.load(str(DEMO_MODEL))
+    loaded = read_tokenizer(str(DEMO_MODEL))
     assert loaded is not None
     return loaded
 
@@ -48,7 +49,7 @@ def grammars(tokenizer: Tokenizer) -> GrammarCompiler:
 
 def with_markers(special: bool) -> Tokenizer:
     """A tokenizer to which the markers of calls are tokens of their own."""
-    loaded = Tokenizer.load(str(DEMO_MODEL))
+    loaded = read_tokenizer(str(DEMO_MODEL))
     assert loaded is not None
     markers = [marker for each in FORMATS for marker in (each.begin, each.end) if marker]
     loaded.inner.add_tokens(markers, special_tokens=special)

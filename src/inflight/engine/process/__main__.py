@@ -23,7 +23,7 @@ def main() -> int:
 
     from inflight.engine.engine import Engine  # loads long; the thread notices meanwhile if the caller dies
     from inflight.engine.process.loop import serve
-    from inflight.inputs import load_tokenizer
+    from inflight.sources import load_tokenizer
 
     def load() -> Engine:
         return Engine(asked.model, asked.config, load_tokenizer(asked.model, asked.tokenizer, asked.config))

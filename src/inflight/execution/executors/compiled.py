@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 
 from inflight.execution.attention import CpuCache
 from inflight.execution.hf.hook import use_attention
+from inflight.execution.hf.longrope import longrope_length
 from inflight.execution.kernels import cache_folder
+from inflight.execution.weights.onednn import OneDnnLinear
 
 Forward: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Token ids `[T]`, positions `[T]` and logit rows `[R]` to logits `[R, V]`; T and R are at least `MIN_ROWS`."""
@@ -25,6 +27,21 @@ Forward: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.
 MAX_ROWS = 2**20
 COMPILED_ROWS = (32, 8)
 """T and R of the step that is compiled: the compiler plans for these sizes."""
+
+
+def why_uncompilable(
+    model: PreTrainedModel, modules: Sequence[torch.nn.Module], caches: Sequence[CpuCache]
+) -> str | None:
+    """Why a model that runs packed cannot be compiled; None: it can be tried. Arguments as for `compile_forward`."""
+    if not caches:
+        return "it needs the attention backend 'cpu'"
+    if any(isinstance(module, OneDnnLinear) for module in model.modules()):
+        return "this CPU has no AVX-512 for its dtype, and torch.compile cannot take oneDNN's linear layers"
+    if len(modules) != len(caches):
+        return "a module attends more than once in a forward pass"
+    if longrope_length(model.config.get_text_config()) is not None:
+        return "its position embeddings depend on each sequence's length (LongRoPE)"
+    return None
 
 
 def compile_forward(

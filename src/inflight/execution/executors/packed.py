@@ -15,13 +15,13 @@ from inflight.contracts.errors import ModelError
 from inflight.execution.attention import AttentionBackend, CpuCache, ReferenceAttention
 from inflight.execution.attention.grouping import BlockPart, Grouping
 from inflight.execution.attention.interface import KVStorage
+from inflight.execution.attention.storage import allocate_storages
 from inflight.execution.attention.witness import WitnessedAttention
-from inflight.execution.executors.compiled import Forward, compile_forward
+from inflight.execution.executors.compiled import Forward, compile_forward, why_uncompilable
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.hf.hook import attend_with, attention_sinks, use_attention
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
-from inflight.execution.weights.onednn import OneDnnLinear
 
 logger = logging.getLogger(__name__)
 
@@ -76,21 +76,7 @@ class PackedExecutor:
     def allocate(self, num_blocks: int) -> None:
         """See `Executor`."""
         self._num_blocks = num_blocks
-
-        def cache_of(call: int, beside: KVStorage | None) -> KVStorage:
-            num_parts = (num_blocks + 1) * self.grouping.part_of(call).num_parts  # the last block is spare
-            return self.backend.allocate(num_parts - 1, self.specs[call], beside)
-
-        caches: dict[int, KVStorage] = {}
-        self._storages.clear()
-        for first, *others in self.grouping.storages():
-            caches[first] = cache_of(first, None)
-            caches |= {call: cache_of(call, caches[first]) for call in others}
-            self._storages.append(caches[first])
-        for call, spec in enumerate(self.specs):
-            if spec.shares_cache_with is not None:
-                caches[call] = cache_of(call, caches[spec.shares_cache_with])
-        self._caches = [caches[call] for call in range(len(self.specs))]
+        self._caches, self._storages = allocate_storages(self.backend, self.grouping, num_blocks)
 
     def release(self, slots: Iterable[int]) -> None:
         """See `Executor`. Nothing is kept by slot."""
@@ -125,14 +111,8 @@ class PackedExecutor:
     def compile(self, mode: str) -> str | None:
         """See `Executor`."""
         caches = [cache for cache in self._caches if isinstance(cache, CpuCache)]
-        if not caches:
-            return "it needs the attention backend 'cpu'"
-        if any(isinstance(module, OneDnnLinear) for module in self.model.modules()):
-            return "this CPU has no AVX-512 for its dtype, and torch.compile cannot take oneDNN's linear layers"
-        if len(self.modules) != len(caches):
-            return "a module attends more than once in a forward pass"
-        if self._longrope_length is not None:
-            return "its position embeddings depend on each sequence's length (LongRoPE)"
+        if (reason := why_uncompilable(self.model, self.modules, caches)) is not None:
+            return reason
         try:
             self.backend.begin_step(RaggedBatch.empty(len(self.grouping.parts), self.model.device))
             self._compiled = compile_forward(self.model, self._forward, self.modules, caches, mode)

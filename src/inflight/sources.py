@@ -1,0 +1,61 @@
+"""What counts as a model, a tokenizer and an option of the fronts, and what is made of each."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeAlias
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
+from inflight.contracts.options import refuse_unknown_options
+from inflight.demo_model import DEMO_MODEL
+from inflight.text.tokenizer import Tokenizer
+from inflight.text.tokenizer_files import read_tokenizer
+
+TokenizerSource: TypeAlias = str | os.PathLike[str] | PreTrainedTokenizerBase
+
+
+def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:
+    """A front's options as a configuration. Raises `ValueError` if one is unknown or out of range."""
+    refuse_unknown_options(options, [field.name for field in fields(EngineConfig)], owner)
+    options = dict(options)
+    for name in ("dtype", "device"):  # torch.bfloat16 and torch.device("cuda") are accepted, too
+        if isinstance(options.get(name), torch.dtype | torch.device):
+            options[name] = str(options[name]).removeprefix("torch.")
+    return EngineConfig(**options)
+
+
+def model_source(model: object) -> str | PreTrainedModel:
+    """A hub id, a folder with `~` expanded, or a loaded model; None is the embedded model. Raises `ModelError` for
+    anything else."""
+    if model is None:
+        return str(DEMO_MODEL)
+    if isinstance(model, PreTrainedModel):
+        return model
+    if isinstance(model, str | os.PathLike):
+        return os.path.expanduser(os.fspath(model))
+    raise ModelError(
+        f"the model is a {type(model).__name__}; it must be a hub id, a folder, or a transformers PreTrainedModel"
+    )
+
+
+def load_tokenizer(
+    model: str | PreTrainedModel, tokenizer: TokenizerSource | None, config: EngineConfig
+) -> Tokenizer | None:
+    """The tokenizer that was given, else the one that comes with the model; None if there is none. Raises
+    `ModelError`."""
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return Tokenizer(tokenizer)
+    if tokenizer is None and isinstance(model, PreTrainedModel):
+        return None
+    source = model if tokenizer is None else tokenizer
+    if not isinstance(source, str | os.PathLike):
+        raise ModelError(f"the tokenizer is a {type(source).__name__}; it must be a hub id, a folder, or a loaded one")
+    name = os.path.expanduser(os.fspath(source))
+    loaded = read_tokenizer(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    if loaded is None and tokenizer is not None:
+        raise ModelError(f"there is no tokenizer in {name!r}")
+    return loaded

@@ -1,0 +1,47 @@
+"""Where a tokenizer comes from: the files of a folder, or of a repository on the Hugging Face hub.
+
+`transformers` is imported only when a tokenizer is read.
+"""
+
+from pathlib import Path
+
+from inflight.contracts.errors import ModelError
+from inflight.text.tokenizer import Tokenizer, one_line
+
+# A folder with none of these has no tokenizer. `AutoTokenizer` cannot be asked: from a config.json alone it makes a
+# tokenizer with an empty vocabulary.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+)
+
+
+def read_tokenizer(source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer | None:
+    """The tokenizer of a local folder or of a repository on the Hugging Face hub; None if it has none.
+
+    Raises:
+        ModelError: `source` cannot be reached, or its tokenizer cannot be read.
+    """
+    is_folder = Path(source).is_dir()
+    if not is_folder and (Path(source).is_absolute() or Path(source).exists()):
+        raise ModelError(f"cannot load the tokenizer of {source!r}: there is no such folder")
+    if is_folder and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        inner = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
+    except Exception as error:  # a broken file can raise anything
+        raise ModelError(f"cannot load the tokenizer of {source!r}: {one_line(error)}") from error
+    if len(inner) > len(inner.all_special_ids):
+        return Tokenizer(inner)
+    if is_folder:
+        raise ModelError(f"cannot load the tokenizer of {source!r}: its files hold no vocabulary")
+    return None  # a repository without tokenizer files

@@ -8,14 +8,14 @@ import torch
 from inflight.contracts.errors import ModelError
 from inflight.execution.preparation.agreement import worst
 from inflight.execution.preparation.own_attention import make_executor
-from inflight.execution.preparation.proof import CHUNKS, IN_A_ROW, IN_SHORT, PROOF, PlainModel, Workload, compare
+from inflight.execution.preparation.proof import CHUNKS, IN_A_ROW, IN_SHORT, PROOF, PlainModel, ProofWorkload, compare
 from inflight.execution.preparation.verdict import Way
 from inflight.execution.ragged_batch import RaggedBatch
 from tests import others
 
 
 @pytest.mark.parametrize("workload", [PROOF, IN_A_ROW, IN_SHORT])
-def test_every_token_of_each_prompt_runs_once_and_in_order(workload: Workload) -> None:
+def test_every_token_of_each_prompt_runs_once_and_in_order(workload: ProofWorkload) -> None:
     done = [0, 0]
     for step in workload.steps:
         for number, start, end in step:
@@ -25,7 +25,7 @@ def test_every_token_of_each_prompt_runs_once_and_in_order(workload: Workload) -
 
 
 @pytest.mark.parametrize("workload", [PROOF, IN_SHORT])
-def test_what_generate_computes_at_once_ends_with_a_span_and_decodes_follow(workload: Workload) -> None:
+def test_what_generate_computes_at_once_ends_with_a_span_and_decodes_follow(workload: ProofWorkload) -> None:
     for number, length in enumerate(workload.prefill_lengths):
         spans = [(start, end) for step in workload.steps for each, start, end in step if each == number]
         assert length in {end for _, end in spans}

@@ -16,7 +16,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.execution.executors import PackedExecutor, RowsExecutor
 from inflight.execution.hf.load import load_model
 from inflight.execution.preparation import choice, own_attention, packed_way, verdict
-from inflight.execution.preparation.choice import EARLIER, ITSELF, PACKED, TWIN, Choice, choose_executor
+from inflight.execution.preparation.choice import EARLIER, ITSELF, PACKED, TWIN, ChosenExecutor, choose_executor
 from inflight.execution.preparation.proof import PlainModel
 from inflight.execution.preparation.verdict import Verdict, VerdictCache, Way, verdict_key
 from tests import others, zoo
@@ -25,7 +25,7 @@ from tests.execution import this_cpu
 BUILD = dict.fromkeys(zoo.ARCHITECTURES, zoo.build) | dict.fromkeys(others.ALL | others.OTHERS, others.build)
 
 
-def choose(model: PreTrainedModel, verdicts: VerdictCache | None = None, **options: Any) -> Choice:
+def choose(model: PreTrainedModel, verdicts: VerdictCache | None = None, **options: Any) -> ChosenExecutor:
     config = EngineConfig(**options)
     return choose_executor(load_model(model, config), config, verdicts=verdicts)
 

@@ -48,8 +48,8 @@ MakeExecutor: TypeAlias = Callable[[int, int], Executor]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What was chosen.
+class ChosenExecutor:
+    """The executor that was chosen for a model.
 
     Attributes:
         make_executor: makes the executor, with a cache that is not allocated yet.
@@ -65,7 +65,7 @@ class Choice:
 
 def choose_executor(
     model: PreTrainedModel, config: EngineConfig, let_go: LetGo | None = None, verdicts: VerdictCache | None = None
-) -> Choice:
+) -> ChosenExecutor:
     """Prove one of the executors that `config` allows, and prepare the model for it.
 
     Args:
@@ -103,7 +103,7 @@ class _Search:
         """For each way that was proved on a twin but is wrong for the model itself: why."""
         self._failed: list[Verdict] = []
 
-    def choose(self) -> Choice:
+    def choose(self) -> ChosenExecutor:
         executors = ["packed", "rows", "sequential"] if self._config.executor == "auto" else [self._config.executor]
         in_use = attention_in_use(self._model)
         key = None
@@ -132,7 +132,7 @@ class _Search:
                 self._tell(verdict, choice)
                 return choice
 
-    def _tell(self, verdict: Verdict, choice: Choice) -> None:
+    def _tell(self, verdict: Verdict, choice: ChosenExecutor) -> None:
         """Log the choice in one line."""
         name, executor = type(self._model).__name__, verdict.way.executor
         said = "; ".join((f"{name} runs as {executor}, proved on {choice.proved_on}", *choice.report.notes))
@@ -216,13 +216,15 @@ class _Search:
 
     # --------------------------------------------------------------------------------------- the model itself
 
-    def _prepare(self, verdict: Verdict, proved_on: str) -> Choice:
+    def _prepare(self, verdict: Verdict, proved_on: str) -> ChosenExecutor:
         """Prepare the model. Raises `ModelError` if it does not give its plain results."""
         model, config, way = self._model, self._config, verdict.way
         is_large = self._is_large and proved_on != ITSELF
         if way != PACKED:
             report = prepare_own_attention(model, verdict, is_large=is_large, let_go=self._let_go)
-            return Choice(partial(make_executor, way, model), str(model.config._attn_implementation), proved_on, report)
+            return ChosenExecutor(
+                partial(make_executor, way, model), str(model.config._attn_implementation), proved_on, report
+            )
 
         def backend(block_size: int) -> AttentionBackend:
             name, stored = config.attention_backend, config.kv_cache_dtype
@@ -243,7 +245,7 @@ class _Search:
             grouping = group_calls(report.specs, longest, attention.bytes_per_block)
             return PackedExecutor(model, attention, grouping, report.modules)
 
-        return Choice(make, backend(config.block_size).name, proved_on, report)
+        return ChosenExecutor(make, backend(config.block_size).name, proved_on, report)
 
 
 @contextmanager

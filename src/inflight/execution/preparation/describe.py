@@ -13,7 +13,7 @@ from inflight.execution.executors import Executor
 from inflight.execution.hf.generation_defaults import eos_token_ids, not_honoured
 from inflight.execution.hf.load import available_cache_memory
 from inflight.execution.hf.longrope import longrope_length
-from inflight.execution.preparation.choice import Choice
+from inflight.execution.preparation.choice import ChosenExecutor
 from inflight.execution.preparation.report import PreparationReport
 
 
@@ -23,7 +23,7 @@ def cache_layout(executor: Executor, config: EngineConfig) -> CacheLayout:
 
 
 def describe(
-    model: PreTrainedModel, executor: Executor, choice: Choice, config: EngineConfig, num_parameters: int
+    model: PreTrainedModel, executor: Executor, choice: ChosenExecutor, config: EngineConfig, num_parameters: int
 ) -> ModelInfo:
     """What was found out about `model`, and how it is run, uncompiled.
 

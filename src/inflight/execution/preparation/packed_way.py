@@ -45,8 +45,8 @@ from inflight.execution.preparation.proof import (
     NUM_PROOF_BLOCKS,
     PROOF_BLOCK_SIZE,
     PlainModel,
+    ProofWorkload,
     Step,
-    Workload,
     batches_of,
     draw_prompts,
     logits_of,
@@ -148,7 +148,7 @@ class PackedProof:
         ModelError: the model's signature or its attention calls rule a packed row out, or its logits are not finite.
     """
 
-    def __init__(self, model: PreTrainedModel, dry_run_length: int, workload: Workload = IN_A_ROW) -> None:
+    def __init__(self, model: PreTrainedModel, dry_run_length: int, workload: ProofWorkload = IN_A_ROW) -> None:
         name = type(model).__name__
         if "position_ids" not in inspect.signature(model.forward).parameters:
             raise ModelError(f"{name} takes no position_ids, which a packed row needs to keep sequences apart")

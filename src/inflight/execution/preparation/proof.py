@@ -44,7 +44,7 @@ Forward: TypeAlias = Callable[[RaggedBatch], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class ProofWorkload:
     """What runs.
 
     Attributes:
@@ -60,7 +60,7 @@ class Workload:
     slots: tuple[tuple[int, int], ...]
 
 
-PROOF = Workload(
+PROOF = ProofWorkload(
     lengths=(23, 12),
     prefill_lengths=(20, 9),
     steps=(
@@ -81,7 +81,7 @@ IN_A_ROW = replace(
 )
 """Two chunks; two later chunks; a decode beside a chunk. For a packed row, in which a step's tokens are compared
 together: in low precision, attention outputs of one or two tokens round too differently to be compared alone."""
-IN_SHORT = Workload(
+IN_SHORT = ProofWorkload(
     lengths=(12, 8), prefill_lengths=(12, 7), steps=(((0, 0, 5), (1, 0, 7)), ((1, 7, 8), (0, 5, 12))), slots=((0, 1),)
 )
 """Two chunks; then a decode beside a chunk. For what was proved before and is only compared."""
@@ -106,7 +106,7 @@ class PlainModel:
     """
 
     model: PreTrainedModel
-    workload: Workload
+    workload: ProofWorkload
     prompts: tuple[tuple[int, ...], ...]
     logits: tuple[torch.Tensor, ...]
     vocab_size: int
@@ -115,7 +115,7 @@ class PlainModel:
     is_generated: bool = False
 
     @classmethod
-    def of(cls, model: PreTrainedModel, workload: Workload = PROOF) -> "PlainModel":
+    def of(cls, model: PreTrainedModel, workload: ProofWorkload = PROOF) -> "PlainModel":
         """Run `model` on a workload's prompts. Raises `NotFiniteError` if its logits are not finite."""
         vocab_size = num_embeddings(model)
         prompts = draw_prompts(vocab_size, workload.lengths)

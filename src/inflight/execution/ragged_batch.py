@@ -135,6 +135,7 @@ def ragged_arange(lengths: IntArray) -> IntArray:
 
 
 def _targets(spans: Sequence[Span], num_logit_rows: IntArray) -> IntArray:
+    """The scored tokens among the logit rows, `[R]`, from each span's number of rows `[S]`; -1 where one is chosen."""
     targets = np.full(num_logit_rows.sum(), -1, dtype=np.int64)
     if any(span.scored_ids for span in spans):
         for span, end in zip(spans, np.cumsum(num_logit_rows).tolist(), strict=True):
@@ -146,6 +147,7 @@ def _targets(spans: Sequence[Span], num_logit_rows: IntArray) -> IntArray:
 def _group_batch(
     tables: tuple[BlockTable, ...], span_of_token: IntArray, positions: IntArray, block_size: int, device: torch.device
 ) -> CacheGroupBatch:
+    """One cache group's part, from the span `[T]` and position `[T]` of each token."""
     block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
     for row, table in zip(block_tables, tables, strict=True):
         row[: len(table)] = table
@@ -154,7 +156,7 @@ def _group_batch(
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A host array as a tensor of the same shape on the device, without waiting for the device."""
+    """A host array `[…]` as a tensor `[…]` on the device, without waiting for the device."""
     tensor = torch.from_numpy(values)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -75,7 +75,7 @@ def _once(weights_of: Callable[[nn.Module], Iterator[torch.Tensor]], model: nn.M
 
 
 def _linear_weights(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the matrix of a linear layer, prepacked or not."""
+    """Yield the matrix of a linear layer: `[out, in]`, or prepacked in its own shape."""
     if isinstance(module, SiblingLinear):
         yield module.together.linear.prepacked
     elif isinstance(module, PrepackedLinear):
@@ -85,7 +85,7 @@ def _linear_weights(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _expert_weights(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield all experts' matrices, prepacked or not."""
+    """Yield all experts' matrices: `[experts, …]`, or each prepacked in its own shape."""
     experts = getattr(module, "inflight_experts", None)
     if isinstance(experts, PrepackedExperts):
         yield from (linear.prepacked for linear in (*experts.up, *experts.down))

@@ -146,6 +146,7 @@ class TorchAttention(ReferenceAttention):
         )
 
     def _to_device(self, values: IntArray) -> torch.Tensor:
+        """An array of any shape on the device."""
         return to_device(values, self.device)
 
 

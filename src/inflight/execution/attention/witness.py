@@ -103,6 +103,7 @@ def _both(cache: KVStorage) -> tuple[KVStorage, KVStorage]:
 
 
 def _largest_difference(output: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to the largest magnitude in `expected`; both are `[T, H, Dv]`."""
     magnitude = expected.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
     relative = (output.float() - expected.float()).abs().max() / magnitude
     return relative.nan_to_num(nan=float("inf"), posinf=float("inf")).item()

@@ -76,6 +76,10 @@ class PagedTensor:
 
     While the same sequences decode, their gathered keys are kept and only new tokens are added: gathering takes longer
     than all of attention.
+
+    Args:
+        states: `[G, Hkv, L, D]`, some keys or values, for the sizes and the dtype.
+        num_tokens: room for keys or values.
     """
 
     def __init__(self, states: torch.Tensor, num_tokens: int) -> None:

@@ -139,4 +139,5 @@ def _places(ids: Sequence[IntArray], logits: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _joined(values: Sequence[npt.NDArray[Any]], logits: torch.Tensor) -> torch.Tensor:
+    """The values of all rows, end to end: `[n]`, on the logits' device."""
     return to_device(np.concatenate(values), logits.device)

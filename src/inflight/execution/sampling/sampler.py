@@ -141,6 +141,7 @@ class Sampler:
         return sample_with_torch(logits, *by_row)
 
     def _rows(self, rows: IntArray) -> torch.Tensor:
+        """Row numbers `[n]` on the device."""
         return to_device(rows, self.device)
 
 
@@ -167,6 +168,7 @@ def counter_uniform(
 
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finaliser, `[n]` to `[n]`."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

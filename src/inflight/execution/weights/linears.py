@@ -94,6 +94,8 @@ def _together(members: Sequence[nn.Module], weight_format: WeightFormat) -> Sibl
 
 
 def _joined(biases: Sequence[torch.Tensor | None], sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+    """One bias `[sum(sizes)]` from those of all layers, `[out]` each, zeros where there is none; None if none has
+    one."""
     if all(bias is None for bias in biases):
         return None
     pairs = zip(biases, sizes, strict=True)

@@ -176,7 +176,7 @@ class Engine:
         What an interrupt kept back about it is not reported any more."""
         aborted = self.scheduler.abort(request_id)
         outputs = self._reporter.forget(request_id, aborted)
-        self._let_go()
+        self._drop_ended()
         return outputs
 
     # ------------------------------------------------------------------------------------- the loop
@@ -201,7 +201,7 @@ class Engine:
             self.scheduler.discard()
             raise
         self._reporter.report()
-        self._let_go()
+        self._drop_ended()
         if plan is not None:
             self._num_steps += 1
             if self.prefill_limit is not None:
@@ -236,11 +236,10 @@ class Engine:
                 self._reporter.see_prompt_scores(span, span_tokens.prompt_scores)
             if span_tokens.scores:
                 scores[span.sequence_id] = span_tokens.scores
-        for step in self.scheduler.commit(plan, [span_tokens.token_ids for span_tokens in given]):
-            token_ids = step.new_token_ids
-            self._reporter.add(
-                [News(step.sequence, token_ids, scores.get(step.sequence.sequence_id, ())[: len(token_ids)])]
-            )
+        progress = self.scheduler.commit(plan, [span_tokens.token_ids for span_tokens in given])
+        self._reporter.add(
+            News(step.sequence, step.new_token_ids, scores.get(step.sequence.sequence_id, ())) for step in progress
+        )
         for span, span_tokens in zip(plan.spans, given, strict=True):
             if not span_tokens.is_finite and (sequence := self.scheduler.finish(span.sequence_id, "error")) is not None:
                 reason = None if constraints is None else constraints.failure(span.sequence_id)
@@ -251,7 +250,7 @@ class Engine:
         sequence = self.scheduler.running(sequence_id)
         return sequence.token_ids[sequence.num_prompt_tokens :]
 
-    def _let_go(self) -> None:
+    def _drop_ended(self) -> None:
         """Keep nothing for sequences that have ended: neither grammars nor, if no plan follows, anything by slot."""
         if self._constraints is not None:
             self._constraints.keep_only(self.scheduler.has_sequence)

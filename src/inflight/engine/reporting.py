@@ -37,7 +37,11 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What has happened to a sequence and has not been reported yet."""
+    """What has happened to a sequence and has not been reported yet.
+
+    Attributes:
+        scores: of the tokens that were chosen, of which the sequence may have taken only the first.
+    """
 
     sequence: Sequence
     new_token_ids: list[int]
@@ -122,7 +126,7 @@ class Reporter:
 
     def _output_of(self, news: News) -> SequenceOutput:
         """The output for a sequence's news, cut at a stop string if one has come, which ends the sequence."""
-        sequence, new_token_ids, scores = news.sequence, news.new_token_ids, news.scores
+        sequence, new_token_ids = news.sequence, news.new_token_ids
         live = self._requests[sequence.request.request_id]
         text, stop_reason, error = live.stop_texts[sequence.index], None, news.error
         if text is not None and new_token_ids:
@@ -140,10 +144,10 @@ class Reporter:
                 self._scheduler.finish(sequence.sequence_id, "stop", num_kept)
                 sequence.finish_reason = "stop"
                 new_token_ids = new_token_ids[: num_kept - num_before]
-                scores = scores[: len(new_token_ids)]
         if sequence.finish_reason is not None and not self._has_more(sequence):
             del self._requests[sequence.request.request_id]
         output = _output(sequence, new_token_ids, live, stop_reason, error)
+        scores = news.scores[: len(new_token_ids)]
         if not scores and not live.prompt_scores:
             return output
         prompt_scores: list[TokenScore] | None = None

@@ -176,7 +176,7 @@ def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> Function
 def require_packed(executor: Executor) -> PackedExecutor:
     """The executor, if it is packed. Raises `ModelError` if attention is the model's own, which cannot be looked
     into."""
-    if not isinstance(executor, PackedExecutor):
+    if not executor.capabilities.has_paged_attention or not isinstance(executor, PackedExecutor):
         raise ModelError(f"only models that run packed can be looked into; this one runs as {executor.name}")
     return executor
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,9 @@ def requests_of(seed: int, count: int = 8) -> list[LessonRequest]:
     ]
 
 
-def on_engine(model: object, requests: Sequence[LessonRequest], num_slots: int, *rest: object) -> Run:
+def on_engine(model: object, requests: Sequence[LessonRequest], num_slots: int, **options: Any) -> Run:
     engine = Engine(model, EngineConfig(max_num_seqs=num_slots))  # type: ignore[arg-type]
-    return engine_batching.run(engine, requests, *rest)  # type: ignore[arg-type]
+    return engine_batching.run(engine, requests, **options)
 
 
 RUNGS: dict[str, Callable[..., Run]] = {
@@ -56,7 +57,7 @@ def test_an_eos_token_ends_an_answer_early(rung: str) -> None:
     plain = [zoo.plain_greedy(model, list(each.prompt_token_ids), 20) for each in requests]
     eos = plain[0][4]
     expected = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in plain]
-    assert RUNGS[rung](model, requests, 2, [eos]).token_ids == expected
+    assert RUNGS[rung](model, requests, 2, eos_token_ids=[eos]).token_ids == expected
 
 
 def test_static_waves_wait_for_their_longest_and_the_others_do_not() -> None:
@@ -81,7 +82,7 @@ def test_only_rectangles_compute_padding() -> None:
 @pytest.mark.parametrize("rung", RUNGS)
 def test_the_log_tells_who_holds_which_slot(rung: str) -> None:
     lines: list[str] = []
-    RUNGS[rung](zoo.build("llama"), requests_of(seed=3), NUM_SLOTS, (), lines.append)
+    RUNGS[rung](zoo.build("llama"), requests_of(seed=3), NUM_SLOTS, log=lines.append)
     admissions = [line for line in lines if "<- req" in line]
     assert admissions[0].startswith("slot 0 <- req 0 (")
     assert len(admissions) == 8
@@ -160,7 +161,8 @@ def test_a_progress_bar_counts_the_tokens_of_a_run(capsys: pytest.CaptureFixture
 
 def test_static_tells_how_many_of_each_rows_tokens_were_useful() -> None:
     lines: list[str] = []
-    static_batching.run(zoo.build("llama"), [LessonRequest([1, 2], 10), LessonRequest([3], 4)], 2, (), lines.append)
+    requests = [LessonRequest([1, 2], 10), LessonRequest([3], 4)]
+    static_batching.run(zoo.build("llama"), requests, 2, log=lines.append)
     assert lines == [
         "slot 0 <- req 0 (10 token cap): 2 prompt tokens",
         "slot 1 <- req 1 (4 token cap): 1 prompt tokens",

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from tqdm.auto import tqdm
 
@@ -24,6 +25,14 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     first_token_time: float | None = None
     finished_time: float | None = None
+
+
+class Options(TypedDict, total=False):
+    """What each rung passes on to its `Run`, which says what it means."""
+
+    eos_token_ids: Sequence[int]
+    log: Callable[[str], None] | None
+    watch: Callable[["Run"], None] | None
 
 
 class Run:

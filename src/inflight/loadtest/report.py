@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 
 from inflight.loadtest.runner import Record
 
@@ -135,8 +135,7 @@ class LoadReport:
 
     def tables(self) -> Group:
         """Return the report as tables for a terminal."""
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim")
+        table = Table.grid(Column(style="dim"), "", padding=(0, 2))
         for name, words in _rows(self).items():
             table.add_row(name, words)
         return Group(table, "", _times_table(self))
@@ -227,10 +226,8 @@ def _cpu(cpu_seconds: float, seconds: float) -> str:
 
 def _times_table(report: LoadReport) -> Table:
     columns = [field.name for field in fields(Distribution)]
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    for _ in columns:
-        table.add_column(justify="right", no_wrap=True)
+    numbers = (Column(justify="right", no_wrap=True) for _ in columns)
+    table = Table.grid(Column(style="dim", no_wrap=True), *numbers, padding=(0, 2))
     table.add_row("milliseconds", *columns, style="dim")
     measured = {"TTFT": report.ttft, "TPOT": report.tpot, "ITL": report.itl, "E2E": report.e2e}
     for name, times in {**measured, "sent late": report.lateness}.items():

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from inflight.observe.recorder import Recording
 
@@ -83,8 +83,7 @@ class RunReport:
 
     def table(self) -> Table:
         """Return the report as a table for a terminal."""
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim")
+        table = Table.grid(Column(style="dim"), "", padding=(0, 2))
         rows = {
             "wall time": f"{self.seconds:,.2f} s, {self.num_steps:,} steps",
             "sequences": f"{self.num_sequences:,}",

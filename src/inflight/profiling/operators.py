@@ -11,16 +11,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from inflight.execution.attention import AttentionBackend, AttentionSpec, CpuAttention
-from inflight.execution.attention.interface import KVStorage
+from inflight.execution.attention import CpuAttention
 from inflight.execution.executors import PackedExecutor
-from inflight.execution.ragged_batch import RaggedBatch
 from inflight.profiling.phases import replaced_method
 
 FORWARD, ATTENTION = "inflight forward pass", "inflight attention"

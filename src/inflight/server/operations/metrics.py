@@ -130,25 +130,11 @@ class Metrics(RequestObserver):
         histograms = [self._histogram(name, what, COUNT_BUCKETS) for name, what in counts]
         self._num_prompt_tokens, self._num_generated_tokens, self._longest, self._max_tokens = histograms
         self._n = self._histogram("vllm:request_params_n", "`n` of requests.", SEQUENCES_BUCKETS)
-        ends = Counter(
-            "vllm:request_success",
-            "Finished requests, by how they ended.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
-        )
+        ends = self._counters("vllm:request_success", "Finished requests, by how they ended.", "finished_reason")
         self._ends = {each: ends.labels(self._model_name, each) for each in ("stop", "length", "abort", "error")}
-        self._aborts = Counter(
-            "inflight:request_aborts",
-            "Requests that ended early, by reason.",
-            ["model_name", "reason"],
-            registry=self._registry,
-        )
-        self._http_requests = Counter(
-            "inflight:http_requests",
-            "Answered HTTP requests; path is the route's, status is 499 if the client left before the answer.",
-            ["model_name", "method", "path", "status"],
-            registry=self._registry,
-        )
+        self._aborts = self._counters("inflight:request_aborts", "Requests that ended early, by reason.", "reason")
+        what = "Answered HTTP requests; path is the route's, status is 499 if the client left before the answer."
+        self._http_requests = self._counters("inflight:http_requests", what, "method", "path", "status")
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -274,7 +260,11 @@ class Metrics(RequestObserver):
         return Gauge(name, what, ["model_name"], registry=self._registry).labels(self._model_name)
 
     def _counter(self, name: str, what: str) -> Counter:
-        return Counter(name, what, ["model_name"], registry=self._registry).labels(self._model_name)
+        return self._counters(name, what).labels(self._model_name)
+
+    def _counters(self, name: str, what: str, *labels: str) -> Counter:
+        """Return one counter for each combination of labels, of which the first is `model_name`."""
+        return Counter(name, what, ["model_name", *labels], registry=self._registry)
 
     def _histogram(self, name: str, what: str, buckets: Sequence[float], older_name: str | None = None) -> Histogram:
         made = Histogram(name, what, ["model_name"], registry=self._registry, buckets=buckets)

@@ -22,6 +22,7 @@ from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats
 from inflight.server.operations.answered import run_watched
+from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
 from inflight.server.serving.observer import EndReason, RequestObserver
 
@@ -69,7 +70,7 @@ class _Running:
     num_pending: int = 0
 
 
-class Metrics(RequestObserver):
+class Metrics(Middleware, RequestObserver):
     """All metrics of one server, in a registry of their own; an observer of its requests.
 
     Args:
@@ -197,18 +198,8 @@ class Metrics(RequestObserver):
         if max(lengths) > 1:
             self._mean_inter_token.observe(decode_time / (max(lengths) - 1))
 
-    def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Return the application with its answers counted."""
-
-        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._serve(app, scope, receive, send)
-
-        return serve
-
-    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Middleware`."""
 
         def answered(status: int) -> None:
             # Only known methods and routes become labels: clients could invent any number of others.

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from inflight.contracts.config import EngineConfig
 from inflight.engine.engine import Engine
 from inflight.lessons import engine_batching, padded_batching, ragged_batching, shared_prefix, static_batching
-from inflight.lessons.run import LessonRequest, ProgressBar, Run
+from inflight.lessons.run import LessonRequest, Run
 from tests import zoo
 
 NUM_SLOTS = 3
@@ -148,15 +148,6 @@ def test_sampling_is_seeded() -> None:
         with torch.inference_mode():
             shared_prefix.generate_batch(model, account, range(len(requests)), temperature=1.0, seed=seed)
     assert runs[0].token_ids == runs[1].token_ids != runs[2].token_ids
-
-
-def test_a_progress_bar_counts_the_tokens_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    requests, bar = requests_of(seed=4), ProgressBar("padded")
-    account = padded_batching.run(zoo.build("llama"), requests, NUM_SLOTS, watch=bar)
-    bar(account)
-    bar.close()
-    num_tokens = sum(request.max_new_tokens for request in requests)
-    assert f"{num_tokens}/{num_tokens}" in capsys.readouterr().err
 
 
 def test_static_tells_how_many_of_each_rows_tokens_were_useful() -> None:

@@ -72,29 +72,31 @@ _SAMPLING = (
 )
 
 
-def engine_options(command: Command) -> Command:
-    """Add options for loading and batching: those that `LLM` takes."""
-    return _with(_TOKENIZER + _CONFIG, command)
+def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return a decorator that adds several options to a command."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-def config_options(command: Command) -> Command:
-    """Add the same without a tokenizer: those that `EngineConfig` takes."""
-    return _with(_CONFIG, command)
+engine_options = _together(*_TOKENIZER, *_CONFIG)
+"""Options for loading and batching: those that `LLM` takes."""
 
+config_options = _together(*_CONFIG)
+"""The same without a tokenizer: those that `EngineConfig` takes."""
 
-def scheduling_options(command: Command) -> Command:
-    """Add those of `EngineConfig`'s options that say how requests are batched."""
-    return _with(_SCHEDULING, command)
+scheduling_options = _together(*_SCHEDULING)
+"""Those of `EngineConfig`'s options that say how requests are batched."""
 
+choice_options = _together(*_CHOICE)
+"""Options for how tokens are chosen."""
 
-def choice_options(command: Command) -> Command:
-    """Add options for how tokens are chosen."""
-    return _with(_CHOICE, command)
-
-
-def sampling_options(command: Command) -> Command:
-    """Add options for how tokens are chosen and when a sequence ends."""
-    return _with(_SAMPLING, command)
+sampling_options = _together(*_SAMPLING)
+"""Options for how tokens are chosen and when a sequence ends."""
 
 
 def engine_values(options: dict[str, Any]) -> dict[str, Any]:
@@ -118,12 +120,6 @@ def quiet_libraries() -> None:
     logging.basicConfig(level=logging.WARNING, format="inflight: %(message)s", stream=sys.stderr)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-
-def _with(options: tuple[Callable[[Command], Command], ...], command: Command) -> Command:
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 def _given(options: dict[str, Any], names: set[str]) -> dict[str, Any]:

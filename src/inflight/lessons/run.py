@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from tqdm.auto import tqdm
-
 from inflight.observe.timeline import Lane, SlotUse
 
 
@@ -42,7 +40,7 @@ class Run:
         requests: the requests of the run.
         eos_token_ids: tokens that end an answer early.
         log: receives lines such as "slot 2 <- req 5 (10 token cap)"; None: no log.
-        watch: called after each step, with this account; a `ProgressBar`, for instance.
+        watch: called after each step, with this account.
     """
 
     def __init__(
@@ -121,19 +119,3 @@ class Run:
         if is_last:
             answer.finished_time = now
         return is_last
-
-
-class ProgressBar:
-    """A progress bar of generated tokens on standard error; pass it to a rung as `watch`."""
-
-    def __init__(self, name: str = "") -> None:
-        self._bar = tqdm(desc=name, unit="token")
-
-    def __call__(self, run: Run) -> None:
-        """Show the progress of `run`."""
-        self._bar.total = sum(request.max_new_tokens for request in run.requests)
-        self._bar.update(run.num_generated - self._bar.n)
-
-    def close(self) -> None:
-        """End the bar and leaves it on the screen."""
-        self._bar.close()

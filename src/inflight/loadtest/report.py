@@ -12,9 +12,8 @@ Decides what each number means. Times are in seconds. Failed requests count only
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 from rich.console import Group
@@ -128,10 +127,6 @@ class LoadReport:
     num_good: int | None
     server_cpu_seconds: float | None
     client_cpu_seconds: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report for JSON."""
-        return asdict(self)
 
     def tables(self) -> Group:
         """Return the report as tables for a terminal."""

@@ -100,7 +100,7 @@ def test_several_sequences_of_a_prompt_have_streams_of_their_own_and_repeat_with
         ({"cache_salt": "\ud800"}, "must be text that UTF-8 can encode"),
     ],
 )
-def test_bad_options_are_refused_at_the_door(options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused_at_admission(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         make_engine().accept("a", PROMPT, GREEDY, **options)
 

@@ -141,7 +141,7 @@ def test_a_step_that_was_given_up_changes_nothing(monkeypatch: pytest.MonkeyPatc
     ],
     ids=["schema", "regex", "ignore_eos", "min_tokens", "stop", "stop_token_ids", "bad_words"],
 )
-def test_what_cannot_be_done_is_refused_at_the_door(wish: StructuredOutput, more: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_done_is_refused_at_admission(wish: StructuredOutput, more: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason):
         LLM().generate([PROMPT], SamplingParams(structured_output=wish, **more), use_tqdm=False)
 

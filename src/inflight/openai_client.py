@@ -7,7 +7,6 @@ core.
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -164,9 +163,7 @@ class OpenAIClient:
         self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=unlimited)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
 
@@ -225,8 +222,6 @@ class OpenAIClient:
 @contextmanager
 def _failures_in_one_line() -> Iterator[None]:
     """Turn connection errors into `ServerError`."""
-    import aiohttp
-
     try:
         yield
     except aiohttp.ClientConnectorError as error:

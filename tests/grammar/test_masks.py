@@ -130,28 +130,6 @@ def test_a_vocabulary_narrower_than_the_tokenizers() -> None:
     assert not here.accept(narrow)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 7])
-def test_going_back(num_tokens: int) -> None:
-    here = matcher(BYTE_LEVEL, json_object=True)
-    before = []
-    for token_id in [*spelled(BYTE_LEVEL, '{"a":1}'), EOS]:
-        before.append((here.clone(), allowed(here, BYTE_LEVEL)))
-        assert here.accept(token_id)
-    assert here.is_finished
-    here.rollback(0)
-    assert here.is_finished
-    here.rollback(num_tokens)
-    then, mask = before[-num_tokens]
-    assert allowed(here, BYTE_LEVEL) == mask
-    assert (here.is_finished, here.may_stop) == (then.is_finished, then.may_stop)
-    for too_many in (20, -1):
-        with pytest.raises(
-            ValueError, match=rf"{too_many} tokens cannot be taken back; {8 - num_tokens} were accepted"
-        ):
-            here.rollback(too_many)
-    assert allowed(here, BYTE_LEVEL) == mask, "nothing has happened"
-
-
 def test_twins_go_their_own_ways() -> None:
     one = matcher(BYTE_LEVEL, choice=("ab", "ac"))
     assert write(one, BYTE_LEVEL, "a") == 1

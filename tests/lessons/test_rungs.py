@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import DynamicCache
 from inflight.contracts.config import EngineConfig
 from inflight.engine.engine import Engine
 from inflight.lessons import engine_batching, padded_batching, ragged_batching, shared_prefix, static_batching
-from inflight.lessons.run import LessonRequest, ProgressBar, Run
+from inflight.lessons.run import LessonRequest, Run
 from tests import zoo
 
 NUM_SLOTS = 3
@@ -24,9 +25,9 @@ def requests_of(seed: int, count: int = 8) -> list[LessonRequest]:
     ]
 
 
-def on_engine(model: object, requests: Sequence[LessonRequest], num_slots: int, *rest: object) -> Run:
+def on_engine(model: object, requests: Sequence[LessonRequest], num_slots: int, **options: Any) -> Run:
     engine = Engine(model, EngineConfig(max_num_seqs=num_slots))  # type: ignore[arg-type]
-    return engine_batching.run(engine, requests, *rest)  # type: ignore[arg-type]
+    return engine_batching.run(engine, requests, **options)
 
 
 RUNGS: dict[str, Callable[..., Run]] = {
@@ -56,7 +57,7 @@ def test_an_eos_token_ends_an_answer_early(rung: str) -> None:
     plain = [zoo.plain_greedy(model, list(each.prompt_token_ids), 20) for each in requests]
     eos = plain[0][4]
     expected = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in plain]
-    assert RUNGS[rung](model, requests, 2, [eos]).token_ids == expected
+    assert RUNGS[rung](model, requests, 2, eos_token_ids=[eos]).token_ids == expected
 
 
 def test_static_waves_wait_for_their_longest_and_the_others_do_not() -> None:
@@ -81,7 +82,7 @@ def test_only_rectangles_compute_padding() -> None:
 @pytest.mark.parametrize("rung", RUNGS)
 def test_the_log_tells_who_holds_which_slot(rung: str) -> None:
     lines: list[str] = []
-    RUNGS[rung](zoo.build("llama"), requests_of(seed=3), NUM_SLOTS, (), lines.append)
+    RUNGS[rung](zoo.build("llama"), requests_of(seed=3), NUM_SLOTS, log=lines.append)
     admissions = [line for line in lines if "<- req" in line]
     assert admissions[0].startswith("slot 0 <- req 0 (")
     assert len(admissions) == 8
@@ -149,18 +150,10 @@ def test_sampling_is_seeded() -> None:
     assert runs[0].token_ids == runs[1].token_ids != runs[2].token_ids
 
 
-def test_a_progress_bar_counts_the_tokens_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    requests, bar = requests_of(seed=4), ProgressBar("padded")
-    account = padded_batching.run(zoo.build("llama"), requests, NUM_SLOTS, watch=bar)
-    bar(account)
-    bar.close()
-    num_tokens = sum(request.max_new_tokens for request in requests)
-    assert f"{num_tokens}/{num_tokens}" in capsys.readouterr().err
-
-
 def test_static_tells_how_many_of_each_rows_tokens_were_useful() -> None:
     lines: list[str] = []
-    static_batching.run(zoo.build("llama"), [LessonRequest([1, 2], 10), LessonRequest([3], 4)], 2, (), lines.append)
+    requests = [LessonRequest([1, 2], 10), LessonRequest([3], 4)]
+    static_batching.run(zoo.build("llama"), requests, 2, log=lines.append)
     assert lines == [
         "slot 0 <- req 0 (10 token cap): 2 prompt tokens",
         "slot 1 <- req 1 (4 token cap): 1 prompt tokens",

@@ -72,7 +72,7 @@ class World:
         cache_salt: str | None = None,
         scores_prompt: bool = False,
     ) -> None:
-        """A request that the door lets in: it can run to its end alone in the cache."""
+        """A request that admission lets in: it can run to its end alone in the cache."""
         prompt = prompt[: self.sizes.capacity - 1]
         request = Request(
             request_id=f"request {self.num_requests}",

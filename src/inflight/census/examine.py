@@ -36,15 +36,12 @@ ENGINE: dict[str, Any] = {
 """A small token budget, so that prompts are chunked next to decodes; and few blocks, so that requests are preempted."""
 
 
-IN_ONE_PIECE = "prompts are computed in one piece"
-"""How the note in `model_info` begins that says so."""
-
 DRAFT_HEADS = ("gemma4_assistant", "gemma4_unified_assistant")
 """They read the keys and values of another model, and cannot be built without one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TriedRequest:
     """Token ids, and how many tokens to generate."""
 
     prompt: list[int]
@@ -80,7 +77,7 @@ def examine(model_type: str) -> tuple[Finding, PreTrainedModel | None]:
     return replace(finding, seconds=time.perf_counter() - start), model
 
 
-def requests_for(model: PreTrainedModel, seed: int = 0) -> list[Request]:
+def requests_for(model: PreTrainedModel, seed: int = 0) -> list[TriedRequest]:
     """Return random prompts of 1 to `MAX_PROMPT_TOKENS` tokens, the same for the same vocabulary size; the last prompt
     begins like the second."""
     draw, limit = random.Random(seed), vocab_size(model)
@@ -90,7 +87,7 @@ def requests_for(model: PreTrainedModel, seed: int = 0) -> list[Request]:
         *(draw.randint(2, MAX_PROMPT_TOKENS) for _ in range(NUM_REQUESTS - 2)),
     ]
     requests = [
-        Request([draw.randrange(FIRST_ORDINARY_TOKEN, limit) for _ in range(length)], draw.randint(*OUTPUT_TOKENS))
+        TriedRequest([draw.randrange(FIRST_ORDINARY_TOKEN, limit) for _ in range(length)], draw.randint(*OUTPUT_TOKENS))
         for length in lengths
     ]
     shared = requests[1].prompt[:NUM_SHARED_TOKENS]
@@ -108,9 +105,8 @@ def _run(model: PreTrainedModel, finding: Finding) -> Finding:
     if why_not_causal:
         return replace(finding, outcome="wrong", reason=f"the engine takes it, but {why_not_causal}")
     info = llm.model_info
-    finding = replace(
-        finding, executor=info.executor, in_one_piece=any(note.startswith(IN_ONE_PIECE) for note in info.notes)
-    )
+    chunks_prompts = llm.engine.runner.executor.capabilities.chunks_prompts
+    finding = replace(finding, executor=info.executor, in_one_piece=not chunks_prompts)
     params = [SamplingParams(temperature=0, max_tokens=each.num_tokens, ignore_eos=True) for each in requests]
     outputs = llm.generate([each.prompt for each in requests], params, use_tqdm=False)
     finding = replace(finding, num_preemptions=llm.engine.stats().num_preemptions)
@@ -133,7 +129,7 @@ def _why_not_causal(model: PreTrainedModel, prompt: Sequence[int]) -> str:
 
 
 def judge(
-    model: PreTrainedModel, requests: Sequence[Request], outputs: Sequence[RequestOutput], finding: Finding
+    model: PreTrainedModel, requests: Sequence[TriedRequest], outputs: Sequence[RequestOutput], finding: Finding
 ) -> Finding:
     """Compare the generated tokens with the plain model."""
     num_tokens = num_near_ties = 0

@@ -81,7 +81,7 @@ def serve(base_url: str, as_json: bool, png: Path | None, **options: Any) -> Non
         raise click.ClickException(f"{base_url}: {error}") from error
     if as_json:
         run = {"base_url": base_url, **_for_json(options), "model": model, "dialect": asdict(result.dialect)}
-        print(json.dumps({"run": run, "report": result.report.as_dict(), "requests": as_rows(result.records)}))
+        print(json.dumps({"run": run, "report": asdict(result.report), "requests": as_rows(result.records)}))
     else:
         Console(markup=False, highlight=False).print(result.report.tables())
     if png is not None:

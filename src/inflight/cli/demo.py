@@ -46,16 +46,16 @@ def demo(slots: int, slow: bool) -> None:
     from inflight.lessons.methods import Setting
     from inflight.lessons.race import mixed_requests, run_race
     from inflight.llm import LLM
-    from inflight.observe.counters import StepCounters
     from inflight.observe.live_view import SlotView
+    from inflight.observe.run_report import RunLog
 
     console = Console()
     llm = LLM(max_num_seqs=slots)
-    view, counters = SlotView(slots, len(PROMPTS)), StepCounters(slots)
+    view, log = SlotView(slots, len(PROMPTS)), RunLog(slots, llm.model_info.num_blocks)
 
     def see(record: StepRecord) -> None:
         view.see(record)
-        counters.see(record)
+        log.see_step(len(record.spans), record.num_blocks_used, record.duration)
 
     llm.engine.observer = see
     texts = [text for text, _ in PROMPTS]
@@ -78,8 +78,8 @@ def demo(slots: int, slow: bool) -> None:
     info = llm.model_info
     console.print(
         f"\n{len(texts)} prompts, {num_tokens} tokens in {seconds:.2f} s on {info.device} in {info.dtype}: "
-        f"[bold]{num_tokens / seconds:.0f} tokens/s[/bold], {counters.num_steps} steps, "
-        f"slots [bold]{counters.occupancy:.0%}[/bold] occupied",
+        f"[bold]{num_tokens / seconds:.0f} tokens/s[/bold], {log.num_steps} steps, "
+        f"slots [bold]{log.occupancy:.0%}[/bold] occupied",
         highlight=False,
     )
     console.print(f"\nThe race: {len(texts)} requests of mixed lengths, {slots} slots, four ways (`inflight race`)\n")

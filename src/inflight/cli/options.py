@@ -13,42 +13,35 @@ from typing import Any, TypeVar
 
 import click
 
-from inflight.contracts.config import (
-    ATTENTION_BACKENDS,
-    COMPILE_MODES,
-    DTYPES,
-    EXECUTORS,
-    KV_CACHE_DTYPES,
-    LOAD_FORMATS,
-    POLICIES,
-    QUANTIZATIONS,
-    EngineConfig,
-)
+from inflight.contracts import config
 from inflight.contracts.params import SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+
+def _one_of(name: str, values: tuple[str, ...], meaning: str) -> Callable[[Command], Command]:
+    return click.option(name, type=click.Choice(values), help=meaning)
+
+
 _TOKENIZER = (click.option("--tokenizer", help="Hub id or folder of the tokenizer, if it is not the model's own."),)
 _LOADING = (
-    click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of weights, activations and cache."),
+    _one_of("--dtype", config.DTYPES, "Dtype of weights, activations and cache."),
     click.option("--device", help="auto (CUDA, else MPS, else CPU), or a device such as cuda:1."),
-    click.option("--load-format", type=click.Choice(LOAD_FORMATS), help="dummy: random weights, made from the config."),
+    _one_of("--load-format", config.LOAD_FORMATS, "dummy: random weights, made from the config."),
     click.option("--trust-remote-code", is_flag=True, default=None, help="Allow code that comes with the model."),
     click.option("--revision", help="Branch, tag or commit of a hub repository."),
-    click.option("--executor", type=click.Choice(EXECUTORS), help="How the model is run; it is proved in any case."),
-    click.option("--attention-backend", type=click.Choice(ATTENTION_BACKENDS), help="How attention is computed."),
-    click.option(
-        "--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="Dtype of keys and values: the model's, or int8."
-    ),
-    click.option("--quantization", type=click.Choice(QUANTIZATIONS), help="Quantize weights while loading."),
-    click.option("--compile", type=click.Choice(COMPILE_MODES), help="Use torch.compile: starts later, runs faster."),
+    _one_of("--executor", config.EXECUTORS, "How the model is run; it is proved in any case."),
+    _one_of("--attention-backend", config.ATTENTION_BACKENDS, "How attention is computed."),
+    _one_of("--kv-cache-dtype", config.KV_CACHE_DTYPES, "Dtype of keys and values: the model's, or int8."),
+    _one_of("--quantization", config.QUANTIZATIONS, "Quantize weights while loading."),
+    _one_of("--compile", config.COMPILE_MODES, "Use torch.compile: starts later, runs faster."),
 )
 _SCHEDULING = (
     click.option("--max-model-len", type=int, help="Most tokens of a sequence, prompt and output together."),
     click.option("--max-num-seqs", type=int, help="Most sequences that run at once: the number of slots."),
     click.option("--max-num-batched-tokens", type=int, help="Most tokens in a step; longer prompts run in chunks."),
     click.option("--max-prefill-tokens-per-step", type=int, help="Most prefill tokens in a step that has decodes."),
-    click.option("--policy", type=click.Choice(POLICIES), help="Which requests are served first."),
+    _one_of("--policy", config.POLICIES, "Which requests are served first."),
     click.option("--aging-steps", type=int, help="Steps after which a request's priority improves by one."),
     click.option("--max-num-waiting", type=int, help="Most sequences that may wait; more are refused."),
     click.option(
@@ -79,39 +72,46 @@ _SAMPLING = (
 )
 
 
-def engine_options(command: Command) -> Command:
-    """Add options for loading and batching: those that `LLM` takes."""
-    return _with(_TOKENIZER + _CONFIG, command)
+def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return a decorator that adds several options to a command."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-def config_options(command: Command) -> Command:
-    """Add the same without a tokenizer: those that `EngineConfig` takes."""
-    return _with(_CONFIG, command)
+engine_options = _together(*_TOKENIZER, *_CONFIG)
+"""Options for loading and batching: those that `LLM` takes."""
 
+config_options = _together(*_CONFIG)
+"""The same without a tokenizer: those that `EngineConfig` takes."""
 
-def scheduling_options(command: Command) -> Command:
-    """Add those of `EngineConfig`'s options that say how requests are batched."""
-    return _with(_SCHEDULING, command)
+scheduling_options = _together(*_SCHEDULING)
+"""Those of `EngineConfig`'s options that say how requests are batched."""
 
+choice_options = _together(*_CHOICE)
+"""Options for how tokens are chosen."""
 
-def choice_options(command: Command) -> Command:
-    """Add options for how tokens are chosen."""
-    return _with(_CHOICE, command)
-
-
-def sampling_options(command: Command) -> Command:
-    """Add options for how tokens are chosen and when a sequence ends."""
-    return _with(_SAMPLING, command)
+sampling_options = _together(*_SAMPLING)
+"""Options for how tokens are chosen and when a sequence ends."""
 
 
 def engine_values(options: dict[str, Any]) -> dict[str, Any]:
     """Return those of a command's given options that are for `LLM` or `EngineConfig`."""
-    return _given(options, {"tokenizer", *(field.name for field in fields(EngineConfig))} - {"seed"})
+    return _given(options, {"tokenizer", *(field.name for field in fields(config.EngineConfig))} - {"seed"})
 
 
 def sampling_values(options: dict[str, Any]) -> dict[str, Any]:
     """Return those of a command's given options that are for `SamplingParams`."""
-    return _given(options, {field.name for field in fields(SamplingParams)})
+    return values_for(SamplingParams, options)
+
+
+def values_for(owner: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return those of a command's given options that are fields of `owner`, a dataclass."""
+    return _given(options, {field.name for field in fields(owner)})
 
 
 def quiet_libraries() -> None:
@@ -120,12 +120,6 @@ def quiet_libraries() -> None:
     logging.basicConfig(level=logging.WARNING, format="inflight: %(message)s", stream=sys.stderr)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-
-def _with(options: tuple[Callable[[Command], Command], ...], command: Command) -> Command:
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 def _given(options: dict[str, Any], names: set[str]) -> dict[str, Any]:

@@ -1,14 +1,12 @@
 """`inflight serve`: runs the HTTP server in the foreground until it is told to stop."""
 
 import os
-from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
 
-from inflight.cli.options import engine_options, engine_values, quiet_libraries
+from inflight.cli.options import engine_options, engine_values, quiet_libraries, values_for
 from inflight.contracts.errors import EngineDeadError
 from inflight.server.tools.call_format import CALL_FORMATS
 
@@ -60,8 +58,8 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
     from inflight.server.serving.settings import ServerSettings
 
     name, *aliases = _names(model, served_model_names)
-    settings = ServerSettings(model_name=name, model_aliases=tuple(aliases), **_given(options, ServerSettings))
-    operator_settings = OperatorSettings(**_given(options, OperatorSettings))
+    settings = ServerSettings(model_name=name, model_aliases=tuple(aliases), **values_for(ServerSettings, options))
+    operator_settings = OperatorSettings(**values_for(OperatorSettings, options))
     set_up_logging(as_json=operator_settings.log_format == "json")
     llm = AsyncLLM(model, **engine_values(options))
     try:
@@ -77,12 +75,6 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
         serve_until_told(llm, settings, operator_settings, listener, tell_ready, os.environ.get(KEYS_VARIABLE))
     except EngineDeadError as error:
         raise click.ClickException(str(error)) from error
-
-
-def _given(options: dict[str, Any], owner: type[Any]) -> dict[str, Any]:
-    """Return those of the command's given options that are fields of `owner`, a dataclass."""
-    names: Iterable[str] = [field.name for field in fields(owner)]
-    return {name: options[name] for name in names if options.get(name) not in (None, ())}
 
 
 def _names(model: str | None, served: tuple[str, ...]) -> list[str]:

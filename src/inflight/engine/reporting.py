@@ -78,15 +78,12 @@ class Reporter:
 
     def follow(self, accepted: AcceptedRequest) -> None:
         """Report on a request from now on, until its last sequence has ended."""
-        num_sequences, stop_texts = accepted.params.n, list[OutputText | None]()
-        for _ in range(num_sequences):
-            if self._tokenizer is None or not accepted.params.stop_strings:
-                stop_texts.append(None)
-            else:
-                prompt = accepted.request.prompt_token_ids
-                stop_texts.append(OutputText.of_request(self._tokenizer, prompt, accepted.params))
-        request_id = accepted.request.request_id
-        self._requests[request_id] = LiveRequest(accepted, [None] * num_sequences, stop_texts)
+        request, params = accepted.request, accepted.params
+        tokenizer = self._tokenizer if params.stop_strings else None
+        texts = [
+            tokenizer and OutputText.of_request(tokenizer, request.prompt_token_ids, params) for _ in range(params.n)
+        ]
+        self._requests[request.request_id] = LiveRequest(accepted, [None] * params.n, texts)
 
     def see_assignment(self, assignment: SlotAssignment, now: float) -> AcceptedRequest:
         """A sequence moves into a slot. Returns its request."""

@@ -7,6 +7,7 @@ know which row of the logits a mask is for.
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from llguidance import LLExecutor
@@ -28,15 +29,8 @@ class StepMasks:
     errors: dict[int, GrammarError]
 
 
-class MaskHandle:
-    """Masks that are being computed."""
-
-    def __init__(self, future: "Future[StepMasks]") -> None:
-        self._future = future
-
-    def result(self) -> StepMasks:
-        """Wait for the masks and return them."""
-        return self._future.result()
+MaskHandle: TypeAlias = "Future[StepMasks]"
+"""Masks that are being computed; `result` waits for them."""
 
 
 class MaskWorker:
@@ -54,7 +48,7 @@ class MaskWorker:
 
     def start(self, matchers: Sequence[GrammarMatcher]) -> MaskHandle:
         """Start computing. Each matcher may appear only once, and must not be used until the result is there."""
-        return MaskHandle(self._thread.submit(self._compute, list(matchers)))
+        return self._thread.submit(self._compute, list(matchers))
 
     def stop(self) -> None:
         """Finish what was started and end the threads."""

@@ -23,13 +23,12 @@ class GrammarMatcher:
     def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
-        self._num_tokens = 0  # accepted since creation, including EOS
-        self._is_ended = False  # by EOS, which is hidden from the library, because rollback would make it forget EOS
+        self._is_ended = False  # by EOS, which is hidden from the library
 
     def clone(self) -> Self:
         """Return a matcher in the same state, for another sequence."""
         twin = type(self)(self._vocabulary, self._matcher.deep_copy())
-        twin._num_tokens, twin._is_ended = self._num_tokens, self._is_ended
+        twin._is_ended = self._is_ended
         return twin
 
     def accept(self, token_id: int) -> bool:
@@ -39,20 +38,9 @@ class GrammarMatcher:
         if self._is_ended:
             return False
         if token_id in self._vocabulary.eos_token_ids:
-            is_accepted = self._is_ended = self.may_stop
-        else:
-            is_accepted = self._vocabulary.has(token_id) and self._matcher.try_consume_tokens([token_id]) == 1
-        self._num_tokens += is_accepted
-        return is_accepted
-
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` accepted tokens. Raises `ValueError` if fewer were accepted."""
-        if not 0 <= num_tokens <= self._num_tokens:
-            raise ValueError(f"{num_tokens} tokens cannot be taken back; {self._num_tokens} were accepted")
-        if num_tokens:
-            self._matcher.rollback(num_tokens - self._is_ended)
-            self._num_tokens -= num_tokens
-            self._is_ended = False
+            self._is_ended = self.may_stop
+            return self._is_ended
+        return self._vocabulary.has(token_id) and self._matcher.try_consume_tokens([token_id]) == 1
 
     @property
     def may_stop(self) -> bool:

@@ -1,22 +1,17 @@
 """Rung 4, the engine: rung 3 with a paged cache, chunked prefill and preemption, reported in the same account."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Unpack
 
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import StepRecord
 from inflight.engine.engine import Engine
-from inflight.lessons.run import LessonRequest, Run
+from inflight.lessons.run import LessonRequest, Options, Run
 
 
-def run(
-    engine: Engine,
-    requests: Sequence[LessonRequest],
-    eos_token_ids: Sequence[int] = (),
-    log: Callable[[str], None] | None = None,
-    watch: Callable[[Run], None] | None = None,
-) -> Run:
+def run(engine: Engine, requests: Sequence[LessonRequest], **options: Unpack[Options]) -> Run:
     """Generate greedily for all requests; the engine's own `max_num_seqs` is the number of slots."""
-    account = Run(requests, eos_token_ids, log, watch)
+    account = Run(requests, **options)
     admitted: set[int] = set()
 
     def see(record: StepRecord) -> None:
@@ -32,7 +27,10 @@ def run(
     before, engine.observer = engine.observer, see
     for number, request in enumerate(requests):
         params = SamplingParams(
-            temperature=0, max_tokens=request.max_new_tokens, ignore_eos=True, stop_token_ids=list(eos_token_ids)
+            temperature=0,
+            max_tokens=request.max_new_tokens,
+            ignore_eos=True,
+            stop_token_ids=list(account.eos_token_ids),
         )
         engine.submit(engine.accept(str(number), request.prompt_token_ids, params))
     try:

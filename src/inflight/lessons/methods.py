@@ -1,27 +1,20 @@
 """The methods that are compared: every rung of the ladder, on the same weights, with the same signature."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from inflight.contracts.config import EngineConfig
 from inflight.engine.engine import Engine
 from inflight.execution.hf.load import ModelSource, load_model
 from inflight.lessons import engine_batching, padded_batching, ragged_batching, static_batching
-from inflight.lessons.run import LessonRequest, Run
+from inflight.lessons.run import LessonRequest, Options, Run
 
 
 class Method(Protocol):
-    """Runs requests greedily to their ends; `log` and `watch` as in `Run`."""
+    """Runs requests greedily to their ends; the options are those of `Run`."""
 
-    def __call__(
-        self,
-        requests: Sequence[LessonRequest],
-        *,
-        eos_token_ids: Sequence[int] = (),
-        log: Callable[[str], None] | None = None,
-        watch: Callable[[Run], None] | None = None,
-    ) -> Run: ...
+    def __call__(self, requests: Sequence[LessonRequest], **options: Unpack[Options]) -> Run: ...
 
 
 class Setting:

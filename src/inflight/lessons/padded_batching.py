@@ -6,15 +6,16 @@ waits for the longest any more, but every row pays for the longest past, and a p
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
-from inflight.lessons.run import LessonRequest, Run
-from inflight.lessons.static_batching import left_pad
+from inflight.lessons.run import LessonRequest, Options, Run
+from inflight.lessons.static_batching import greedy, last_logits, left_pad
 
 
 @dataclass(slots=True)
@@ -24,34 +25,23 @@ class Batch:
     Attributes:
         requests, slots: the request of each row, and its slot.
         input_ids: `[B, L]` int64, the tokens to feed next: first the padded prompts, then one token per row.
-        position_ids: `[B, L]` int64.
         attention_mask: `[B, past + L]` int64: 0 for padding.
         cache: keys and values of the past, `[B, Hkv, past, D]` in each layer.
-        responses: the tokens generated so far, one list per row.
         tokens_remaining: how many more tokens each row may generate.
     """
 
     requests: list[int]
     slots: list[int]
     input_ids: torch.Tensor
-    position_ids: torch.Tensor
     attention_mask: torch.Tensor
     cache: DynamicCache
-    responses: list[list[int]]
     tokens_remaining: list[int]
 
 
 @torch.inference_mode()
-def run(
-    model: PreTrainedModel,
-    requests: Sequence[LessonRequest],
-    num_slots: int,
-    eos_token_ids: Sequence[int] = (),
-    log: Callable[[str], None] | None = None,
-    watch: Callable[[Run], None] | None = None,
-) -> Run:
+def run(model: PreTrainedModel, requests: Sequence[LessonRequest], num_slots: int, **options: Unpack[Options]) -> Run:
     """Generate greedily for all requests, with at most `num_slots` rows in the batch."""
-    account = Run(requests, eos_token_ids, log, watch)
+    account = Run(requests, **options)
     queue = deque(range(len(requests)))
     free_slots = list(range(num_slots))
     batch: Batch | None = None
@@ -79,10 +69,8 @@ def init_batch(model: PreTrainedModel, account: Run, requests: Sequence[int], sl
         requests=list(requests),
         slots=list(slots),
         input_ids=input_ids,
-        position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0),
         attention_mask=attention_mask,
         cache=DynamicCache(),
-        responses=[account.answers[request].token_ids for request in requests],
         tokens_remaining=[each.max_new_tokens for each in admitted],
     )
 
@@ -91,20 +79,11 @@ def generate_next_token(model: PreTrainedModel, batch: Batch, account: Run) -> N
     """Run one forward pass: give every row its next token, and prepare the batch for the pass after."""
     rows = dict(zip(batch.slots, batch.requests, strict=True))
     account.rectangle(rows, batch.input_ids.shape[1], batch.attention_mask.shape[1])
-    logits = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
-        past_key_values=batch.cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits
-    next_ids = logits[:, -1].argmax(dim=-1)
+    next_ids = greedy(last_logits(model, batch.input_ids, batch.attention_mask, batch.cache))
     for row, token in enumerate(next_ids.tolist()):
         is_last = account.add(batch.requests[row], token)
         batch.tokens_remaining[row] = 0 if is_last else batch.tokens_remaining[row] - 1
     batch.input_ids = next_ids[:, None]
-    batch.position_ids = batch.position_ids[:, -1:] + 1
     batch.attention_mask = functional.pad(batch.attention_mask, (0, 1), value=1)
 
 
@@ -121,10 +100,8 @@ def merge_batches(first: Batch, second: Batch) -> Batch:
         requests=first.requests + second.requests,
         slots=first.slots + second.slots,
         input_ids=torch.cat([first.input_ids, second.input_ids]),
-        position_ids=torch.cat([first.position_ids, second.position_ids]),
         attention_mask=torch.cat(masks),
         cache=merged,
-        responses=first.responses + second.responses,
         tokens_remaining=first.tokens_remaining + second.tokens_remaining,
     )
 
@@ -140,7 +117,8 @@ def filter_batch(batch: Batch, account: Run) -> tuple[Batch | None, list[int]]:
     removed = [slot for row, slot in enumerate(batch.slots) if row not in kept]
     for row, slot in enumerate(batch.slots):
         if row not in kept:
-            account.log(f"slot {slot}: req {batch.requests[row]} is done after {len(batch.responses[row])} tokens")
+            request = batch.requests[row]
+            account.log(f"slot {slot}: req {request} is done after {len(account.answers[request].token_ids)} tokens")
     if not removed:
         return batch, []
     if not kept:
@@ -155,10 +133,8 @@ def filter_batch(batch: Batch, account: Run) -> tuple[Batch | None, list[int]]:
         requests=[batch.requests[row] for row in kept],
         slots=[batch.slots[row] for row in kept],
         input_ids=batch.input_ids[rows],
-        position_ids=batch.position_ids[rows],
         attention_mask=mask[:, num_unneeded:],
         cache=cache,
-        responses=[batch.responses[row] for row in kept],
         tokens_remaining=[batch.tokens_remaining[row] for row in kept],
     )
     return left, removed

@@ -7,13 +7,14 @@ the decodes of other requests. One waste remains: each step joins all pasts and 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Unpack
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from inflight.lessons.run import LessonRequest, Run
+from inflight.lessons.run import LessonRequest, Options, Run
 
 
 @dataclass(slots=True)
@@ -31,21 +32,14 @@ class Stream:
 
 
 @torch.inference_mode()
-def run(
-    model: PreTrainedModel,
-    requests: Sequence[LessonRequest],
-    num_slots: int,
-    eos_token_ids: Sequence[int] = (),
-    log: Callable[[str], None] | None = None,
-    watch: Callable[[Run], None] | None = None,
-) -> Run:
+def run(model: PreTrainedModel, requests: Sequence[LessonRequest], num_slots: int, **options: Unpack[Options]) -> Run:
     """Generate greedily for all requests, at most `num_slots` at once; a free slot is reused in the very next step.
 
     Raises `ValueError` for a model with sliding windows: the mask of this lesson does not know them.
     """
     if getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True):
         raise ValueError(f"{type(model).__name__} has sliding windows, which this lesson's mask does not know")
-    account = Run(requests, eos_token_ids, log, watch)
+    account = Run(requests, **options)
     queue = deque(range(len(requests)))
     slots: dict[int, Stream] = {}
     while queue or slots:

@@ -3,8 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from tqdm.auto import tqdm
+from typing import TypedDict
 
 from inflight.observe.timeline import Lane, SlotUse
 
@@ -26,6 +25,14 @@ class Answer:
     finished_time: float | None = None
 
 
+class Options(TypedDict, total=False):
+    """What each rung passes on to its `Run`, which says what it means."""
+
+    eos_token_ids: Sequence[int]
+    log: Callable[[str], None] | None
+    watch: Callable[["Run"], None] | None
+
+
 class Run:
     """The account of one run: answers in the order of the requests, and each step's lanes (slot: `Lane`).
 
@@ -33,7 +40,7 @@ class Run:
         requests: the requests of the run.
         eos_token_ids: tokens that end an answer early.
         log: receives lines such as "slot 2 <- req 5 (10 token cap)"; None: no log.
-        watch: called after each step, with this account; a `ProgressBar`, for instance.
+        watch: called after each step, with this account.
     """
 
     def __init__(
@@ -112,19 +119,3 @@ class Run:
         if is_last:
             answer.finished_time = now
         return is_last
-
-
-class ProgressBar:
-    """A progress bar of generated tokens on standard error; pass it to a rung as `watch`."""
-
-    def __init__(self, name: str = "") -> None:
-        self._bar = tqdm(desc=name, unit="token")
-
-    def __call__(self, run: Run) -> None:
-        """Show the progress of `run`."""
-        self._bar.total = sum(request.max_new_tokens for request in run.requests)
-        self._bar.update(run.num_generated - self._bar.n)
-
-    def close(self) -> None:
-        """End the bar and leave it on the screen."""
-        self._bar.close()

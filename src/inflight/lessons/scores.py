@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from inflight.lessons.run import Run
 
@@ -61,10 +61,8 @@ class Scores:
 
 def scores_table(scores: Mapping[str, Scores]) -> Table:
     """Return a table with one row for each method."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("method\n")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right")
+    headings = (Column(heading, justify="right") for heading in HEADINGS)
+    table = Table("method\n", *headings, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name, each in scores.items():
         shares = (each.occupancy, each.token_padding, each.key_padding)
         times = (each.latency_p50, each.latency_p95, each.first_token_p50)

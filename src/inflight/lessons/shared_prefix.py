@@ -8,13 +8,15 @@ Hydragen (Juravsky et al., 2024) shows how attention could also read the prefix 
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Unpack
 
 import torch
+from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
-from inflight.lessons.run import LessonRequest, Run
-from inflight.lessons.static_batching import left_pad
+from inflight.lessons.run import LessonRequest, Options, Run
+from inflight.lessons.static_batching import generate_together, greedy, left_pad
 
 CHUNK_SIZE = 16
 """Tokens in a chunk: prefixes are shared in whole chunks."""
@@ -25,12 +27,10 @@ def generate_many(
     model: PreTrainedModel,
     requests: Sequence[LessonRequest],
     n_prefix_chunks: int,
-    eos_token_ids: Sequence[int] = (),
-    log: Callable[[str], None] | None = None,
-    watch: Callable[[Run], None] | None = None,
+    **options: Unpack[Options],
 ) -> Run:
     """Group requests by their first `n_prefix_chunks` chunks, and generates each group as one batch."""
-    account = Run(requests, eos_token_ids, log, watch)
+    account = Run(requests, **options)
     prompts = [each.prompt_token_ids for each in requests]
     for group in group_by_prefix(prompts, n_prefix_chunks).values():
         account.log(f"group of {len(group)} requests with a common prefix")
@@ -41,7 +41,11 @@ def generate_many(
 def generate_batch(
     model: PreTrainedModel, account: Run, group: Sequence[int], temperature: float = 0.0, seed: int = 0
 ) -> None:
-    """Generate for requests of `account` that share a prefix; if they share only a part of it, that part is used."""
+    """Generate for requests of `account` that share a prefix; if they share only a part of it, that part is used.
+
+    Args:
+        temperature: 0 is greedy; otherwise tokens are sampled, using `seed`.
+    """
     prompts = [account.requests[request].prompt_token_ids for request in group]
     prefix_length = find_common_chunk_prefix(prompts)
     cache = DynamicCache()
@@ -50,8 +54,15 @@ def generate_batch(
         model(prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
         account.ragged({0: (group[0], prefix_length, prefix_length)})
         cache = broadcast_kv(cache, len(group))
-    input_ids, attention_mask, position_ids = pad_and_mask(prompts, prefix_length, model.device)
-    batched_decode(model, account, group, input_ids, attention_mask, position_ids, cache, temperature, seed)
+    input_ids, suffix_mask = left_pad([prompt[prefix_length:] for prompt in prompts], model.device)
+    attention_mask = functional.pad(suffix_mask, (prefix_length, 0), value=1)
+    generator = torch.Generator(device=model.device).manual_seed(seed)
+
+    def sample(logits: torch.Tensor) -> torch.Tensor:
+        return torch.multinomial(torch.softmax(logits.float() / temperature, -1), 1, generator=generator)[:, 0]
+
+    choose = sample if temperature > 0 else greedy
+    generate_together(model, account, group, input_ids, attention_mask, cache, choose)
 
 
 def find_common_chunk_prefix(prompts: Sequence[Sequence[int]], chunk_size: int = CHUNK_SIZE) -> int:
@@ -85,55 +96,3 @@ def broadcast_kv(cache: DynamicCache, batch_size: int) -> DynamicCache:
         broadcast.layers[layer].keys = past.keys.expand(batch_size, -1, -1, -1)
         broadcast.layers[layer].values = past.values.expand(batch_size, -1, -1, -1)
     return broadcast
-
-
-def pad_and_mask(
-    prompts: Sequence[Sequence[int]], prefix_length: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what follows the prefix as a rectangle: ids `[B, L]`, mask `[B, prefix + L]`, positions `[B, L]`."""
-    input_ids, suffix_mask = left_pad([prompt[prefix_length:] for prompt in prompts], device)
-    prefix_mask = suffix_mask.new_ones(len(prompts), prefix_length)
-    position_ids = prefix_length + (suffix_mask.cumsum(dim=1) - 1).clamp(min=0)
-    return input_ids, torch.cat([prefix_mask, suffix_mask], dim=1), position_ids
-
-
-def batched_decode(
-    model: PreTrainedModel,
-    account: Run,
-    group: Sequence[int],
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    position_ids: torch.Tensor,
-    cache: DynamicCache,
-    temperature: float = 0.0,
-    seed: int = 0,
-) -> None:
-    """Prefill the suffixes, then decode all rows together until each row has its EOS or its last token.
-
-    Args:
-        input_ids, position_ids: the suffixes, `[B, L]`.
-        attention_mask: `[B, prefix + L]`.
-        temperature: 0 is greedy; otherwise tokens are sampled, using `seed`.
-    """
-    generator = torch.Generator(device=input_ids.device).manual_seed(seed)
-    running = set(range(len(group)))
-    while running:
-        logits = model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        account.rectangle(dict(enumerate(group)), input_ids.shape[1], attention_mask.shape[1])
-        if temperature > 0:
-            next_ids = torch.multinomial(torch.softmax(logits.float() / temperature, -1), 1, generator=generator)[:, 0]
-        else:
-            next_ids = logits.argmax(dim=-1)
-        finished = [
-            row for row, token in enumerate(next_ids.tolist()) if row in running and account.add(group[row], token)
-        ]
-        running -= set(finished)
-        input_ids, position_ids = next_ids[:, None], position_ids[:, -1:] + 1
-        attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(group), 1)], dim=1)

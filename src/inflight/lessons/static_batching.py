@@ -5,24 +5,19 @@ done (its row goes on computing unused tokens), and waiting requests wait for th
 """
 
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 import torch
+from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
-from inflight.lessons.run import LessonRequest, Run
+from inflight.lessons.run import LessonRequest, Options, Run
 
 
 @torch.inference_mode()
-def run(
-    model: PreTrainedModel,
-    requests: Sequence[LessonRequest],
-    num_slots: int,
-    eos_token_ids: Sequence[int] = (),
-    log: Callable[[str], None] | None = None,
-    watch: Callable[[Run], None] | None = None,
-) -> Run:
+def run(model: PreTrainedModel, requests: Sequence[LessonRequest], num_slots: int, **options: Unpack[Options]) -> Run:
     """Generate greedily for all requests, in waves of `num_slots`."""
-    account = Run(requests, eos_token_ids, log, watch)
+    account = Run(requests, **options)
     for number, first in enumerate(range(0, len(requests), num_slots)):
         wave = range(first, min(first + num_slots, len(requests)))
         for slot, request in enumerate(wave):
@@ -36,29 +31,60 @@ def run_wave(model: PreTrainedModel, wave: Sequence[int], account: Run) -> None:
     """Run one wave from its prompts to the end of its longest request."""
     prompts = [account.requests[request].prompt_token_ids for request in wave]
     input_ids, attention_mask = left_pad(prompts, model.device)
-    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-    cache, running, num_steps = DynamicCache(), set(range(len(wave))), 0
-    while running:
-        logits = model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-        account.rectangle(dict(enumerate(wave)), input_ids.shape[1], attention_mask.shape[1])
-        num_steps += 1
-        next_ids = logits[:, -1].argmax(dim=-1)
-        for slot, token in enumerate(next_ids.tolist()):
-            if slot in running and account.add(wave[slot], token):
-                running.remove(slot)
-        input_ids = next_ids[:, None]
-        attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(wave), 1)], dim=1)
-        position_ids = position_ids[:, -1:] + 1
+    num_steps_before = len(account.steps)
+    generate_together(model, account, wave, input_ids, attention_mask, DynamicCache(), greedy)
+    num_steps = len(account.steps) - num_steps_before
     for slot, request in enumerate(wave):
         num_useful = len(account.answers[request].token_ids)
         account.log(f"slot {slot}: req {request} finished: {num_useful}/{num_steps} tokens useful")
+
+
+def generate_together(
+    model: PreTrainedModel,
+    account: Run,
+    group: Sequence[int],
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    cache: DynamicCache,
+    choose: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Prefill the prompts of a group of requests, then decode all rows until each has its EOS or its last token.
+
+    Args:
+        input_ids: `[B, L]`, the tokens that are not in the cache yet.
+        attention_mask: `[B, past + L]`: 0 for padding.
+        choose: returns the next tokens `[B]` of logits `[B, V]`.
+    """
+    running = set(range(len(group)))
+    while running:
+        next_ids = choose(last_logits(model, input_ids, attention_mask, cache))
+        account.rectangle(dict(enumerate(group)), input_ids.shape[1], attention_mask.shape[1])
+        for row, token in enumerate(next_ids.tolist()):
+            if row in running and account.add(group[row], token):
+                running.remove(row)
+        input_ids = next_ids[:, None]
+        attention_mask = functional.pad(attention_mask, (0, 1), value=1)
+
+
+def last_logits(
+    model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, cache: DynamicCache
+) -> torch.Tensor:
+    """Feed `[B, L]` tokens; return the logits `[B, V]` of each row's last. A row's positions do not count padding."""
+    positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    logits: torch.Tensor = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=positions[:, -input_ids.shape[1] :],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits
+    return logits[:, -1]
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """Return the likeliest token `[B]` of each row of logits `[B, V]`."""
+    return logits.argmax(dim=-1)
 
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from inflight.contracts.config import EngineConfig
@@ -106,10 +106,9 @@ def measure(contestants: Mapping[str, Contestant], rounds: int, say: Callable[[s
 def table_of(measured: Mapping[str, Measured]) -> Table:
     """Return a table of medians, speedups over the first method, and the ratio of its steps to each method's."""
     first = next(iter(measured.values()))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("method\n")
-    for heading in ("median\ns", "from\n", "to\n", "times\nfaster", "forward\npasses", "times\nfewer", "tokens\n"):
-        table.add_column(heading, justify="right")
+    headings = ("median\ns", "from\n", "to\n", "times\nfaster", "forward\npasses", "times\nfewer", "tokens\n")
+    columns = (Column(heading, justify="right") for heading in headings)
+    table = Table("method\n", *columns, box=None, pad_edge=False, header_style="bold")
     for name, each in measured.items():
         table.add_row(
             name,

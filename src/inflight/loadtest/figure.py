@@ -32,8 +32,7 @@ def load_figure(records: Sequence[Record], title: str) -> "Figure":
     _draw_distributions(panels[1, 1], records)
     for panel in panels.flat:
         panel.tick_params(labelsize=7)
-        for side in ("top", "right"):
-            panel.spines[side].set_visible(False)
+        panel.spines[["top", "right"]].set_visible(False)
     return figure
 
 

@@ -12,13 +12,12 @@ Decides what each number means. Times are in seconds. Failed requests count only
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 
 from inflight.loadtest.runner import Record
 
@@ -129,14 +128,9 @@ class LoadReport:
     server_cpu_seconds: float | None
     client_cpu_seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report for JSON."""
-        return asdict(self)
-
     def tables(self) -> Group:
         """Return the report as tables for a terminal."""
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim")
+        table = Table.grid(Column(style="dim"), "", padding=(0, 2))
         for name, words in _rows(self).items():
             table.add_row(name, words)
         return Group(table, "", _times_table(self))
@@ -227,10 +221,8 @@ def _cpu(cpu_seconds: float, seconds: float) -> str:
 
 def _times_table(report: LoadReport) -> Table:
     columns = [field.name for field in fields(Distribution)]
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    for _ in columns:
-        table.add_column(justify="right", no_wrap=True)
+    numbers = (Column(justify="right", no_wrap=True) for _ in columns)
+    table = Table.grid(Column(style="dim", no_wrap=True), *numbers, padding=(0, 2))
     table.add_row("milliseconds", *columns, style="dim")
     measured = {"TTFT": report.ttft, "TPOT": report.tpot, "ITL": report.itl, "E2E": report.e2e}
     for name, times in {**measured, "sent late": report.lateness}.items():

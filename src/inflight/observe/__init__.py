@@ -1,1 +1,1 @@
-"""Shows what runs: counters, recordings and pictures made from `StepRecord`s. Knows no model and no scheduler."""
+"""Shows what runs: reports, recordings and pictures made from `StepRecord`s. Knows no model and no scheduler."""

@@ -40,7 +40,7 @@ def new_figure(width_inches: float, height_inches: float) -> "Figure":
 
 def save_png(figure: "Figure", path: Path) -> None:
     """Write a figure as a PNG file. Raises `ValueError` if it cannot be written."""
-    _write(path, _drawn(figure, format="png", dpi=150))
+    write_file(path, _drawn(figure, format="png", dpi=150))
 
 
 def to_svg(figure: "Figure") -> str:
@@ -67,7 +67,7 @@ def write_html(path: Path, title: str, bodies: Sequence[str]) -> None:
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
         f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
-    _write(path, page.encode())
+    write_file(path, page.encode())
 
 
 def _drawn(figure: "Figure", **options: Any) -> bytes:
@@ -78,7 +78,8 @@ def _drawn(figure: "Figure", **options: Any) -> bytes:
     return drawn.getvalue()
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes) -> None:
+    """Write a whole file. Raises `ValueError` if it cannot be written."""
     try:
         path.write_bytes(content)
     except OSError as error:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from inflight.observe.recorder import Recording
 
@@ -83,8 +83,7 @@ class RunReport:
 
     def table(self) -> Table:
         """Return the report as a table for a terminal."""
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim")
+        table = Table.grid(Column(style="dim"), "", padding=(0, 2))
         rows = {
             "wall time": f"{self.seconds:,.2f} s, {self.num_steps:,} steps",
             "sequences": f"{self.num_sequences:,}",
@@ -126,6 +125,11 @@ class RunLog:
     per_token: "array[float]" = field(default_factory=lambda: array("f"))
     latency: "array[float]" = field(default_factory=lambda: array("f"))
 
+    @property
+    def occupancy(self) -> float:
+        """The share of all slots, over all steps so far, in which a sequence ran."""
+        return self.num_spans / max(1, self.num_steps * self.num_slots)
+
     def see_step(self, num_spans: int, num_blocks_used: int, seconds: float) -> None:
         """Add a step that took `seconds` and left `num_blocks_used` blocks in use."""
         self.num_steps += 1
@@ -157,7 +161,7 @@ class RunLog:
             time_per_output_token=Percentiles.of(self.per_token),
             latency=Percentiles.of(self.latency),
             num_preemptions=num_preemptions,
-            occupancy=self.num_spans / max(1, self.num_steps * self.num_slots),
+            occupancy=self.occupancy,
             mean_blocks_used=self.seconds_of_blocks / self.seconds_of_steps if self.seconds_of_steps else 0.0,
             peak_blocks_used=self.peak_blocks_used,
             num_blocks=self.num_blocks,

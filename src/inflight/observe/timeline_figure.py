@@ -37,8 +37,7 @@ def timeline_figure(timelines: Sequence[Timeline], subtitles: Sequence[str] = ()
         panel.set_yticks(range(timeline.num_slots))
         panel.tick_params(labelsize=7, length=2)
         panel.set_ylabel("slot", fontsize=8)
-        for side in ("top", "right"):
-            panel.spines[side].set_visible(False)
+        panel.spines[["top", "right"]].set_visible(False)
     panels[-1, 0].set_xlabel("step", fontsize=8)
     patches = [Patch(facecolor=c, edgecolor="#999999", label=use) for use, c in zip(USES, COLOURS, strict=True)]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(USES), fontsize=7, frameon=False)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from inflight.contracts.record import StepRecord
+from inflight.observe.pictures import write_file
 from inflight.observe.recorder import Recording
 
 StretchKind: TypeAlias = Literal["prefill", "chunk", "decode", "waiting", "preempted"]
@@ -141,15 +142,8 @@ def chrome_events(recording: Recording) -> Iterator[Event]:
 
 def write_chrome_trace(recording: Recording, path: Path) -> None:
     """Write a file for chrome://tracing or ui.perfetto.dev. Raises `ValueError` if it cannot be written."""
-    try:
-        with path.open("w", encoding="utf-8") as file:
-            separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
-            for event in chrome_events(recording):
-                file.write(separator + json.dumps(event, separators=(",", ":")))
-                separator = ",\n"
-            file.write("\n]}\n")
-    except OSError as error:
-        raise ValueError(f"the file {str(path)!r} cannot be written: {error.strerror}") from error
+    events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in chrome_events(recording))
+    write_file(path, f'{{"displayTimeUnit":"ms","traceEvents":[\n{events}\n]}}\n'.encode())
 
 
 def _names(recording: Recording) -> Iterator[Event]:

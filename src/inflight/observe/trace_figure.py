@@ -55,8 +55,7 @@ def trace_figure(recording: Recording) -> "Figure":
         panel.set_ylim(bottom=0)
     for panel in (lanes, blocks, queue):
         panel.tick_params(labelsize=7, length=2)
-        for side in ("top", "right"):
-            panel.spines[side].set_visible(False)
+        panel.spines[["top", "right"]].set_visible(False)
     colours = [*COLOURS.items(), ("blocks used", USED), ("blocks cached", CACHED)]
     patches = [Patch(facecolor=colour, label=name) for name, colour in colours]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=7, frameon=False)

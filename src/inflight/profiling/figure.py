@@ -30,8 +30,7 @@ def profile_figure(profile: StepProfile) -> "Figure":
     axes.set_xlim(0, 1.35e3 * max(*seconds, *floors))
     axes.set_xlabel("ms", fontsize=8)
     axes.tick_params(labelsize=8, length=2)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
         f"{profile.model.model_class}, {profile.model.dtype}: a decode step of {profile.num_sequences} sequences over "
         f"{profile.num_cached_tokens:.0f} cached tokens",

@@ -11,16 +11,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from inflight.execution.attention import AttentionBackend, AttentionSpec, CpuAttention
-from inflight.execution.attention.interface import KVStorage
+from inflight.execution.attention import CpuAttention
 from inflight.execution.executors import PackedExecutor
-from inflight.execution.ragged_batch import RaggedBatch
 from inflight.profiling.phases import replaced_method
 
 FORWARD, ATTENTION = "inflight forward pass", "inflight attention"
@@ -57,19 +53,11 @@ class OperatorTimes:
 def marked_forward(executor: PackedExecutor) -> Iterator[None]:
     """Within the block, the executor's forward passes and, where necessary, its attention are marked in profiles."""
 
-    def around(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def marked(*args: Any, **options: Any) -> Any:
-            with record_function(FORWARD):
-                return forward(*args, **options)
-
-        return marked
-
     with ExitStack() as stack:
-        stack.enter_context(replaced_method(executor, "forward", around))
-        backend = executor.backend
-        if not isinstance(backend, CpuAttention):  # its operators have telling names
-            executor.backend = MarkedAttention(backend)
-            stack.callback(setattr, executor, "backend", backend)
+        stack.enter_context(replaced_method(executor, "forward", record_function(FORWARD)))
+        if not isinstance(executor.backend, CpuAttention):  # its operators have telling names
+            for method in ("begin_step", "write", "attend"):
+                stack.enter_context(replaced_method(executor.backend, method, record_function(ATTENTION)))
         yield
 
 
@@ -102,42 +90,3 @@ def _kind(name: str) -> str:
     if name in ATTENTION_OPERATORS:
         return "attention"
     return "python" if name.startswith(COMPILER_PYTHON) else "small_operators"
-
-
-class MarkedAttention:
-    """An `AttentionBackend` that wraps another one and marks its calls in profiles."""
-
-    def __init__(self, backend: AttentionBackend) -> None:
-        self.name = backend.name
-        self.is_batch_invariant = backend.is_batch_invariant
-        self.block_size = backend.block_size
-        self._backend = backend
-
-    def bytes_per_block(self, spec: AttentionSpec) -> int:
-        """See `AttentionBackend`."""
-        return self._backend.bytes_per_block(spec)
-
-    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: KVStorage | None = None) -> KVStorage:
-        """See `AttentionBackend`."""
-        return self._backend.allocate(num_blocks, spec, beside)
-
-    def begin_step(self, batch: RaggedBatch) -> None:
-        """See `AttentionBackend`."""
-        with record_function(ATTENTION):
-            self._backend.begin_step(batch)
-
-    def write(self, cache: KVStorage, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
-        """See `AttentionBackend`."""
-        with record_function(ATTENTION):
-            self._backend.write(cache, key, value, spec)
-
-    def attend(
-        self, query: torch.Tensor, cache: KVStorage, spec: AttentionSpec, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
-        """See `AttentionBackend`."""
-        with record_function(ATTENTION):
-            return self._backend.attend(query, cache, spec, sinks)
-
-    def copy_blocks(self, cache: KVStorage, copies: Sequence[tuple[int, int]]) -> None:
-        """See `AttentionBackend`."""
-        self._backend.copy_blocks(cache, copies)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.contracts.model_info import ModelInfo
+from inflight.observe.pictures import write_file
 from inflight.profiling.machine import Machine
 from inflight.profiling.operators import OperatorTimes
 from inflight.profiling.phases import PhaseTimes
@@ -90,10 +91,7 @@ class StepProfile:
 
     def write_json(self, path: Path) -> None:
         """Write the profile to a file. Raises `ValueError` if it cannot be written."""
-        try:
-            path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"the file {str(path)!r} cannot be written: {error.strerror}") from error
+        write_file(path, json.dumps(self.as_dict(), indent=2).encode() + b"\n")
 
 
 def take_apart(

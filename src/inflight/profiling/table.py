@@ -1,7 +1,7 @@
 """Formats a step profile as tables for a terminal. Decides only how it looks."""
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from inflight.profiling.step_profile import StepProfile
 
@@ -34,10 +34,8 @@ def profile_table(profile: StepProfile) -> RenderableType:
 
 
 def _parts(profile: StepProfile) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("part\n")
-    for heading in ("time\nms", "share\n", "floor\nms", "times\nfloor"):
-        table.add_column(heading, justify="right")
+    columns = (Column(heading, justify="right") for heading in ("time\nms", "share\n", "floor\nms", "times\nfloor"))
+    table = Table("part\n", *columns, box=None, pad_edge=False, header_style="bold")
     for part in profile.parts:
         table.add_row(
             part.name,

@@ -21,6 +21,11 @@ class OutputText:
 
     The output does not depend on how its tokens are split into appends. Stop strings are searched only in the text of
     tokens after the first `min_tokens`. Raises ValueError for an empty stop string.
+
+    Attributes:
+        stop_reason: the stop string that has ended the text, if any.
+        num_tokens_until_stop: how many appended tokens belong to the output: all, or those up to the end of the stop
+            string.
     """
 
     def __init__(
@@ -37,8 +42,8 @@ class OutputText:
         self._stop_strings = StopStrings(stop, include_stop_str_in_output) if stop else None
         self._min_tokens = min_tokens
         self._pieces: list[str] = []
-        self._num_tokens = 0
-        self._stop_reason: str | None = None
+        self.num_tokens_until_stop = 0
+        self.stop_reason: str | None = None
 
     @classmethod
     def of_request(cls, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> OutputText:
@@ -58,16 +63,6 @@ class OutputText:
         self._pieces = ["".join(self._pieces)]
         return self._pieces[0]
 
-    @property
-    def stop_reason(self) -> str | None:
-        """The stop string that has ended the text, if any."""
-        return self._stop_reason
-
-    @property
-    def num_tokens_until_stop(self) -> int:
-        """How many appended tokens belong to the output: all, or those up to the end of the stop string."""
-        return self._num_tokens
-
     def take_in(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None, stop_reason: int | str | None = None
     ) -> str:
@@ -82,19 +77,19 @@ class OutputText:
     def append(self, token_ids: Sequence[int]) -> str:
         """Return the text that is safe to show after `token_ids`; tokens after a stop are dropped."""
         if self._stop_strings is None:
-            self._num_tokens += len(token_ids)
+            self.num_tokens_until_stop += len(token_ids)
             return self._show(self._detokenizer.append(token_ids))
         deltas = []
         for token_id in token_ids:
-            if self._stop_reason is not None:
+            if self.stop_reason is not None:
                 break
-            self._num_tokens += 1
+            self.num_tokens_until_stop += 1
             deltas.append(self._watch(self._stop_strings, self._detokenizer.append([token_id])))
         return self._show("".join(deltas))
 
     def finish(self) -> str:
         """Return what was held back, when the sequence has ended. A stop string in it is found, too."""
-        if self._stop_reason is not None or self._num_tokens == 0:
+        if self.stop_reason is not None or self.num_tokens_until_stop == 0:
             return ""
         delta = self._detokenizer.finish()
         if self._stop_strings is not None:
@@ -102,9 +97,9 @@ class OutputText:
         return self._show(delta)
 
     def _watch(self, stop_strings: StopStrings, delta: str) -> str:
-        if self._num_tokens <= self._min_tokens:
+        if self.num_tokens_until_stop <= self._min_tokens:
             return delta
-        safe, self._stop_reason = stop_strings.feed(delta)
+        safe, self.stop_reason = stop_strings.feed(delta)
         return safe
 
     def _show(self, delta: str) -> str:

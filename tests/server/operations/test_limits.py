@@ -25,7 +25,7 @@ async def in_chunks(size: int) -> AsyncIterator[bytes]:
 def test_a_body_up_to_the_limit_is_taken_whole_and_a_larger_one_refused() -> None:
     async def check() -> None:
         server = SmallServer()
-        async with client_of(BodyLimit(server.app, 100)) as client:
+        async with client_of(BodyLimit(100).middleware(server.app)) as client:
             for size in (0, 1, 100):
                 for data in (b"x" * size, in_chunks(size)):
                     async with client.post(COMPLETIONS, data=data) as answer:
@@ -45,7 +45,7 @@ def test_a_body_up_to_the_limit_is_taken_whole_and_a_larger_one_refused() -> Non
 
 def test_who_announces_too_much_is_refused_before_sending_it() -> None:
     async def check() -> None:
-        async with serving(BodyLimit(SmallServer().app, 100)) as url:
+        async with serving(BodyLimit(100).middleware(SmallServer().app)) as url:
             for expect in ("", "Expect: 100-continue\r\n"):
                 async with connected(url) as (reader, writer):
                     writer.write(f"{HEAD}{expect}Content-Length: 1000000000000\r\n\r\n".encode())
@@ -63,7 +63,7 @@ def test_who_never_stops_sending_gets_an_answer_and_is_cut(monkeypatch: pytest.M
 
     async def check() -> None:
         server = SmallServer()
-        async with serving(BodyLimit(server.app, 100)) as url, connected(url) as (reader, writer):
+        async with serving(BodyLimit(100).middleware(server.app)) as url, connected(url) as (reader, writer):
             writer.write(f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode())
 
             async def send() -> None:
@@ -83,7 +83,10 @@ def test_who_never_stops_sending_gets_an_answer_and_is_cut(monkeypatch: pytest.M
 def test_a_body_that_does_not_come_is_not_waited_for_for_ever() -> None:
     async def check() -> None:
         server = SmallServer()
-        async with serving(BodyLimit(server.app, 100, seconds=0.2)) as url, connected(url) as (reader, writer):
+        async with (
+            serving(BodyLimit(100, seconds=0.2).middleware(server.app)) as url,
+            connected(url) as (reader, writer),
+        ):
             writer.write(f"{HEAD}Content-Length: 50\r\n\r\nhalf".encode())
             status, headers, body = await read_answer(reader)
             assert (status, headers["connection"]) == (408, "close")
@@ -97,8 +100,8 @@ def test_a_body_that_does_not_come_is_not_waited_for_for_ever() -> None:
 def test_who_leaves_in_the_middle_of_a_body_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
         server = SmallServer()
-        limit = ConcurrencyLimit(BodyLimit(server.app, 100), 1)
-        async with serving(limit) as url:
+        limit = ConcurrencyLimit(1)
+        async with serving(limit.middleware(BodyLimit(100).middleware(server.app))) as url:
             async with connected(url) as (_, writer):
                 writer.write(f"{HEAD}Content-Length: 50\r\n\r\nhalf".encode())
                 while not limit._num_inside:
@@ -118,7 +121,7 @@ def test_who_leaves_in_the_middle_of_a_body_leaves_nothing_behind(caplog: pytest
 def test_garbage_does_no_harm(garbage: bytes) -> None:
     async def check() -> None:
         server = SmallServer()
-        async with serving(ConcurrencyLimit(BodyLimit(server.app, 100), 1)) as url:
+        async with serving(ConcurrencyLimit(1).middleware(BodyLimit(100).middleware(server.app))) as url:
             async with connected(url) as (reader, writer):
                 writer.write(garbage)
                 assert (await reader.read()).startswith(b"HTTP/1.1 400")
@@ -132,7 +135,7 @@ def test_garbage_does_no_harm(garbage: bytes) -> None:
 def test_streams_are_passed_on_as_they_come_and_hear_when_the_client_leaves() -> None:
     async def check() -> None:
         server = SmallServer()
-        async with client_of(ConcurrencyLimit(BodyLimit(server.app, 100), 5)) as client:
+        async with client_of(ConcurrencyLimit(5).middleware(BodyLimit(100).middleware(server.app))) as client:
             async with client.post(COMPLETIONS, json=STREAM) as answer:
                 assert await answer.content.readexactly(5) == b"first"  # while the rest is held back
                 server.gate.set()
@@ -156,7 +159,7 @@ def test_streams_are_passed_on_as_they_come_and_hear_when_the_client_leaves() ->
 def test_more_than_so_many_at_once_are_told_to_come_back() -> None:
     async def check() -> None:
         server = SmallServer()
-        async with client_of(ConcurrencyLimit(server.app, 2, retry_after=7)) as client:
+        async with client_of(ConcurrencyLimit(2, retry_after=7).middleware(server.app)) as client:
             streams = [await client.post(COMPLETIONS, json=STREAM) for _ in range(2)]
             async with client.post(COMPLETIONS, data=b"") as answer:
                 assert (answer.status, answer.headers["retry-after"]) == (429, "7")
@@ -177,7 +180,7 @@ def test_more_than_so_many_at_once_are_told_to_come_back() -> None:
 
 def test_real_clients_understand_the_refusals() -> None:
     async def check() -> None:
-        async with serving(ConcurrencyLimit(SmallServer().app, 0)) as url:
+        async with serving(ConcurrencyLimit(0).middleware(SmallServer().app)) as url:
             async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
                 with pytest.raises(openai.RateLimitError) as refused:
                     await client.models.list()
@@ -187,7 +190,7 @@ def test_real_clients_understand_the_refusals() -> None:
                     await other.messages.create(model="m", max_tokens=1, messages=[{"role": "user", "content": "hi"}])
                 assert caught.value.type == "rate_limit_error"
         async with (
-            serving(BodyLimit(SmallServer().app, 10)) as url,
+            serving(BodyLimit(10).middleware(SmallServer().app)) as url,
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
         ):
             with pytest.raises(openai.APIStatusError, match="larger than 10 bytes") as too_large:

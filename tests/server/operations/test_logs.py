@@ -77,7 +77,7 @@ def telling(log: AccessLog) -> RequestIds:
         return PlainTextResponse("no", 400)
 
     routes = [Route("/two", two_prompts), Route("/stream", stream), Route("/refuse", refuse)]
-    return RequestIds(log.middleware(Starlette(routes=routes)))
+    return RequestIds().middleware(log.middleware(Starlette(routes=routes)))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_sane_id_is_kept_and_any_other_replaced(given: str | None, is_kept: bo
         return PlainTextResponse(request.state.request_id)
 
     async def check() -> None:
-        async with client_of(RequestIds(Starlette(routes=[Route("/", show)]))) as client:
+        async with client_of(RequestIds().middleware(Starlette(routes=[Route("/", show)]))) as client:
             seen = set()
             for _ in range(2):
                 async with client.get("/", headers={} if given is None else {"X-Request-Id": given}) as answer:
@@ -121,7 +121,7 @@ def test_real_clients_find_the_id() -> None:
         async def models(request: Request) -> Response:
             return JSONResponse({"id": "m", "object": "model", "created": 0, "owned_by": "me"})
 
-        app = RequestIds(Starlette(routes=[Route("/v1/models/m", models)]))
+        app = RequestIds().middleware(Starlette(routes=[Route("/v1/models/m", models)]))
         async with serving(app) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any") as client:
             model = await client.models.retrieve("m", extra_headers={"X-Request-Id": "mine"})
             assert model._request_id == "mine"

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.openai.chat_request import TextPart
+from inflight.server.openai.chat_request import TextPart, text_of
 from inflight.server.openai.sampling_fields import MAX_STOP_STRINGS
 from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
 from inflight.server.tools.in_templates import with_names
@@ -37,11 +37,6 @@ class TextBlock(TextPart):
 
 
 Text = str | Many[Annotated[TextBlock, of_type("parts", "text")]]
-
-
-def text_of(text: Text) -> str:
-    """Return the text, each block on a line of its own."""
-    return text if isinstance(text, str) else "\n".join(block.text for block in text)
 
 
 class ToolUseBlock(StrictModel):
@@ -104,7 +99,7 @@ class Turn(StrictModel):
                     call = {"id": block.id, "type": "function", "function": function}
                     yield {"role": self.role, "content": "", "tool_calls": [call]}
                 case ToolResultBlock():
-                    content = text_of(block.content or "")
+                    content = text_of(block.content)
                     yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
 
 
@@ -225,7 +220,7 @@ class CountRequest(StrictModel):
 
     @property
     def num_characters(self) -> int:
-        return sum(turn.num_characters for turn in self.messages) + len(text_of(self.system or ""))
+        return sum(turn.num_characters for turn in self.messages) + len(text_of(self.system))
 
     @property
     def tool_fields(self) -> ToolFields:
@@ -261,6 +256,9 @@ class CountRequest(StrictModel):
         return {**prompt, "tools": tools} if tools else prompt
 
 
+StopSequence = Annotated[str, Field(min_length=1)]
+
+
 class MessagesRequest(CountRequest):
     """The body of a request.
 
@@ -271,9 +269,7 @@ class MessagesRequest(CountRequest):
     NOT_SUPPORTED: ClassVar = {**CountRequest.NOT_SUPPORTED, "service_tier": ("auto", "standard_only")}
 
     max_tokens: int
-    stop_sequences: Annotated[Many[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)] | None = (
-        None
-    )
+    stop_sequences: Annotated[Many[StopSequence], Field(max_length=MAX_STOP_STRINGS)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -2,7 +2,6 @@
 
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +128,7 @@ def _logprobs(prepared: _PreparedChat, news: CompletionOutput | TextDelta) -> di
 # ------------------------------------------------------------------------------------- streams
 
 
-class _Chunks:
+class _Chunks(ChunkWriter):
     """Writes the chunks of one answer."""
 
     def __init__(self, prepared: _PreparedChat) -> None:
@@ -138,19 +137,12 @@ class _Chunks:
         if body.return_token_ids:
             head["prompt_token_ids"] = prompt
         self._prepared = prepared
-        self._writer = ChunkWriter(head, body.stream_options, len(prompt))
+        super().__init__(head, body.stream_options, len(prompt))
         self._is_plain = body.num_logprobs is None and not body.return_token_ids
         self._has_begun = [False] * prepared.job.params.n
         self._parsers = [] if prepared.tools is None else [prepared.tools.parser() for _ in self._has_begun]
 
-    def of(self, deltas: list[TextDelta]) -> bytes:
-        self._writer.count(deltas)
-        return b"".join(map(self._events, deltas))
-
-    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        return self._writer.end(outputs)
-
-    def _events(self, delta: TextDelta) -> bytes:
+    def events_of(self, delta: TextDelta) -> bytes:
         """Return a choice's events: the role first, then what is new, then the finish reason once it has ended."""
         events = b""
         if not self._has_begun[delta.index]:
@@ -162,7 +154,7 @@ class _Chunks:
             events += self._event(delta.index, {"content": delta.text}, **self._extras(delta))
         elif delta.text:
             text = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
-            events += self._writer.chunk(text % (delta.index, to_json(delta.text)))
+            events += self.chunk(text % (delta.index, to_json(delta.text)))
         if delta.finish_reason is not None:
             stop_reason = delta.stop_reason
             events += self._event(delta.index, {}, finish_reason=self._reason(delta), stop_reason=stop_reason)
@@ -194,4 +186,4 @@ class _Chunks:
 
     def _event(self, index: int, delta: dict[str, Any], **others: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **others}
-        return self._writer.chunk(to_json(choice))
+        return self.chunk(to_json(choice))

@@ -25,6 +25,13 @@ class TextPart(StrictModel):
     text: str
 
 
+def text_of(content: str | list[Any] | None) -> str:
+    """Return the text of a content: each part, whatever its type is, on a line of its own (as in vLLM)."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
 class Function(StrictModel):
     """The function that a tool call names.
 
@@ -71,18 +78,14 @@ class Message(StrictModel):
     tool_call_id: str | None = None
     parsed: Any = None
 
-    @property
-    def text(self) -> str:
-        """The content, each part on a line of its own (as in vLLM)."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "\n".join(part.text for part in self.content)
-
     def for_template(self, where: str) -> dict[str, Any]:
         """Return the message as templates expect it: "developer" becomes "system", arguments are parsed JSON."""
         if self.content is None and self.role != "assistant":
             raise ApiError(400, f"{where} has no content", param=where)
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": text_of(self.content),
+        }
         if self.name is not None:
             message["name"] = self.name
         if self.tool_call_id is not None:
@@ -113,7 +116,7 @@ class TemplateFields(StrictModel):
 
     @property
     def num_characters(self) -> int:
-        return sum(len(message.text) for message in self.messages)
+        return sum(len(text_of(message.content)) for message in self.messages)
 
     def for_template(self, settings: ServerSettings) -> dict[str, Any]:
         """Return the chat as a prompt of `AsyncLLM`. Raises `ApiError` if the chat template cannot take it."""
@@ -216,9 +219,6 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
 
     def check(self, settings: ServerSettings) -> None:
         """Raise `ApiError` for fields that contradict each other or exceed the operator's limits."""
-        limit, number = settings.max_logprobs, self.top_logprobs or 0
-        if number > limit:
-            message = f"top_logprobs is {number}; this server takes at most {limit}"
-            raise ApiError(400, message, param="top_logprobs")
-        if number and not self.logprobs:
+        self.check_limits(top_logprobs=settings.max_logprobs)
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is given, but logprobs is not true", param="top_logprobs")

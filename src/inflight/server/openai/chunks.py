@@ -14,7 +14,7 @@ from inflight.server.wire.json_route import to_json
 
 
 class ChunkWriter:
-    """Writes the chunks of one answer.
+    """Writes the chunks of one answer; see `Events`.
 
     Args:
         head: the fields that all chunks begin with.
@@ -34,12 +34,17 @@ class ChunkWriter:
         self._num_tokens = 0
         self._num_left_out = num_left_out
 
-    def count(self, deltas: Sequence[TextDelta]) -> None:
-        """Add the tokens of these deltas to the usage."""
+    def of(self, deltas: Sequence[TextDelta]) -> bytes:
+        """Return the events for these deltas, whose tokens count from now on."""
         if self._is_usage_continuous:
             self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
             so_far = usage(self._num_prompt_tokens, 0 if self._num_left_out else self._num_tokens)
             self._tail = b'],"usage":' + to_json(so_far) + b"}\n\n"
+        return b"".join(map(self.events_of, deltas))
+
+    def events_of(self, delta: TextDelta) -> bytes:
+        """Return the events for one delta; each endpoint has its own."""
+        raise NotImplementedError
 
     def chunk(self, choice: bytes) -> bytes:
         """Return an event with one choice, which is an encoded JSON object."""

@@ -69,7 +69,4 @@ class CompletionRequest(SamplingFields):
             raise ApiError(400, message, param="best_of")
         if self.is_ranked and self.stream:
             raise ApiError(400, "best_of cannot be combined with stream: the best is known at the end", param="best_of")
-        for name, limit in (("best_of", settings.max_n), ("logprobs", settings.max_logprobs)):
-            value = getattr(self, name)
-            if value is not None and value > limit:
-                raise ApiError(400, f"{name} is {value}; this server takes at most {limit}", param=name)
+        self.check_limits(best_of=settings.max_n, logprobs=settings.max_logprobs)

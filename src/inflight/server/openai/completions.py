@@ -165,37 +165,30 @@ def _logprobs(
 # ------------------------------------------------------------------------------------- streams
 
 
-class _Chunks:
+class _Chunks(ChunkWriter):
     """Writes the chunks of one answer."""
 
     def __init__(self, prepared: _PreparedCompletion) -> None:
         body, prompts = prepared.body, prepared.job.prompts
         num_prompt_tokens = sum(map(len, prompts))
         self._prepared = prepared
-        self._writer = ChunkWriter(prepared.head, body.stream_options, num_prompt_tokens, int(body.generates_nothing))
+        super().__init__(prepared.head, body.stream_options, num_prompt_tokens, int(body.generates_nothing))
         self._is_plain = not (body.echo or body.return_token_ids or body.generates_nothing or body.logprobs is not None)
         num_choices = len(prompts) * body.num_answered
         self._has_begun = [False] * num_choices
         self._num_shown = [0] * num_choices  # characters of each choice
         self._prompt_logprobs: dict[int, logprobs.Positions] = {}  # they come with the first sequence's first delta
 
-    def of(self, deltas: list[TextDelta]) -> bytes:
-        self._writer.count(deltas)
-        return b"".join(map(self._event, deltas))
-
-    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        return self._writer.end(outputs)
-
-    def _event(self, delta: TextDelta) -> bytes:
+    def events_of(self, delta: TextDelta) -> bytes:
         index = delta.prompt_index * self._prepared.body.num_answered + delta.index
         if not self._is_plain:
-            return self._writer.chunk(to_json(self._choice(index, delta)))
+            return self.chunk(to_json(self._choice(index, delta)))
         if not delta.text and delta.finish_reason is None:
             return b""
         end = b',"logprobs":null,"finish_reason":null}'
         if delta.finish_reason is not None:
             end = b',"logprobs":null,' + to_json(_ending(delta))[1:]
-        return self._writer.chunk(b'{"index":%d,"text":%b%b' % (index, to_json(delta.text), end))
+        return self.chunk(b'{"index":%d,"text":%b%b' % (index, to_json(delta.text), end))
 
     def _choice(self, index: int, delta: TextDelta) -> dict[str, Any]:
         prepared, body, nothing = self._prepared, self._prepared.body, self._prepared.body.generates_nothing

@@ -5,7 +5,7 @@ Completions and chats share them. Names and meanings are OpenAI's where OpenAI h
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -18,26 +18,6 @@ from inflight.server.wire.strict_model import Many, StrictModel
 
 MAX_STOP_STRINGS = 64
 """Every token's text is searched for each of them."""
-
-_PASSED_ON = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "bad_words",
-    "prompt_logprobs",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-)
-
 
 NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
@@ -126,14 +106,16 @@ class SamplingFields(OutputFormatFields):
             raise ApiError(400, str(error), param=_named_in(str(error))) from error
 
     def _check_limits(self, settings: ServerSettings) -> None:
-        for name, limit in (("n", settings.max_n), ("prompt_logprobs", settings.max_logprobs)):
-            value = getattr(self, name)
-            if value is not None and value > limit:
-                raise ApiError(400, f"{name} is {value}; this server takes at most {limit}", param=name)
+        self.check_limits(n=settings.max_n, prompt_logprobs=settings.max_logprobs)
         if self.stream and self.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs cannot be combined with stream", param="prompt_logprobs")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
+
+
+_CONVERTED = {"logit_bias", "seed", "truncate_prompt_tokens"}
+_PASSED_ON = SamplingFields.model_fields.keys() & {field.name for field in fields(SamplingParams)} - _CONVERTED
+"""Fields whose values `SamplingParams` takes as they are."""
 
 
 def _token_biases(biases: Mapping[str, float], vocab_size: int) -> dict[int, float]:

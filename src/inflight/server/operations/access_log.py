@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight.contracts.outputs import RequestOutput
 from inflight.server.operations.answered import run_watched
+from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
 from inflight.server.serving.observer import EndReason, RequestObserver
 
@@ -35,7 +36,7 @@ class _Generated:
 _generated: ContextVar[_Generated | None] = ContextVar("_generated", default=None)
 
 
-class AccessLog(RequestObserver):
+class AccessLog(Middleware, RequestObserver):
     """Writes the lines. It is a middleware, and must be registered as the requests' observer, too.
 
     Args:
@@ -44,14 +45,6 @@ class AccessLog(RequestObserver):
 
     def __init__(self, *, with_text: bool = False) -> None:
         self._with_text = with_text
-
-    def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Return the application with a log line for each of its requests."""
-
-        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._serve(app, scope, receive, send)
-
-        return serve
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
         """Count new tokens, even if their request fails later."""
@@ -74,10 +67,8 @@ class AccessLog(RequestObserver):
             answers = [each.text for each in output.outputs]
             generated.texts.append({"prompt": output.prompt, "answers": answers})
 
-    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Middleware`."""
         start, generated = time.monotonic(), _Generated()
         _generated.set(generated)
 

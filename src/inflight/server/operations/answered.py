@@ -4,15 +4,14 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-CLIENT_LEFT = 499
-"""The recorded status if the client left before it got an answer. The number is nginx's."""
+from inflight.server.wire.api_errors import CLIENT_CLOSED_REQUEST
 
 
 async def run_watched(
     app: ASGIApp, scope: Scope, receive: Receive, send: Send, answered: Callable[[int], None]
 ) -> None:
     """Run an application for one request and call `answered` with the status at its end, however it ends."""
-    status = CLIENT_LEFT
+    status = CLIENT_CLOSED_REQUEST
 
     async def send_watched(message: Message) -> None:
         nonlocal status
@@ -23,7 +22,7 @@ async def run_watched(
     try:
         await app(scope, receive, send_watched)
     except Exception:
-        status = 500 if status == CLIENT_LEFT else status
+        status = 500 if status == CLIENT_CLOSED_REQUEST else status
         raise
     finally:
         answered(status)

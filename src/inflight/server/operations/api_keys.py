@@ -11,6 +11,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.refusals import OPERATOR_PATHS, header_of, path_of, refuse
 
 
@@ -53,7 +54,7 @@ def _of_file(file: Path) -> list[tuple[str, str]]:
     return found
 
 
-class ApiKeys:
+class ApiKeys(Middleware):
     """Lets in requests with one of the keys, as `Authorization: Bearer` or as `x-api-key`; others get a 401.
 
     Args:
@@ -61,20 +62,14 @@ class ApiKeys:
         open_paths: paths that need no key.
     """
 
+    SCOPES = ("http", "websocket")
+
     def __init__(self, keys: Iterable[str], open_paths: Set[str] = OPERATOR_PATHS) -> None:
         self._secret = secrets.token_bytes(32)
         self._digests = [self._digest(key.encode()) for key in keys]
         self._open_paths = open_paths
         if not self._digests:
             raise ValueError("there are no API keys; to run without keys, leave them out")
-
-    def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Return the application behind the key check."""
-
-        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._serve(app, scope, receive, send)
-
-        return serve
 
     def accepts(self, key: bytes) -> bool:
         """Whether this is one of the keys."""
@@ -86,8 +81,9 @@ class ApiKeys:
     def _digest(self, key: bytes) -> bytes:
         return hmac.digest(self._secret, key, "sha256")
 
-    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or path_of(scope) in self._open_paths:
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Middleware`."""
+        if path_of(scope) in self._open_paths:
             await app(scope, receive, send)
             return
         key = _key_of(scope)

@@ -15,6 +15,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.refusals import HEALTH_PATH, OPERATOR_PATHS, path_of, refuse, start_answer
 
 SECONDS_TO_LEAVE = 2
@@ -26,7 +27,7 @@ RETRY_AFTER = b"1"
 logger = logging.getLogger("inflight.server")
 
 
-class Drain:
+class Drain(Middleware):
     """Keeps track of running requests, and refuses new ones once the server drains.
 
     Args:
@@ -46,14 +47,6 @@ class Drain:
         self._inside: set[asyncio.Task[object]] = set()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
-
-    def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Return the application, refusing new requests while draining."""
-
-        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._serve(app, scope, receive, send)
-
-        return serve
 
     def begin(self) -> None:
         """Start to refuse new requests. May be called from a signal handler."""
@@ -88,9 +81,10 @@ class Drain:
             return False
         return True
 
-    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        path = path_of(scope) if scope["type"] == "http" else None
-        if path is None or (path in OPERATOR_PATHS and not (self.is_draining and path == HEALTH_PATH)):
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Middleware`."""
+        path = path_of(scope)
+        if path in OPERATOR_PATHS and not (self.is_draining and path == HEALTH_PATH):
             await app(scope, receive, send)
         elif not self.is_draining:
             await self._serve_inside(app, scope, receive, send)

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.refusals import OPERATOR_PATHS, error_body, header_of, path_of, refuse, start_answer
 
 SECONDS_FOR_BODY = 30.0
@@ -19,7 +20,7 @@ SECONDS_TO_READ = 2.0
 """How long a client whose body is too large may go on sending, so that it can read the answer before the close."""
 
 
-class BodyLimit:
+class BodyLimit(Middleware):
     """Refuses bodies that are too large (413) or too slow (408).
 
     Args:
@@ -27,13 +28,11 @@ class BodyLimit:
         seconds: how long a body may take to arrive.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float = SECONDS_FOR_BODY) -> None:
-        self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+    def __init__(self, max_bytes: int, seconds: float = SECONDS_FOR_BODY) -> None:
+        self._max_bytes, self._seconds = max_bytes, seconds
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Middleware`."""
         announced = header_of(scope, b"content-length") or b""
         if announced.isdigit() and int(announced) > self._max_bytes:
             await self._refuse_size(scope, receive, send)
@@ -60,7 +59,7 @@ class BodyLimit:
             is_given = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self._app(scope, receive_whole, send)
+        await app(scope, receive_whole, send)
 
     async def _body(self, receive: Receive) -> bytes | None:
         """Return the body, or the beginning of one that is too large; None if the client left before sending all."""
@@ -89,7 +88,7 @@ class BodyLimit:
         await send({"type": "http.response.body", "body": b""})
 
 
-class ConcurrencyLimit:
+class ConcurrencyLimit(Middleware):
     """Refuses requests (429, with `Retry-After`) while `max_requests` are being served. Operators' paths do not count.
 
     Args:
@@ -97,13 +96,14 @@ class ConcurrencyLimit:
         retry_after: seconds after which a client should retry.
     """
 
-    def __init__(self, app: ASGIApp, max_requests: int, retry_after: int = 1) -> None:
-        self._app, self._max_requests, self._retry_after = app, max_requests, retry_after
+    def __init__(self, max_requests: int, retry_after: int = 1) -> None:
+        self._max_requests, self._retry_after = max_requests, retry_after
         self._num_inside = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or path_of(scope) in OPERATOR_PATHS:
-            await self._app(scope, receive, send)
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Middleware`."""
+        if path_of(scope) in OPERATOR_PATHS:
+            await app(scope, receive, send)
             return
         if self._num_inside >= self._max_requests:
             message = (
@@ -114,6 +114,6 @@ class ConcurrencyLimit:
             return
         self._num_inside += 1
         try:
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
         finally:
             self._num_inside -= 1

@@ -22,6 +22,7 @@ from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats
 from inflight.server.operations.answered import run_watched
+from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
 from inflight.server.serving.observer import EndReason, RequestObserver
 
@@ -69,7 +70,7 @@ class _Running:
     num_pending: int = 0
 
 
-class Metrics(RequestObserver):
+class Metrics(Middleware, RequestObserver):
     """All metrics of one server, in a registry of their own; an observer of its requests.
 
     Args:
@@ -130,25 +131,11 @@ class Metrics(RequestObserver):
         histograms = [self._histogram(name, what, COUNT_BUCKETS) for name, what in counts]
         self._num_prompt_tokens, self._num_generated_tokens, self._longest, self._max_tokens = histograms
         self._n = self._histogram("vllm:request_params_n", "`n` of requests.", SEQUENCES_BUCKETS)
-        ends = Counter(
-            "vllm:request_success",
-            "Finished requests, by how they ended.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
-        )
+        ends = self._counters("vllm:request_success", "Finished requests, by how they ended.", "finished_reason")
         self._ends = {each: ends.labels(self._model_name, each) for each in ("stop", "length", "abort", "error")}
-        self._aborts = Counter(
-            "inflight:request_aborts",
-            "Requests that ended early, by reason.",
-            ["model_name", "reason"],
-            registry=self._registry,
-        )
-        self._http_requests = Counter(
-            "inflight:http_requests",
-            "Answered HTTP requests; path is the route's, status is 499 if the client left before the answer.",
-            ["model_name", "method", "path", "status"],
-            registry=self._registry,
-        )
+        self._aborts = self._counters("inflight:request_aborts", "Requests that ended early, by reason.", "reason")
+        what = "Answered HTTP requests; path is the route's, status is 499 if the client left before the answer."
+        self._http_requests = self._counters("inflight:http_requests", what, "method", "path", "status")
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -211,18 +198,8 @@ class Metrics(RequestObserver):
         if max(lengths) > 1:
             self._mean_inter_token.observe(decode_time / (max(lengths) - 1))
 
-    def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Return the application with its answers counted."""
-
-        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._serve(app, scope, receive, send)
-
-        return serve
-
-    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Middleware`."""
 
         def answered(status: int) -> None:
             # Only known methods and routes become labels: clients could invent any number of others.
@@ -274,7 +251,11 @@ class Metrics(RequestObserver):
         return Gauge(name, what, ["model_name"], registry=self._registry).labels(self._model_name)
 
     def _counter(self, name: str, what: str) -> Counter:
-        return Counter(name, what, ["model_name"], registry=self._registry).labels(self._model_name)
+        return self._counters(name, what).labels(self._model_name)
+
+    def _counters(self, name: str, what: str, *labels: str) -> Counter:
+        """Return one counter for each combination of labels, of which the first is `model_name`."""
+        return Counter(name, what, ["model_name", *labels], registry=self._registry)
 
     def _histogram(self, name: str, what: str, buckets: Sequence[float], older_name: str | None = None) -> Histogram:
         made = Histogram(name, what, ["model_name"], registry=self._registry, buckets=buckets)

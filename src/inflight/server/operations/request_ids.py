@@ -9,6 +9,7 @@ from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.refusals import header_of
 
 SANE = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -18,19 +19,14 @@ current_request_id: ContextVar[str | None] = ContextVar("current_request_id", de
 """The id of the HTTP request that is being served in this context."""
 
 
-class RequestIds:
+class RequestIds(Middleware):
     """Gives each request an id: in `scope["state"]["request_id"]`, in `current_request_id`, and in two headers.
 
     (OpenAI's clients read `x-request-id`, Anthropic's read `request-id`.)
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Middleware`."""
         given = header_of(scope, b"x-request-id")
         name = given if given is not None and SANE.fullmatch(given) else b"req_" + uuid.uuid4().hex.encode()
         scope.setdefault("state", {})["request_id"] = name.decode()
@@ -42,4 +38,4 @@ class RequestIds:
                 message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
-        await self._app(scope, receive, send_named)
+        await app(scope, receive, send_named)

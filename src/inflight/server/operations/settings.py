@@ -2,21 +2,14 @@
 
 from dataclasses import dataclass
 
-from inflight.contracts.options import (
-    MAX_FLOAT,
-    check_choice,
-    check_integer,
-    check_number,
-    check_switch,
-    strict_options,
-)
+from inflight.contracts import options
 
 LOG_FORMATS = ("text", "json")
 MAX_BODY_SIZE = 32 * 2**20
 """The default limit in bytes. The longest prompts, as token ids in JSON, have a few megabytes."""
 
 
-@strict_options
+@options.strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSettings:
     """How the server is protected, observed and shut down; `ServerSettings` says how requests are answered.
@@ -45,12 +38,14 @@ class OperatorSettings:
     traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        check_integer("max_body_size", self.max_body_size, 1)
+        options.check_integer("max_body_size", self.max_body_size, 1)
         if self.max_requests is not None:
-            check_integer("max_requests", self.max_requests, 1)
-        check_number("grace_period", self.grace_period, "a number of seconds of at least 0", 0.0, MAX_FLOAT)
-        check_choice("log_format", self.log_format, LOG_FORMATS)
-        check_switch("log_text", self.log_text)
+            options.check_integer("max_requests", self.max_requests, 1)
+        options.check_number(
+            "grace_period", self.grace_period, "a number of seconds of at least 0", 0.0, options.MAX_FLOAT
+        )
+        options.check_choice("log_format", self.log_format, LOG_FORMATS)
+        options.check_switch("log_text", self.log_text)
         endpoint = self.traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ValueError(

@@ -73,9 +73,9 @@ class Operations(RequestObserver):
     def surround(self, app: ASGIApp) -> ASGIApp:
         """Return the application with all operations around it."""
         settings = self._settings
-        app = BodyLimit(app, settings.max_body_size)
+        app = BodyLimit(settings.max_body_size).middleware(app)
         if settings.max_requests is not None:
-            app = ConcurrencyLimit(app, settings.max_requests)
+            app = ConcurrencyLimit(settings.max_requests).middleware(app)
         if self._api_keys is not None:
             app = self._api_keys.middleware(app)
         app = self.drain.middleware(app)
@@ -90,7 +90,7 @@ class Operations(RequestObserver):
         app = self._access_log.middleware(self.metrics.middleware(app))
         if self._tracing is not None:
             app = self._tracing.middleware(app)
-        return RequestIds(app)
+        return RequestIds().middleware(app)
 
     async def close(self) -> None:
         """Send the remaining traces. Await it when the server has ended."""

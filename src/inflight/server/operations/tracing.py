@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inflight import __version__
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
+from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.refusals import header_of, path_of
 from inflight.server.serving.observer import EndReason, RequestObserver
 
@@ -51,7 +52,7 @@ def exporting_provider(endpoint: str | None = None) -> "TracerProvider":
     return provider
 
 
-class Tracing(RequestObserver):
+class Tracing(Middleware, RequestObserver):
     """Makes the spans: an observer of requests, and a middleware that finds their parent spans.
 
     Args:
@@ -71,14 +72,6 @@ class Tracing(RequestObserver):
         self._propagator = TraceContextTextMapPropagator()
         self._spans: dict[str, tuple[Span, float]] = {}
         self._waiting: dict[str, tuple[Span, float]] = {}
-
-    def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Return the application, with its clients' spans as parents."""
-
-        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._serve(app, scope, receive, send)
-
-        return serve
 
     def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
         """Start the span of a request that is about to go to the engine."""
@@ -116,10 +109,8 @@ class Tracing(RequestObserver):
             span.set_status(self._error, output.error if output is not None else None)
         span.end()
 
-    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Middleware`."""
         names = (b"traceparent", b"tracestate")
         carrier = {name.decode(): value.decode("latin-1") for name in names if (value := header_of(scope, name))}
         operation = "text_completion" if path_of(scope) == "/v1/completions" else "chat"

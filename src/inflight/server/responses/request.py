@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 from inflight.contracts.options import check_integer
 from inflight.contracts.params import MAX_COUNT, SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
+from inflight.server.openai.chat_request import text_of
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
 from inflight.server.tools.in_templates import call_for_template
@@ -39,28 +40,28 @@ class TextPart(StrictModel):
 Text = str | Many[Annotated[TextPart, of_type("parts", "input_text", "output_text")]]
 
 
-def text_of(text: Text) -> str:
-    """Return the text, each part on a line of its own."""
-    return text if isinstance(text, str) else "\n".join(part.text for part in text)
+class Item(StrictModel):
+    """What all items may have: one that repeats an earlier answer has its `id` and `status`."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-class MessageItem(StrictModel):
-    """A message. (An item that repeats an earlier answer has its `id` and `status`.)"""
+class MessageItem(Item):
+    """A message."""
 
     NOT_SUPPORTED: ClassVar = {"phase": ()}
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Text
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
         """Return the message as templates expect it: "developer" becomes "system"."""
         return {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
 
 
-class CallItem(StrictModel):
+class CallItem(Item):
     """A call that the model made in an earlier turn.
 
     Attributes:
@@ -75,8 +76,6 @@ class CallItem(StrictModel):
     name: str
     arguments: str
     parsed_arguments: Any = None
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
         """Return the call as a message without text. Raises `ApiError`."""
@@ -84,7 +83,7 @@ class CallItem(StrictModel):
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-class CallOutputItem(StrictModel):
+class CallOutputItem(Item):
     """The result of a tool call."""
 
     NOT_SUPPORTED: ClassVar = {"caller": ()}
@@ -92,8 +91,6 @@ class CallOutputItem(StrictModel):
     type: Literal["function_call_output"]
     call_id: str
     output: Text
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
         """Return the result as a tool's message."""
@@ -109,29 +106,17 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(StrictModel):
-    """A function that the client provides.
-
-    Attributes:
-        parameters: the JSON schema of its arguments, an object; null: it has none.
-        strict: whether arguments must always follow the schema; null: only if the request requires a tool call.
-    """
+class FunctionTool(FunctionDefinition):
+    """A function that the client provides."""
 
     NOT_SUPPORTED: ClassVar = {"allowed_callers": (), "async": (False,), "defer_loading": (False,), "output_schema": ()}
 
     type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
     @property
     def tool(self) -> Tool:
         """The same in the form of chat completions."""
-        function = FunctionDefinition(
-            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
-        )
-        return Tool(type="function", function=function)
+        return Tool(type="function", function=self)
 
 
 AnyTool = Annotated[FunctionTool, of_type("tools", "function")]
@@ -189,6 +174,19 @@ class StreamOptions(StrictModel):
     NOT_SUPPORTED: ClassVar = {"include_obfuscation": (False,)}
 
 
+Addition: TypeAlias = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""What a request may want to be included in the answer."""
+
+
 class ResponsesRequest(StrictModel):
     """The body of a request.
 
@@ -235,21 +233,7 @@ class ResponsesRequest(StrictModel):
     stream_options: StreamOptions | None = None
     store: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    include: (
-        Many[
-            Literal[
-                "message.output_text.logprobs",
-                "reasoning.encrypted_content",
-                "file_search_call.results",
-                "web_search_call.results",
-                "web_search_call.action.sources",
-                "message.input_image.image_url",
-                "computer_call_output.output.image_url",
-                "code_interpreter_call.outputs",
-            ]
-        ]
-        | None
-    ) = None
+    include: Many[Addition] | None = None
     # For the client's own use; nothing here depends on them.
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -284,11 +268,8 @@ class ResponsesRequest(StrictModel):
 
     def check(self, settings: ServerSettings) -> None:
         """Raise `ApiError` for fields that contradict each other or exceed the operator's limits."""
-        limit, number = settings.max_logprobs, self.top_logprobs or 0
-        if number > limit:
-            message = f"top_logprobs is {number}; this server takes at most {limit}"
-            raise ApiError(400, message, param="top_logprobs")
-        if number and self.num_logprobs is None:
+        self.check_limits(top_logprobs=settings.max_logprobs)
+        if self.top_logprobs and self.num_logprobs is None:
             message = f"top_logprobs is given, but include has no {LOGPROBS!r}"
             raise ApiError(400, message, param="top_logprobs")
         if self.num_logprobs is not None and self.tool_fields.callable_tools:

@@ -2,14 +2,7 @@
 
 from dataclasses import dataclass
 
-from inflight.contracts.options import (
-    MAX_FLOAT,
-    check_choice,
-    check_integer,
-    check_number,
-    check_switch,
-    strict_options,
-)
+from inflight.contracts import options
 from inflight.contracts.params import MAX_LOGPROBS
 from inflight.server.tools.call_format import CALL_FORMATS
 
@@ -17,7 +10,7 @@ DEMO_MODEL_NAME = "inflight-demo"
 """The name of the embedded model."""
 
 
-@strict_options
+@options.strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """How requests are accepted and answered; `EngineConfig` says how the model runs.
@@ -52,12 +45,12 @@ class ServerSettings:
             if not isinstance(name, str) or not name:
                 raise ValueError(f"a name of the model is {name!r}; it must be a non-empty string")
         for limit in ("max_n", "max_num_sequences"):
-            check_integer(limit, getattr(self, limit), 1)
-        check_integer("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
+            options.check_integer(limit, getattr(self, limit), 1)
+        options.check_integer("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
         for seconds in ("request_timeout", "keep_alive_interval", "max_stall"):
             if seconds != "request_timeout" or self.request_timeout is not None:
                 value = getattr(self, seconds)
-                check_number(seconds, value, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
-        check_switch("trust_request_chat_template", self.trust_request_chat_template)
+                options.check_number(seconds, value, "a number of seconds above 0", 0.0, options.MAX_FLOAT, above=True)
+        options.check_switch("trust_request_chat_template", self.trust_request_chat_template)
         if self.tool_call_parser is not None:
-            check_choice("tool_call_parser", self.tool_call_parser, CALL_FORMATS)
+            options.check_choice("tool_call_parser", self.tool_call_parser, CALL_FORMATS)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.server.tools.call_format import CALL_FORMATS, PLAIN, CallFormat, format_of_template
@@ -68,6 +67,7 @@ def tool_use(
 
     Raises:
         ApiError: this model cannot do it, or a schema is invalid.
+        InvalidRequestError: the schema of `content` is invalid.
     """
     fields.check_tools()
     if not fields.callable_tools:
@@ -166,7 +166,4 @@ def _schema_of_content(content: StructuredOutput) -> Schema:
     if content.json_schema is None:
         message = f"{content.kind} is given, and tools may be called; besides calls there can only be text or JSON"
         raise ApiError(400, message, param="tools")
-    try:
-        return checked_schema(content.json_schema)
-    except InvalidRequestError as error:
-        raise ApiError(400, str(error)) from error
+    return checked_schema(content.json_schema)

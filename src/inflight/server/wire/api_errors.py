@@ -50,14 +50,13 @@ class ApiError(Exception):
     @classmethod
     def of(cls, error: Exception) -> "ApiError":
         """Return the answer to a request that ended in `error`."""
+        wait = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         match error:
             case ApiError():
                 return error
             case QueueFullError():
-                wait = {"Retry-After": str(RETRY_AFTER_SECONDS)}
                 return cls(429, str(error), kind="rate_limit_error", code="queue_full", headers=wait)
             case EngineDeadError():
-                wait = {"Retry-After": str(RETRY_AFTER_SECONDS)}
                 return cls(503, str(error), code="engine_dead", headers=wait)
             case ModelError():
                 return cls(503, f"the model could not be loaded: {error}", code="model_error")

@@ -12,6 +12,8 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from inflight.server.wire.api_errors import ApiError
+
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list that reports only its first wrong member, because a client may send a million of them."""
@@ -31,6 +33,13 @@ class StrictModel(BaseModel):
         if not isinstance(given, dict) or given.keys() <= cls.model_fields.keys():
             return given
         return {name: value for name, value in given.items() if name in cls.model_fields or _checked(cls, name, value)}
+
+    def check_limits(self, **limits: int) -> None:
+        """Raise `ApiError` if one of these fields is above its limit."""
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            if value is not None and value > limit:
+                raise ApiError(400, f"{name} is {value}; this server takes at most {limit}", param=name)
 
 
 def _checked(cls: type[StrictModel], name: str, value: Any) -> bool:

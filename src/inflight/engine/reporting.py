@@ -79,10 +79,9 @@ class Reporter:
     def follow(self, accepted: AcceptedRequest) -> None:
         """Report on a request from now on, until its last sequence has ended."""
         request, params = accepted.request, accepted.params
-        tokenizer = self._tokenizer if params.stop_strings else None
-        texts = [
-            tokenizer and OutputText.of_request(tokenizer, request.prompt_token_ids, params) for _ in range(params.n)
-        ]
+        texts: list[OutputText | None] = [None] * params.n
+        if params.stop_strings and self._tokenizer is not None:
+            texts = [OutputText.of_request(self._tokenizer, request.prompt_token_ids, params) for _ in texts]
         self._requests[request.request_id] = LiveRequest(accepted, [None] * params.n, texts)
 
     def see_assignment(self, assignment: SlotAssignment, now: float) -> AcceptedRequest:

@@ -23,7 +23,7 @@ Floats gelu(Floats x) {
   return load<Floats>(lanes);
 }
 
-// A part of a vector takes the same way as a whole one.
+// A partial vector is computed like a whole one.
 template <class Value>
 void activate_rows(const at::Tensor& x, at::Tensor& output, Activation function) {
   const int64_t size = x.size(-1), num_rows = x.numel() / std::max<int64_t>(size, 1);

@@ -1,4 +1,4 @@
-// Activations, element by element: the same bits wherever an element lies in its row and whoever computes it.
+// Activations, element by element: the same bits wherever an element lies in its row, on any thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>

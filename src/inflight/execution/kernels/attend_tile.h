@@ -1,6 +1,6 @@
-// A tile of a paged cache, and some rows of queries attending to it: the arithmetic, on one thread.
+// Rows of queries attend to a tile of a paged cache: the arithmetic, on one thread.
 //
-// A tile is the tokens of a sequence between two fixed multiples of about 256 positions. It is attended to by itself:
+// A tile is the tokens of a sequence between two fixed multiples of about 256 positions. Its results come by themselves:
 // scores, their maximum, the sum of their exponentials and the weighted sum of values, in float32. What a row gets does
 // not depend on which other rows are computed with it, nor on where its keys lie in memory; results of tiles are merged
 // in order of position (`merge`). So a token's attention has the same bits alone, in a batch, in a chunk and after a hit.
@@ -26,11 +26,11 @@ constexpr int kRowsAtOnce = 2;  // 8 sums, of 16 registers
 // An attention call of the model: its shape, and where its keys and values lie.
 //
 // A block holds, for each key/value head, stripes of kLanes tokens (the last one partly used, if the block size is no
-// multiple of that): `[N, Hkv, stripes, bytes of a stripe]`. In a stripe lie, one behind the other, so that all of it
-// comes from memory in one piece:
+// multiple of that): `[N, Hkv, stripes, bytes of a stripe]`. A stripe is one piece of memory and holds, in
+// this order:
 // - keys `[Dk / pack, lanes, pack]`: one token a lane;
 // - values `[lanes / pack, Dv, pack]`: one dimension a lane, Dv rounded up to lanes;
-// - of int8, the keys' scales and then the values', `[lanes]` floats each: of a token and head.
+// - for int8, the scales of the keys and then those of the values, `[lanes]` floats each, one for each token and head.
 struct Shape {
   int num_heads, num_kv_heads, head_size, value_head_size;
   float scale;
@@ -87,7 +87,7 @@ struct Storage {
   }
 };
 
-// What some tokens did to a row: `values` are weighted with exp(score - max), `sum` adds up the weights.
+// What some tokens contribute to a row: `values` are weighted with exp(score - max), `sum` is the sum of the weights.
 struct Partial {
   float max, sum;
   float* values;
@@ -98,9 +98,9 @@ struct Visible {
   int low, high;
 };
 
-// Asks for the stripes of the tile that is next while one is computed: the blocks of a sequence lie scattered, so the
-// hardware can't foresee them. A few stripes at a time, line by line, with each step of the computation a few lines or a
-// part of one. Into the L2 cache: it waits for more lines at once than L1, where a tile has no room either.
+// Prefetches the stripes of the next tile while one is computed: the blocks of a sequence lie scattered, so the hardware
+// cannot foresee them. It takes a few stripes at a time, line by line, a few lines with each step of the computation,
+// into the L2 cache, which can wait for more lines at once than L1; nor would a tile fit into L1.
 template <class Kind>
 class Prefetcher {
  public:
@@ -205,7 +205,7 @@ Partial weigh(const Shape& shape, const std::vector<Stripe<Kind>>& stripes, Visi
     sums += weight;
     if (stripes[s].value_scales) {
       const Floats scaled = weight * load<Floats>(stripes[s].value_scales);
-      weight = weight == 0.f ? Floats{} : scaled;  // what lies behind a mask may have any scale
+      weight = weight == 0.f ? Floats{} : scaled;  // masked keys may have any scale
     }
     store(scores + s * kLanes, weight);
   }
@@ -262,7 +262,7 @@ void by_rows(int num_rows, const Function& function) {
   if (row < num_rows) function(std::integral_constant<int, 1>{}, row);
 }
 
-// Memory of one thread for the tile at hand.
+// One thread's memory for the current tile.
 template <class Kind>
 struct TileScratch {
   std::vector<Stripe<Kind>> stripes, next;  // of this tile, and of the one that this thread is likely to see next
@@ -278,7 +278,7 @@ void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int6
   const auto& stripes = scratch.stripes;
   const int64_t score_stride = int64_t(stripes.size()) * kLanes, weight_stride = score_stride / Kind::kPack;
   const int steps = shape.key_steps(Kind::kPack), value_lanes = shape.value_lanes();
-  // Half of the next tile is asked for while scores are computed, half while values are summed.
+  // Half of the next tile is prefetched while scores are computed, half while values are summed.
   const int64_t stripe_bytes = StripeLayout<Kind>(shape).end, half = stripe_bytes / 2 + kLineBytes;
   const int64_t ahead_of_scores = half / steps, ahead_of_values = half / (kLanes / Kind::kPack * kStripesAtOnce);
   Prefetcher<Kind> prefetcher(scratch.next, stripe_bytes);
@@ -307,7 +307,7 @@ void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int6
   });
 }
 
-// Add a later tile's result to that of all tiles before it; one that sees nothing (sum 0) changes nothing.
+// Add a later tile's result to that of all tiles before it. A tile that sees nothing (sum 0) changes nothing.
 inline void merge(Partial& so_far, const Partial& next, int value_lanes) {
   if (next.sum == 0) return;
   if (so_far.sum == 0) {

@@ -11,11 +11,11 @@
 namespace inflight {
 namespace {
 
-// Spans up to this many tokens have their tiles computed apart: by several threads, and once for all who share them.
+// Tiles of spans up to this many tokens are computed apart: by several threads, and once for all spans that share them.
 constexpr int64_t kShortSpan = 16;
-// Rows (a token's query head each) that go through a tile together, so that it is read from the cache once for them.
+// Rows (one query head of one token each) that go through a tile together, so that the cache is read once for them.
 constexpr int64_t kRowsTogether = 32;
-// At most so many floats hold results of tiles until they are merged; spans beyond run their tiles one after another.
+// At most this many floats hold results of tiles until they are merged; further spans run their tiles one by one.
 constexpr int64_t kMaxPartialFloats = 1 << 25;
 
 template <class Kind>
@@ -25,7 +25,7 @@ Storage<Kind> storage_of(const Call& call) {
 
 // ------------------------------------------------------------------------------------------------ writing
 
-// A token's vector of one head into `to[i * stride]`, packs together; as int8 with the scale that it returns.
+// Write a token's vector of one head to `to[i * stride]`, packs together. Returns the scale, for int8.
 template <class Kind, class Input>
 float write_vector(const Input* from, int size, typename Kind::Stored* to, int64_t stride) {
   using Stored = typename Kind::Stored;
@@ -49,16 +49,16 @@ template <class Kind, class Input>
 void write_rows(const Call& call, const at::Tensor& key, const at::Tensor& value) {
   const Shape& shape = call.shape;
   const Storage<Kind> storage = storage_of<Kind>(call);
-  const at::Tensor& places = call.step->groups[call.group].slots;
-  const int64_t* slots = places.data_ptr<int64_t>();
-  const int64_t num_rows = std::min(key.size(0), places.size(0));
+  const at::Tensor& cache_indices = call.step->groups[call.group].indices;
+  const int64_t* indices = cache_indices.data_ptr<int64_t>();
+  const int64_t num_rows = std::min(key.size(0), cache_indices.size(0));
   const int64_t num_heads = shape.num_kv_heads, per_block = shape.stripes_per_block();
   const int64_t value_lanes = shape.value_lanes();
   const Input *keys = key.data_ptr<Input>(), *values = value.data_ptr<Input>();
   const auto write_head = [&](int64_t head) {
     for (int64_t row = 0; row < num_rows; ++row) {
-      if (slots[row] < 0) continue;
-      const int64_t block = slots[row] / shape.block_size, offset = slots[row] % shape.block_size;
+      if (indices[row] < 0) continue;
+      const int64_t block = indices[row] / shape.block_size, offset = indices[row] % shape.block_size;
       const auto stripe = storage.stripe((block * num_heads + head) * per_block + offset / kLanes);
       const int64_t lane = offset % kLanes;
       const float key_scale = write_vector<Kind>(keys + row * key.stride(0) + head * key.stride(1), shape.head_size,
@@ -82,7 +82,7 @@ void write_rows(const Call& call, const at::Tensor& key, const at::Tensor& value
 
 // ------------------------------------------------------------------------------------------------ attending
 
-// Some rows of spans that see one tile, or (`tile` is negative) rows of one span that see all of its tiles.
+// Rows of spans that see one tile; or, if `tile` is negative, rows of one span that see all of its tiles.
 struct Item {
   int kv_head;
   int64_t tile;                   // from position 0; negative: all
@@ -90,7 +90,7 @@ struct Item {
   int64_t first_row, num_rows;    // with all tiles: of the span, which has a row for each token and query head
 };
 
-// A short span whose tiles are computed apart: where its partial results lie, `[tiles, Hkv, rows]`.
+// Where the partial results of a short span, whose tiles are computed apart, lie: `[tiles, Hkv, rows]`.
 struct Apart {
   int span;
   int64_t first_tile, num_tiles, first_partial;
@@ -190,7 +190,7 @@ class Attention {
     }
   }
 
-  // Have the keys of an item's first tile fetched while the values of the one at hand are summed.
+  // Prefetch the keys of an item's first tile while the values of the current one are summed.
   void foresee(const Item* item, Thread& thread) const {
     thread.tile.next.clear();
     if (item == nullptr) return;
@@ -200,7 +200,7 @@ class Attention {
     foresee(number, tile, item->kv_head, shape_.first_visible(span.start), span.end, thread);
   }
 
-  // The same for a tile of a span, whose positions [low, high) are seen.
+  // The same for a tile of a span of which positions [low, high) are seen.
   void foresee(int64_t span, int64_t tile, int kv_head, int64_t low, int64_t high, Thread& thread) const {
     const int64_t first = tile * shape_.tile_size(), last = first + shape_.tile_size();
     collect_stripes(shape_, storage_, blocks(span, tile), kv_head, int(std::max(low, first) - first),
@@ -211,7 +211,7 @@ class Attention {
     return group_.tables.data_ptr<int32_t>() + span * group_.tables.size(1) + tile * shape_.blocks_per_tile();
   }
 
-  // The query of a span's row as operands, into `to[query_stride_]`.
+  // Write the query of a span's row as operands to `to[query_stride_]`.
   void load_query(const Span& span, int kv_head, int64_t row, Thread& thread, typename Kind::Operand* to) const {
     const int64_t token = span.row + row / shape_.group_size();
     const int64_t head = kv_head * shape_.group_size() + row % shape_.group_size();
@@ -273,7 +273,7 @@ class Attention {
     return partials_[place];
   }
 
-  // One tile for all spans that have it, read once.
+  // Compute one tile for all spans that have it, reading it once.
   void run_tile_apart(const Item& item, Thread& thread) {
     thread.queries.clear(), thread.visible.clear(), thread.next.clear();
     std::vector<Partial*> results;
@@ -354,7 +354,7 @@ at::Tensor with_whole_heads(const at::Tensor& states) {
   return states.stride(-1) == 1 ? states : states.contiguous();
 }
 
-// Number the whole tiles of a group so that equal numbers in a tile mean the same blocks.
+// Number the whole tiles of a cache group, so that equal numbers of a tile mean equal blocks.
 void find_shared_tiles(const Step& step, int block_size, GroupStep& group) {
   const int64_t per_tile = std::max(1, kTileSize / block_size), width = group.tables.size(1);
   const auto* tables = reinterpret_cast<const char*>(group.tables.data_ptr<int32_t>());
@@ -372,7 +372,7 @@ void find_shared_tiles(const Step& step, int block_size, GroupStep& group) {
 }  // namespace
 
 void begin_step(Step& step, int block_size, const at::Tensor& query_lens, const at::Tensor& kv_lens,
-                const std::vector<at::Tensor>& slots, const std::vector<at::Tensor>& tables) {
+                const std::vector<at::Tensor>& indices, const std::vector<at::Tensor>& tables) {
   const int64_t *lengths = query_lens.data_ptr<int64_t>(), *ends = kv_lens.data_ptr<int64_t>();
   step.spans.clear();
   int64_t row = 0;
@@ -381,9 +381,9 @@ void begin_step(Step& step, int block_size, const at::Tensor& query_lens, const 
     row += lengths[s];
   }
   step.num_rows = row;
-  step.groups.resize(slots.size());
-  for (size_t g = 0; g < slots.size(); ++g) {
-    step.groups[g].slots = slots[g];
+  step.groups.resize(indices.size());
+  for (size_t g = 0; g < indices.size(); ++g) {
+    step.groups[g].indices = indices[g];
     step.groups[g].tables = tables[g];
     find_shared_tiles(step, block_size, step.groups[g]);
   }

@@ -1,4 +1,4 @@
-// Paged attention for a step's spans: what is computed by whom, and in which order its parts are put together.
+// Paged attention for a step's spans: how the work is divided, and in which order its parts are merged.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,15 +12,15 @@
 
 namespace inflight {
 
-// Tokens [start, end) of a sequence, lying in the row from `row` on.
+// Tokens [start, end) of a sequence; the first is at index `row` of the row.
 struct Span {
   int64_t row, start, end;
 };
 
 // Where one cache group's keys and values of this step lie.
 struct GroupStep {
-  at::Tensor slots, tables;  // [T] int64 and [S, max_blocks] int32
-  // For each span, for each of its whole tiles, who else has the very same blocks there: spans with the same number.
+  at::Tensor indices, tables;  // [T] int64 and [S, max_blocks] int32
+  // A number for each whole tile of each span: spans with equal numbers have the same blocks there.
   std::vector<std::vector<int>> tile_owners;
 };
 
@@ -39,9 +39,9 @@ struct Call {
 };
 
 void begin_step(Step& step, int block_size, const at::Tensor& query_lens, const at::Tensor& kv_lens,
-                const std::vector<at::Tensor>& slots, const std::vector<at::Tensor>& tables);
+                const std::vector<at::Tensor>& indices, const std::vector<at::Tensor>& tables);
 
-// Store `[T, Hkv, Dk]` and `[T, Hkv, Dv]` at the step's places.
+// Store keys `[T, Hkv, Dk]` and values `[T, Hkv, Dv]` at the step's cache indices.
 void write(const Call& call, const at::Tensor& key, const at::Tensor& value);
 
 // Queries `[T, H, Dk]`, sinks `[H]` float32; returns `[T, H, Dv]` in the dtype of the queries, 0 in rows of no span.

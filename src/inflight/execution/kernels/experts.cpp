@@ -11,11 +11,11 @@
 namespace inflight {
 namespace {
 
-// Few elements are faster done by one thread than shared out.
+// One thread is faster with few elements than several.
 constexpr int64_t kElementsAtOnce = 16384;
 
-// `to[i] = activation(row[i]) * row[size + i]`, rounded as the two steps would be; a part of a vector takes the same way
-// as a whole one.
+// `to[i] = activation(row[i]) * row[size + i]`, rounded as the two steps would be; a partial vector is computed like
+// a whole one.
 template <class Value>
 void apply_gate(const Value* row, int64_t size, Activation activation, Value* to) {
   for (int64_t i = 0; i < size; i += kLanes) {
@@ -55,7 +55,7 @@ at::Tensor run_experts(const at::Tensor& x, const at::Tensor& chosen, const std:
   const size_t row_bytes = tokens.size(1) * tokens.element_size();
   const int64_t* expert_of = choices.const_data_ptr<int64_t>();
   const auto exists = [&](int64_t choice) { return expert_of[choice] >= 0 && expert_of[choice] < num_experts; };
-  // Choices by expert: those of one expert keep their order.
+  // Choices sorted by expert; within an expert they keep their order.
   std::vector<int64_t> firsts(num_experts + 1, 0);
   for (int64_t i = 0; i < num_choices; ++i)
     if (exists(i)) ++firsts[expert_of[i] + 1];

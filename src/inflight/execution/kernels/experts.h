@@ -1,4 +1,4 @@
-// A mixture of experts: each on the tokens that have chosen it.
+// A mixture of experts: each runs on the tokens that have chosen it.
 #pragma once
 
 #include <memory>

@@ -15,7 +15,7 @@ struct Best {
   int64_t token;
 };
 
-// Of one piece: the greatest value first, by lanes; then where it stands. NaN is greater than everything.
+// For one piece: first the greatest value, by lanes; then its index. NaN is greater than everything.
 template <class Input>
 Best best_of_piece(const Input* row, int64_t begin, int64_t end) {
   Floats maxima = broadcast(-kInfinity);

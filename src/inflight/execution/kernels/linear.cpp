@@ -1,8 +1,8 @@
-// Some rows (eight with AVX-512) go through a panel together, with a register for every row and vector of outputs: its
-// weights are read once, in the order in which they lie, as fast as memory gives them. More rows find it in the L2 cache.
-// Where there is a matrix unit it multiplies what it can, all but float32.
+// Several rows (eight with AVX-512) go through a panel together, with a register for every row and vector of outputs.
+// Its weights are read once, in the order in which they lie, at memory's speed; further rows find it in the L2 cache. A
+// matrix unit, where there is one, multiplies everything but float32.
 //
-// An output is one sum over the inputs in ascending order, whoever computes it and whichever rows are beside it.
+// An output is one sum over the inputs in ascending order, whatever thread computes it and whatever rows are beside it.
 #include "linear.h"
 
 #include <ATen/Parallel.h>
@@ -73,7 +73,7 @@ inline void multiply_panel(const typename Kind::Stored* x, const Weight* panel, 
   }
 }
 
-// What becomes of a sum before it is stored. Pointers are null where there is nothing to do.
+// What is done to a sum before it is stored. A null pointer means nothing.
 template <class Output>
 struct Finish {
   int64_t out_features;
@@ -139,7 +139,7 @@ constexpr auto rows_functions(std::integer_sequence<int, kRows...>) {
   return std::array{&run_rows<Kind, Weight, Output, kRows + 1>...};
 }
 
-// A thread's runs of items, of which each is a panel for some rows.
+// A thread's runs of items; an item is a panel for some rows.
 template <class Kind, class Weight, class Output>
 struct Lanewise {
   static constexpr int64_t kRowsOfItem = 64;
@@ -216,7 +216,7 @@ void run(const Linear& linear, const typename Kind::Stored* x, int64_t num_rows,
   const int64_t num_blocks = (num_rows + Way::kRowsOfItem - 1) / Way::kRowsOfItem;
   const int64_t panel_size = steps * kPanelOutputs * Kind::kPack;
   const auto* panels = static_cast<const Weight*>(linear.panels.const_data_ptr());
-  // Each thread gets several runs of neighbouring panels, so that a core that is held up holds up nobody else for long.
+  // Each thread gets several runs of neighbouring panels, so that a stalled core does not stall the others for long.
   const int64_t num_items = num_blocks * num_panels, item_size = steps * std::min(num_rows, Way::kRowsOfItem);
   const int64_t num_shares =
       std::clamp<int64_t>(num_items * item_size / kMinShareSize, 1, kSharesOfThread * at::get_num_threads());

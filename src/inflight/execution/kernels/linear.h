@@ -13,7 +13,7 @@ namespace inflight {
 constexpr int kPanelOutputs = 32;
 
 // `panels` is `[out / 32, in / pack, 32, pack]`, both rounded up and filled with zeros; pack is what the hardware
-// multiplies and adds for a lane at once: 1 of float32, 2 of bfloat16, 4 of int8. Of int8, `scales` is `[out]`.
+// multiplies and adds for a lane at once: 1 for float32, 2 for bfloat16, 4 for int8. For int8, `scales` is `[out]`.
 struct Linear {
   at::Tensor panels;
   std::optional<at::Tensor> bias, scales;

@@ -1,4 +1,4 @@
-// The operators that Python sees, `torch.ops.inflight.*`. What outlives a call is held here and known by its number.
+// The operators that Python sees, `torch.ops.inflight.*`. Objects that outlive a call are kept here, by number.
 
 #include <torch/library.h>
 
@@ -53,8 +53,8 @@ int64_t new_step() { return steps.add(std::make_shared<Step>()); }
 void delete_step(int64_t step) { steps.remove(step); }
 
 void begin_step(int64_t step, int64_t block_size, const Tensor& query_lens, const Tensor& kv_lens,
-                std::vector<Tensor> slots, std::vector<Tensor> tables) {
-  inflight::begin_step(*steps.get(step), int(block_size), query_lens, kv_lens, slots, tables);
+                std::vector<Tensor> indices, std::vector<Tensor> tables) {
+  inflight::begin_step(*steps.get(step), int(block_size), query_lens, kv_lens, indices, tables);
 }
 
 int64_t new_call(int64_t step, at::IntArrayRef sizes, double scale, double softcap, int64_t group, const Tensor& stored,
@@ -112,7 +112,7 @@ TORCH_LIBRARY(inflight, library) {
   library.def("num_lanes() -> int", [] { return int64_t(inflight::kLanes); });
   library.def("new_step() -> int", &ours::new_step);
   library.def("delete_step(int step) -> ()", &ours::delete_step);
-  library.def("begin_step(int step, int block_size, Tensor query_lens, Tensor kv_lens, Tensor[] slots, Tensor[] tables) -> ()",
+  library.def("begin_step(int step, int block_size, Tensor query_lens, Tensor kv_lens, Tensor[] indices, Tensor[] tables) -> ()",
               &ours::begin_step);
   library.def("new_call(int step, int[] sizes, float scale, float softcap, int group, Tensor stored, "
               "ScalarType dtype) -> int",

@@ -8,7 +8,7 @@
 
 namespace inflight {
 
-// Calls function(item) for each item once, each by whichever thread is free; who takes which changes no bit.
+// Calls function(item) once for each item, on whichever thread is free. Which thread that is changes no bit.
 template <class Function>
 void for_each_item(int64_t num_items, const Function& function) {
   std::atomic<int64_t> next{0};

@@ -29,14 +29,14 @@ struct Candidate {
 };
 
 // One row on its way from logits to a token. Scores are logits less the best one, by the temperature; weights are their
-// exponentials. Whole chunks: what is missing has no weight.
+// exponentials. Chunks are whole: padding has no weight.
 struct Row {
   std::vector<float> scores, weights, maxima;
   std::vector<double> sums, buckets;
   std::vector<Candidate> candidates;
 };
 
-// False if any is not a number.
+// False if any score is NaN.
 template <class Input>
 bool score(const Input* logits, int64_t size, float temperature, Row& row) {
   Floats maxima = broadcast(-kInfinity);
@@ -59,7 +59,7 @@ bool score(const Input* logits, int64_t size, float temperature, Row& row) {
   return !any(missing);
 }
 
-// Take the weight from whoever has a lower score; chunks are summed up.
+// Drop the weight of every token with a lower score, and sum up the chunks.
 void cut(Row& row, float threshold) {
   row.sums.clear();
   for (size_t chunk = 0; chunk < row.scores.size(); chunk += kChunkSize) {
@@ -79,7 +79,7 @@ double total(const Row& row) {
   return total;
 }
 
-// Collects those whose scores are told to belong, a vector at a time; who has no weight never does.
+// Collects the tokens whose scores `belong`, a vector at a time; a token without weight never does.
 template <class Belongs>
 void collect(Row& row, const Belongs& belongs) {
   row.candidates.clear();
@@ -91,7 +91,7 @@ void collect(Row& row, const Belongs& belongs) {
   }
 }
 
-// The k-th greatest score. It is at least the k-th greatest of the chunks' maxima, so only few are looked at closely.
+// The k-th greatest score. It is at least the k-th greatest of the chunks' maxima, so only few have to be examined.
 float top_k_threshold(Row& row, int64_t k) {
   row.maxima.clear();
   for (size_t chunk = 0; chunk < row.scores.size(); chunk += kChunkSize) {
@@ -113,8 +113,8 @@ float top_k_threshold(Row& row, int64_t k) {
 }
 
 // The least score that is kept when the best ones are taken until their weights add up to a share of all. Buckets of
-// equal width hold the scores; only the one in which that happens is sorted. What lies below all buckets weighs less, all
-// together, than what is left out.
+// equal width hold the scores; only the bucket in which that happens is sorted. All tokens below the
+// buckets together weigh less than what is left out.
 float top_p_threshold(Row& row, float top_p) {
   const double sum = total(row), wanted = top_p * sum;
   const float range = std::min(kMaxRange, float(std::log(double(row.scores.size()) / ((1 - top_p) * sum))) + 1e-3f);

@@ -1,6 +1,6 @@
 // A CPU's matrix unit (AMX): rows of operands times a panel, sixteen rows and sixteen operands of four bytes at a time.
 //
-// A panel already lies as the unit wants it: the sixteen operands that sixteen outputs take are one of its tiles.
+// A panel already lies as the unit needs it: sixteen operands of sixteen outputs are one of its tiles.
 #pragma once
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
@@ -21,15 +21,15 @@ namespace inflight {
 constexpr int kTileRows = 16, kTileOperands = 16, kGroupRows = 2 * kTileRows;
 constexpr int64_t kRowBytes = 4 * kTileOperands;
 
-// A process may use the unit once Linux has given it leave.
+// A process may use the unit once Linux has permitted it.
 inline bool may_use_tiles() {
   constexpr int kAskForLeave = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool may = syscall(SYS_arch_prctl, kAskForLeave, kTileData) == 0;
   return may;
 }
 
-// Rows in the order in which the unit reads them: `[rows / 32, operands / 16, 32, 16]`, of what is not there anything.
-// (Where rows lie whole powers of two apart, those of a tile would chase each other out of the cache.)
+// Rows in the order in which the unit reads them: `[rows / 32, operands / 16, 32, 16]`; padding may hold anything.
+// (Rows that lie a power of two apart would evict each other from the cache.)
 class TiledRows {
  public:
   TiledRows(const void* rows, int64_t num_rows, int64_t num_operands)
@@ -45,7 +45,7 @@ class TiledRows {
     });
   }
 
-  // A group of rows, by its first, from a tile of operands on.
+  // Rows from the given first one on, from a tile of operands on.
   char* at(int64_t row, int64_t tile) const {
     return bytes_.get() + (row / kGroupRows * num_tiles_ + tile) * kGroupRows * kRowBytes;
   }
@@ -55,14 +55,14 @@ class TiledRows {
   std::unique_ptr<char[]> bytes_;
 };
 
-// One thread's unit, from now on until it is let go. Of its tiles 0 to 3 are sums, of two times sixteen rows and outputs
-// each; 4 and 5 rows of operands; 6 and 7 operands of outputs. (To the intrinsics they are literals: no loop over them.)
+// One thread's unit, as long as this object lives. Tiles 0 to 3 are sums, for two times sixteen rows and outputs; 4 and 5
+// are rows of operands; 6 and 7 are operands of outputs. (The intrinsics take tile numbers as literals: no loop.)
 class MatrixUnit {
  public:
   ~MatrixUnit() { _tile_release(); }
 
-  // Adds products to sums, `[rows, 32]`, of up to `kGroupRows` rows: of `count` times `num_operands` operands. What lies
-  // `bytes_ahead` in the panel is fetched on the way, unless that is 0.
+  // Adds products to sums, `[rows, 32]`, of up to `kGroupRows` rows: of `count` times `num_operands` operands. Prefetches
+  // what lies `bytes_ahead` in the panel, unless that is 0.
   template <bool kIsInt8, class Sum>
   void add_products(const char* rows, int num_rows, const char* panel, int64_t bytes_ahead, int64_t count,
                     int num_operands, Sum* sums) {

@@ -1,5 +1,5 @@
-// As many floats at once as a register holds, in the compiler's portable vector types: AVX-512, AVX2 and NEON come out
-// of the same text.
+// As many floats at once as a register holds, in the compiler's portable vector types: the same source
+// becomes AVX-512, AVX2 and NEON.
 #pragma once
 
 #include <cstdint>

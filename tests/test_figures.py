@@ -84,7 +84,7 @@ def sentences() -> list[str]:
         f"at {step['operations a second'] / 1e9:.0f} billion operations per second, so the arithmetic takes "
         f"{multiplying:.1f} ms",
         f"about {reading / multiplying:.0f} of them ({reading} / {multiplying})",
-        f"{step['cache bytes a token'] // 1024} KiB for GPT-2 in float32 and {paging['bytes a token'] // 1024} KiB for",
+        f"{step['cache bytes a token'] // 1024} KiB for GPT-2 and {paging['bytes a token'] // 1024} KiB for",
         f"{rates['1']:.0f} tokens per second for one sequence, {rates['8']:.0f} for eight, {rates['128']:.0f} for 128",
         f"from {engine['1']:.0f} to {engine['8']:.0f} ms with eight",
         f"120 = {waves['num_steps']} steps for {generated} tokens",

@@ -12,6 +12,7 @@ from tools.make_figures import FIGURES, FOLDER
 
 DETERMINISTIC = ("static-waves", "padding", "ladder", "mask", "paging", "preemption")
 TEXT = (FOLDER.parent / "how-it-works.md").read_text(encoding="utf-8")
+STORED: dict[str, Any] = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in FIGURES}
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +54,93 @@ def test_a_small_cache_costs_steps_and_tokens(numbers: dict[str, Any]) -> None:
 
 
 def test_the_stored_numbers_are_those_of_the_code(numbers: dict[str, Any]) -> None:
-    stored = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in DETERMINISTIC}
-    for name in ("preemption", "padding"):
-        assert {**stored[name], "machine": None} == {**numbers[name], "machine": None}
-    for rung in ("static", "padded", "ragged", "engine"):
-        assert stored["ladder"][rung]["num_steps"] == numbers["ladder"][rung]["num_steps"]
+    for name in ("static-waves", "padding", "ladder", "preemption"):
+        assert {**STORED[name], "machine": None} == {**numbers[name], "machine": None}
+
+
+def test_the_stored_figures_were_drawn_on_one_machine_with_kernels() -> None:
+    machines = {json.dumps(figure["machine"]) for figure in STORED.values()}
+    assert len(machines) == 1
+    assert STORED["ladder"]["machine"]["CPU kernels"]
+
+
+def sentences() -> list[str]:
+    """What the text says of the stored numbers, in its own words."""
+    step, waves, padding, ladder = (STORED[name] for name in ("decode-step", "static-waves", "padding", "ladder"))
+    paging, chunks, preemption = (STORED[name] for name in ("paging", "chunked-prefill", "preemption"))
+    prefix, latency = STORED["prefix-sharing"], STORED["latency"]
+    reading, multiplying = (
+        step[f"milliseconds to {work}"] for work in ("read all weights", "multiply one vector by all weights")
+    )
+    engine, plain = step["milliseconds a step"]["engine"], step["milliseconds a step"]["plain transformers"]
+    rates, generated = step["tokens a second"]["engine"], sum(ladder["new tokens"])
+    places, budgets = paging["most places"], chunks["by budget"]
+    steps, computed = preemption["steps"], preemption["tokens computed"]
+    whole, small = budgets["1024"], budgets["64"]
+    seconds, counts = prefix["seconds"], prefix["prompt tokens computed"]
+    plain_layers = latency["seconds with the linear layers of transformers"]
+    return [
+        f"{step['weight bytes'] / 1e6:.0f} MB at {step['bytes a second'] / 1e9:.1f} GB/s, or {reading:.1f} ms",
+        f"at {step['operations a second'] / 1e9:.0f} billion operations per second, so the arithmetic takes "
+        f"{multiplying:.1f} ms",
+        f"about {reading / multiplying:.0f} of them ({reading} / {multiplying})",
+        f"{step['cache bytes a token'] // 1024} KiB for GPT-2 and {paging['bytes a token'] // 1024} KiB for",
+        f"{rates['1']:.0f} tokens per second for one sequence, {rates['8']:.0f} for eight, {rates['128']:.0f} for 128",
+        f"from {engine['1']:.0f} to {engine['8']:.0f} ms with eight",
+        f"120 = {waves['num_steps']} steps for {generated} tokens",
+        f"only {waves['occupancy']:.0%} of the slots' steps do useful work. {waves['token_padding']:.0%} of the tokens "
+        f"and {waves['key_padding']:.0%} of the keys",
+        f"take {ladder['padded']['num_steps']} steps instead of {waves['num_steps']}",
+        f"{padding['share of padding']['padded']['keys']:.0%} of all keys are padding",
+        f"{padding['passes of padded that stop running rows']} steps of this run are such pauses",
+        f"between {-(-generated // 8)} and {-(-generated // 8) + 120} steps. The run takes "
+        f"{ladder['ragged']['num_steps']}",
+        f"share a row of {STORED['mask']['queries']} tokens",
+        f"they end after {paging['tokens a story'][0]} to {paging['tokens a story'][-1]}",
+        f"takes {places['reserved']} places",
+        f"{paging['tokens over reserved']:.0%} of the reserved places hold a token",
+        f"{paging['tokens over blocks']:.0%} of all places in blocks are in use, and the peak is {places['in blocks']} "
+        f"places instead of {places['reserved']}",
+        f"{counts['static'][-1]} against {counts['engine'][-1]}",
+        f"as long as {whole['longest gap ms'] / whole['usual gap ms']:.0f} decode steps "
+        f"({whole['longest gap ms']:.0f} / {whole['usual gap ms']:.0f} ms)",
+        *(
+            f"| {budget} | {each['steps of the long prompt']} | {each['longest gap ms']} ms "
+            f"| {each['first token of the long prompt s']:.2f} s |"
+            for budget, each in budgets.items()
+        ),
+        f"{small['first token of the long prompt s'] / whole['first token of the long prompt s']:.1f} times as late",
+        f"use up to {preemption['blocks']['most used of the ample']} blocks and have {preemption['blocks']['small']}",
+        f"takes {steps['small cache']} steps instead of {steps['ample cache']}, and computes "
+        f"{computed['small']} tokens instead of {computed['ample']}, "
+        f"{computed['small'] / computed['ample'] - 1:.0%} more",
+        f"in {preemption['steps in which a sequence waits beside a free slot and free blocks']} steps of this run",
+        f"at most {preemption['most free blocks in such a step']}, are free",
+        *(
+            f"| {name} | {each['num_steps']} | {each['seconds']:.2f} | {each['tokens_per_second']:.0f} "
+            f"| {each['occupancy']:.0%} | {each['latency_p50']:.2f} s | {each['latency_p95']:.2f} s "
+            f"| {each['first_token_p50']:.2f} s |"
+            for name, each in ((name, latency[name]) for name in ("static", "padded", "ragged", "engine"))
+        ),
+        f"takes {engine['1']:.0f} ms for one sequence and {engine['8']:.0f} ms for eight: "
+        f"{engine['8'] / engine['1']:.1f} times as long",
+        f"faster for a single sequence ({plain['1']:.0f} ms)",
+        f"With eight sequences `transformers` takes {plain['8']:.0f} ms",
+        f"({engine['128']:.0f} and {plain['128']:.0f} ms)",
+        f"static batching takes {seconds['static'][-1]:.2f} s, the lesson below {seconds['shared prefix'][-1]:.2f} s "
+        f"and the engine {seconds['engine'][-1]:.2f} s",
+        f"after {latency['static']['latency_p50']:.2f} s in static batching and after "
+        f"{latency['engine']['latency_p50']:.2f} s in the engine, "
+        f"{latency['engine']['latency_p50'] / latency['static']['latency_p50']:.0%} of that time",
+        f"({latency['engine']['seconds']:.2f} s instead of {latency['ragged']['seconds']:.2f} s)",
+        f"static batching takes {plain_layers['static']:.2f} s, padded {plain_layers['padded']:.2f} s and ragged "
+        f"{plain_layers['ragged']:.2f} s",
+    ]
+
+
+@pytest.mark.parametrize("sentence", sentences())
+def test_the_text_quotes_the_stored_numbers(sentence: str) -> None:
+    assert sentence in " ".join(TEXT.split())
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -1,6 +1,6 @@
 """Draws the figures of `docs/how-it-works.md` again, and writes the numbers that it quotes next to them.
 
-    python -m tools.make_figures                      # all, into docs/figures; about two minutes on two cores
+    python -m tools.make_figures                      # all, into docs/figures; about three minutes on two cores
     python -m tools.make_figures paging preemption    # only these
 
 Every figure comes from a run of the code in this tree. Deterministic figures (steps, tokens, blocks) are the same

@@ -14,6 +14,7 @@ import transformers
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import StepRecord
 from inflight.engine.engine import Engine
+from inflight.execution.kernels import kernels_available
 from inflight.lessons.run import LessonRequest
 from inflight.observe.pictures import save_png
 
@@ -42,16 +43,27 @@ class Drawing:
 
 
 def machine() -> dict[str, Any]:
-    """Return what measured times depend on: processor, threads, versions."""
+    """Return what measured times depend on: processor, threads, versions, and whether there are CPU kernels."""
     return {
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
         "vector instructions": torch.backends.cpu.get_cpu_capability(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "CPU kernels": kernels_available(),
     }
+
+
+def _processor() -> str:
+    """Return the processor's name as Linux gives it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def tidy(panel: "Axes", title: str, x: str = "", y: str = "") -> None:

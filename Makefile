@@ -30,7 +30,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-figures: $(READY)         ## draw the figures of docs/how-it-works.md anew (three minutes on two cores)
+figures: $(READY)         ## draw the figures of docs/how-it-works.md anew (four minutes on two cores)
 	$(BIN)/python -m tools.make_figures
 
 census: $(READY)          ## run every causal LM class of transformers, write docs/census.md (ten minutes on two cores)

@@ -45,11 +45,13 @@ def decode_step() -> Drawing:
     engine = Engine(model, EngineConfig(max_num_seqs=NUM_ROWS[-1], max_model_len=64))
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     meter = MachineMeter(torch.float32, PLAIN if can_prepack(model) else None)
-    in_engine, in_transformers = [], []
-    for rows in NUM_ROWS:
+    rounds = []
+    _seconds_of_a_decode(engine, NUM_ROWS[0])  # the first steps after loading are slower
+    for _ in range(ROUNDS):
         meter.measure()
-        in_engine.append(_seconds_of_a_decode(engine, rows))
-        in_transformers.append(_seconds_of_a_plain_decode(model, rows))
+        rounds.append([(_seconds_of_a_decode(engine, n), _seconds_of_a_plain_decode(model, n)) for n in NUM_ROWS])
+    medians = [tuple(map(statistics.median, zip(*of_rows, strict=True))) for of_rows in zip(*rounds, strict=True)]
+    in_engine, in_transformers = zip(*medians, strict=True)
     machine = meter.machine()
     memory_seconds = num_bytes / machine.read_bytes_per_second
     arithmetic_seconds = 2 * engine.model_info.num_parameters / machine.operations_per_second

@@ -1,4 +1,4 @@
-"""The figures of the documentation: those that need no clock are drawn, and show what the text says of them."""
+"""The figures in the documentation: those that need no clock are drawn, and show what the text says about them."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ TEXT = (FOLDER.parent / "how-it-works.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each figure's JSON says, after it was drawn."""
+    """The JSON of each figure after it was drawn."""
     folder = tmp_path_factory.mktemp("figures")
     for name in DETERMINISTIC:
         FIGURES[name]().save(folder, name)
@@ -34,7 +34,7 @@ def test_the_ladder_saves_steps_and_fills_slots(numbers: dict[str, Any]) -> None
     assert padding["static"]["keys"] > padding["padded"]["keys"] > padding["ragged"]["keys"] == 0
 
 
-def test_a_mixed_step_has_all_three_kinds(numbers: dict[str, Any]) -> None:
+def test_a_mixed_step_has_all_three_kinds_of_spans(numbers: dict[str, Any]) -> None:
     assert [kind for _, kind, _, _ in numbers["mask"]["spans"]] == ["decode", "prefill", "chunk"]
     assert numbers["mask"]["difference from the definition"] < 1e-5
 
@@ -52,7 +52,7 @@ def test_a_small_cache_costs_steps_and_tokens(numbers: dict[str, Any]) -> None:
     assert preemption["tokens computed"]["small"] > preemption["tokens computed"]["ample"]
 
 
-def test_the_stored_numbers_are_those_of_the_code(numbers: dict[str, Any]) -> None:
+def test_the_stored_numbers_match_the_code(numbers: dict[str, Any]) -> None:
     stored = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in DETERMINISTIC}
     for name in ("preemption", "padding"):
         assert {**stored[name], "machine": None} == {**numbers[name], "machine": None}
@@ -67,6 +67,6 @@ def test_every_figure_is_in_the_tree_and_in_the_text(name: str) -> None:
     assert f"(figures/{name}.png)" in TEXT
 
 
-def test_the_text_shows_no_figure_that_is_not_made() -> None:
+def test_the_text_shows_only_figures_that_the_tool_draws() -> None:
     assert TEXT.count("(figures/") == len(FIGURES)
     assert {path.stem for path in Path(FOLDER).iterdir()} == set(FIGURES)

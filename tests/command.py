@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from inflight.cli import main
 
 ENVIRONMENT = {"COLUMNS": "120", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""The width of what is printed, and what the command would set for its process."""
+"""The width of printed output, and what the command would set for its process."""
 
 
 class Done(NamedTuple):

@@ -40,7 +40,7 @@ ROWS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mpt": lambda: _config("mpt", d_model=64, n_layers=3, n_heads=4, max_seq_len=256),
     "xglm": lambda: _config("xglm", d_model=64, num_layers=3, attention_heads=4, ffn_dim=96, dropout=0.0),
 }
-"""Attention of their own, keys and values as everybody has them."""
+"""Custom attention with ordinary keys and values."""
 
 STATES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_next": _qwen3_next,
@@ -49,12 +49,12 @@ STATES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mamba2": lambda: _config("mamba2", num_heads=8, head_dim=16, state_size=8, n_groups=1, chunk_size=8),
     "lfm2": lambda: _gqa_config("lfm2", num_hidden_layers=4, layer_types=["conv", "conv", FULL, "conv"]),
 }
-"""Recurrent states, by themselves or beside attention."""
+"""Recurrent states, with or without attention."""
 
 CLAMPED = _config(
     "mamba2", num_heads=8, head_dim=16, state_size=8, n_groups=1, chunk_size=8, time_step_limit=(0.5, 100.0)
 )
-"""Its time steps are clamped in a prompt, and not token by token: `transformers`' two ways differ."""
+"""Time steps are clamped in a prompt and not token by token, so the two paths of `transformers` differ."""
 
 SEQUENTIAL: dict[str, Callable[[], PreTrainedConfig]] = {
     "rwkv": lambda: _config("rwkv", attention_hidden_size=64, context_length=256),
@@ -62,7 +62,7 @@ SEQUENTIAL: dict[str, Callable[[], PreTrainedConfig]] = {
         "blenderbot", d_model=64, encoder_layers=2, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=96
     ),
 }
-"""A cache that is like nobody else's."""
+"""A cache unlike that of any other model."""
 
 ALL = ROWS | STATES | SEQUENTIAL
 

@@ -15,7 +15,7 @@ from functools import partial
 from inflight.lessons import static_bench
 static_bench.GPT2Config = partial(static_bench.GPT2Config, n_layer=2, n_embd=256, n_head=4)
 """
-"""Run before the last cell: what that shows costs most of a minute with all of GPT-2, and is the same with less."""
+"""Code to run before the last cell, which takes most of a minute with all of GPT-2, and shows the same with less."""
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "continuous_batching.ipynb"
 

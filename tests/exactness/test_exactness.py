@@ -23,7 +23,7 @@ LATIN_SQUARE = [
     for row, name in enumerate(zoo.ARCHITECTURES)
     for column, budget in enumerate(BUDGETS)
 ]
-"""Every model meets every budget and every block size; all nine pairs of them are met by several models."""
+"""Every model runs with every budget and every block size; several models run with each of the nine pairs."""
 TIGHT = 160  # a cache for one sequence of this many tokens; requests have up to 124
 ROOMY = 16_384
 

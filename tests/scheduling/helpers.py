@@ -10,7 +10,7 @@ from inflight.scheduling.scheduler import Progress, Scheduler
 from inflight.scheduling.sequence import Request
 
 TOKEN = 7
-"""What the model of these tests always says."""
+"""The token that the model of these tests always gives."""
 
 
 def make_scheduler(

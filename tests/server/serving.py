@@ -26,7 +26,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% if not loop.last or add_generation_prompt %};{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
-"""Shows what it was given, in characters that tiny models know."""
+"""A template that shows its input, in characters that tiny models know."""
 
 
 class RecordedRequests(RequestObserver):

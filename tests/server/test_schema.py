@@ -11,7 +11,7 @@ from schemathesis import GenerationMode
 from tests.server.serving import RunningServer
 
 NUM_EXAMPLES = 15
-"""For each endpoint, of those that the document allows and of those that it does not."""
+"""The number for each endpoint, both of requests that the document allows and of those that it does not."""
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))

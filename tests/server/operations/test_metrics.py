@@ -44,7 +44,7 @@ DASHBOARD = (
     *("vllm:request_generation_tokens_bucket", "vllm:request_max_num_generation_tokens_sum"),
     *("vllm:request_params_n_bucket", "vllm:request_params_max_tokens_bucket"),
 )
-"""What vLLM's own dashboards ask for, all of a model by its name."""
+"""The queries of vLLM's own dashboards, each for a model by its name."""
 
 
 def samples_of(text: str) -> Samples:

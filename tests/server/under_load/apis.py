@@ -17,7 +17,7 @@ FLAGS = {
     "required": ["flags"],
     "additionalProperties": False,
 }
-"""Does not fit into the context: who is asked for it goes on until stopped."""
+"""More tokens than the context holds, so the engine generates until it is stopped."""
 
 Json: TypeAlias = dict[str, Any]
 

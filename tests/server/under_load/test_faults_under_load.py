@@ -38,7 +38,7 @@ PLAN = {
     "read_slowly": 4,
     "never_read": 3,
 }
-"""How often each fault is done."""
+"""How often each fault is completed."""
 
 NUM_HONEST, NUM_AT_FAULT = 24, 16
 
@@ -96,7 +96,7 @@ def _rest(connection: socket.socket) -> bytes:
 
 
 Started: TypeAlias = list[tuple[str, bool, "asyncio.Task[Answer]"]]
-"""Path, whether it streams, answer."""
+"""The path, whether the answer is a stream, and the answer."""
 
 
 async def begin(server: Served, max_tokens: int, num_each: int) -> Started:

@@ -29,7 +29,7 @@ CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "gpt-sw3": "G
 
 
 def runs_instead(monkeypatch: pytest.MonkeyPatch, code: str, speaks_first: bool = False) -> None:
-    """Run this code as the process of each class; if it prints something, the answer is awaited only after that."""
+    """Run this code as the process of each class; with `speaks_first`, wait until it has printed something."""
     popen = subprocess.Popen
 
     def start(_: object, **options: Any) -> "subprocess.Popen[str]":

@@ -57,7 +57,7 @@ class Expected:
     num_computed_before: int = 0
     """The number before the step in flight."""
     num_scored: int = 1
-    """Scores of the prompt; the first token has none."""
+    """The number of scored prompt tokens; the first token needs no score."""
     num_preemptions: int = 0
     is_running: bool = False
     finish_reason: FinishReason | None = None

@@ -46,7 +46,7 @@ class World:
         self.unfinished: dict[int, Expected] = {}
         self.in_flight: StepPlan | None = None
         self.hit: list[Expected] = []
-        """The expectations for the step in flight."""
+        """The sequences in the step in flight."""
         self.pasts: list[list[Place]] = []
         self.num_requests = self.num_sequences = self.num_plans = 0
         self.num_preemptions = 0

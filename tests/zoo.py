@@ -157,10 +157,9 @@ def draw(name: str, factor: float, seed: int) -> PreTrainedModel:
     """A model of an architecture with its weights drawn from `seed`; matrices get a deviation of `factor * BASE_STD`.
 
     Everything is drawn here, in the order of the parameters' names, rather than rescaled, so the weights do not depend
-    on how and in which order a version of transformers initialises
-    them. Embeddings keep the base deviation (scaled too, the
-    residual stream would still be mostly the input token), norms and biases are moved away from 1 and 0 so that
-    forgetting one is noticed.
+    on how and in which order a version of transformers initialises them. Embeddings keep the base deviation, because
+    with scaled embeddings the residual stream would still be mostly the input token. Norms and biases are moved away
+    from 1 and 0, so that forgetting one is noticed.
     """
     with torch.random.fork_rng(devices=[]):  # construction draws, too: the caller's state must not change
         torch.manual_seed(seed)

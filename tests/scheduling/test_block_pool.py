@@ -199,7 +199,7 @@ def test_check_finds_a_cached_block_with_unknown_content() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.lists(st.tuples(st.integers(0, 3), st.integers(-1, 16)), max_size=40))
-def test_whatever_is_grown_and_released_each_block_has_one_owner_or_is_free(
+def test_each_block_has_one_owner_or_is_free_after_any_growth_and_release(
     num_blocks: int, block_size: int, actions: list[tuple[int, int]]
 ) -> None:
     pool = pool_of(num_blocks, block_size)

@@ -1,5 +1,4 @@
-"""A server for shutdown tests: run as a program, with the seconds of grace. Each line on its standard input is a
-signal.
+"""A server for shutdown tests: run as a program, with the seconds of grace. Each line on standard input is a signal.
 
 It prints its port. `/v1/stream` sends a first event, and a last one after the next signal; `/v1/wait` answers after the
 next signal; `/v1/flood` never stops. With "abort" as second argument, streams can be aborted; with "broken", aborting

@@ -33,7 +33,7 @@ class Served:
 
     Attributes:
         right: the correct text for an API, a prompt and a number of tokens, from a run of that request alone (for a
-        long one, a run without faults).
+            long one, a run without faults).
     """
 
     process: asyncio.subprocess.Process

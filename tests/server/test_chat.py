@@ -57,7 +57,7 @@ def test_an_async_stream_is_assembled_by_the_client(server: RunningServer, expec
     asyncio.run(check())
 
 
-def test_without_a_limit_it_goes_on_until_it_ends(server: RunningServer) -> None:
+def test_an_answer_without_a_limit_ends_at_eos(server: RunningServer) -> None:
     answer = server.client.chat.completions.create(model="stories", messages=HELLO, temperature=0)  # type: ignore[arg-type]
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
@@ -72,7 +72,7 @@ def test_without_a_limit_it_goes_on_until_it_ends(server: RunningServer) -> None
     assert short.usage.completion_tokens == 3
 
 
-def test_logprobs(server: RunningServer, expected: str) -> None:
+def test_log_probabilities_are_reported_in_the_chat_format(server: RunningServer, expected: str) -> None:
     options: dict[str, Any] = {"logprobs": True, "top_logprobs": 3}
     whole = server.client.chat.completions.create(model="stories", messages=HELLO, **GREEDY, **options)  # type: ignore[arg-type]
     told = whole.choices[0].logprobs

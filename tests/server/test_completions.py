@@ -57,7 +57,7 @@ def test_sixteen_tokens_by_default_and_the_defaults_of_the_model(server: Running
     ("prompt", "num_prompts"),
     [(PROMPT, 1), ([5, 6, 7], 1), ([PROMPT, "The fox"], 2), ([[5, 6, 7], [8, 9], [5]], 3), ([PROMPT], 1), ([[5]], 1)],
 )
-def test_prompts_of_every_kind(server: RunningServer, offline: LLM, prompt: Any, num_prompts: int) -> None:
+def test_prompts_of_every_kind_are_accepted(server: RunningServer, offline: LLM, prompt: Any, num_prompts: int) -> None:
     answer = server.client.completions.create(model="stories", prompt=prompt, n=2, **GREEDY)
     prompts = prompt if num_prompts > 1 or isinstance(prompt[0], list) or prompt == [PROMPT] else [prompt]
     assert [choice.index for choice in answer.choices] == list(range(2 * num_prompts))
@@ -116,7 +116,7 @@ def test_the_usage_grows_with_the_answer(monkeypatch: pytest.MonkeyPatch) -> Non
         server.check_idle()
 
 
-def test_concurrent_async_streams(server: RunningServer, offline: LLM) -> None:
+def test_concurrent_async_streams_get_their_own_texts(server: RunningServer, offline: LLM) -> None:
     prompts = [f"{name} went" for name in ("Tom", "Mia", "Ben", "The fox", "A bird")]
 
     async def follow(client: Any, prompt: str) -> str:
@@ -141,7 +141,7 @@ def test_cached_prompt_tokens_are_reported(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_stop_string(server: RunningServer, offline: LLM, is_stream: bool) -> None:
+def test_a_stop_string_ends_the_completion(server: RunningServer, offline: LLM, is_stream: bool) -> None:
     body: dict[str, Any] = {"prompt": PROMPT, **GREEDY, "max_tokens": 40, "stop": [" a", "zzz"]}
     expected = text_of(offline, PROMPT, max_tokens=40, stop=[" a"])
     if is_stream:
@@ -177,7 +177,7 @@ def test_sampling_parameters_reach_the_engine(server: RunningServer, offline: LL
     assert text(seed=-1, temperature=1) == text(seed=-1, temperature=1) != text(seed=1, temperature=1)
 
 
-def test_echo(server: RunningServer, offline: LLM) -> None:
+def test_echo_returns_the_prompt_with_the_completion(server: RunningServer, offline: LLM) -> None:
     text = text_of(offline, PROMPT)
     assert server.complete(prompt=PROMPT, echo=True, **GREEDY)["choices"][0]["text"] == PROMPT + text
     events = stream(server, prompt=[PROMPT, "The fox"], echo=True, **GREEDY)
@@ -238,7 +238,7 @@ def test_logprobs_match_the_offline_engine(server: RunningServer, offline: LLM) 
         assert [entry for piece in streamed for entry in piece[name]] == getattr(told, name)
 
 
-def test_best_of(server: RunningServer) -> None:
+def test_best_of_returns_the_most_likely_sequences(server: RunningServer) -> None:
     body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 1.5, "seed": 5}
     every = server.complete(**body, n=6, logprobs=0)["choices"]
     ranked = sorted(every, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
@@ -249,7 +249,7 @@ def test_best_of(server: RunningServer) -> None:
     assert best["usage"]["completion_tokens"] == sum(len(each["logprobs"]["tokens"]) for each in every)
 
 
-def test_prompt_logprobs_and_token_ids_as_in_vllm(server: RunningServer) -> None:
+def test_prompt_logprobs_and_token_ids_match_the_format_of_vllm(server: RunningServer) -> None:
     (choice,) = server.complete(prompt=[0, 467, 496], prompt_logprobs=2, return_token_ids=True, **GREEDY)["choices"]
     first, second, third = choice["prompt_logprobs"]
     assert first is None

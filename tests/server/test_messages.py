@@ -68,7 +68,7 @@ def test_the_prefix_cache_shows_in_the_usage(server: RunningServer) -> None:
     )
 
 
-def test_the_events_of_a_stream(server: RunningServer, expected: str) -> None:
+def test_the_events_of_a_stream_are_complete_and_in_order(server: RunningServer, expected: str) -> None:
     body = {key: value for key, value in ASKED.items() if key != "extra_body"}
     stream = server.http.post(MESSAGES, json={**body, "temperature": 0, "stream": True})
     assert stream.headers["content-type"].startswith("text/event-stream")
@@ -106,7 +106,7 @@ def test_streams_as_assembled_by_clients(server: RunningServer, expected: str) -
     asyncio.run(check())
 
 
-def test_json_of_a_schema(server: RunningServer) -> None:
+def test_the_answer_is_json_of_the_schema(server: RunningServer) -> None:
     schema = {"type": "object", "properties": {"fox": {"enum": ["red", "blue"]}}, "required": ["fox"]}
     wanted: Any = {"format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}}
     answer = client_of(server).messages.create(**{**ASKED, "max_tokens": 100}, output_config=wanted)
@@ -206,7 +206,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"output_config": {"format": {"type": "json_schema", "schem": {}}}}, "output_config.format.schem"),
     ],
 )
-def test_refusals(server: RunningServer, body: dict[str, Any], message: str) -> None:
+def test_bad_bodies_are_refused(server: RunningServer, body: dict[str, Any], message: str) -> None:
     error = refused(server, **body)
     assert error["type"] == "invalid_request_error"
     assert message in error["message"]

@@ -161,7 +161,7 @@ def test_a_chat_is_refused(server: RunningServer, fields: dict[str, Any], messag
     assert message in error["message"]
 
 
-def test_the_client_raises_what_it_should(server: RunningServer) -> None:
+def test_the_client_raises_the_matching_error(server: RunningServer) -> None:
     with pytest.raises(openai.NotFoundError) as not_found:
         server.client.completions.create(model="gpt-5", prompt="a")
     assert not_found.value.code == "model_not_found"

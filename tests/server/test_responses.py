@@ -58,14 +58,14 @@ def test_a_text_input_is_answered(server: RunningServer, expected: str) -> None:
     assert 0 < again.usage.input_tokens_details.cached_tokens < again.usage.input_tokens
 
 
-def test_without_a_limit_it_goes_on_until_it_ends(server: RunningServer, expected: str) -> None:
+def test_an_answer_without_a_limit_ends_at_eos(server: RunningServer, expected: str) -> None:
     answer = server.client.responses.create(model="stories", input=ASK, temperature=0)
     assert (answer.status, answer.incomplete_details) == ("completed", None)
     assert answer.output_text.startswith(expected)
     assert len(answer.output_text) > len(expected)
 
 
-def test_the_events_of_a_stream(server: RunningServer, expected: str) -> None:
+def test_the_events_of_a_stream_are_complete_and_in_order(server: RunningServer, expected: str) -> None:
     stream = list(server.client.responses.create(input=ASK, stream=True, **GREEDY))
     names = [event.type.removeprefix("response.") for event in stream]
     assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
@@ -168,7 +168,7 @@ def test_a_server_stores_responses_within_its_limits(server: RunningServer) -> N
         server.app.state.responses = before
 
 
-def test_logprobs(server: RunningServer, expected: str) -> None:
+def test_log_probabilities_are_reported_in_the_responses_format(server: RunningServer, expected: str) -> None:
     whole = server.client.responses.create(input=ASK, **GREEDY, **LOGPROBS)
     (part,) = whole.output[0].content  # type: ignore[union-attr, misc]
     assert "".join(entry.token for entry in part.logprobs) == expected  # type: ignore[union-attr]
@@ -181,7 +181,7 @@ def test_logprobs(server: RunningServer, expected: str) -> None:
     assert plain["output"][0]["content"][0]["logprobs"] == []
 
 
-def test_json_of_a_schema(server: RunningServer) -> None:
+def test_the_answer_is_json_of_the_schema(server: RunningServer) -> None:
     schema = {"type": "object", "properties": {"fox": {"enum": ["red", "blue"]}}, "required": ["fox"]}
     text: Any = {"format": {"type": "json_schema", "name": "fox", "schema": {**schema, "additionalProperties": False}}}
     answer = server.client.responses.create(model="stories", input=ASK, text=text, temperature=0)
@@ -302,7 +302,7 @@ IMAGE = {"type": "input_image", "image_url": "data:"}
         ({"metadata": {"a": 1}}, "metadata.a is 1", "metadata.a"),
     ],
 )
-def test_refusals(server: RunningServer, body: dict[str, Any], message: str, param: str | None) -> None:
+def test_bad_bodies_are_refused(server: RunningServer, body: dict[str, Any], message: str, param: str | None) -> None:
     response = server.http.post(RESPONSES, json={"input": ASK, "max_output_tokens": 2, **body})
     assert response.status_code == 400, response.text
     error = response.json()["error"]

@@ -28,7 +28,7 @@ def test_the_model_is_found_by_any_of_its_names(server: RunningServer) -> None:
     assert server.http.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
 
 
-def test_health_and_version(server: RunningServer) -> None:
+def test_health_and_version_are_reported(server: RunningServer) -> None:
     server.complete(prompt="a", max_tokens=1)  # this loads the model
     assert server.http.get("/health").status_code == 200
     assert set(server.http.get("/version").json()) == {"version"}

@@ -26,7 +26,7 @@ def test_a_stop_string_inside_a_token_drops_the_rest() -> None:
     assert output.num_tokens_until_stop == num_tokens
 
 
-def test_stop_string_in_the_output() -> None:
+def test_the_stop_string_can_be_included_in_the_output() -> None:
     output = OutputText(TOKENIZER, [], ["😀😃 t"], include_stop_str_in_output=True)
     assert output.append(TOKENIZER.encode(STORY)) == "The quick brown fox jumps over 😀😃 t"
 
@@ -53,7 +53,7 @@ def test_a_stop_string_is_found_in_held_back_text() -> None:
     assert (output.stop_reason, output.finish(), output.stop_reason, output.text) == (None, "", "x\ufffd", "a")
 
 
-def test_min_tokens() -> None:
+def test_a_stop_string_before_min_tokens_is_ignored() -> None:
     token_ids = TOKENIZER.encode("abab")
     assert len(token_ids) == 4
     for min_tokens, text in [(0, ""), (1, "ab"), (2, "ab"), (3, "abab")]:
@@ -84,7 +84,9 @@ def test_special_tokens_are_not_text() -> None:
     cuts=cut_points,
     stop=st.lists(st.sampled_from(["a", "e ", "\ufffd\ufffd", "字", "T", "x"]), max_size=3),
 )
-def test_any_tokens(tokenizer: Tokenizer, data: st.DataObject, cuts: list[int], stop: list[str]) -> None:
+def test_any_split_of_any_tokens_gives_the_same_text(
+    tokenizer: Tokenizer, data: st.DataObject, cuts: list[int], stop: list[str]
+) -> None:
     prompt, token_ids = data.draw(token_ids_of(tokenizer)), data.draw(token_ids_of(tokenizer))
     output = OutputText(tokenizer, prompt, stop)
     deltas = [output.append(piece) for piece in pieces_of(token_ids, cuts)] + [output.finish()]

@@ -59,7 +59,7 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
         read_tokenizer(str(tmp_path / "absent"))
 
 
-def test_chat() -> None:
+def test_the_chat_template_is_applied() -> None:
     tokenizer = byte_fallback()
     tokenizer.inner.chat_template = TEMPLATE
 
@@ -73,7 +73,7 @@ def test_chat() -> None:
     assert text(tokenizer.chat(MESSAGES, add_generation_prompt=False, continue_final_message=True)) == "<s>user:Thedog"
 
 
-def test_chat_errors() -> None:
+def test_bad_chats_are_refused() -> None:
     tokenizer = byte_fallback()
     with pytest.raises(InvalidRequestError, match="has no chat template"):
         tokenizer.chat(MESSAGES)
@@ -84,7 +84,7 @@ def test_chat_errors() -> None:
         tokenizer.chat([])
 
 
-def test_has_text() -> None:
+def test_has_text_is_false_for_special_and_unknown_ids() -> None:
     tokenizer = ALL["byte_fallback"]
     end, reserved, tool, word = tokenizer.inner.convert_tokens_to_ids(["</s>", "<reserved>", "<tool>", "▁quick"])
     assert [tokenizer.has_text(i) for i in (end, reserved, tool, word)] == [False, False, True, True]
@@ -93,7 +93,7 @@ def test_has_text() -> None:
         assert [tokenizer.has_text(i) for i in (-1, 10_000_000, 2**70)] == [False, False, False]
 
 
-def test_byte_tokens() -> None:
+def test_only_byte_fallback_has_byte_tokens() -> None:
     for name, tokenizer in ALL.items():
         assert len(tokenizer.byte_of_token) == (256 if name == "byte_fallback" else 0)
 

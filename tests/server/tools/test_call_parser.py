@@ -153,7 +153,7 @@ CASES: dict[str, tuple[CallFormat, str, str, Calls]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_calls_and_content(name: str) -> None:
+def test_calls_are_separated_from_content(name: str) -> None:
     call_format, text, content, calls = CASES[name]
     assert read(call_format, [text]) == (content, calls)
     assert read(call_format, list(text)) == (content, calls)

@@ -79,7 +79,7 @@ def test_texts_and_calls_are_blocks_in_order(hermes: RunningServer, seed: int) -
         assert len({block.id for block in answer.content if isinstance(block, ToolUseBlock)}) == 2
 
 
-def test_the_events_of_a_stream(hermes: RunningServer) -> None:
+def test_the_events_of_a_stream_are_complete_and_in_order(hermes: RunningServer) -> None:
     say(hermes, "It ", "is. ", CALL)
     body = {"messages": HELLO, "tools": TOOLS, "max_tokens": 300, "stream": True}
     events = hermes.http.post(MESSAGES, json=body).text.removesuffix("\n\n").split("\n\n")
@@ -199,7 +199,7 @@ def test_blocks_are_converted_to_messages() -> None:
         ),
     ],
 )
-def test_refusals(hermes: RunningServer, fields: dict[str, Any], message: str) -> None:
+def test_bad_bodies_are_refused(hermes: RunningServer, fields: dict[str, Any], message: str) -> None:
     response = hermes.http.post(MESSAGES, json={"messages": HELLO, "max_tokens": 5, **fields})
     assert response.status_code == 400, response.text
     assert message in response.json()["error"]["message"]

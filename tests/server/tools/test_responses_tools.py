@@ -71,7 +71,7 @@ def test_texts_and_calls_are_items_in_order(hermes: RunningServer, seed: int) ->
         assert len({call.call_id for call in calls}) == 2  # type: ignore[union-attr]
 
 
-def test_the_events_of_a_stream(hermes: RunningServer) -> None:
+def test_the_events_of_a_stream_are_complete_and_in_order(hermes: RunningServer) -> None:
     say(hermes, "It ", "is. ", CALL)
     body = {"input": ASK, "tools": TOOLS, "stream": True}
     events = hermes.http.post(RESPONSES, json=body).text.removesuffix("\n\n").split("\n\n")
@@ -166,7 +166,7 @@ def test_calls_follow_the_text_of_their_message(hermes: RunningServer) -> None:
         ),
     ],
 )
-def test_refusals(hermes: RunningServer, fields: dict[str, Any], message: str, param: str | None) -> None:
+def test_bad_bodies_are_refused(hermes: RunningServer, fields: dict[str, Any], message: str, param: str | None) -> None:
     response = hermes.http.post(RESPONSES, json={"input": ASK, "max_output_tokens": 5, **fields})
     assert response.status_code == 400, response.text
     error = response.json()["error"]

@@ -140,7 +140,7 @@ def test_log_probabilities_of_every_token_are_reported(server: RunningServer) ->
     assert "".join(told).startswith('<tool_call>\n{"name": "Weather"')
 
 
-def test_pydantic_models_as_tools(server: RunningServer) -> None:
+def test_pydantic_models_can_be_tools(server: RunningServer) -> None:
     tools = [openai.pydantic_function_tool(each) for each in MODELS.values()]
     for seed in range(3):
         asked = options(tools=tools, tool_choice="required", parallel_tool_calls=False, seed=seed)
@@ -160,7 +160,7 @@ def test_strict_tools_are_called_validly_or_not_at_all(server: RunningServer, te
     check(server.client.chat.completions.create(**asked))
 
 
-def test_a_model_of_content_beside_tools(server: RunningServer) -> None:
+def test_a_schema_for_content_can_be_combined_with_tools(server: RunningServer) -> None:
     tools = [openai.pydantic_function_tool(Clock)]
     for template in ("hermes", "llama3"):
         kinds = set()
@@ -245,7 +245,7 @@ def written(server: RunningServer, **fields: Any) -> str:
     return str(server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"])
 
 
-def test_the_template_is_given_tools_and_calls(server: RunningServer) -> None:
+def test_the_template_gets_tools_and_calls(server: RunningServer) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "Weather", "arguments": '{"city": "Rome"}'}}
     chat = [
         {"role": "user", "content": "Is it warm?"},
@@ -336,7 +336,7 @@ def test_the_operator_chooses_the_call_format(server: RunningServer) -> None:
     assert call.function.name == "Weather"
 
 
-def test_a_marker_that_is_a_special_token(tmp_path: Path) -> None:
+def test_a_marker_may_be_a_special_token(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):

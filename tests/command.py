@@ -1,4 +1,4 @@
-"""Fixtures: the command in the tests' own process, where it would take seconds to begin another."""
+"""Fixtures that run the command in the tests' own process, because starting another process takes seconds."""
 
 import logging
 import sys
@@ -13,11 +13,11 @@ from transformers.utils import logging as transformers_logging
 from inflight.cli import main
 
 ENVIRONMENT = {"COLUMNS": "120", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""The width of what is printed, and what the command would set for its process."""
+"""The width of printed output, and what the command would set for its process."""
 
 
 class Done(NamedTuple):
-    """How the command ended, and what it has said."""
+    """How the command ended, and what it printed."""
 
     returncode: int
     stdout: str
@@ -29,7 +29,7 @@ Command: TypeAlias = Callable[..., Done]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command: arguments, what it reads, and variables of its environment beside those of the tests."""
+    """Runs the command with arguments, standard input, and environment variables in addition to those of the tests."""
 
     def run(*arguments: object, stdin: str = "", **variables: str) -> Done:
         with TemporaryFile("w+") as file, _without_bars(), monkeypatch.context() as patch:
@@ -37,7 +37,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
             file.seek(0)
             patch.setattr(sys, "argv", ["inflight", *map(str, arguments)])
             patch.setattr(sys, "stdin", file)
-            patch.setattr(logging.root, "handlers", [])  # as they are before it sets up its own
+            patch.setattr(logging.root, "handlers", [])  # as they are before the command sets up its own
             for name, value in (ENVIRONMENT | variables).items():
                 patch.setenv(name, value)
             capfd.readouterr()
@@ -53,7 +53,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """As in a process that begins without a terminal."""
+    """As in a process that starts without a terminal."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -65,7 +65,7 @@ def _without_bars() -> Iterator[None]:
 
 @pytest.fixture
 def refused(command: Command) -> Command:
-    """The same for what the caller got wrong: exit code 2."""
+    """Runs the command with a caller's mistake, and expects exit code 2."""
 
     def run(*arguments: object, **options: str) -> Done:
         done = command(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Tests that are coroutines."""
+"""Support for tests that are coroutines."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine, but not for ever."""
+    """Run a test's coroutine with a time limit."""
 
     async def limited() -> None:
         async with asyncio.timeout(240):

@@ -1,4 +1,4 @@
-"""Processes that Ctrl-C reaches, wherever the tests run: one started in the background hands on that it is ignored."""
+"""Make Ctrl-C reach child processes: tests started in the background ignore it, and children inherit that."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""Tiny models that do not run as a packed row: attention of their own, recurrent states. Drawn as the zoo's are."""
+"""Tiny models that cannot run as packed rows (custom attention, recurrent states), drawn like those of the zoo."""
 
 from collections.abc import Callable
 from functools import cache
@@ -40,7 +40,7 @@ ROWS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mpt": lambda: _config("mpt", d_model=64, n_layers=3, n_heads=4, max_seq_len=256),
     "xglm": lambda: _config("xglm", d_model=64, num_layers=3, attention_heads=4, ffn_dim=96, dropout=0.0),
 }
-"""Attention of their own, keys and values as everybody has them."""
+"""Custom attention with ordinary keys and values."""
 
 STATES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_next": _qwen3_next,
@@ -49,12 +49,12 @@ STATES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mamba2": lambda: _config("mamba2", num_heads=8, head_dim=16, state_size=8, n_groups=1, chunk_size=8),
     "lfm2": lambda: _gqa_config("lfm2", num_hidden_layers=4, layer_types=["conv", "conv", FULL, "conv"]),
 }
-"""Recurrent states, by themselves or beside attention."""
+"""Recurrent states, with or without attention."""
 
 CLAMPED = _config(
     "mamba2", num_heads=8, head_dim=16, state_size=8, n_groups=1, chunk_size=8, time_step_limit=(0.5, 100.0)
 )
-"""Its time steps are clamped in a prompt, and not token by token: `transformers`' two ways differ."""
+"""Time steps are clamped in a prompt and not token by token, so the two paths of `transformers` differ."""
 
 SEQUENTIAL: dict[str, Callable[[], PreTrainedConfig]] = {
     "rwkv": lambda: _config("rwkv", attention_hidden_size=64, context_length=256),
@@ -62,20 +62,20 @@ SEQUENTIAL: dict[str, Callable[[], PreTrainedConfig]] = {
         "blenderbot", d_model=64, encoder_layers=2, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=96
     ),
 }
-"""A cache that is like nobody else's."""
+"""A cache unlike that of any other model."""
 
 ALL = ROWS | STATES | SEQUENTIAL
 
 
 def _shares_keys(model_type: str, **changes: Any) -> PreTrainedConfig:
-    """The last two layers read the keys and values of the two before them."""
+    """The last two layers read the keys and values of the two layers before them."""
     layers = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 2}
     per_layer = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
     return _gqa_config(model_type, head_dim=16, sliding_window=12, **layers, **per_layer, **changes)
 
 
 def _two_shapes(**changes: Any) -> PreTrainedConfig:
-    """Heads of layers that see everything are twice as wide."""
+    """The layers with full attention have heads that are twice as wide."""
     layers = {"num_hidden_layers": 6, "layer_types": [SLIDING, SLIDING, FULL] * 2, "sliding_window": 12}
     per_layer = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
     return _gqa_config(
@@ -116,8 +116,8 @@ FACTORS = {
 
 @cache
 def build(name: str, seed: int = 0) -> PreTrainedModel:
-    """In float32, in evaluation mode; matrices are drawn with more deviation than models begin with, so that context
-    matters (how much, the proof itself measures; it refuses a model that does not depend on it)."""
+    """Build a float32 model in evaluation mode. Matrices are drawn with a larger deviation than usual, so that context
+    matters. The proof itself measures how much, and refuses a model that does not depend on context."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config((ALL | OTHERS)[name](), dtype=torch.float32).eval()
@@ -135,20 +135,20 @@ def build(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 def _is_special(key: str) -> bool:
-    """What recurrences are made of keeps what its class gave it."""
+    """Parameters of recurrences keep the values that their class gave them."""
     return any(part in key for part in ("A_log", "dt_", "conv1d", "time_"))
 
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """`[L, V]`, in one forward, without a cache."""
+    """Logits `[L, V]` of one forward pass without a cache."""
     logits: torch.Tensor = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits
     return logits[0]
 
 
 def wrong_tokens(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[int]:
-    """The places in an output where the plain model, given the same tokens before, would have said another one; where
-    its two best are closer to each other than rounding, either is right."""
+    """The positions where the plain model, given the same previous tokens, would choose another token. If its two best
+    tokens differ by less than rounding, either is right."""
     logits = plain_logits(model, [*prompt, *output])[len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
     behind = (logits.max(dim=-1).values - chosen) / (logits.max() - logits.min())
@@ -156,10 +156,10 @@ def wrong_tokens(model: PreTrainedModel, prompt: list[int], output: list[int]) -
 
 
 def num_tokens() -> int:
-    """Of the vocabulary."""
+    """The size of the vocabulary."""
     return VOCAB_SIZE
 
 
 def options(**changes: Any) -> dict[str, Any]:
-    """Of an engine that has to chunk, to mix and to preempt."""
+    """Options of an engine that has to chunk, mix and preempt."""
     return {"max_num_batched_tokens": 24, "num_blocks": 40, "block_size": 4, "max_num_seqs": 6, **changes}

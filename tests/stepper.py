@@ -1,4 +1,4 @@
-"""An engine in the hands of a test: each step waits for its leave, and may fail."""
+"""An engine under a test's control: each step waits for permission, and may fail."""
 
 import threading
 from typing import Any
@@ -16,9 +16,9 @@ class Stepper:
     """Steps an in-process engine on a tiny model.
 
     Attributes:
-        engines: all that were made, the last one running.
-        run: what a step does, once it may.
-        error: what it raises instead.
+        engines: all engines that were created; the last one is running.
+        run: what a step does after it was allowed.
+        error: what the step raises instead.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
@@ -31,12 +31,12 @@ class Stepper:
         self.llm = AsyncLLM(zoo.build("gpt2"), byte_level().inner, in_process=True, restart_delays=(0.0,), **options)
 
     def allow(self, num_steps: int | None = None) -> None:
-        """Let so many steps be run, or all from now on."""
+        """Allow this number of steps, or all steps from now on."""
         self._is_free = num_steps is None
         self._permits.release(num_steps or 1)
 
     def wait_until_held(self) -> None:
-        """Return once a step waits for its leave: what the engine is told from now on, it hears of after that step."""
+        """Return once a step waits for permission. The engine receives later messages only after that step."""
         assert self._is_held.wait(60)
 
     def _make(self, *args: Any) -> Engine:

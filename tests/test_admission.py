@@ -1,4 +1,5 @@
-"""Admission refuses what could not run, in a sentence with the value and what is accepted, and resolves the rest."""
+"""Admission refuses invalid requests with a sentence that names the value and what is accepted, and resolves the
+rest."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -57,10 +58,10 @@ def refusal_of(prompt: Sequence[int], info: ModelInfo | None = None, **options: 
     return str(caught.value)
 
 
-# ------------------------------------------------------------------------------------- what comes in
+# ------------------------------------------------------------------------------------- accepted requests
 
 
-def test_a_request_says_everything_that_the_scheduler_needs() -> None:
+def test_an_admitted_request_has_everything_that_the_scheduler_needs() -> None:
     params = SamplingParams(n=3, max_tokens=4, min_tokens=2, stop_token_ids=[9])
     assert make_request("r", [5, 6, 7], params, model_info()) == Request(
         request_id="r",
@@ -85,22 +86,22 @@ def test_the_prompt_is_copied() -> None:
     [(5, 6), range(5, 7), np.array([5, 6]), [np.int64(5), np.uint8(6)]],
     ids=["tuple", "range", "array", "list"],
 )
-def test_any_sequence_of_integers_is_a_prompt_and_numpys_integers_become_pythons(prompt: Sequence[int]) -> None:
+def test_any_sequence_of_integers_is_a_prompt_and_numpy_integers_become_python_integers(prompt: Sequence[int]) -> None:
     request = request_of(prompt)
     assert request.prompt_token_ids == [5, 6]
     assert [type(token) for token in request.prompt_token_ids] == [int, int]
 
 
-def test_the_first_and_the_last_id_of_the_vocabulary_are_accepted() -> None:
+def test_the_first_and_last_ids_of_the_vocabulary_are_accepted() -> None:
     assert request_of([0, VOCAB_SIZE - 1]).prompt_token_ids == [0, VOCAB_SIZE - 1]
 
 
-def test_eos_ends_a_sequence_besides_the_stop_tokens_asked_for() -> None:
+def test_eos_ends_a_sequence_in_addition_to_the_requested_stop_tokens() -> None:
     assert request_of([5]).stop_token_ids == {EOS}
     assert request_of([5], stop_token_ids=[7, 8]).stop_token_ids == {EOS, 7, 8}
 
 
-def test_ignore_eos_leaves_only_the_stop_tokens_asked_for() -> None:
+def test_ignore_eos_leaves_only_the_requested_stop_tokens() -> None:
     assert request_of([5], ignore_eos=True).stop_token_ids == frozenset()
     assert request_of([5], ignore_eos=True, stop_token_ids=[7]).stop_token_ids == {7}
     assert request_of([5], ignore_eos=True, stop_token_ids=[EOS]).stop_token_ids == {EOS}, "asked for by its number"
@@ -113,19 +114,19 @@ def test_truncation_keeps_the_last_tokens_of_the_prompt(num_kept: int, kept: lis
     assert request.max_num_tokens == len(kept) + 4
 
 
-def test_truncation_lets_a_prompt_in_that_would_be_too_long() -> None:
+def test_truncation_admits_a_prompt_that_would_be_too_long() -> None:
     assert request_of([5] * 30, truncate_prompt_tokens=19).max_num_tokens == 20
 
 
-# ------------------------------------------------------------------------------------- how long it may get
+# ------------------------------------------------------------------------------------- length limits
 
 
 def test_without_max_tokens_a_sequence_may_fill_the_context() -> None:
     assert request_of([5, 6, 7], max_tokens=None).max_num_tokens == 20
 
 
-def test_without_max_tokens_a_cache_smaller_than_the_context_is_the_limit() -> None:
-    """The last token generated needs no place in the cache: 3 blocks of 4 serve 13 tokens."""
+def test_without_max_tokens_a_cache_smaller_than_the_context_sets_the_limit() -> None:
+    """The last generated token needs no place in the cache, so 3 blocks of 4 serve 13 tokens."""
     assert request_of([5, 6, 7], model_info(num_blocks=3), max_tokens=None).max_num_tokens == 13
     assert request_of([5] * 12, model_info(num_blocks=3), max_tokens=None).max_num_tokens == 13
 
@@ -135,12 +136,12 @@ def test_max_tokens_counts_from_the_end_of_the_prompt() -> None:
     assert request_of([5, 6, 7], max_tokens=17).max_num_tokens == 20
 
 
-def test_max_tokens_beyond_the_context_is_cut_to_it() -> None:
+def test_max_tokens_beyond_the_context_is_reduced_to_the_context() -> None:
     assert request_of([5, 6, 7], max_tokens=18).max_num_tokens == 20
     assert request_of([5, 6, 7], max_tokens=10**9).max_num_tokens == 20
 
 
-def test_max_tokens_that_just_fits_the_cache_is_accepted_and_one_more_refused() -> None:
+def test_max_tokens_that_just_fits_the_cache_is_accepted_and_one_more_is_refused() -> None:
     info = model_info(num_blocks=3)
     assert request_of([5, 6, 7], info, max_tokens=10).max_num_tokens == 13
     assert refusal_of([5, 6, 7], info, max_tokens=11) == (
@@ -149,7 +150,7 @@ def test_max_tokens_that_just_fits_the_cache_is_accepted_and_one_more_refused() 
     )
 
 
-def test_the_cache_is_asked_only_for_what_the_context_allows() -> None:
+def test_max_tokens_needs_no_more_cache_than_the_context_allows() -> None:
     assert request_of([5], model_info(max_model_len=13, num_blocks=3), max_tokens=100).max_num_tokens == 13
 
 
@@ -161,14 +162,14 @@ def test_a_prompt_that_the_cache_cannot_hold_is_refused(max_tokens: int | None) 
     )
 
 
-def test_a_prompt_that_leaves_room_for_one_token_is_accepted_and_a_longer_one_refused() -> None:
+def test_a_prompt_that_leaves_room_for_one_token_is_accepted_and_a_longer_one_is_refused() -> None:
     assert request_of([5] * 19).max_num_tokens == 20
     assert refusal_of([5] * 20) == (
         "the prompt has 20 tokens; with at least one to be generated, at most 19 are accepted (max_model_len is 20)"
     )
 
 
-# ------------------------------------------------------------------------------------- what is no prompt
+# ------------------------------------------------------------------------------------- invalid prompts
 
 
 @pytest.mark.parametrize("prompt", [[], (), np.array([], dtype=np.int64)], ids=["list", "tuple", "array"])
@@ -189,7 +190,7 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(token_id: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", [1.0, float("nan"), None, "a", "7", [7], np.float64(1.0)], ids=repr)
-def test_what_is_not_an_integer_is_refused(wrong: Any) -> None:
+def test_a_token_id_that_is_not_an_integer_is_refused(wrong: Any) -> None:
     assert refusal_of([5, wrong]) == f"the prompt contains {wrong!r}, which is not a token id (an integer)"
 
 
@@ -200,5 +201,5 @@ def test_a_text_is_not_a_sequence_of_token_ids() -> None:
 @pytest.mark.parametrize(
     "prompt", [None, 5, np.array([[5, 6]])], ids=["None", "5", "a batch of one, as tokenizers make"]
 )
-def test_what_is_not_a_sequence_of_integers_at_all_is_refused(prompt: Any) -> None:
+def test_a_prompt_that_is_not_a_sequence_of_integers_is_refused(prompt: Any) -> None:
     assert "prompt" in refusal_of(prompt)

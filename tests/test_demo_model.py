@@ -1,4 +1,4 @@
-"""The embedded demo model: its files, its tokenizer, the grammar that it was taught, and what it has learned of it."""
+"""The embedded demo model: its files, its tokenizer, the grammar of its training data, and what it learned of that."""
 
 import random
 import re
@@ -68,7 +68,7 @@ def test_no_file_names_a_path_of_the_machine_that_made_it() -> None:
         "".join(map(chr, range(1, 256))),
     ],
 )
-def test_any_text_survives_the_tokenizer(text: str) -> None:
+def test_any_text_survives_a_round_trip_through_the_tokenizer(text: str) -> None:
     ids = tokenizer()(text)["input_ids"]
     assert ids[0] == tokenizer().bos_token_id
     assert tokenizer().decode(ids[1:]) == text
@@ -103,7 +103,7 @@ def test_every_symbol_in_the_grammar_has_a_meaning() -> None:
             assert symbol in RULES or all(form in item for item in SLOTS[slot]), symbol
 
 
-def test_the_grammar_recognises_what_it_tells() -> None:
+def test_the_grammar_recognises_its_own_stories() -> None:
     assert [sentence for sentence in told_sentences(150, seed=1) if not parses(sentence)] == []
 
 
@@ -139,7 +139,7 @@ def test_the_grammar_is_strict(right: str, wrong: str) -> None:
     assert not parses(wrong)
 
 
-def test_shuffled_words_are_no_sentence() -> None:
+def test_shuffled_words_are_not_a_sentence() -> None:
     rng = random.Random(3)
     sentences = [sentence for sentence in told_sentences(60, seed=3) if len(sentence.split()) > 4]
     shuffled = [" ".join(rng.sample(words, len(words))) for words in map(str.split, sentences)]

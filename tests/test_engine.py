@@ -1,4 +1,4 @@
-"""The loop: what happens when something ends early, goes wrong, or is interrupted; and what reading results costs."""
+"""The engine's loop: early ends, errors and interrupts, and what reading results costs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +40,7 @@ def tokens_of(outputs: list[SequenceOutput], request_id: str, index: int = 0) ->
 
 
 def break_run(engine: Engine, monkeypatch: pytest.MonkeyPatch, at_step: int, error: BaseException) -> None:
-    """Let the runner raise at its `at_step`-th step, once."""
+    """Make the runner raise once, at step number `at_step`."""
     run, steps = engine.runner.run, iter(range(1_000_000))
 
     def broken(plan: StepPlan, masks: Any) -> StepTokens:
@@ -65,7 +65,7 @@ def test_an_error_in_the_forward_pass_ends_the_requests_of_that_step_and_no_othe
     assert tokens_of(outputs, "3") == zoo.plain_greedy(zoo.build("llama"), [4] * 5, 8)
 
 
-def test_logits_that_are_not_finite_fail_their_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_logits_fail_only_their_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     for number in range(3):
         submit(engine, str(number), [number + 1] * 5)
@@ -85,7 +85,7 @@ def test_logits_that_are_not_finite_fail_their_own_request_alone(monkeypatch: py
     assert {o.finish_reason for o in drain(engine) if o.finish_reason} == {"length"}
 
 
-def test_an_interrupt_leaves_everything_as_it_was_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_restores_the_state_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     submit(engine, "a", [1, 2, 3])
     break_run(engine, monkeypatch, 2, KeyboardInterrupt())
@@ -96,7 +96,7 @@ def test_an_interrupt_leaves_everything_as_it_was_before_the_step(monkeypatch: p
     assert tokens_of(outputs, "a") == zoo.plain_greedy(zoo.build("llama"), [1, 2, 3], 8)
 
 
-def test_tokens_that_an_interrupt_kept_back_come_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_held_back_by_an_interrupt_are_reported_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     for number in range(2):
         submit(engine, str(number), [number + 1] * 5)
@@ -117,7 +117,7 @@ def test_tokens_that_an_interrupt_kept_back_come_with_the_next_step(monkeypatch:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_request_aborted_after_an_interrupt_is_not_heard_of_again(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+def test_a_request_aborted_after_an_interrupt_is_not_reported_again(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     engine = make_engine()
     submit(engine, "a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=1))
     submit(engine, "b", [4, 5, 6])
@@ -137,7 +137,7 @@ def test_a_request_aborted_after_an_interrupt_is_not_heard_of_again(monkeypatch:
     assert tokens_of(outputs, "b") == zoo.plain_greedy(zoo.build("llama"), [4, 5, 6], 8)
 
 
-def test_a_tokenizer_that_fails_ends_the_request_that_needed_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_tokenizer_ends_only_the_request_that_needed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_level()
     engine = Engine(zoo.build("llama"), EngineConfig(), tokenizer)
     submit(engine, "needs", [1, 2, 3], SamplingParams(temperature=0, max_tokens=8, stop="never"))
@@ -151,7 +151,7 @@ def test_a_tokenizer_that_fails_ends_the_request_that_needed_it_and_no_other(mon
     assert ends == {"needs": ("error", "RuntimeError('no such token')"), "other": ("length", None)}
 
 
-def test_a_model_without_an_eos_of_its_own_takes_the_tokenizers() -> None:
+def test_a_model_without_its_own_eos_uses_that_of_the_tokenizer() -> None:
     tokenizer = byte_level()
     assert Engine(zoo.build("llama"), EngineConfig(), tokenizer).model_info.eos_token_ids == (tokenizer.eos_token_id,)
     assert Engine(zoo.build("llama"), EngineConfig()).model_info.eos_token_ids == ()
@@ -168,7 +168,7 @@ def test_an_aborted_request_is_reported_once_and_frees_everything() -> None:
     assert drain(engine) == []
 
 
-def test_a_request_id_in_use_is_refused() -> None:
+def test_a_request_id_that_is_in_use_is_refused() -> None:
     engine = make_engine()
     submit(engine, "a", [1])
     with pytest.raises(ValueError, match="'a' is in use"):
@@ -185,7 +185,7 @@ def sampled(prompts: list[list[int]], **options: Any) -> list[list[int]]:
     return [tokens_of(outputs, str(number)) for number in range(len(prompts))]
 
 
-def test_a_seeded_request_draws_the_same_tokens_in_any_company_and_after_preemption() -> None:
+def test_a_seeded_request_draws_the_same_tokens_in_any_batch_and_after_preemption() -> None:
     prompts = [[number + 1] * (10 + 7 * number) for number in range(6)]
     together = sampled(prompts)
     assert together == sampled(prompts, max_num_batched_tokens=8, block_size=4, num_blocks=26)
@@ -193,7 +193,7 @@ def test_a_seeded_request_draws_the_same_tokens_in_any_company_and_after_preempt
     assert len({tuple(tokens) for tokens in together}) == 6
 
 
-def test_sequences_of_a_request_have_streams_of_their_own() -> None:
+def test_each_sequence_of_a_request_has_its_own_random_stream() -> None:
     engine = make_engine()
     submit(engine, "a", [1, 2, 3], SamplingParams(n=3, seed=5, max_tokens=20))
     submit(engine, "b", [1, 2, 3], SamplingParams(n=1, seed=5, max_tokens=20))
@@ -241,7 +241,7 @@ def test_all_sequences_of_a_request_may_stop_in_the_same_step() -> None:
     assert ends == [(0, "stop", plain[4]), (1, "stop", plain[4])]
 
 
-def test_records_tell_what_each_step_did() -> None:
+def test_records_describe_what_each_step_did() -> None:
     engine = make_engine(max_num_batched_tokens=8, max_num_seqs=2)
     records: list[StepRecord] = []
     engine.observer = records.append
@@ -258,7 +258,7 @@ def test_records_tell_what_each_step_did() -> None:
 
 
 class _HostReads(TorchDispatchMode):
-    """Counts operators that make the host wait for a value on the device."""
+    """Counts the operators that make the host wait for a value on the device."""
 
     NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
 
@@ -273,7 +273,7 @@ class _HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_reads_nothing_from_the_device_but_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_only_its_tokens_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(max_num_batched_tokens=32)
     params: list[Callable[[int], SamplingParams]] = [
         lambda seed: SamplingParams(temperature=0, max_tokens=6, min_tokens=2, stop_token_ids=[3]),

@@ -1,4 +1,4 @@
-"""The engine beside its caller: what goes over the pipe, who hears of what, what happens when one of the two dies."""
+"""The engine in its own process: pipe messages, event delivery, and what happens when the engine or its caller dies."""
 
 import asyncio
 import os
@@ -73,7 +73,7 @@ READY = Ready(INFO, SamplingParams(temperature=0.5))
 
 
 class _Pipe:
-    """Something to read from."""
+    """A pipe to read from."""
 
     def __init__(self, content: bytes) -> None:
         read_end, write_end = os.pipe()
@@ -89,21 +89,21 @@ class _Pipe:
         SamplingParams(n=3, stop=["a", "b"], stop_token_ids=[1, 2], seed=2**63 - 1, max_tokens=None),
     ],
 )
-def test_a_command_arrives_as_it_was(params: SamplingParams) -> None:
+def test_a_command_arrives_unchanged(params: SamplingParams) -> None:
     commands = [Generate("7", [1, 2, 3], params, -4, "salt", 1234.5), Abort("7"), AskStats("8")]
     pipe = _Pipe(b"".join(map(to_frame, commands)))
     assert [read_command(pipe.file) for _ in commands] == commands
     assert read_command(pipe.file) is None
 
 
-def test_any_number_and_any_sequence_goes_over_the_pipe() -> None:
+def test_any_number_and_any_sequence_can_be_sent_over_the_pipe() -> None:
     odd = SamplingParams(temperature=np.float64(0.25), stop=("a", "b"), stop_token_ids=range(3))
     received = read_command(_Pipe(to_frame(Generate("7", [1], odd))).file)
     assert isinstance(received, Generate)
     assert received.params == SamplingParams(temperature=0.25, stop=["a", "b"], stop_token_ids=[0, 1, 2])
 
 
-def test_an_event_arrives_as_it_was_and_half_of_one_is_the_end() -> None:
+def test_an_event_arrives_unchanged_and_a_truncated_event_ends_the_stream() -> None:
     outputs = Outputs([SequenceOutput("7", 1, [5, 6], "stop", 6, None, 12.5, 1, 16), SequenceOutput("8", 0, [])])
     events = [READY, outputs, Refused("8", "QueueFullError", "full"), Failed("broken")]
     frames = b"".join(map(to_frame, events))
@@ -115,7 +115,7 @@ def test_an_event_arrives_as_it_was_and_half_of_one_is_the_end() -> None:
         assert read_event(pipe.file) is None
 
 
-def test_what_is_printed_in_the_engines_process_does_not_disturb_its_messages() -> None:
+def test_output_printed_in_the_engine_process_does_not_disturb_its_messages() -> None:
     script = (
         "import os; from inflight.engine.process.__main__ import _take_over_standard_streams as take\n"
         "incoming, outgoing = take(); print('printed', flush=True); os.system('echo echoed; cat')\n"
@@ -130,7 +130,7 @@ def test_what_is_printed_in_the_engines_process_does_not_disturb_its_messages() 
 
 
 class _Engine:
-    """A connection to nothing: the test says what happens."""
+    """A connection without an engine: the test decides what happens."""
 
     def __init__(self) -> None:
         self.events: SimpleQueue[Event | None] = SimpleQueue()
@@ -153,7 +153,7 @@ class _Engine:
 
 
 class _Engines:
-    """A supervisor of such engines, those that it started, and the delays before them."""
+    """A supervisor of such engines, the engines that it started, and the delays before each start."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, restart_delays: tuple[float, ...] = (0.0, 0.0)) -> None:
         self.started: list[_Engine] = []
@@ -177,7 +177,7 @@ class _Engines:
         return self.supervisor.start().result(60)
 
     def crash(self, *events: Event) -> None:
-        """Let the engine that runs say something, and die."""
+        """Make the running engine print something and die."""
         session = self.session()
         for event in events:
             self.started[-1].events.put(event)
@@ -191,7 +191,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> _Engines:
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine, but not for ever."""
+    """Run a test's coroutine with a time limit."""
 
     async def limited() -> None:
         async with asyncio.timeout(120):
@@ -203,13 +203,13 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 DONE = Outputs([SequenceOutput("0", 0, [1], "length")])
 
 
-def test_an_engine_is_started_once_for_all_who_ask(engines: _Engines) -> None:
+def test_concurrent_calls_start_one_engine(engines: _Engines) -> None:
     assert {engines.session() for _ in range(5)} == {engines.session()}
     assert len(engines.started) == 1
     assert engines.session().ready == READY
 
 
-def test_everybody_who_waits_hears_that_the_engine_died_and_the_next_call_starts_it_anew(engines: _Engines) -> None:
+def test_every_waiting_caller_is_told_that_the_engine_died_and_the_next_call_restarts_it(engines: _Engines) -> None:
     async def check() -> None:
         session = engines.session()
         with session.mailbox() as one, session.mailbox() as other:
@@ -225,7 +225,7 @@ def test_everybody_who_waits_hears_that_the_engine_died_and_the_next_call_starts
     assert engines.supervisor.num_crashes == 1
 
 
-def test_an_engine_that_breaks_says_why(engines: _Engines) -> None:
+def test_an_engine_that_fails_reports_the_reason(engines: _Engines) -> None:
     async def check() -> None:
         with engines.session().mailbox() as mailbox:
             engines.started[0].events.put(Failed("KeyError(7)"))
@@ -236,7 +236,7 @@ def test_an_engine_that_breaks_says_why(engines: _Engines) -> None:
     run(check())
 
 
-def test_an_engine_that_dies_three_times_in_a_row_is_given_up_until_it_is_stopped(
+def test_an_engine_that_dies_three_times_in_a_row_is_not_restarted_until_it_is_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engines = _Engines(monkeypatch, restart_delays=(5_000.0, 10_000.0))
@@ -252,21 +252,21 @@ def test_an_engine_that_dies_three_times_in_a_row_is_given_up_until_it_is_stoppe
     assert engines.delays[3:] == [0.0]
 
 
-def test_a_request_that_ends_well_starts_the_row_anew(engines: _Engines) -> None:
+def test_a_request_that_succeeds_resets_the_crash_count(engines: _Engines) -> None:
     for _ in range(5):
         engines.crash()
         engines.crash(DONE)
     assert engines.supervisor.num_crashes == 10
 
 
-def test_an_abort_or_an_error_is_no_request_that_ended_well(engines: _Engines) -> None:
+def test_an_abort_or_an_error_does_not_reset_the_crash_count(engines: _Engines) -> None:
     for reason in ("abort", "error", None):
         engines.crash(Outputs([SequenceOutput("0", 0, [1], reason)]))  # type: ignore[arg-type]
     with pytest.raises(EngineDeadError):
         engines.supervisor.start()
 
 
-def test_stopping_is_no_crash_and_everybody_hears_of_it(engines: _Engines) -> None:
+def test_stopping_is_not_a_crash_and_every_caller_is_told(engines: _Engines) -> None:
     async def check() -> None:
         with engines.session().mailbox() as mailbox:
             stopped = engines.supervisor.stop()
@@ -280,7 +280,7 @@ def test_stopping_is_no_crash_and_everybody_hears_of_it(engines: _Engines) -> No
     assert engines.supervisor.stop() is None
 
 
-def test_an_engine_can_be_stopped_before_it_has_started() -> None:
+def test_an_engine_can_be_stopped_before_it_starts() -> None:
     never = Session(_Engine, 1000.0, lambda *_: None)
     never.stop()
     never.join()
@@ -303,7 +303,9 @@ def test_an_engine_can_be_stopped_before_it_has_started() -> None:
         ([], EngineDeadError, "killed by SIGTEST"),
     ],
 )
-def test_an_engine_that_cannot_be_loaded_says_so(events: list[Event], error: type[Exception], sentence: str) -> None:
+def test_an_engine_whose_model_cannot_be_loaded_reports_that(
+    events: list[Event], error: type[Exception], sentence: str
+) -> None:
     def connect() -> _Engine:
         engine = _Engine()
         for event in [*events, None]:
@@ -317,7 +319,7 @@ def test_an_engine_that_cannot_be_loaded_says_so(events: list[Event], error: typ
     assert supervisor.num_crashes == (0 if error is ModelError else 2)
 
 
-def test_an_engine_that_cannot_be_started_at_all_says_so() -> None:
+def test_an_engine_that_cannot_be_started_reports_that() -> None:
     def connect() -> _Engine:
         raise OSError("no more processes")
 
@@ -325,7 +327,7 @@ def test_an_engine_that_cannot_be_started_at_all_says_so() -> None:
         Supervisor(connect).start().result(60)
 
 
-def test_who_gives_up_waiting_for_the_start_does_not_cancel_it_for_the_others() -> None:
+def test_a_caller_that_stops_waiting_for_the_start_does_not_cancel_it_for_others() -> None:
     engine = _Engine()
     supervisor = Supervisor(lambda: engine)
 
@@ -340,7 +342,7 @@ def test_who_gives_up_waiting_for_the_start_does_not_cancel_it_for_the_others() 
     run(check())
 
 
-def test_each_step_wakes_a_loop_once_and_a_reader_finds_all_that_came(
+def test_each_step_wakes_an_event_loop_once_and_a_reader_gets_everything_that_arrived(
     engines: _Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def check() -> None:
@@ -367,7 +369,7 @@ def test_each_step_wakes_a_loop_once_and_a_reader_finds_all_that_came(
     run(check())
 
 
-def test_a_request_of_a_loop_that_was_closed_is_aborted(engines: _Engines) -> None:
+def test_a_request_of_a_closed_event_loop_is_aborted(engines: _Engines) -> None:
     session = engines.session()
     loop = asyncio.new_event_loop()
 
@@ -393,16 +395,16 @@ def test_a_request_of_a_loop_that_was_closed_is_aborted(engines: _Engines) -> No
 # --------------------------------------------------------------------------------------------------------- processes
 
 
-def test_a_process_is_in_a_session_of_its_own_and_ends_when_it_is_told_to() -> None:
+def test_a_process_has_its_own_session_and_ends_when_told_to() -> None:
     connection = ProcessConnection(Load(str(DEMO_MODEL), None, EngineConfig()))
     assert os.getsid(connection.pid) == connection.pid
     connection.close()
     assert connection.receive() is None
     assert connection.ending() == "ended with exit code 0"
-    connection.send(Abort("7"))  # nobody minds
+    connection.send(Abort("7"))  # this raises nothing
 
 
-def test_a_process_that_is_killed_says_by_what() -> None:
+def test_a_killed_process_reports_the_signal() -> None:
     connection = ProcessConnection(Load(str(DEMO_MODEL), None, EngineConfig()))
     os.kill(connection.pid, signal.SIGSEGV)
     assert connection.receive() is None
@@ -422,12 +424,12 @@ asyncio.run(main())
 """
 
 
-def test_the_engine_ends_by_itself_when_its_caller_is_killed(tmp_path: Path) -> None:
+def test_the_engine_ends_when_its_caller_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "caller.py"
     script.write_text(CALLER)
     caller = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert caller.stdout is not None
-    assert caller.stdout.read(1) == b"x"  # the engine is in the middle of it
+    assert caller.stdout.read(1) == b"x"  # the engine is in the middle of the request
     caller.kill()
-    caller.communicate(timeout=60)  # until nobody has standard error open any more: the engine has inherited it
+    caller.communicate(timeout=60)  # until no process has standard error open: the engine has inherited it
     assert caller.returncode == -signal.SIGKILL

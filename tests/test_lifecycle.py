@@ -1,4 +1,4 @@
-"""A request in the engine besides its tokens: who is let in and served first, what is reused, when it must end."""
+"""A request's life in the engine: admission, order, reuse of computed prefixes, and deadlines."""
 
 import time
 from typing import Any
@@ -38,7 +38,7 @@ def test_a_deadline_aborts_and_is_reported_once() -> None:
     assert engine.step() == []
 
 
-def test_a_deadline_is_its_own_requests_even_if_the_id_is_used_again() -> None:
+def test_a_deadline_does_not_apply_to_a_later_request_with_the_same_id() -> None:
     engine = make_engine()
     engine.submit(
         engine.accept("a", [1, 2], SamplingParams(temperature=0, max_tokens=1), deadline=time.monotonic() + 60)
@@ -49,7 +49,7 @@ def test_a_deadline_is_its_own_requests_even_if_the_id_is_used_again() -> None:
     assert [o.finish_reason for o in drain(engine) if o.finish_reason] == ["length"]
 
 
-def test_a_full_queue_refuses_and_takes_in_again_once_somebody_has_left() -> None:
+def test_a_full_queue_refuses_requests_until_one_has_left() -> None:
     engine = make_engine(max_num_waiting=2, max_num_seqs=1)
     for number in range(2):
         engine.submit(engine.accept(str(number), PROMPT, GREEDY))
@@ -60,7 +60,7 @@ def test_a_full_queue_refuses_and_takes_in_again_once_somebody_has_left() -> Non
     assert {o.request_id for o in drain(engine) if o.finish_reason == "length"} == {"0", "1", "more"}
 
 
-def test_with_priorities_lower_ones_are_served_first() -> None:
+def test_lower_priority_values_are_served_first() -> None:
     llm = LLM(zoo.build("llama"), max_num_seqs=1, policy="priority", aging_steps=1000)
     order = [d.prompt_index for d in llm.stream([PROMPT] * 4, GREEDY, priority=[3, 1, 2, 1]) if d.output]
     assert order == [1, 3, 2, 0]
@@ -69,7 +69,7 @@ def test_with_priorities_lower_ones_are_served_first() -> None:
     assert order == [0, 1, 2, 3]
 
 
-def test_what_was_computed_before_is_reused_and_counted_unless_salts_differ() -> None:
+def test_a_computed_prefix_is_reused_and_counted_unless_salts_differ() -> None:
     llm = LLM(zoo.build("llama"), block_size=16)
     first = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0]
     assert first.metrics.num_cached_tokens == 0
@@ -82,7 +82,7 @@ def test_what_was_computed_before_is_reused_and_counted_unless_salts_differ() ->
     assert [each.outputs[0].token_ids for each in others] == [second.outputs[0].token_ids] * 2
 
 
-def test_several_sequences_of_a_prompt_have_streams_of_their_own_and_repeat_with_the_seed() -> None:
+def test_sequences_of_one_prompt_have_their_own_random_streams_and_repeat_with_the_seed() -> None:
     llm = LLM(zoo.build("llama"))
     params = SamplingParams(n=4, temperature=1.0, max_tokens=12, seed=3, ignore_eos=True)
     runs = [llm.generate([PROMPT], params, use_tqdm=False)[0] for _ in range(2)]
@@ -105,6 +105,6 @@ def test_bad_options_are_refused_at_admission(options: dict[str, Any], message: 
         make_engine().accept("a", PROMPT, GREEDY, **options)
 
 
-def test_priorities_must_be_as_many_as_prompts() -> None:
+def test_the_number_of_priorities_must_match_the_number_of_prompts() -> None:
     with pytest.raises(InvalidRequestError, match="2 prompts came with 1 priorities"):
         LLM(zoo.build("llama")).generate([PROMPT, PROMPT], GREEDY, use_tqdm=False, priority=[1])

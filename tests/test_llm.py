@@ -1,4 +1,4 @@
-"""The offline front: prompts in, texts out."""
+"""The offline `LLM`: prompts in, texts out."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
-WORDS = "42%"  # bytes that the tokenizer has not merged: the model knows fewer tokens than it
+WORDS = "42%"  # bytes that the tokenizer has not merged, because the model knows fewer tokens
 PROMPTS = [[1, 2, 3], [4] * 30, [5, 6], [7] * 17, [8]]
 
 
@@ -32,7 +32,7 @@ def plain(prompt: list[int], num_tokens: int = 12) -> list[int]:
     return zoo.plain_greedy(zoo.build("gpt2"), prompt, num_tokens)
 
 
-def test_results_come_in_the_order_of_the_prompts_with_parameters_of_their_own(llm: LLM) -> None:
+def test_results_keep_the_order_of_the_prompts_and_each_prompt_has_its_own_parameters(llm: LLM) -> None:
     params = [SamplingParams(temperature=0, max_tokens=number + 1) for number in range(len(PROMPTS))]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [
@@ -53,7 +53,7 @@ def test_a_prompt_may_be_text_token_ids_or_a_dict(llm: LLM, tokenizer: Tokenizer
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
-def test_text_is_that_of_the_tokens_and_streams_whole(llm: LLM, tokenizer: Tokenizer) -> None:
+def test_text_matches_the_tokens_and_streams_completely(llm: LLM, tokenizer: Tokenizer) -> None:
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     streamed = [""] * len(PROMPTS)
     tokens: list[list[int]] = [[] for _ in PROMPTS]
@@ -66,7 +66,7 @@ def test_text_is_that_of_the_tokens_and_streams_whole(llm: LLM, tokenizer: Token
     assert together.endswith(outputs[0].outputs[0].text.rstrip("\ufffd"))
 
 
-def test_prompts_stream_interleaved(llm: LLM) -> None:
+def test_streams_of_several_prompts_are_interleaved(llm: LLM) -> None:
     order = [delta.prompt_index for delta in llm.stream(PROMPTS[:3], GREEDY)]
     assert order[:3] == [0, 1, 2]
     assert order[3:6] == [0, 1, 2]
@@ -80,7 +80,7 @@ def test_leaving_a_stream_early_frees_everything(llm: LLM) -> None:
     llm.engine.scheduler.block_pool.check([])
 
 
-def test_two_streams_at_once_each_get_their_own(llm: LLM) -> None:
+def test_two_concurrent_streams_each_get_their_own_outputs(llm: LLM) -> None:
     first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
     tokens: tuple[list[int], list[int]] = ([], [])
     for a, b in zip(first, second, strict=True):
@@ -102,7 +102,7 @@ def test_an_interrupt_leaves_the_llm_usable(llm: LLM, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_cuts_the_text_exactly_and_no_step_runs_past_it(llm: LLM, include: bool) -> None:
+def test_a_stop_string_cuts_the_text_exactly_and_no_step_runs_after_it(llm: LLM, include: bool) -> None:
     (whole,) = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     text = whole.outputs[0].text
     stop = text[3:6]
@@ -119,7 +119,7 @@ def test_a_stop_string_cuts_the_text_exactly_and_no_step_runs_past_it(llm: LLM, 
     assert len(steps) < 12
 
 
-def test_the_stop_token_has_no_place_in_the_text(llm: LLM) -> None:
+def test_the_stop_token_is_not_part_of_the_text(llm: LLM) -> None:
     (whole,) = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     token = whole.outputs[0].token_ids[6]
     (cut,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, stop_token_ids=[token]), use_tqdm=False)
@@ -130,7 +130,7 @@ def test_the_stop_token_has_no_place_in_the_text(llm: LLM) -> None:
     assert cut.outputs[0].text == before.outputs[0].text
 
 
-def test_metrics_are_filled_in_order(llm: LLM) -> None:
+def test_metric_times_are_in_order(llm: LLM) -> None:
     for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False):
         metrics = output.metrics
         times = (
@@ -144,7 +144,7 @@ def test_metrics_are_filled_in_order(llm: LLM) -> None:
         assert list(times) == sorted(times)  # type: ignore[type-var]
 
 
-def test_chat_goes_through_the_template(llm: LLM, tokenizer: Tokenizer) -> None:
+def test_chat_uses_the_chat_template(llm: LLM, tokenizer: Tokenizer) -> None:
     template = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }} {% endfor %}"
     messages = [{"role": "user", "content": WORDS}]
     (answer,) = llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template)
@@ -160,7 +160,7 @@ def test_chat_goes_through_the_template(llm: LLM, tokenizer: Tokenizer) -> None:
         llm.chat(messages, GREEDY, use_tqdm=False)
 
 
-def test_truncate_prompt_tokens_keeps_the_last(llm: LLM) -> None:
+def test_truncate_prompt_tokens_keeps_the_last_tokens(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, truncate_prompt_tokens=4)
     (output,) = llm.generate(list(range(10, 40)), params, use_tqdm=False)
     assert output.prompt_token_ids == [36, 37, 38, 39]
@@ -189,7 +189,7 @@ def test_truncate_prompt_tokens_keeps_the_last(llm: LLM) -> None:
         ("", GREEDY, "the prompt is empty"),
     ],
 )
-def test_a_bad_prompt_is_named_by_its_index_and_nothing_runs_half(
+def test_a_bad_prompt_is_named_by_its_index_and_nothing_runs(
     llm: LLM, prompts: Any, params: Any, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
@@ -198,7 +198,7 @@ def test_a_bad_prompt_is_named_by_its_index_and_nothing_runs_half(
     assert not llm.engine.has_unfinished_requests
 
 
-def test_what_can_never_fit_the_cache_is_refused_and_what_is_open_ended_stops_at_capacity() -> None:
+def test_a_request_too_large_for_the_cache_is_refused_and_an_open_ended_one_stops_at_capacity() -> None:
     llm = LLM(zoo.build("gpt2"), num_blocks=2, block_size=16)
     with pytest.raises(ValueError, match="can only serve a sequence of 33"):
         llm.generate([1] * 20, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
@@ -208,13 +208,13 @@ def test_what_can_never_fit_the_cache_is_refused_and_what_is_open_ended_stops_at
 
 
 @pytest.mark.parametrize("messages", ["hi", [], None])
-def test_what_is_no_chat_is_refused(llm: LLM, messages: Any) -> None:
+def test_an_invalid_chat_is_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(ValueError, match="a chat is a list of dicts"):
         llm.chat(messages)
 
 
 @pytest.mark.parametrize("source", [123, torch.nn.Linear(2, 2), b"model"])
-def test_what_is_no_model_is_refused(source: Any) -> None:
+def test_an_invalid_model_is_refused(source: Any) -> None:
     with pytest.raises(ValueError, match="it must be a hub id, a folder, or a transformers PreTrainedModel"):
         LLM(source)
 
@@ -241,12 +241,12 @@ def test_an_interrupt_outside_a_step_leaves_nothing_running(llm: LLM, monkeypatc
         ({"kv_cache_memory": 10}, "the cache may take 10 bytes"),
     ],
 )
-def test_bad_options_are_refused_in_a_sentence(options: dict[str, Any], sentence: str) -> None:
+def test_bad_options_are_refused_with_one_sentence(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         LLM(zoo.build("gpt2"), **options)
 
 
-def test_a_saved_folder_loads_with_its_tokenizer_or_without(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_saved_folder_loads_with_or_without_its_tokenizer(tmp_path: Path, tokenizer: Tokenizer) -> None:
     zoo.build("gpt2").save_pretrained(tmp_path)
     bare = LLM(tmp_path)
     assert bare.tokenizer is None
@@ -261,7 +261,7 @@ def test_a_saved_folder_loads_with_its_tokenizer_or_without(tmp_path: Path, toke
     assert LLM(str(tmp_path)).generate(WORDS, GREEDY, use_tqdm=False)[0].outputs[0].text
 
 
-def test_the_models_generation_config_gives_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_generation_config_of_the_model_sets_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.build("gpt2")
     for name, value in {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.3}.items():
         monkeypatch.setattr(model.generation_config, name, value)
@@ -270,6 +270,6 @@ def test_the_models_generation_config_gives_the_defaults(monkeypatch: pytest.Mon
     assert any("repetition_penalty=1.3" in note for note in llm.model_info.notes)
 
 
-def test_the_progress_bar_tells_tokens_a_second(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_shows_tokens_per_second(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(PROMPTS, GREEDY)
     assert re.search(r"5/5 .*60 tokens, \d+ tokens/s", capsys.readouterr().err)

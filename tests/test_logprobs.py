@@ -1,4 +1,4 @@
-"""Log-probabilities, penalties and bad words through the whole engine: the plain model's, whatever else is run."""
+"""Log-probabilities, penalties and bad words through the whole engine match the plain model in any batch."""
 
 import asyncio
 import contextlib
@@ -36,13 +36,13 @@ def make_llm(**options: Any) -> LLM:
 
 @cache
 def plain_logprobs(token_ids: tuple[int, ...]) -> Tensor:
-    """`[T, V]`: of the token behind each."""
+    """`[T, V]`: the log-probabilities of the token after each one."""
     with torch.inference_mode():
         return torch.log_softmax(zoo.build("gpt2")(torch.tensor([token_ids])).logits[0].double(), dim=-1)
 
 
 def check(told: Sequence[TokenLogprobs | None], token_ids: Sequence[int], num_before: int, num_top: int) -> None:
-    """What was told of the tokens behind the first `num_before`."""
+    """Check the log-probabilities reported for the tokens after the first `num_before`."""
     logprobs = plain_logprobs(tuple(token_ids))
     for position, (of_token, token_id) in enumerate(zip(told, token_ids[num_before:], strict=True), start=num_before):
         assert of_token is not None
@@ -57,8 +57,8 @@ def check(told: Sequence[TokenLogprobs | None], token_ids: Sequence[int], num_be
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_they_are_the_plain_models(name: str) -> None:
-    """Twice, so that the second time everything could be found in the cache."""
+def test_log_probabilities_match_the_plain_model(name: str) -> None:
+    """Runs twice, so that the second run could find everything in the cache."""
     llm = make_llm(**CONFIGURATIONS[name])
     for _ in range(2):
         for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, SCORED, use_tqdm=False), strict=True):
@@ -76,7 +76,7 @@ def test_they_are_the_plain_models(name: str) -> None:
     llm.engine.scheduler.block_pool.check([])
 
 
-def test_a_scored_prompt_fills_the_cache_for_others_and_is_itself_the_same_among_them() -> None:
+def test_a_scored_prompt_fills_the_cache_for_others_and_has_the_same_scores_in_a_batch() -> None:
     llm = make_llm()
     (alone,) = llm.generate([PROMPTS[4]], SCORED, use_tqdm=False)
     unscored = SamplingParams(temperature=0, max_tokens=20)
@@ -87,7 +87,7 @@ def test_a_scored_prompt_fills_the_cache_for_others_and_is_itself_the_same_among
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
 
 
-def test_all_sequences_of_a_request_have_scores_and_the_prompt_has_them_once() -> None:
+def test_every_sequence_of_a_request_has_scores_and_the_prompt_is_scored_once() -> None:
     params = SamplingParams(n=3, seed=1, max_tokens=5, logprobs=0, prompt_logprobs=0)
     (output,) = make_llm().generate([PROMPTS[3]], params, use_tqdm=False)
     assert output.prompt_logprobs is not None
@@ -98,7 +98,7 @@ def test_all_sequences_of_a_request_have_scores_and_the_prompt_has_them_once() -
     assert len({tuple(completion.token_ids) for completion in output.outputs}) > 1
 
 
-def test_a_long_prompt_has_few_rows_of_logits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_holds_few_rows_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(zoo.build("llama"), max_num_batched_tokens=2048)
     num_rows: list[int] = []
     run = llm.engine.runner.run
@@ -115,7 +115,7 @@ def test_a_long_prompt_has_few_rows_of_logits_at_once(monkeypatch: pytest.Monkey
     assert all(len(output.prompt_logprobs or []) == len(output.prompt_token_ids) for output in outputs)
 
 
-def test_streams_tell_them_with_their_tokens_and_a_slow_reader_misses_none() -> None:
+def test_streams_carry_scores_with_their_tokens_and_a_slow_reader_misses_none() -> None:
     async def run() -> None:
         async with AsyncLLM(zoo.build("gpt2"), byte_level().inner, in_process=True) as llm:
             pieces, prompt_logprobs, token_ids = [], [], []
@@ -126,7 +126,7 @@ def test_streams_tell_them_with_their_tokens_and_a_slow_reader_misses_none() -> 
                 token_ids += delta.token_ids
                 if delta.prompt_logprobs is not None:
                     prompt_logprobs.append(delta.prompt_logprobs)
-                await asyncio.sleep(0)  # some steps come together
+                await asyncio.sleep(0)  # some steps arrive together
             check(pieces, [*PROMPTS[0], *token_ids], len(PROMPTS[0]), 3)
             assert len(prompt_logprobs) == 1
             check(prompt_logprobs[0][1:], PROMPTS[0], 1, 2)
@@ -134,7 +134,7 @@ def test_streams_tell_them_with_their_tokens_and_a_slow_reader_misses_none() -> 
     asyncio.run(run())
 
 
-def test_a_stop_string_takes_its_tokens_scores_with_it() -> None:
+def test_a_stop_string_removes_the_scores_of_its_tokens() -> None:
     llm = make_llm()
     (free,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=12, logprobs=0), use_tqdm=False)
     stop = free.outputs[0].text[4:6]
@@ -145,7 +145,7 @@ def test_a_stop_string_takes_its_tokens_scores_with_it() -> None:
     assert completion.logprobs == (free.outputs[0].logprobs or [])[: len(completion.token_ids)]
 
 
-def test_a_token_is_told_with_its_text() -> None:
+def test_a_token_is_reported_with_its_text() -> None:
     (output,) = LLM().generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=3, logprobs=1))
     (first, *_) = output.outputs[0].logprobs or []
     assert isinstance(first, dict)
@@ -155,7 +155,7 @@ def test_a_token_is_told_with_its_text() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_the_repetition_penalty_gives_what_generate_gives(name: str) -> None:
+def test_the_repetition_penalty_matches_that_of_generate(name: str) -> None:
     llm, model = make_llm(**CONFIGURATIONS[name]), zoo.build("gpt2")
     params = SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.7)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
@@ -166,7 +166,7 @@ def test_the_repetition_penalty_gives_what_generate_gives(name: str) -> None:
         assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
 
 
-def test_frequency_penalties_are_the_same_after_a_preemption() -> None:
+def test_frequency_penalties_do_not_change_after_a_preemption() -> None:
     params = SamplingParams(temperature=0, max_tokens=30, frequency_penalty=1.5, presence_penalty=-0.5)
     results = []
     for name in ("roomy", "preemption"):
@@ -178,7 +178,7 @@ def test_frequency_penalties_are_the_same_after_a_preemption() -> None:
     assert results[0] != [output.outputs[0].token_ids for output in plain]
 
 
-def test_bad_words_do_not_come_and_need_a_tokenizer() -> None:
+def test_bad_words_never_appear_and_need_a_tokenizer() -> None:
     llm, prompt = LLM(), "Once upon a time"
     params = SamplingParams(temperature=0, max_tokens=40)
     (free,) = llm.generate([prompt], params, use_tqdm=False)
@@ -195,7 +195,7 @@ def test_a_bias_for_a_token_that_does_not_exist_is_refused() -> None:
         make_llm().generate([[1]], SamplingParams(logit_bias={256: 1.0}), use_tqdm=False)
 
 
-def test_logits_that_are_not_finite_where_a_prompt_is_scored_fail_that_request_alone(
+def test_non_finite_logits_of_a_scored_prompt_fail_only_that_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     llm = make_llm()
@@ -214,7 +214,7 @@ def test_logits_that_are_not_finite_where_a_prompt_is_scored_fail_that_request_a
     engine.scheduler.block_pool.check([])
 
 
-def test_a_prompt_that_is_scored_in_part_when_its_request_ends_has_no_scores() -> None:
+def test_a_request_that_ends_while_its_prompt_is_partly_scored_has_no_prompt_scores() -> None:
     llm = make_llm(max_num_batched_tokens=16)
     engine, run, steps = llm.engine, llm.engine.runner.run, iter(range(100))
 
@@ -228,8 +228,8 @@ def test_a_prompt_that_is_scored_in_part_when_its_request_ends_has_no_scores() -
     assert (output.outputs[0].finish_reason, output.prompt_logprobs) == ("error", None)
 
 
-def test_a_step_that_is_run_again_scores_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted when all was computed and nothing taken in."""
+def test_a_repeated_step_scores_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes after everything was computed and before anything was committed."""
     llm = make_llm(max_num_batched_tokens=16)
     engine, commit, calls = llm.engine, llm.engine.scheduler.commit, iter(range(1000))
 

@@ -1,4 +1,4 @@
-"""The notebook of `examples/`: it runs from top to bottom with this interpreter, and says what it should."""
+"""The notebook in `examples/` runs from top to bottom with this interpreter and prints what it should."""
 
 import sys
 from pathlib import Path
@@ -15,14 +15,14 @@ from functools import partial
 from inflight.lessons import static_bench
 static_bench.GPT2Config = partial(static_bench.GPT2Config, n_layer=2, n_embd=256, n_head=4)
 """
-"""Run before the last cell: what that shows costs most of a minute with all of GPT-2, and is the same with less."""
+"""Code to run before the last cell, which takes most of a minute with all of GPT-2, and shows the same with less."""
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "continuous_batching.ipynb"
 
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The notebook's cells by id, after all have run; any error in one fails here."""
+    """The notebook's cells by id, after all have run; an error in any cell fails here."""
     folder = tmp_path_factory.mktemp("jupyter")
     notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
     which_python = nbformat.v4.new_code_cell("import sys; print(sys.executable)", id="which-python")  # type: ignore[no-untyped-call]
@@ -30,7 +30,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (last,) = (place for place, cell in enumerate(notebook.cells) if cell.id == "gpt2")
     notebook.cells.insert(last, nbformat.v4.new_code_cell(SMALLER))  # type: ignore[no-untyped-call]
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as sockets:  # their names have to be short
-        patch.setenv("OMP_NUM_THREADS", "1")  # one process a core, as in the whole suite
+        patch.setenv("OMP_NUM_THREADS", "1")  # one process per core, as in the whole suite
         patch.setenv("IPYTHONDIR", str(folder / "ipython"))
         patch.setenv("JUPYTER_RUNTIME_DIR", str(folder / "runtime"))
         NotebookClient(
@@ -49,7 +49,7 @@ def printed(cell: Any) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
 
 
-def test_it_runs_with_this_interpreter(cells: dict[str, Any]) -> None:
+def test_the_notebook_runs_with_this_interpreter(cells: dict[str, Any]) -> None:
     assert printed(cells["which-python"]).strip() == sys.executable
 
 
@@ -59,7 +59,7 @@ def test_all_rungs_give_the_same_tokens(cells: dict[str, Any]) -> None:
     assert "'static': 180" in text
 
 
-def test_preemption_is_seen(cells: dict[str, Any]) -> None:
+def test_the_notebook_shows_preemption(cells: dict[str, Any]) -> None:
     text = printed(cells["chunks"])
     assert "The same tokens, with" in text
     assert "with 0 preemptions" not in text
@@ -76,7 +76,7 @@ def test_steps_and_timelines_are_drawn(cells: dict[str, Any]) -> None:
         assert any("image/png" in output.get("data", {}) for output in cells[name].outputs), name
 
 
-def test_it_is_stored_without_outputs() -> None:
+def test_the_notebook_is_stored_without_outputs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert code

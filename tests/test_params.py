@@ -1,4 +1,4 @@
-"""Options are checked when they are made: by name, type and range, each refusal one sentence that names the value."""
+"""Options are checked on creation by name, type and range; each refusal is one sentence that names the value."""
 
 import pickle
 from dataclasses import FrozenInstanceError, fields, replace
@@ -77,12 +77,12 @@ def test_a_bad_sampling_parameter_is_refused_by_name_with_its_value(name: str, v
     ],
     ids=lambda value: "",
 )
-def test_a_refusal_says_what_is_accepted(given: dict[str, Any], message: str) -> None:
+def test_a_refusal_names_what_is_accepted(given: dict[str, Any], message: str) -> None:
     assert refusal_of(SamplingParams, **given) == message
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""], [None], [5], [b"a"], b"a"], ids=repr)
-def test_a_stop_string_that_is_empty_or_no_string_is_refused(stop: Any) -> None:
+def test_a_stop_string_that_is_empty_or_not_a_string_is_refused(stop: Any) -> None:
     message = refusal_of(SamplingParams, stop=stop)
     wrong = stop if isinstance(stop, str) else stop[-1]
     assert message == f"stop contains {wrong!r}; it must be a non-empty string or a list of such strings"
@@ -99,13 +99,13 @@ def test_a_bad_stop_token_is_refused(wrong: Any) -> None:
     [("stop", 5), ("stop_token_ids", 5), ("temperature", 10**400), ("top_p", 10**400)],
     ids=["stop", "stop_token_ids", "temperature", "top_p"],
 )
-def test_a_value_that_the_check_itself_trips_over_is_refused_like_others(name: str, value: Any) -> None:
+def test_a_value_that_raises_inside_the_check_is_refused_like_any_other(name: str, value: Any) -> None:
     assert refusal_of(SamplingParams, **{name: value}).startswith(name)
 
 
 @pytest.mark.parametrize("name", ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens"])
 @pytest.mark.parametrize("value", ["no", None, 2])
-def test_a_switch_that_is_neither_true_nor_false_is_refused(name: str, value: Any) -> None:
+def test_a_flag_that_is_neither_true_nor_false_is_refused(name: str, value: Any) -> None:
     assert refusal_of(SamplingParams, **{name: value}).startswith(f"{name} is {value!r}; it must be ")
 
 
@@ -152,13 +152,13 @@ def test_good_sampling_parameters_are_kept_as_given(given: dict[str, Any]) -> No
     assert {name: getattr(params, name) for name in given} == given
 
 
-def test_defaults_are_vllms() -> None:
+def test_defaults_match_vllm() -> None:
     assert SamplingParams() == SamplingParams(
         n=1, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, max_tokens=16, min_tokens=0, stop=None
     )
 
 
-def test_stop_strings_is_a_tuple_whatever_was_given() -> None:
+def test_stop_strings_is_always_a_tuple() -> None:
     assert SamplingParams().stop_strings == ()
     assert SamplingParams(stop="end").stop_strings == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
@@ -191,7 +191,7 @@ def test_a_bad_engine_option_is_refused_by_name_with_its_value(name: str, value:
     assert is_one_sentence(message)
 
 
-def test_a_choice_is_refused_with_all_that_could_be_chosen() -> None:
+def test_the_refusal_of_an_unknown_choice_lists_all_choices() -> None:
     message = refusal_of(EngineConfig, dtype="float64")
     assert message == "dtype is 'float64'; it must be one of 'auto', 'float32', 'bfloat16', 'float16'"
 
@@ -237,7 +237,7 @@ def test_an_unknown_option_is_refused_with_a_hint(options: type, name: str, hint
 
 @both
 @pytest.mark.parametrize("error", [ValueError, TypeError])
-def test_the_refusal_of_an_unknown_option_is_caught_as_python_would_raise_it(
+def test_the_refusal_of_an_unknown_option_is_a_value_error_and_a_type_error(
     options: type, error: type[Exception]
 ) -> None:
     with pytest.raises(error, match="has no option 'no_such_thing'"):
@@ -245,13 +245,13 @@ def test_the_refusal_of_an_unknown_option_is_caught_as_python_would_raise_it(
 
 
 @both
-def test_options_are_given_by_name_only(options: type) -> None:
+def test_options_are_keyword_only(options: type) -> None:
     with pytest.raises(TypeError, match="positional"):
         options(1)
 
 
 @both
-def test_options_cannot_be_changed_once_made(options: type) -> None:
+def test_options_are_immutable(options: type) -> None:
     made = options(seed=3)
     with pytest.raises(FrozenInstanceError):
         made.seed = 4
@@ -259,7 +259,7 @@ def test_options_cannot_be_changed_once_made(options: type) -> None:
 
 
 @both
-def test_a_changed_copy_is_checked_like_a_new_one(options: type) -> None:
+def test_a_modified_copy_is_checked_like_new_options(options: type) -> None:
     assert replace(options(seed=3), seed=4) == options(seed=4)
     with pytest.raises(ValueError, match="seed is -1; it must be"):
         replace(options(seed=3), seed=-1)

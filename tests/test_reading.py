@@ -1,4 +1,4 @@
-"""The walk through the code names the files that a token passes, and their size as it is."""
+"""The walk through the code names the files that a token passes through, and their current size."""
 
 import json
 import re
@@ -24,7 +24,7 @@ print(json.dumps({str(path.relative_to(root)): code_lines(path) for path in file
 
 
 @pytest.mark.skipif(not has_panels(torch.float32), reason="elsewhere a token takes another path, without our kernels")
-def test_the_walk_is_the_path_of_a_token() -> None:
+def test_the_walk_follows_the_path_of_a_token() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     sizes: dict[str, int] = json.loads(done.stdout.splitlines()[-1])

@@ -1,5 +1,5 @@
-"""A plan is whole: plans that were written down give the same tokens on another runner, and nothing is held for
-sequences that have ended."""
+"""A plan is complete: recorded plans give the same tokens on another runner, and nothing is kept for sequences that
+have ended."""
 
 import gc
 import pickle
@@ -39,7 +39,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def record(engine: Engine) -> tuple[list[bytes], list[StepTokens]]:
-    """From now on, every plan of an engine as bytes, and what each of them gave."""
+    """Record every plan of an engine as bytes from now on, with its results."""
     plans: list[bytes] = []
     given: list[StepTokens] = []
     run = engine.runner.run
@@ -54,7 +54,7 @@ def record(engine: Engine) -> tuple[list[bytes], list[StepTokens]]:
 
 
 def serve(engine: Engine, num_requests: int = 18) -> None:
-    """Requests of all kinds with common prefixes; one is aborted on its way."""
+    """Serve requests of all kinds with common prefixes; one is aborted while it runs."""
     rng = random.Random(0)
     prefix = [rng.randrange(zoo.VOCAB_SIZE) for _ in range(10)]
     for number in range(num_requests):
@@ -84,7 +84,7 @@ def test_pickled_plans_give_the_same_tokens_on_a_fresh_runner(name: str) -> None
 
 
 def test_a_plan_is_plain_data() -> None:
-    """What is pickled names nothing but the contracts' own classes: no scheduler, request or tensor."""
+    """A pickled plan refers only to the contract classes, and to no scheduler, request or tensor."""
     engine = Engine(zoo.build("llama"), EngineConfig(**OPTIONS), byte_level())
     plans, _ = record(engine)
     serve(engine, 6)
@@ -101,8 +101,8 @@ def test_a_plan_is_plain_data() -> None:
 
 
 @pytest.mark.parametrize("name", ["rwkv", "qwen3_next", "gpt2"])
-def test_nothing_is_held_for_sequences_that_have_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caches that a model makes for itself: as many as sequences run, and none once the last has ended."""
+def test_no_cache_is_kept_for_sequences_that_have_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one model-owned cache per running sequence, and none after the last has ended."""
     caches: list[weakref.ref[Any]] = []
     cache_of = ModelCall.cache_of
 
@@ -133,7 +133,7 @@ def test_nothing_is_held_for_sequences_that_have_ended(name: str, monkeypatch: p
     assert held[-1] == 0
 
 
-def test_rows_hold_no_gathered_keys_for_sequences_that_have_ended() -> None:
+def test_rows_keep_no_gathered_keys_for_sequences_that_have_ended() -> None:
     engine = Engine(others.build("bloom"), EngineConfig(executor="rows", max_num_seqs=4, num_blocks=200))
     engine.submit(engine.accept("0", [3, 1, 4], SamplingParams(max_tokens=5, ignore_eos=True)))
     before = num_bytes_of_tensors()
@@ -148,7 +148,7 @@ def num_bytes_of_tensors() -> int:
     return sum(tensors.values())
 
 
-def test_samplers_hold_nothing_for_sequences_that_have_ended() -> None:
+def test_samplers_keep_nothing_for_sequences_that_have_ended() -> None:
     engine = Engine(zoo.build("llama"), EngineConfig(**OPTIONS), byte_level())
     serve(engine)
     assert not engine.runner.sampler._adjusters

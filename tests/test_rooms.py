@@ -1,4 +1,4 @@
-"""The core stands by itself: without the rooms around it, and without the library for grammars, `LLM` still works."""
+"""The core is independent: `LLM` works without the packages around it and without the grammar library."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ assert not MISSING & sys.modules.keys()
 """
 
 
-def test_the_core_works_without_what_stands_around_it() -> None:
+def test_the_core_works_without_the_packages_around_it() -> None:
     missing = [f"inflight.{name}" for name in AROUND] + ["llguidance"]
     done = subprocess.run([sys.executable, "-c", SCRIPT, *missing], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The simulator: step by step what the engine does, on a clock that adds up, at a cost that can be learned."""
+"""The simulator takes the engine's steps on a consistent virtual clock, with step costs that can be fitted."""
 
 import json
 from collections.abc import Iterable
@@ -63,7 +63,7 @@ def flat(report: RunReport) -> dict[str, float]:
         {},
     ],
 )
-def test_step_by_step_it_does_what_the_engine_does(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_the_simulator_takes_the_same_steps_as_the_engine(tmp_path: Path, options: dict[str, Any]) -> None:
     records = run_recorded(tmp_path / "run", **options or {"max_num_seqs": 64})
     recording = read_recording(tmp_path / "run")
     given: list[StepRecord] = []
@@ -78,7 +78,7 @@ def test_step_by_step_it_does_what_the_engine_does(tmp_path: Path, options: dict
             assert [getattr(step, name) for step in simulated] == [getattr(step, name) for step in records]
 
 
-def test_several_sequences_of_a_request_fork_as_they_do_in_the_engine(tmp_path: Path) -> None:
+def test_sequences_of_one_request_fork_as_in_the_engine(tmp_path: Path) -> None:
     records = run_recorded(tmp_path / "run", n=3, **TIGHT)
     recording = read_recording(tmp_path / "run")
     simulated: list[StepRecord] = []
@@ -87,8 +87,8 @@ def test_several_sequences_of_a_request_fork_as_they_do_in_the_engine(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral", "qwen3_next", "bloom"])
-def test_it_lets_go_and_shares_what_the_model_does(name: str, tmp_path: Path) -> None:
-    """Windows and states: with what all models keep, other steps come out."""
+def test_the_simulator_releases_and_shares_blocks_like_the_model(name: str, tmp_path: Path) -> None:
+    """Windows and states matter: without the recorded model, the simulation counts other blocks."""
     model = zoo.build(name) if name in zoo.ARCHITECTURES else others.build(name)
     records = run_recorded(tmp_path / "run", model=model, **TIGHT | {"num_blocks": 36})
     recording = read_recording(tmp_path / "run")
@@ -105,7 +105,7 @@ def test_it_lets_go_and_shares_what_the_model_does(name: str, tmp_path: Path) ->
     )
 
 
-def test_a_recording_from_before_windows_were_let_go_can_be_read(tmp_path: Path) -> None:
+def test_a_recording_from_before_windows_were_released_can_be_read(tmp_path: Path) -> None:
     run_recorded(tmp_path / "run")
     header, *steps = (tmp_path / "run").read_text().split("\n")
     model = json.loads(header)["model"]
@@ -117,7 +117,7 @@ def test_a_recording_from_before_windows_were_let_go_can_be_read(tmp_path: Path)
     assert (old.cache_groups, old.can_share_prefixes) == ((ALL_TOKENS,), True)
 
 
-def test_sequences_of_a_request_may_get_different_numbers_of_tokens() -> None:
+def test_sequences_of_one_request_may_have_different_numbers_of_tokens() -> None:
     report, records = run([SimulatedRequest("a", 0.0, [1, 2, 3], (5, 2, 9))])
     assert report.num_output_tokens == 16
     assert report.num_sequences == 3
@@ -125,7 +125,7 @@ def test_sequences_of_a_request_may_get_different_numbers_of_tokens() -> None:
     assert counts == [5, 2, 9]
 
 
-def test_a_long_queue_is_not_handed_over_at_once_and_changes_nothing() -> None:
+def test_a_long_queue_is_handed_over_in_parts_without_changing_the_result() -> None:
     load = SyntheticLoad(num_requests=60, prompt_tokens=Lengths("uniform", 1, 30), output_tokens=Lengths("fixed", 7))
     config = EngineConfig(max_num_seqs=4, num_blocks=20, block_size=4, max_num_batched_tokens=16)
     simulation = Simulation(load, config, COST, None, None)
@@ -161,7 +161,7 @@ def test_virtual_time_adds_up() -> None:
     assert report.total_tokens_per_second == pytest.approx(20 / 0.048)
 
 
-def test_who_comes_later_is_not_served_before() -> None:
+def test_a_request_is_not_served_before_it_arrives() -> None:
     _, records = run(made_of([[1] * 4, [2] * 4, [3] * 4], [20, 2, 2], gap=0.05))
     first = {}
     for record in records:
@@ -173,20 +173,20 @@ def test_who_comes_later_is_not_served_before() -> None:
     assert 0.10 <= first["<2>"] < 0.10 + 0.016
 
 
-def test_nobody_is_there_and_the_clock_goes_on() -> None:
+def test_the_clock_advances_while_there_is_no_request() -> None:
     report, records = run(made_of([[1] * 4, [2] * 4], [2, 2], gap=100.0))
     assert [record.start_time for record in records] == pytest.approx([0.0, 0.014, 100.0, 100.014])
     assert report.seconds == pytest.approx(100.025)
     assert report.latency.p99 == pytest.approx(0.025)
 
 
-def test_a_request_that_waited_before_the_first_step_has_waited() -> None:
+def test_waiting_before_the_first_step_counts_as_waiting() -> None:
     report, _ = run([SimulatedRequest("a", -1.0, [1] * 4, (1,))])
     assert report.time_to_first_token.p50 == pytest.approx(1.014)
     assert report.seconds == pytest.approx(1.014)
 
 
-def test_requests_in_a_wrong_order_are_refused() -> None:
+def test_requests_in_the_wrong_order_are_refused() -> None:
     requests = [SimulatedRequest("a", 1.0, [1], (1,)), SimulatedRequest("b", 0.5, [1], (1,))]
     with pytest.raises(ValueError, match="'a' and 'b' are out of order"):
         run(requests)
@@ -199,7 +199,7 @@ def test_a_request_that_could_never_fit_is_refused() -> None:
     assert report.num_output_tokens == 57
 
 
-def test_no_requests_are_no_time() -> None:
+def test_a_run_without_requests_takes_no_time() -> None:
     report, records = run([])
     assert (report.seconds, report.num_sequences, records) == (0.0, 0, [])
     assert json.loads(json.dumps(report.as_dict()))["hit_rate"] == 0.0
@@ -231,7 +231,7 @@ def test_a_simulated_run_can_be_recorded_and_simulated_again(tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------------- the numbers
 
 
-def test_percentiles_are_numpys() -> None:
+def test_percentiles_match_numpy() -> None:
     log, rng = RunLog(1, 1), np.random.default_rng(0)
     firsts, lasts = rng.random(1000), 1 + rng.random(1000)
     for first, last in zip(firsts, lasts, strict=True):
@@ -250,7 +250,7 @@ def test_percentiles_are_numpys() -> None:
         assert (found.p50, found.p95, found.p99) == pytest.approx((expected.p50, expected.p95, expected.p99), rel=1e-6)
 
 
-def test_the_mean_of_blocks_is_over_time() -> None:
+def test_the_mean_number_of_blocks_is_weighted_by_time() -> None:
     log = RunLog(1, 100)
     log.see_step(1, 10, 3.0)
     log.see_step(1, 50, 1.0)
@@ -258,7 +258,7 @@ def test_the_mean_of_blocks_is_over_time() -> None:
     assert (report.mean_blocks_used, report.peak_blocks_used) == (20.0, 50)
 
 
-def test_poisson_arrivals_and_lengths_are_as_asked_and_the_same_again() -> None:
+def test_poisson_arrivals_and_lengths_match_the_request_and_are_reproducible() -> None:
     load = SyntheticLoad(num_requests=20_000, rate=50.0, prompt_tokens=Lengths("uniform", 5, 15), max_model_len=2000)
     requests = list(load)
     arrivals = [request.arrival for request in requests]
@@ -272,7 +272,7 @@ def test_poisson_arrivals_and_lengths_are_as_asked_and_the_same_again() -> None:
 
 
 @pytest.mark.parametrize("shape", ["fixed:100", "100", "uniform:50:150", "exponential:100", "lognormal:100:1"])
-def test_lengths_have_the_mean_that_they_name(shape: str) -> None:
+def test_lengths_have_their_nominal_mean(shape: str) -> None:
     drawn = Lengths.parse(shape).draw(np.random.default_rng(0), 50_000)
     assert np.mean(drawn) == pytest.approx(100, rel=0.03)
     assert min(drawn) >= 1
@@ -282,12 +282,12 @@ def test_lengths_have_the_mean_that_they_name(shape: str) -> None:
     "text",
     ["", "x", "0", "-1", "fixed:1:2", "uniform:5", "uniform:9:3", "lognormal:5", "exponential:0.5", "nan", "zipf:2"],
 )
-def test_lengths_that_make_no_sense_are_refused(text: str) -> None:
+def test_invalid_length_distributions_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="the lengths are"):
         Lengths.parse(text)
 
 
-def test_a_prompt_and_its_answer_fit_the_models_length() -> None:
+def test_a_prompt_and_its_answer_fit_the_context_length() -> None:
     load = SyntheticLoad(
         num_requests=500, prompt_tokens=Lengths("exponential", 60), shared_prefix_tokens=8, max_model_len=64
     )
@@ -298,7 +298,7 @@ def test_a_prompt_and_its_answer_fit_the_models_length() -> None:
         list(SyntheticLoad(num_requests=1, shared_prefix_tokens=63, max_model_len=64))
 
 
-def test_only_a_share_of_prompts_has_a_prefix_and_prefixes_differ() -> None:
+def test_only_the_given_share_of_prompts_has_a_prefix_and_prefixes_differ() -> None:
     load = SyntheticLoad(num_requests=4000, shared_prefix_tokens=6, shared_prefix_share=0.25, num_prefixes=3)
     starts = [tuple(request.prompt_token_ids[:6]) for request in load if len(request.prompt_token_ids) == 106]
     assert len(starts) == pytest.approx(1000, rel=0.1)
@@ -309,7 +309,7 @@ def test_only_a_share_of_prompts_has_a_prefix_and_prefixes_differ() -> None:
 
 
 def synthetic_recording(cost: StepCost, noise: float = 0.0, outliers: int = 0) -> Recording:
-    """Steps of all sorts that took as long as the cost says, but for noise; one of `outliers` took 20 times as long."""
+    """Steps of all kinds whose durations follow the cost, with noise; one in `outliers` took 20 times as long."""
     load = SyntheticLoad(
         num_requests=300, rate=2.0, prompt_tokens=Lengths("lognormal", 60, 1), output_tokens=Lengths("exponential", 20)
     )
@@ -339,7 +339,7 @@ def test_the_fit_finds_known_costs() -> None:
         assert seconds == pytest.approx(0.02 + 0.0015 * tokens, rel=1e-6)
 
 
-def test_the_fit_follows_a_bend() -> None:
+def test_the_fit_follows_a_change_of_slope() -> None:
     cost = StepCost(((1, 0.03), (2, 0.05), (16, 0.06), (128, 0.3)), per_context_token=1e-5)
     fitted = fit_cost([synthetic_recording(cost)])
     for tokens in (1, 2, 5, 12, 16, 40, 100, 128):
@@ -347,7 +347,7 @@ def test_the_fit_follows_a_bend() -> None:
         assert fitted.seconds(load) == pytest.approx(cost.seconds(load), rel=1e-4)
 
 
-def test_the_fit_is_hardly_moved_by_noise_and_not_by_outliers() -> None:
+def test_the_fit_is_robust_to_noise_and_outliers() -> None:
     cost = StepCost.linear(0.02, 0.0015, per_context_token=3e-6)
     recording = synthetic_recording(cost, noise=0.05, outliers=15)
     fitted = fit_cost([recording])
@@ -364,18 +364,18 @@ def test_no_cost_is_negative() -> None:
     assert min(fitted.per_logit_row, fitted.per_context_token, fitted.per_attended_key) >= 0
 
 
-def test_there_must_be_something_to_fit() -> None:
+def test_a_fit_needs_enough_steps() -> None:
     with pytest.raises(ValueError, match="two different numbers of tokens"):
         fit_cost([Recording(EngineConfig(), None, {}, [])])
 
 
-def test_knots_lie_where_steps_are() -> None:
+def test_knots_lie_where_there_are_steps() -> None:
     assert choose_knots([1, 1, 2, 3, 4, 300]) == [1, 2, 4, 300]
     assert choose_knots([7, 9]) == [7, 8, 9] or choose_knots([7, 9]) == [7, 9]
     assert choose_knots([1, 2048]) == [1, 2048]
 
 
-def test_a_step_lasts_until_the_next_if_there_is_work() -> None:
+def test_a_step_lasts_until_the_next_one_if_there_is_work() -> None:
     def step(start: float, num_running: int) -> StepRecord:
         return StepRecord(0, start, 1.0, (), num_running, 0, 0, 0, 0, 0, 0, 0)
 
@@ -383,7 +383,7 @@ def test_a_step_lasts_until_the_next_if_there_is_work() -> None:
     assert [seconds for _, seconds in timed_steps(steps)] == [1.5, 1.0, 1.0]
 
 
-def test_what_is_in_a_step() -> None:
+def test_the_features_of_a_step() -> None:
     spans = [
         Span(0, 0, 9, [1], 1, 10),  # a decode
         Span(1, 1, 0, [1, 2, 3], 0, 7),  # a chunk
@@ -397,14 +397,14 @@ def test_what_is_in_a_step() -> None:
     assert StepLoad.of((span.start, span.length, span.num_logit_rows) for span in spans) == expected
 
 
-def test_costs_between_and_beyond_knots() -> None:
+def test_costs_are_interpolated_between_knots_and_extrapolated_beyond_them() -> None:
     cost = StepCost(((2, 1.0), (4, 3.0), (8, 4.0)), per_logit_row=10.0)
     for tokens, seconds in ((1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0), (6, 3.5), (8, 4.0), (12, 5.0)):
         assert cost.seconds(StepLoad(tokens, 0, 0, 0)) == pytest.approx(seconds)
     assert cost.seconds(StepLoad(2, 3, 0, 0)) == pytest.approx(31.0)
 
 
-def test_a_cost_goes_through_json() -> None:
+def test_a_cost_survives_a_round_trip_through_json() -> None:
     cost = StepCost(((1, 0.5), (4, 0.75)), 0.1, 0.2, 0.3)
     assert StepCost.parse(json.dumps(cost.as_dict())) == cost
     linear = StepCost.parse('{"fixed": 0.5, "per_token": 0.25, "per_logit_row": 1}')
@@ -425,6 +425,6 @@ def test_a_cost_goes_through_json() -> None:
         ('{"knots": [[1, 2], [2, 1]]}', "both rising"),
     ],
 )
-def test_costs_that_make_no_sense_are_refused(text: str, message: str) -> None:
+def test_invalid_costs_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StepCost.parse(text)

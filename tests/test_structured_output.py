@@ -1,4 +1,4 @@
-"""Structured output through the whole engine: valid or cut off by length, beside free requests that don't notice."""
+"""Structured output through the whole engine is valid or cut off by length, and does not affect other requests."""
 
 import asyncio
 import copy
@@ -65,7 +65,7 @@ def params_of(kind: str, seed: int, **more: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_every_output_is_valid_or_ends_with_length(name: str) -> None:
+def test_every_output_is_valid_or_is_cut_off_by_length(name: str) -> None:
     llm = LLM(**CONFIGURATIONS[name])
     kinds = [kind for kind in WISHES for _ in range(8)]
     params = [params_of(kind, seed) for seed, kind in enumerate(kinds)]
@@ -87,8 +87,8 @@ def test_every_output_is_valid_or_ends_with_length(name: str) -> None:
     assert not llm.engine.constraints._matchers
 
 
-def test_the_distribution_stays_the_models_own_among_what_is_allowed() -> None:
-    """Greedy: the likeliest of the allowed tokens at each place, in company of other wishes."""
+def test_the_most_likely_allowed_token_is_chosen() -> None:
+    """Greedy decoding takes the most likely allowed token at each position, in a batch with other constraints."""
     llm = LLM()
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=1000, structured_output=WISHES["choice"])
     (output,) = llm.generate([PROMPT], params, use_tqdm=False)
@@ -97,14 +97,14 @@ def test_the_distribution_stays_the_models_own_among_what_is_allowed() -> None:
     assert output.outputs[0].token_ids[0] == max(allowed, key=lambda each: first[each].logprob)
 
 
-def test_sequences_of_a_request_have_each_their_own_way() -> None:
+def test_each_sequence_of_a_request_has_its_own_grammar_state() -> None:
     (output,) = LLM().generate([PROMPT], params_of("regex", 1, n=6), use_tqdm=False)
     texts = {completion.text for completion in output.outputs}
     assert len(texts) > 1
     assert all(is_valid("regex", text) for text in texts)
 
 
-def test_a_step_that_was_given_up_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_discarded_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM()
     (expected,) = llm.generate([PROMPT], params_of("schema", 3), use_tqdm=False)
     engine, run, steps = llm.engine, llm.engine.runner.run, iter(range(1000))
@@ -141,12 +141,14 @@ def test_a_step_that_was_given_up_changes_nothing(monkeypatch: pytest.MonkeyPatc
     ],
     ids=["schema", "regex", "ignore_eos", "min_tokens", "stop", "stop_token_ids", "bad_words"],
 )
-def test_what_cannot_be_done_is_refused_at_admission(wish: StructuredOutput, more: dict[str, Any], reason: str) -> None:
+def test_impossible_constraints_are_refused_at_admission(
+    wish: StructuredOutput, more: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=reason):
         LLM().generate([PROMPT], SamplingParams(structured_output=wish, **more), use_tqdm=False)
 
 
-def test_a_model_without_tokenizer_or_without_eos_is_no_use() -> None:
+def test_a_model_without_tokenizer_or_eos_is_refused() -> None:
     params = SamplingParams(structured_output=WISHES["choice"])
     with pytest.raises(InvalidRequestError, match="tokenizer"):
         LLM(zoo.build("gpt2")).generate([[1]], params, use_tqdm=False)
@@ -156,14 +158,14 @@ def test_a_model_without_tokenizer_or_without_eos_is_no_use() -> None:
         LLM(zoo.build("gpt2"), inner).generate([[1]], params, use_tqdm=False)
 
 
-def test_a_grammar_that_goes_wrong_ends_its_own_request_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_grammar_ends_its_own_request_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM()
     constraints, add, narrow = llm.engine.constraints, llm.engine.constraints.add, matcher.GrammarMatcher._narrow
     bad, broken = StructuredOutput(regex="a+"), set()
 
     def breaking(sequence_id: int, grammar: matcher.GrammarMatcher) -> None:
         add(sequence_id, grammar)
-        if not broken:  # the first request comes first
+        if not broken:  # this is first called for the first request
             broken.add(constraints._matchers[sequence_id].matcher)
 
     def narrowing(self: Any, mask: Any, into: Any) -> Any:
@@ -180,7 +182,7 @@ def test_a_grammar_that_goes_wrong_ends_its_own_request_and_says_why(monkeypatch
     assert outputs[1].outputs[0].finish_reason in ("stop", "length")
 
 
-def test_it_goes_through_the_pipe_to_an_engine_process() -> None:
+def test_constraints_are_sent_over_the_pipe_to_an_engine_process() -> None:
     async def run() -> None:
         async with AsyncLLM() as llm:
             outputs = [output async for output in llm.generate(PROMPT, params_of("schema", 5))]
@@ -193,7 +195,7 @@ def test_it_goes_through_the_pipe_to_an_engine_process() -> None:
     asyncio.run(run())
 
 
-def test_while_a_grammar_is_compiled_others_run_and_its_own_request_may_be_left(
+def test_other_requests_run_while_a_grammar_is_compiled_and_its_own_request_may_be_aborted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_compiled, compile_ = threading.Event(), Engine.compile
@@ -219,7 +221,7 @@ def test_while_a_grammar_is_compiled_others_run_and_its_own_request_may_be_left(
     asyncio.run(run())
 
 
-def test_a_grammar_that_was_forgotten_meanwhile_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submitting_an_accepted_request_does_not_compile_its_grammar_again(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM()
     accepted = llm.engine.compile(llm.engine.accept("0", [5, 6], params_of("regex", 1)))
     monkeypatch.setattr(llm.engine.constraints._compiler, "compile", None)
@@ -230,7 +232,7 @@ def test_a_grammar_that_was_forgotten_meanwhile_is_not_compiled_again(monkeypatc
     assert outputs[-1].finish_reason == "stop"
 
 
-def test_masks_that_cannot_be_computed_end_those_who_need_them_and_nobody_else(
+def test_a_failed_mask_computation_ends_only_the_requests_that_need_masks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     llm = LLM()
@@ -248,7 +250,7 @@ def test_masks_that_cannot_be_computed_end_those_who_need_them_and_nobody_else(
     assert is_valid("regex", output.outputs[0].text)
 
 
-def test_a_request_that_cannot_even_be_looked_at_ends_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_raises_in_the_check_does_not_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with AsyncLLM(in_process=True) as llm:
             with monkeypatch.context() as patch:

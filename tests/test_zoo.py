@@ -1,4 +1,5 @@
-"""The zoo's promises: its models notice broken attention, and its way of breaking attention is itself right."""
+"""The promises of the zoo: its models are sensitive to broken attention, and its way of breaking attention is
+correct."""
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ def test_every_architecture_has_a_factor() -> None:
 
 
 @every_architecture
-def test_packed_with_the_correct_mask_is_the_plain_model(name: str) -> None:
+def test_packed_rows_with_the_correct_mask_match_the_plain_model(name: str) -> None:
     assert zoo.packing_noise(zoo.build(name)) < 2e-5
 
 
@@ -27,7 +28,8 @@ def test_mutations_change_most_argmaxes_and_output_is_varied(name: str) -> None:
 
 @every_architecture
 def test_every_mechanism_of_attention_matters(name: str) -> None:
-    """Smaller shares than above: where all layers slide, a lost block or a shift reaches only some positions."""
+    """The shares are smaller than above: if all layers have windows, a lost block or a shift reaches only some
+    positions."""
     model = zoo.build(name)
     shares = {mutation.name: zoo.share_changed(model, mutation) for mutation in zoo.mechanisms(model)}
     assert min(shares.values()) >= 0.2, shares
@@ -41,13 +43,13 @@ def test_mechanisms_are_those_of_the_architecture() -> None:
     assert set(zoo.mechanisms(zoo.build("gpt_oss"))) == common | {Mutation.NO_WINDOW, Mutation.NO_SINKS}
 
 
-def test_small_matrices_do_not_suffice() -> None:
-    """The measure can fail: drawn with the usual deviation, GPT-2 repeats its input whatever its attention sees."""
+def test_matrices_with_the_usual_deviation_are_not_sensitive_enough() -> None:
+    """The measure can fail: with the usual deviation, GPT-2 repeats its input regardless of attention."""
     assert not zoo.sensitivity(zoo.draw("gpt2", factor=1, seed=0)).suffices()
 
 
-def test_find_factor_finds_the_table() -> None:
-    """One architecture of the first rung and one above it; all of them would take half a minute."""
+def test_find_factor_reproduces_the_table() -> None:
+    """Checks one architecture on the first rung and one above it; all of them would take half a minute."""
     assert {name: zoo.find_factor(name) for name in ("stablelm", "llama")} == {"stablelm": 4, "llama": 8}
 
 
@@ -64,7 +66,7 @@ def test_two_builds_are_equal_bit_for_bit(name: str) -> None:
     assert torch.equal(zoo.plain_logits(first, sequence), zoo.plain_logits(second, sequence))
 
 
-def test_seeds_differ() -> None:
+def test_different_seeds_give_different_models() -> None:
     sequence = zoo.sample_sequences()[0]
     assert not torch.equal(
         zoo.plain_logits(zoo.build("llama"), sequence), zoo.plain_logits(zoo.build("llama", 1), sequence)
@@ -72,7 +74,7 @@ def test_seeds_differ() -> None:
 
 
 @every_architecture
-def test_plain_greedy_follows_plain_logits_and_leaves_the_model_as_found(name: str) -> None:
+def test_plain_greedy_follows_plain_logits_and_leaves_the_model_unchanged(name: str) -> None:
     model, prompt = zoo.build(name), zoo.sample_sequences()[1]
     prompt[5] = model.generation_config.pad_token_id  # a token like any other
     with zoo.attention_implementation(model, zoo.MUTANT):
@@ -90,7 +92,7 @@ def test_longrope_changes_beyond_its_original_length() -> None:
     assert (short.argmax(-1) != long.argmax(-1)).float().mean() > 0.4
 
 
-def test_the_final_softcap_bites() -> None:
+def test_the_final_softcap_has_an_effect() -> None:
     model = zoo.build("gemma2")
     cap = model.config.final_logit_softcapping
     assert 0.75 * cap < zoo.plain_logits(model, zoo.sample_sequences()[0]).abs().max() < 0.95 * cap

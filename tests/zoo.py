@@ -33,19 +33,19 @@ WINDOW = 12
 SLIDING, FULL = "sliding_attention", "full_attention"
 ORIGINAL_MAX_POSITIONS = 64  # LongRoPE changes its factors beyond this many positions
 
-# Drawn once per model for all measurements. All lengths lie beyond ORIGINAL_MAX_POSITIONS: LongRoPE chooses its factors
-# from the largest position of the whole row, so a row that mixes both regimes isn't what the plain model computes.
+# Drawn once per model for all measurements. All lengths exceed ORIGINAL_MAX_POSITIONS: LongRoPE chooses its factors
+# from the largest position of the whole row, so a row that mixes both regimes differs from the plain model.
 SEQUENCE_LENGTHS = (70, 82, 76)
 NUM_GREEDY_TOKENS = 60
 
-FACTOR_LADDER = (4, 6, 8, 12, 16, 24, 32, 48)  # below 4 the attention of some classes suffices, but not their experts
+FACTOR_LADDER = (4, 6, 8, 12, 16, 24, 32, 48)  # below 4, some classes have sensitive attention but insensitive experts
 FAR = 32  # positions from here on have a far context: a block of 16 tokens that can be lost, and 16 more before it
 BASE_STD = 0.02  # what a factor multiplies: the usual initializer_range
 QUERY_KEY_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 
 
 def _config(model_type: str, **changes: Any) -> PreTrainedConfig:
-    """A tiny config: `changes` on top of what every class calls by the same name."""
+    """A tiny config: `changes` on top of the options that have the same name in every class."""
     common = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -60,7 +60,7 @@ def _config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def _gqa_config(model_type: str, **changes: Any) -> PreTrainedConfig:
-    """A tiny config of a class that lets two query heads share a key and value head, as most do since Llama 2."""
+    """A tiny config of a class in which two query heads share a key and value head, as in most models since Llama 2."""
     common = {"intermediate_size": 96, "num_key_value_heads": 2, "attention_dropout": 0.0}
     return _config(model_type, **(common | changes))
 
@@ -121,8 +121,8 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "stablelm": lambda: _gqa_config("stablelm", use_qkv_bias=True, qk_layernorm=True, hidden_dropout=0.0),
 }
 
-# Found by find_factor. What one factor can't do for a class, draw() does by kind of parameter (norms of queries and
-# keys, sinks), and the configs above do (Gemma's scale and caps).
+# Found by find_factor. If one factor is not enough for a class, draw() handles some kinds of parameters separately
+# (norms of queries and keys, sinks), and the configs above set the rest (Gemma's scale and caps).
 FACTORS: dict[str, float] = {
     "gpt2": 24,
     "opt": 16,
@@ -148,7 +148,7 @@ FACTORS: dict[str, float] = {
 def build(name: str, seed: int = 0) -> PreTrainedModel:
     """The sensitive model of an architecture: float32, eval mode, eager attention, the same bits for the same seed.
 
-    All callers get the same object. Whoever changes a model (prepacks it, say) takes one from `draw` or a copy.
+    All callers get the same object. Code that changes a model (by prepacking it, for example) uses `draw` or a copy.
     """
     return draw(name, FACTORS[name], seed)
 
@@ -156,12 +156,12 @@ def build(name: str, seed: int = 0) -> PreTrainedModel:
 def draw(name: str, factor: float, seed: int) -> PreTrainedModel:
     """A model of an architecture with its weights drawn from `seed`; matrices get a deviation of `factor * BASE_STD`.
 
-    Everything is drawn here, in the order of the parameters' names, rather than rescaled: so the weights don't depend
-    on how and in which order a version of transformers initialises. Embeddings keep the base deviation (scaled too, the
-    residual stream would still be mostly the input token), norms and biases are moved away from 1 and 0 so that
-    forgetting one is noticed.
+    Everything is drawn here, in the order of the parameters' names, rather than rescaled, so the weights do not depend
+    on how and in which order a version of transformers initialises them. Embeddings keep the base deviation, because
+    with scaled embeddings the residual stream would still be mostly the input token. Norms and biases are moved away
+    from 1 and 0, so that forgetting one is noticed.
     """
-    with torch.random.fork_rng(devices=[]):  # construction draws too: not from, and not into, the caller's random state
+    with torch.random.fork_rng(devices=[]):  # construction draws, too: the caller's state must not change
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
             ARCHITECTURES[name](), dtype=torch.float32, attn_implementation="eager"
@@ -175,7 +175,7 @@ def draw(name: str, factor: float, seed: int) -> PreTrainedModel:
             if key.endswith("sinks"):
                 weight.copy_(2 + noise)  # a sink competes with the sum over dozens of keys
             elif any(norm in key for norm in QUERY_KEY_NORMS):
-                weight.add_(1 + 0.1 * noise)  # such scores don't feel the factor; four times sharper, they aren't flat
+                weight.add_(1 + 0.1 * noise)  # the factor does not reach such scores: make them sharper
             elif weight.dim() == 1 or key.endswith("bias"):
                 weight.add_(0.1 * noise)
             else:
@@ -187,7 +187,7 @@ def draw(name: str, factor: float, seed: int) -> PreTrainedModel:
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Run the body with another attention implementation, and leave the model as it was found."""
+    """Run the body with another attention implementation, and restore the model afterwards."""
     found = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -198,7 +198,7 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
 
 @torch.no_grad()
 def plain_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
-    """What the plain model generates greedily after `prompt` alone: `num_tokens` new tokens."""
+    """The `num_tokens` new tokens that the plain model generates greedily after `prompt` alone."""
     input_ids = torch.tensor([prompt], device=model.device)
     with attention_implementation(model, "eager"):
         output = model.generate(
@@ -218,7 +218,7 @@ def plain_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
 
 
 class Mutation(Enum):
-    """One thing to get wrong in attention."""
+    """One way to break attention."""
 
     NONE = "nothing: the correct packed forward"
     NO_CAUSALITY = "tokens see later ones of their sequence"
@@ -232,7 +232,7 @@ class Mutation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What the mutant attention must know of the row that it runs: `sequence_ids` and `positions` are [T] int64."""
+    """What the mutant attention must know about its row: `sequence_ids` and `positions` are [T] int64."""
 
     sequence_ids: Tensor
     positions: Tensor
@@ -309,7 +309,7 @@ def packed_logits(
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """How much a model notices: changed shares of argmaxes, distinct ones of NUM_GREEDY_TOKENS tokens."""
+    """How sensitive a model is: shares of changed argmaxes, and the distinct tokens among NUM_GREEDY_TOKENS."""
 
     share_changed_without_causality: float
     share_changed_without_isolation: float
@@ -321,7 +321,7 @@ class Sensitivity:
 
 
 def mechanisms(model: PreTrainedModel) -> list[Mutation]:
-    """What else of a model's attention a test relies on, as the mutations that take it away."""
+    """Other attention mechanisms that tests rely on, as the mutations that remove them."""
     found = [Mutation.LOST_BLOCK, Mutation.SHIFTED_POSITIONS]
     if getattr(model.config, "sliding_window", None) is not None:
         found.append(Mutation.NO_WINDOW)
@@ -353,7 +353,7 @@ def share_changed(model: PreTrainedModel, mutation: Mutation) -> float:
 
 
 def sensitivity(model: PreTrainedModel) -> Sensitivity:
-    """Measure a model; what a model must reach before a test may be built on it is `Sensitivity.suffices`."""
+    """Measure a model; `Sensitivity.suffices` says whether a test may rely on it."""
     return Sensitivity(
         share_changed_without_causality=share_changed(model, Mutation.NO_CAUSALITY),
         share_changed_without_isolation=share_changed(model, Mutation.NO_ISOLATION),
@@ -370,7 +370,7 @@ def packing_noise(model: PreTrainedModel) -> float:
 
 
 def is_sensitive(model: PreTrainedModel) -> bool:
-    """Does a model clear, with some margin, all that a test may ask of it?"""
+    """Whether a model meets all requirements of a test with some margin."""
     return (
         packing_noise(model) < 1e-5
         and sensitivity(model).suffices(min_share=0.6, min_distinct=24)

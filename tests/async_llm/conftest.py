@@ -1,4 +1,4 @@
-"""The embedded model: in a process, in a thread, and behind the offline front."""
+"""The embedded model in a process, in a thread, and in the offline `LLM`."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from inflight import LLM, AsyncLLM
 
 @pytest.fixture(scope="package")
 def process_llm() -> Iterator[AsyncLLM]:
-    """The embedded model in a process of its own."""
+    """The embedded model in its own process."""
     llm = AsyncLLM(restart_delays=(0.0, 0.0), num_blocks=2000)
     yield llm
     asyncio.run(llm.stop())

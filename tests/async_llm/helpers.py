@@ -1,4 +1,4 @@
-"""What is asked of an engine here, and what tests wait for."""
+"""Requests for an engine, and conditions to wait for."""
 
 from typing import Any
 
@@ -9,18 +9,18 @@ PROMPTS: list[str | list[int]] = ["Once upon a time", "In a quiet village", "The
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, n=64, max_tokens=900, ignore_eos=True)
-"""Takes far longer than any test is held up: it is still running whenever one ends it."""
+"""A request that takes far longer than any test may stall, so it is still running when a test ends it."""
 
 
 async def last(llm: AsyncLLM, *args: Any, **options: Any) -> RequestOutput:
-    """The whole of a request's output."""
+    """The complete output of a request."""
     outputs = [output async for output in llm.generate(*args, **options)]
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     return outputs[-1]
 
 
 async def idle(llm: AsyncLLM) -> None:
-    """Return once nothing runs or waits any more, and see that nothing was kept."""
+    """Return once nothing runs or waits, and check that nothing was kept."""
     while True:
         stats = await llm.stats()
         if not stats.num_running and not stats.num_waiting:

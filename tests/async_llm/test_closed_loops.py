@@ -1,4 +1,4 @@
-"""Event loops that are closed while requests of theirs run."""
+"""Event loops that are closed while their requests run."""
 
 import asyncio
 
@@ -11,8 +11,8 @@ from tests.stepper import Stepper
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_loop_that_is_closed_takes_nobody_else_with_it(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    """Of its request, which is never read again, a step may bring several letters."""
+def test_a_closed_event_loop_does_not_affect_other_loops(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """A step may deliver several events for the request of the closed loop, which is never read again."""
     steps = Stepper(monkeypatch)
     steps.allow(1)
     loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""A request that ends early, however it does, leaves nothing behind."""
+"""A request that ends early in any way leaves nothing behind."""
 
 import asyncio
 import random
@@ -13,7 +13,7 @@ from tests.coroutines import run
 from tests.stepper import Stepper
 
 
-def test_leaving_the_loop_aborts_the_request(llm: AsyncLLM) -> None:
+def test_leaving_the_async_for_loop_aborts_the_request(llm: AsyncLLM) -> None:
     async def check() -> None:
         async for _ in llm.generate(PROMPTS[0], ENDLESS):
             break
@@ -43,7 +43,7 @@ def test_cancelling_the_task_aborts_the_request(llm: AsyncLLM) -> None:
     run(check())
 
 
-def test_an_aborted_request_hears_of_it_once(llm: AsyncLLM) -> None:
+def test_an_aborted_request_is_told_once(llm: AsyncLLM) -> None:
     async def check() -> None:
         seen = []
         async for output in llm.generate(PROMPTS[0], ENDLESS, "mine"):
@@ -57,7 +57,7 @@ def test_an_aborted_request_hears_of_it_once(llm: AsyncLLM) -> None:
     run(check())
 
 
-def test_a_request_may_be_aborted_while_the_engine_starts() -> None:
+def test_a_request_can_be_aborted_while_the_engine_starts() -> None:
     async def check() -> None:
         llm = AsyncLLM(zoo.build("gpt2"), in_process=True)
         task = asyncio.ensure_future(last(llm, [1, 2, 3], LONG, "mine"))
@@ -92,7 +92,7 @@ def test_a_thousand_streams_left_at_random_points_leave_nothing_behind(llm: Asyn
 
     async def check() -> None:
         tasks = [asyncio.ensure_future(follow(number, chance.randrange(30))) for number in range(1000)]
-        for task in chance.sample(tasks, 100):  # before they have begun
+        for task in chance.sample(tasks, 100):  # before the requests have begun
             task.cancel()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         kinds = {end if isinstance(end, str) else type(end) for end in ends}
@@ -103,7 +103,7 @@ def test_a_thousand_streams_left_at_random_points_leave_nothing_behind(llm: Asyn
     run(check())
 
 
-def test_a_request_whose_time_is_up_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_aborted_after_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     stepper = Stepper(monkeypatch, max_num_seqs=1)
 
     async def check() -> None:

@@ -1,4 +1,4 @@
-"""When the engine breaks or is stopped, those concerned hear of it, and the next call starts it anew."""
+"""If the engine fails or is stopped, the affected callers are told, and the next call restarts it."""
 
 import asyncio
 import os
@@ -24,12 +24,12 @@ def kill_engine(llm: AsyncLLM) -> None:
     os.kill(session._connection.pid, signal.SIGKILL)
 
 
-def test_when_the_engine_is_killed_every_caller_hears_and_the_next_call_starts_it_anew(process_llm: AsyncLLM) -> None:
+def test_if_the_engine_is_killed_every_caller_is_told_and_the_next_call_restarts_it(process_llm: AsyncLLM) -> None:
     llm = process_llm
 
     async def check() -> None:
         num_crashes = (await llm.stats()).num_crashes
-        params = replace(LONG, max_tokens=900)  # none can end before the engine does
+        params = replace(LONG, max_tokens=900)  # no request can end before the engine does
         num_begun, all_run = 0, asyncio.Event()
 
         async def follow(number: int) -> None:
@@ -54,7 +54,7 @@ def test_when_the_engine_is_killed_every_caller_hears_and_the_next_call_starts_i
     run(check())
 
 
-def test_an_error_in_the_forward_pass_ends_its_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_forward_pass_ends_only_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     stepper = Stepper(monkeypatch, max_num_seqs=2)
 
     async def check() -> None:
@@ -78,7 +78,7 @@ def test_an_error_in_the_forward_pass_ends_its_requests_and_no_others(monkeypatc
     run(check())
 
 
-def test_an_engine_whose_loop_breaks_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_loop_fails_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     stepper = Stepper(monkeypatch)
 
     async def check() -> None:
@@ -101,7 +101,7 @@ def test_an_engine_whose_loop_breaks_is_made_anew(monkeypatch: pytest.MonkeyPatc
     run(check())
 
 
-def test_stopping_ends_what_is_unfinished_and_the_next_call_starts_anew(llm: AsyncLLM) -> None:
+def test_stopping_ends_unfinished_requests_and_the_next_call_restarts_the_engine(llm: AsyncLLM) -> None:
     async def check() -> None:
         stream = llm.generate(PROMPTS[0], ENDLESS)
         await anext(stream)
@@ -114,7 +114,7 @@ def test_stopping_ends_what_is_unfinished_and_the_next_call_starts_anew(llm: Asy
     run(check())
 
 
-def test_an_engine_that_nobody_holds_any_more_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_references_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> Any:
         llm = AsyncLLM(zoo.build("gpt2"), in_process=True)
         await last(llm, [1, 2, 3], GREEDY)

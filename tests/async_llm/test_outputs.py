@@ -1,4 +1,4 @@
-"""What comes: the outputs of the offline front, as they grow, and what is counted of them."""
+"""Outputs equal those of the offline `LLM`, grow over time, and are counted."""
 
 import asyncio
 from itertools import pairwise
@@ -22,7 +22,7 @@ from tests.coroutines import run
         None,
     ],
 )
-def test_outputs_are_those_of_the_offline_front(llm: AsyncLLM, offline: LLM, params: SamplingParams | None) -> None:
+def test_outputs_match_the_offline_llm(llm: AsyncLLM, offline: LLM, params: SamplingParams | None) -> None:
     if params is None:
         run(llm.start())
         assert llm.get_default_sampling_params() == offline.get_default_sampling_params()
@@ -37,10 +37,10 @@ def test_outputs_are_those_of_the_offline_front(llm: AsyncLLM, offline: LLM, par
         assert (output.prompt, output.prompt_token_ids) == (expected.prompt, expected.prompt_token_ids)
         metrics = output.metrics
         assert metrics.arrival_time < metrics.first_scheduled_time < metrics.first_token_time
-        assert metrics.first_token_time <= metrics.finished_time  # a reader that comes late gets all at once
+        assert metrics.first_token_time <= metrics.finished_time  # a late reader gets everything at once
 
 
-def test_an_output_grows_and_what_was_given_out_stays_as_it_was(llm: AsyncLLM) -> None:
+def test_an_output_grows_and_earlier_outputs_do_not_change(llm: AsyncLLM) -> None:
     async def check() -> None:
         seen = [output async for output in llm.generate(PROMPTS[0], GREEDY, "mine")]
         assert {output.request_id for output in seen} == {"mine"}
@@ -61,7 +61,7 @@ def test_an_output_grows_and_what_was_given_out_stays_as_it_was(llm: AsyncLLM) -
     run(check())
 
 
-def test_a_chat_goes_through_the_template(llm: AsyncLLM, offline: LLM) -> None:
+def test_a_chat_uses_the_chat_template(llm: AsyncLLM, offline: LLM) -> None:
     messages = [{"role": "user", "content": "Tell me a story"}]
 
     async def check() -> None:

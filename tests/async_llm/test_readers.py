@@ -1,4 +1,4 @@
-"""Whoever reads, however slowly and from wherever, gets the whole and holds up nobody."""
+"""Every reader, slow or in any event loop, gets everything and delays no other reader."""
 
 import asyncio
 import subprocess
@@ -12,7 +12,7 @@ from tests.async_llm.helpers import GREEDY, LONG, PROMPTS, last
 from tests.coroutines import run
 
 
-def test_a_slow_reader_gets_more_at_once_and_holds_up_nobody(llm: AsyncLLM) -> None:
+def test_a_slow_reader_gets_more_at_once_and_delays_no_other_reader(llm: AsyncLLM) -> None:
     async def check() -> None:
         slow = llm.generate(PROMPTS[0], LONG)
         first = await anext(slow)
@@ -20,7 +20,7 @@ def test_a_slow_reader_gets_more_at_once_and_holds_up_nobody(llm: AsyncLLM) -> N
         while (await llm.stats()).num_running:
             pass
         rest = [output async for output in slow]
-        assert len(rest) == (not first.finished)  # it was there at once, if this test was held up
+        assert len(rest) == (not first.finished)  # everything was there at once, if this test stalled
         assert [first, *rest][-1].outputs == fast.outputs
 
     run(check())
@@ -58,7 +58,7 @@ print([asyncio.run(answer()) for _ in range(2)])
 """
 
 
-def test_it_works_from_a_plain_script(tmp_path: Path, offline: LLM) -> None:
+def test_the_async_llm_works_in_a_plain_script(tmp_path: Path, offline: LLM) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     (expected,) = offline.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)

@@ -1,4 +1,4 @@
-"""What cannot be done is refused in a sentence, and keeps nothing."""
+"""Impossible requests are refused with one sentence and leave nothing behind."""
 
 import re
 from typing import Any
@@ -24,7 +24,7 @@ from tests.text.tokenizers_for_tests import byte_level
         ([1], {"cache_salt": 3}, "cache_salt is 3"),
     ],
 )
-def test_a_bad_request_is_refused_in_a_sentence(
+def test_a_bad_request_is_refused_with_one_sentence(
     process_llm: AsyncLLM, prompt: Any, options: dict[str, Any], sentence: str
 ) -> None:
     async def check() -> None:
@@ -35,7 +35,7 @@ def test_a_bad_request_is_refused_in_a_sentence(
     run(check())
 
 
-def test_what_only_the_engine_can_refuse_is_raised_here() -> None:
+def test_refusals_by_the_engine_are_raised_in_the_caller() -> None:
     async def check() -> None:
         async with AsyncLLM(zoo.build("gpt2"), in_process=True) as llm:
             with pytest.raises(InvalidRequestError, match="no tokenizer to find text with"):
@@ -45,7 +45,7 @@ def test_what_only_the_engine_can_refuse_is_raised_here() -> None:
     run(check())
 
 
-def test_a_request_id_in_use_is_refused(llm: AsyncLLM) -> None:
+def test_a_request_id_that_is_in_use_is_refused(llm: AsyncLLM) -> None:
     async def check() -> None:
         async for _ in llm.generate(PROMPTS[0], ENDLESS, "mine"):
             with pytest.raises(InvalidRequestError, match="'mine' is in use"):
@@ -57,7 +57,7 @@ def test_a_request_id_in_use_is_refused(llm: AsyncLLM) -> None:
     run(check())
 
 
-def test_what_cannot_be_told_to_another_process_is_refused() -> None:
+def test_arguments_that_cannot_be_sent_to_a_process_are_refused() -> None:
     with pytest.raises(ModelError, match=r"the model is a loaded GPT2LMHeadModel, .* or in_process=True"):
         AsyncLLM(zoo.build("gpt2"))
     with pytest.raises(ModelError, match=r"the tokenizer is a loaded .*, .* or in_process=True"):
@@ -74,7 +74,7 @@ def test_what_cannot_be_told_to_another_process_is_refused() -> None:
 def test_a_model_that_cannot_be_loaded_is_refused_each_time(in_process: bool) -> None:
     async def check() -> None:
         llm = AsyncLLM(in_process=in_process, max_model_len=10**6)
-        for _ in range(2 if in_process else 1):  # what is done again is the same for both, and takes a process seconds
+        for _ in range(2 if in_process else 1):  # both do the same again, and a process takes seconds for it
             with pytest.raises(ModelError, match="max_model_len is 1000000; this model accepts at most"):
                 await last(llm, PROMPTS[0])
 

@@ -1,4 +1,4 @@
-"""A runner without an engine: what its requests get is told by the model's name."""
+"""A runner without an engine: the model's name determines its answers."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ class FakeModel:
         self.options: dict[str, Any] = {"slots": settings.num_slots}
 
     def generate(self, requests: Sequence[Request]) -> list[Times]:
-        print("a library that talks")  # it must not be taken for an answer
+        print("a library that talks")  # this must not be mistaken for an answer
         if self._behaviour == "dies":
             sys.exit("out of luck")
         start = time.perf_counter()

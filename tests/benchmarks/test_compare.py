@@ -1,4 +1,4 @@
-"""Rounds are interleaved, who fails is left out, and the report has every figure."""
+"""Rounds are interleaved, failed peers are left out, and the report has every figure."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ def cell() -> CellResult:
     return CellResult("W1", "a few", 14, 20, 8, runs, {"openvino": "it is not installed"})
 
 
-def test_figures() -> None:
+def test_figures_are_computed_from_the_rounds() -> None:
     ours, theirs = cell().runs
     assert ours.tokens_per_second.median == 20
     assert (ours.tokens_per_second.lowest, ours.tokens_per_second.highest) == (10, 20)
@@ -43,7 +43,7 @@ def test_figures() -> None:
     assert percentile([1.0], 0.95) == 1.0
 
 
-def test_report(tmp_path: Path) -> None:
+def test_the_report_has_every_figure(tmp_path: Path) -> None:
     setting = {"rounds": "3", "threads": "2"}
     comparison = Comparison("gpt2", "float32", None, setting, {"processor": "a fast one"}, [cell()])
     written = report.write_report(comparison, tmp_path)
@@ -62,7 +62,7 @@ def test_report(tmp_path: Path) -> None:
     assert "…" not in shown
 
 
-def test_a_cell_with_a_peer_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_fails_is_left_out_of_its_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "LOGS", tmp_path)
     fake = [
         compare.Contestant(catalogue.Peer(name, name, "tests.benchmarks.fake_peer"), Path(model))
@@ -78,7 +78,7 @@ def test_a_cell_with_a_peer_that_fails(tmp_path: Path, monkeypatch: pytest.Monke
     assert said == ["inflight", "transformers,", "transformers,", "inflight", "inflight", "transformers,"]
 
 
-def test_who_enters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_which_peers_take_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(catalogue, "ENVIRONMENTS", tmp_path)
     (tmp_path / "config.json").write_text("{}")
     plan = compare.Plan(str(tmp_path), "bfloat16", "int8", rounds=1, threads=1, max_batch_tokens=512, compile=None)

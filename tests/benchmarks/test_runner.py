@@ -1,4 +1,4 @@
-"""A runner is asked and answers, and whatever goes wrong with it is told in words."""
+"""A runner answers requests, and every failure is reported in words."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ def settings(model: str = "fine") -> Settings:
     return Settings(model, "float32", None, num_slots=8, num_threads=1, max_model_len=128)
 
 
-def test_a_round(tmp_path: Path) -> None:
+def test_a_runner_completes_a_round(tmp_path: Path) -> None:
     requests = WORKLOADS["W1"].requests(0)
     with Runner(COMMAND, settings(), tmp_path / "logs" / "fake.log") as runner:
         assert runner.loaded.options == {"slots": 8}
@@ -39,11 +39,11 @@ def state_of(process: int) -> str:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_it_is_stopped_between_turns_and_gone_at_the_end(tmp_path: Path) -> None:
+def test_a_runner_is_suspended_between_turns_and_gone_at_the_end(tmp_path: Path) -> None:
     with Runner(COMMAND, settings(), tmp_path / "log") as runner:
         (process,) = set(family(os.getpid())) & {runner._process.pid}
         runner.run([Request([1], 1)])
-        while state_of(process) != "T":  # a signal takes its time
+        while state_of(process) != "T":  # a signal takes some time
             pass
     assert not Path(f"/proc/{process}").exists()
     runner.close()
@@ -56,7 +56,7 @@ def test_it_is_stopped_between_turns_and_gone_at_the_end(tmp_path: Path) -> None
         ("dies", r"ended with status 1: out of luck"),
     ],
 )
-def test_a_run_that_fails(model: str, message: str, tmp_path: Path) -> None:
+def test_a_failed_run_is_reported(model: str, message: str, tmp_path: Path) -> None:
     with (
         Runner(COMMAND, settings(model), tmp_path / "log") as runner,
         pytest.raises(RunnerError, match=message),
@@ -64,11 +64,11 @@ def test_a_run_that_fails(model: str, message: str, tmp_path: Path) -> None:
         runner.run(WORKLOADS["W1"].requests(0))
 
 
-def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RunnerError, match="there is no such model"):
         Runner(COMMAND, settings("missing"), tmp_path / "log")
 
 
-def test_a_runner_that_cannot_start(tmp_path: Path) -> None:
+def test_a_runner_that_cannot_start_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RunnerError, match="No module named"):
         Runner([sys.executable, "-m", "benchmarks.peers.nobody"], settings(), tmp_path / "log")

@@ -1,4 +1,4 @@
-"""The workloads are those that all published figures are about."""
+"""The workloads are those of the published figures."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from benchmarks.workloads import WORKLOADS, num_ideal_steps, num_static_steps
         ("W3", 16, 16896, 1024, 64, 64),
     ],
 )
-def test_sizes(
+def test_workloads_have_the_published_sizes(
     name: str, num_slots: int, num_prompt_tokens: int, num_output_tokens: int, ideal_steps: int, static_steps: int
 ) -> None:
     workload = WORKLOADS[name]
@@ -26,7 +26,7 @@ def test_sizes(
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_requests_have_the_lengths_and_other_tokens_in_every_round(name: str) -> None:
+def test_requests_have_the_same_lengths_and_new_tokens_in_every_round(name: str) -> None:
     workload = WORKLOADS[name]
     requests = workload.requests(0)
     assert [(len(request.prompt), request.num_output_tokens) for request in requests] == workload.lengths
@@ -37,7 +37,7 @@ def test_requests_have_the_lengths_and_other_tokens_in_every_round(name: str) ->
     assert all(mine.prompt[:7] != theirs.prompt[:7] for mine, theirs in zip(requests, others, strict=True))
 
 
-def test_w3_has_a_common_prefix_and_nothing_else_in_common() -> None:
+def test_requests_of_w3_share_only_the_common_prefix() -> None:
     prompts = [request.prompt for request in WORKLOADS["W3"].requests(0)]
     assert len({tuple(prompt[:512]) for prompt in prompts}) == 1
     assert len({tuple(prompt[512:]) for prompt in prompts}) == 32

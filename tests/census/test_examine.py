@@ -1,4 +1,5 @@
-"""One class at a time: tiny configurations, sensitive models, and findings that tell right from wrong."""
+"""Examining one class at a time: tiny configurations, sensitive models, and findings that distinguish right from
+wrong."""
 
 from typing import Any
 
@@ -13,7 +14,8 @@ from inflight.execution.executors import PackedExecutor
 from inflight.llm import LLM
 
 FAMILIES = ("gpt2", "bloom", "mamba", "deepseek_v3", "bert", "gemma3", "mllama", "qwen3_next")
-"""Old attention, recurrent, latent, bidirectional by default, parts of something larger, layers of several kinds."""
+"""Classes with old attention, recurrent or latent states, bidirectional defaults, larger parents, or several kinds of
+layers."""
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -24,26 +26,26 @@ def test_a_tiny_model_is_built_and_sensitive(model_type: str) -> None:
     assert sensitivity.suffices, sensitivity
 
 
-def test_layers_of_all_kinds_are_kept_in_a_few() -> None:
+def test_a_tiny_model_keeps_layers_of_all_kinds() -> None:
     assert tiny_config("qwen3_next").layer_types == ["linear_attention", "full_attention"] * 2
     assert len(tiny_config("gemma3").get_text_config().layer_types) == NUM_LAYERS
 
 
-def test_what_is_not_tiny_is_not_built() -> None:
+def test_a_model_that_is_not_tiny_is_not_built() -> None:
     config = tiny_config("llama")
     config.vocab_size = 10_000_000
     with pytest.raises(ValueError, match=r"not tiny: 1,280,\d+,\d+ parameters"):
         build(model_class("llama"), config)
 
 
-def test_models_are_the_same_every_time() -> None:
+def test_models_are_reproducible() -> None:
     first, second = (sensitive_model(model_class("gpt2"), tiny_config("gpt2")) for _ in range(2))
     assert first[1] == second[1]
     assert all(torch.equal(a, b) for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True))
 
 
-def test_a_model_as_it_is_initialised_would_not_do() -> None:
-    """What the rescaling is for: the measure itself tells such a model from a sensitive one."""
+def test_a_model_with_default_initialisation_is_not_sensitive() -> None:
+    """This is why models are rescaled: the measure distinguishes such a model from a sensitive one."""
     model = build(model_class("gpt2"), tiny_config("gpt2"))
     assert not measure(model, 1.0).suffices
 
@@ -58,8 +60,8 @@ def test_gpt2_is_exact_and_packed_through_chunks_and_preemptions() -> None:
     assert finding.share_changed > 0.4
 
 
-def test_a_model_that_is_run_wrong_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong only once it is loaded and proved, and only where several sequences decode together."""
+def test_a_model_that_runs_incorrectly_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is wrong only after it was loaded and proved, and only if several sequences decode together."""
     real_forward = PackedExecutor.forward
 
     class WrongLater(LLM):
@@ -78,8 +80,9 @@ def test_a_model_that_is_run_wrong_is_not_exact(monkeypatch: pytest.MonkeyPatch)
     assert "from output token" in finding.reason
 
 
-def test_an_attention_that_is_wrong_is_found_by_the_judge() -> None:
-    """As if blocks were lost: the plain model does not take the tokens of one that sees other tokens far back."""
+def test_wrong_attention_is_found_by_the_judge() -> None:
+    """The attention behaves as if blocks were lost, so the plain model rejects tokens that depend on a wrong far
+    context."""
     model, _ = sensitive_model(model_class("llama"), tiny_config("llama"))
     request = requests_for(model)[1]
     lost = [*request.prompt[:8], *reversed(request.prompt[8:24]), *request.prompt[24:]]
@@ -91,14 +94,14 @@ def test_an_attention_that_is_wrong_is_found_by_the_judge() -> None:
     assert len(places) > 3
 
 
-def test_what_is_no_causal_language_model_is_said_to_be_none() -> None:
+def test_a_class_that_is_not_a_causal_language_model_is_reported_as_such() -> None:
     finding, _ = examine("cpmant")
     assert (finding.outcome, finding.executor) == ("not causal", None)
     assert finding.reason == "what follows a token changes its logits"
     assert examine("gemma4_assistant")[0].outcome == "not causal"
 
 
-def test_what_cannot_be_built_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_cannot_be_built_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(model_type: str) -> None:
         raise TypeError(f"{model_type} wants more\nthan that")
 
@@ -107,7 +110,7 @@ def test_what_cannot_be_built_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) 
     assert (finding.outcome, finding.reason, model) == ("not built", "TypeError: gpt2 wants more than that", None)
 
 
-def test_a_model_that_the_engine_does_not_take_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_the_engine_refuses_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: Any, **__: Any) -> None:
         raise ValueError("it is too odd")
 
@@ -116,7 +119,7 @@ def test_a_model_that_the_engine_does_not_take_is_refused_with_its_reason(monkey
     assert (finding.outcome, finding.reason, finding.executor) == ("refused", "it is too odd", None)
 
 
-def test_requests_are_of_all_lengths() -> None:
+def test_requests_have_all_lengths() -> None:
     model = build(model_class("gpt2"), tiny_config("gpt2"))
     requests = requests_for(model)
     assert requests == requests_for(model)

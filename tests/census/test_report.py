@@ -1,4 +1,4 @@
-"""Findings as documents, processes of their own, and the command."""
+"""Findings as documents, the process for each class, and the command."""
 
 import json
 import select
@@ -29,7 +29,7 @@ CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "gpt-sw3": "G
 
 
 def runs_instead(monkeypatch: pytest.MonkeyPatch, code: str, speaks_first: bool = False) -> None:
-    """This code is the process of each class; nobody waits for its answer before it has said something, if it does."""
+    """Run this code as the process of each class; with `speaks_first`, wait until it has printed something."""
     popen = subprocess.Popen
 
     def start(_: object, **options: Any) -> "subprocess.Popen[str]":
@@ -49,7 +49,7 @@ def test_the_summary_counts_what_could_have_been_exact() -> None:
     assert summary(FINDINGS[:1]) == "1 of 1 decoder-only causal language models are exact (1 packed)."
 
 
-def test_the_document_is_the_same_in_whichever_order_findings_come() -> None:
+def test_the_document_does_not_depend_on_the_order_of_findings() -> None:
     document = to_markdown(FINDINGS, VERSIONS)
     assert document == to_markdown(FINDINGS[::-1], VERSIONS)
     assert to_json(FINDINGS, VERSIONS) == to_json(FINDINGS[::-1], VERSIONS)
@@ -61,7 +61,7 @@ def test_the_document_is_the_same_in_whichever_order_findings_come() -> None:
     assert document.index("## Exact") < document.index("## Not exact") < document.index("## Not built")
 
 
-def test_json_has_all_of_it() -> None:
+def test_json_has_every_finding() -> None:
     read = json.loads(to_json(FINDINGS, VERSIONS))
     assert read["versions"] == VERSIONS
     assert {each["model_type"]: each["outcome"] for each in read["findings"]}["bloom"] == "wrong"
@@ -92,13 +92,13 @@ def test_classes_are_named_by_type_or_by_class() -> None:
         ("import os; os.abort()", "the process ended with exit code -6: it said nothing"),
     ],
 )
-def test_a_hang_and_a_crash_are_a_finding_each(monkeypatch: pytest.MonkeyPatch, code: str, reason: str) -> None:
+def test_a_hang_and_a_crash_each_give_a_finding(monkeypatch: pytest.MonkeyPatch, code: str, reason: str) -> None:
     runs_instead(monkeypatch, code)
     (finding,) = run_census({"gpt2": "GPT2LMHeadModel"}, timeout=1 if "sleep" in code else 60)
     assert (finding.model_type, finding.outcome, finding.reason) == ("gpt2", "failed", reason)
 
 
-def test_what_the_peer_never_answers_does_not_lose_the_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finding_is_kept_if_the_peer_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     code = f"import time; print({FINDINGS[0].to_json()!r}, flush=True); time.sleep(60)"
     runs_instead(monkeypatch, code, speaks_first=True)
     (finding,) = run_census({"gpt2": "GPT2LMHeadModel"}, timeout=1, peer=True)

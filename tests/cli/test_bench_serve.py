@@ -1,4 +1,4 @@
-"""`inflight bench serve` as a user runs it, against a server on a real socket; once in a process of its own."""
+"""`inflight bench serve` as a user runs it, against a server on a real socket, and once in its own process."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def server() -> Iterator[FakeServer]:
         yield server
 
 
-def test_a_report_for_people_and_a_picture(server: FakeServer, tmp_path: Path) -> None:
+def test_a_readable_report_and_a_picture(server: FakeServer, tmp_path: Path) -> None:
     picture = tmp_path / "run.png"
     command = [
         sys.executable, "-m", "inflight", "bench", "serve", "--base-url", server.url, "--num-requests", "20",
@@ -79,7 +79,7 @@ def test_a_report_as_json_with_every_request(bench: Bench, server: FakeServer) -
     assert {(body["top_k"], body["temperature"]) for body in server.bodies} == {(5, 0.5)}
 
 
-def test_prompts_of_a_file_and_of_a_trace(bench: Bench, server: FakeServer, tmp_path: Path) -> None:
+def test_prompts_from_a_file_and_from_a_trace(bench: Bench, server: FakeServer, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"one"\n{"prompt": "two", "output_tokens": 3}\n')
     done = bench("--prompt-file", prompts, "--endpoint", "chat", "--num-requests", 3, "--request-rate", 1e4)
@@ -97,7 +97,7 @@ def test_prompts_of_a_file_and_of_a_trace(bench: Bench, server: FakeServer, tmp_
     assert (len(second["prompt"].split()), second["max_tokens"]) == (5, 2)
 
 
-def test_failures_are_told_by_reason_and_a_run_without_any_answer_fails(bench: Bench, server: FakeServer) -> None:
+def test_failures_are_reported_by_reason_and_a_run_without_answers_fails(bench: Bench, server: FakeServer) -> None:
     async def behave(exchange: Exchange) -> web.Response | None:
         if len(server.exchanges) % 2 == 0:
             return refuse(429, "[later] please")
@@ -124,7 +124,7 @@ def test_failures_are_told_by_reason_and_a_run_without_any_answer_fails(bench: B
     assert (report["num_completed"], report["failures"], report["ttft"]) == (0, {"HTTP 429: later": 10}, None)
 
 
-def test_the_key_may_be_in_the_environment(bench: Bench, server: FakeServer) -> None:
+def test_the_key_can_come_from_the_environment(bench: Bench, server: FakeServer) -> None:
     async def behave(exchange: Exchange) -> web.Response | None:
         if exchange.headers.get("Authorization") != "Bearer from outside":
             return refuse(401, "wrong key")
@@ -154,7 +154,7 @@ def test_the_key_may_be_in_the_environment(bench: Bench, server: FakeServer) -> 
         (["--request-rate", "nan"], "the request rate is nan; it must be above 0"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(
+def test_a_bad_argument_is_reported_in_one_sentence(
     refused: Command, server: FakeServer, arguments: list[str], complaint: str
 ) -> None:
     done = refused("bench", "serve", "--base-url", server.url, *arguments)
@@ -162,7 +162,7 @@ def test_what_is_wrong_is_said_in_a_sentence(
     assert done.stdout == ""
 
 
-def test_a_server_that_is_not_there_is_said_so(command: Command) -> None:
+def test_a_missing_server_is_reported(command: Command) -> None:
     with port_of_nobody() as port:
         done = command("bench", "serve", "--base-url", f"http://127.0.0.1:{port}")
     assert (done.returncode, done.stdout) == (1, "")

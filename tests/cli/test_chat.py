@@ -1,4 +1,4 @@
-"""`inflight chat` as a user runs it: with pipes and in a terminal, with a server and with an engine of its own."""
+"""`inflight chat` as a user runs it: with pipes and in a terminal, with a server and with its own engine."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ Chat: TypeAlias = Callable[..., Done]
 
 @pytest.fixture
 def chat(command: Command) -> Chat:
-    """Messages piped in, in the tests' own process."""
+    """Runs a chat with piped messages in the tests' own process."""
 
     def run(*arguments: object, lines: list[str]) -> Done:
         return command("chat", *arguments, stdin="".join(f"{line}\n" for line in lines))
@@ -37,7 +37,7 @@ def chat(command: Command) -> Chat:
 
 
 async def repeat(exchange: Exchange) -> None:
-    """Say the last message again, in pieces."""
+    """Repeat the last message in pieces."""
     said = exchange.body["messages"][-1]["content"]
     pieces = [chat_chunk(content=letter) for letter in said]
     await exchange.send(chat_chunk(role="assistant", content=""), *pieces, chat_chunk("stop"), "[DONE]")
@@ -52,7 +52,7 @@ def server() -> Iterator[FakeServer]:
 # ------------------------------------------------------------------------------------------------------ with a server
 
 
-def test_what_was_said_is_remembered_until_it_is_reset(server: FakeServer) -> None:
+def test_the_conversation_is_remembered_until_a_reset(server: FakeServer) -> None:
     lines = [
         "hello",
         "",
@@ -85,7 +85,7 @@ def test_what_was_said_is_remembered_until_it_is_reset(server: FakeServer) -> No
     assert {body["model"] for body in server.bodies} == {"fake-1"}
 
 
-def test_parameters_are_given_set_shown_and_taken_back(chat: Chat, server: FakeServer) -> None:
+def test_parameters_can_be_given_set_shown_and_unset(chat: Chat, server: FakeServer) -> None:
     lines = ["a", "/params temperature=0.25", '/params stop = ["x y"]', "b", "/params", "/params temperature=", "c"]
     done = chat("its-name", "--url", server.url, "--temperature", 1, "--max-tokens", 9, lines=lines)
     assert done.stderr.splitlines() == ["max_tokens=9", "temperature=0.25", 'stop=["x y"]']
@@ -97,7 +97,7 @@ def test_parameters_are_given_set_shown_and_taken_back(chat: Chat, server: FakeS
     ]
 
 
-def test_a_failure_ends_a_script_with_its_reason_and_what_there_was(chat: Chat, server: FakeServer) -> None:
+def test_a_failure_ends_a_script_with_the_reason_and_the_partial_answer(chat: Chat, server: FakeServer) -> None:
     async def behave(exchange: Exchange) -> web.Response | None:
         if len(server.exchanges) == 2:
             await exchange.send(chat_chunk(content="half"), {"error": {"message": "the engine died"}})
@@ -122,19 +122,21 @@ def test_a_failure_ends_a_script_with_its_reason_and_what_there_was(chat: Chat, 
         (["/help", "/quit"], 0, "/system TEXT"),
     ],
 )
-def test_commands_that_are_none(chat: Chat, server: FakeServer, lines: list[str], code: int, complaint: str) -> None:
+def test_unknown_commands_are_reported(
+    chat: Chat, server: FakeServer, lines: list[str], code: int, complaint: str
+) -> None:
     done = chat("--url", server.url, lines=lines)
     assert (done.returncode, done.stdout) == (code, "")
     assert complaint in done.stderr
 
 
-def test_options_of_an_engine_are_not_for_a_server(chat: Chat, server: FakeServer) -> None:
+def test_engine_options_are_refused_with_a_server(chat: Chat, server: FakeServer) -> None:
     done = chat("--url", server.url, "--max-model-len", 5, lines=[])
     assert done.returncode == 2
     assert "--max-model-len is for an engine in this process" in done.stderr
 
 
-def test_a_server_that_is_not_there_is_said_so(chat: Chat) -> None:
+def test_a_missing_server_is_reported(chat: Chat) -> None:
     with port_of_nobody() as port:
         done = chat("--url", f"http://127.0.0.1:{port}", lines=["a"])
     assert (done.returncode, done.stdout) == (1, "")
@@ -145,7 +147,7 @@ def test_a_server_that_is_not_there_is_said_so(chat: Chat) -> None:
 
 
 class Terminal:
-    """A chat in a terminal: what is typed, and what is seen."""
+    """A chat in a terminal: typed input and visible output."""
 
     def __init__(self, *arguments: str) -> None:
         self._ours, theirs = pty.openpty()
@@ -163,7 +165,7 @@ class Terminal:
 
     @staticmethod
     def _take(terminal: int) -> None:
-        """In the process to be: let this be its controlling terminal."""
+        """Runs in the child process: make this its controlling terminal."""
         heed_interrupts()
         os.close(os.open(os.ttyname(terminal), os.O_RDWR))
 
@@ -171,17 +173,17 @@ class Terminal:
         os.write(self._ours, text.encode())
 
     def until(self, text: str) -> None:
-        """Read until this is seen."""
+        """Read until this text appears."""
         self.either(text)
 
     def either(self, *texts: str) -> str:
-        """Read until one of these is seen; returns which."""
+        """Read until one of these texts appears, and return it."""
         found = self._first(texts, 300)
         assert found is not None, f"none of {texts} comes; seen: {self._seen!r}"
         return found
 
     def interrupt_prompt(self) -> None:
-        """Ctrl-C until there is a new prompt: Python's `input` misses one that comes just before it waits."""
+        """Press Ctrl-C until there is a new prompt: Python's `input` misses one that arrives just before it waits."""
         for _ in range(20):
             self.type("\x03")
             if self._first(["> "], 3) is not None:
@@ -189,7 +191,7 @@ class Terminal:
         raise AssertionError(f"no new prompt comes; seen: {self._seen!r}")
 
     def _first(self, texts: Sequence[str], seconds: float) -> str | None:
-        """Read until one of these is seen, or nothing more for so long."""
+        """Read until one of these texts appears, or until no output arrives for this time."""
         while not (places := {self._seen.index(text): text for text in texts if text in self._seen}):
             ready, _, _ = select.select([self._ours], [], [], seconds)
             if not ready:
@@ -241,7 +243,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat_and_ctrl_d_ends_it(server: Fake
     terminal.until("> ")
     terminal.type("half a li")
     terminal.until("half a li")  # the echo
-    terminal.interrupt_prompt()  # what was typed is taken back
+    terminal.interrupt_prompt()  # the typed text is discarded
     terminal.type("well\n")
     terminal.until("well\r\n")  # the echo
     terminal.until("well\r\n")  # the answer
@@ -280,7 +282,7 @@ def test_ctrl_c_ends_a_script(server: FakeServer) -> None:
 # ------------------------------------------------------------------------------------------------------ with an engine
 
 
-def test_an_engine_of_its_own_answers_as_the_library_does(chat: Chat) -> None:
+def test_the_chat_with_its_own_engine_answers_like_the_library(chat: Chat) -> None:
     said = ["Tell me a story about a fox.", "Tell me another one.", "Once more."]
     lines = [*said[:2], "/params max_tokens=3", said[2], "/params top_pp=1"]
     done = chat("--temperature", 0, "--max-tokens", 30, lines=lines)
@@ -296,7 +298,7 @@ def test_an_engine_of_its_own_answers_as_the_library_does(chat: Chat) -> None:
     assert "SamplingParams has no option 'top_pp'; did you mean 'top_p'?" in done.stderr
 
 
-def test_ctrl_c_stops_an_engine_of_its_own_too() -> None:
+def test_ctrl_c_stops_an_answer_of_its_own_engine() -> None:
     for _ in range(5):
         terminal = Terminal("--temperature", "0", "--ignore-eos", "--max-tokens", "900")
         terminal.until("> ")
@@ -306,7 +308,7 @@ def test_ctrl_c_stops_an_engine_of_its_own_too() -> None:
         terminal.type("\x03")
         if terminal.either("(stopped)", "(cut: max_tokens") == "(stopped)":
             break
-        terminal.kill()  # it had come to its last word before it was interrupted
+        terminal.kill()  # the answer had reached its last word before the interrupt
     else:
         raise AssertionError("no answer is stopped")
     terminal.type("/params max_tokens=4\n")

@@ -1,4 +1,4 @@
-"""The command as a user runs it: a process of its own, with pipes, where that makes a difference."""
+"""The command as a user runs it, in its own process with pipes if that makes a difference."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def test_one_prompt_is_streamed_as_text() -> None:
     assert "{" not in done.stdout
 
 
-def test_many_prompts_give_json_lines_in_their_order_and_progress_beside(command: Command) -> None:
+def test_many_prompts_give_json_lines_in_order_and_progress_on_standard_error(command: Command) -> None:
     done = command("generate", "Once upon a time", "One morning", "Long ago", "--max-tokens", 9, "--seed", 1)
     assert done.returncode == 0
     lines = lines_of(done.stdout)
@@ -69,7 +69,7 @@ def test_many_prompts_give_json_lines_in_their_order_and_progress_beside(command
     assert command("generate", "a", "b", "--max-tokens", 2, "--quiet").stderr == ""
 
 
-def test_prompts_come_from_standard_input_and_files(command: Command, tmp_path: Path) -> None:
+def test_prompts_are_read_from_standard_input_and_files(command: Command, tmp_path: Path) -> None:
     piped = inflight("generate", "--max-tokens", 5, "--temperature", 0, stdin="Once upon a time\n\nOne morning\n")
     assert [line["prompt"] for line in lines_of(piped.stdout)] == ["Once upon a time", "One morning"]
     assert "tokens/s" in piped.stderr
@@ -80,7 +80,7 @@ def test_prompts_come_from_standard_input_and_files(command: Command, tmp_path: 
     assert lines_of(out.read_text()) == lines_of(piped.stdout)
 
 
-def test_lines_of_json_have_parameters_of_their_own(command: Command, folder: Path, tmp_path: Path) -> None:
+def test_each_json_line_has_its_own_parameters(command: Command, folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     requests = [
         {"prompt_token_ids": [1, 2, 3], "max_tokens": 4, "custom_id": "first"},
@@ -100,7 +100,7 @@ def test_lines_of_json_have_parameters_of_their_own(command: Command, folder: Pa
     assert lines[0]["token_ids"] == zoo.plain_greedy(zoo.build("llama"), [1, 2, 3], 4)
 
 
-def test_chats_go_through_the_template(command: Command) -> None:
+def test_chats_use_the_chat_template(command: Command) -> None:
     done = command("generate", "--chat", "Tell me a story.", "--max-tokens", 12)
     assert done.returncode == 0
     assert done.stdout.strip()
@@ -123,7 +123,7 @@ def test_chats_go_through_the_template(command: Command) -> None:
         (["--file", "/nowhere/at/all.txt"], "", "the prompt file '/nowhere/at/all.txt' cannot be read"),
     ],
 )
-def test_what_the_caller_got_wrong_is_one_sentence_and_exit_code_2(
+def test_a_mistake_of_the_caller_is_one_sentence_and_exit_code_2(
     refused: Command, arguments: list[str], stdin: str, sentence: str
 ) -> None:
     done = refused("generate", *arguments, stdin=stdin)
@@ -131,7 +131,7 @@ def test_what_the_caller_got_wrong_is_one_sentence_and_exit_code_2(
     assert done.stdout == ""
 
 
-def test_a_model_that_fails_preparation_is_exit_code_2(refused: Command, tmp_path: Path) -> None:
+def test_a_model_that_fails_preparation_gives_exit_code_2(refused: Command, tmp_path: Path) -> None:
     AutoConfig.for_model("bloom", vocab_size=64, hidden_size=32, n_layer=2, n_head=2).save_pretrained(tmp_path)
     done = refused("generate", "x", "-m", tmp_path, "--load-format", "dummy", "--executor", "packed")
     assert done.stdout == ""
@@ -140,7 +140,7 @@ def test_a_model_that_fails_preparation_is_exit_code_2(refused: Command, tmp_pat
     )
 
 
-def test_corrupt_weights_are_exit_code_2(folder: Path, tmp_path: Path) -> None:
+def test_corrupt_weights_give_exit_code_2(folder: Path, tmp_path: Path) -> None:
     weights = (folder / "model.safetensors").read_bytes()
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
@@ -150,7 +150,7 @@ def test_corrupt_weights_are_exit_code_2(folder: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_interrupt_writes_out_what_is_finished(folder: Path, tmp_path: Path) -> None:
+def test_an_interrupt_writes_the_finished_outputs(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     short = {"prompt_token_ids": [1], "max_tokens": 2}
     long = {"prompt_token_ids": [2], "max_tokens": 200}
@@ -179,7 +179,7 @@ def test_an_interrupt_writes_out_what_is_finished(folder: Path, tmp_path: Path) 
     assert errors.strip() == "inflight: interrupted"
 
 
-def test_info_tells_what_preparation_found(command: Command, folder: Path) -> None:
+def test_info_shows_what_preparation_found(command: Command, folder: Path) -> None:
     done = command("info", folder, "--json")
     found = json.loads(done.stdout)
     assert found["model_class"] == "LlamaForCausalLM"

@@ -12,7 +12,7 @@ from tests.command import Command
 SAMPLED = ("--temperature", 0.8, "--top-k", 5)
 
 
-def test_a_table_a_picture_and_json(command: Command, tmp_path: Path) -> None:
+def test_the_profile_is_a_table_a_picture_and_json(command: Command, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     png, values = tmp_path / "profile.png", tmp_path / "profile.json"
     done = command("profile", "--num-seqs", 2, "--context", 20, "--steps", 1, *SAMPLED, "--png", png, "--json", values)

@@ -21,7 +21,7 @@ def test_a_race_ends_with_a_table_a_page_and_a_picture(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
-def test_a_race_of_some_methods_only() -> None:
+def test_a_race_can_be_limited_to_some_methods() -> None:
     done = CliRunner().invoke(app, ["race", "--requests", "3", "--max-tokens", "4", "--method", "engine"])
     assert done.exit_code == 0, done.output
     assert "engine" in done.stdout

@@ -36,7 +36,7 @@ def test_one_step_on_the_terminal_as_a_page_and_as_a_picture(command: Command, t
 
 
 @pytest.mark.skipif(not has_panels(torch.int8), reason="nothing is compiled on this CPU")
-def test_a_compiled_model_is_shown_as_well(command: Command) -> None:
+def test_a_compiled_model_can_be_shown(command: Command) -> None:
     done = command("show", "Once upon a time", "--step", 1, "--compile", "auto", "--quantization", "int8")
     assert done.returncode == 0
     assert "over 4 attention calls" in done.stdout
@@ -63,12 +63,12 @@ def test_fewer_slots_than_prompts_leave_some_waiting(command: Command) -> None:
         (["x", "--html", "/nowhere/at/all.html"], "the file '/nowhere/at/all.html' cannot be written"),
     ],
 )
-def test_what_the_caller_got_wrong_is_one_sentence_and_exit_code_2(
+def test_a_mistake_of_the_caller_is_one_sentence_and_exit_code_2(
     refused: Command, arguments: list[str], sentence: str
 ) -> None:
     assert sentence in refused("show", *arguments).stderr
 
 
-def test_a_model_without_a_tokenizer_says_so(refused: Command, tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_reported(refused: Command, tmp_path: Path) -> None:
     zoo.build("llama").save_pretrained(tmp_path)
     assert "this model has no tokenizer" in refused("show", "x", "-m", tmp_path).stderr

@@ -32,7 +32,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_made_up_requests() -> None:
+def test_synthetic_requests_are_simulated() -> None:
     done = simulate("--synthetic", "--num-requests", 20, "--step-cost", LINEAR, "--max-num-seqs", 4)
     assert done.exit_code == 0
     assert "throughput" in done.stdout
@@ -50,14 +50,14 @@ def test_a_trace_is_simulated_as_it_was_recorded(recording: Path) -> None:
     assert values["step_cost"]["knots"]
 
 
-def test_a_trace_with_another_engine_and_another_machine(recording: Path) -> None:
+def test_a_trace_can_be_simulated_with_another_engine_and_machine(recording: Path) -> None:
     values = report("--trace", recording, "--num-blocks", 100, "--max-num-seqs", 8, "--step-cost", LINEAR)
     assert values["num_preemptions"] == 0
     assert values["num_blocks"] == 100
     assert values["step_cost"]["knots"] == [[0, 0.01], [1, 0.011]]
 
 
-def test_made_up_requests_on_a_machine_that_was_recorded(recording: Path, tmp_path: Path) -> None:
+def test_synthetic_requests_use_the_costs_of_a_recorded_machine(recording: Path, tmp_path: Path) -> None:
     arguments = ("--synthetic", "--num-requests", 5, "--prompt-tokens", 8, "--output-tokens", 8, "--fit", recording)
     values = report(*arguments, "--fit", recording, "--record", tmp_path / "simulated")
     assert values["num_blocks"] == 13
@@ -74,7 +74,7 @@ def test_made_up_requests_on_a_machine_that_was_recorded(recording: Path, tmp_pa
         (("--synthetic",), "the step costs are unknown"),
     ],
 )
-def test_what_is_missing_is_one_sentence(arguments: tuple[str, ...], message: str) -> None:
+def test_a_missing_argument_is_reported_in_one_sentence(arguments: tuple[str, ...], message: str) -> None:
     done = simulate(*arguments)
     assert done.exit_code == 2
     assert message in done.stderr

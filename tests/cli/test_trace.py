@@ -30,7 +30,7 @@ def test_one_streamed_prompt_is_recorded(command: Command, tmp_path: Path) -> No
     assert [len(step.spans) for step in read_recording(tmp_path / "run").steps] == [1] * 5
 
 
-def test_a_table_and_three_files(recording: Path, tmp_path: Path) -> None:
+def test_a_trace_is_a_table_and_three_files(recording: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = {name: tmp_path / f"run.{name}" for name in ("chrome", "html", "png")}
     options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
@@ -42,13 +42,13 @@ def test_a_table_and_three_files(recording: Path, tmp_path: Path) -> None:
     assert files["png"].stat().st_size > 10_000
 
 
-def test_without_options_there_is_a_table_only(recording: Path) -> None:
+def test_without_options_there_is_only_a_table(recording: Path) -> None:
     done = CliRunner().invoke(app, ["trace", str(recording)])
     assert done.exit_code == 0
     assert "24 output" in done.stdout
 
 
-def test_what_is_not_a_recording_is_one_sentence(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_recording_is_reported_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello\n")
     with pytest.raises(ValueError, match="is not a recording"):
         CliRunner().invoke(app, ["trace", str(tmp_path / "text")], catch_exceptions=False)

@@ -2,7 +2,7 @@
 
 The engine runs for real (scheduling, chunks, paging, preemption), but its sampler is replaced by a teacher that keeps
 each row of logits and hands back the plain model's token. So one run gives the engine's logits at every output position
-of every request, and what it would have chosen there.
+of every request, and the token that it would choose.
 """
 
 import random
@@ -28,12 +28,12 @@ from tests import zoo
 NUM_REQUESTS = 40
 MAX_LOGIT_DIFFERENCE = 2e-5  # of the range of the reference's logits
 MAX_SHARE_OF_TIES = 0.005
-MIN_GAP = 1e-4  # of that range, between the two best tokens: far above the noise of any CPU
+MIN_GAP = 1e-4  # of that range, between the two best tokens: far above CPU noise
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What follows one prompt, greedy tokens or a teacher's, and the plain model's logits `[tokens, V]` for them."""
+    """The tokens that follow a prompt (greedy or a teacher's), and the plain model's logits `[tokens, V]` for them."""
 
     prompt: list[int]
     tokens: list[int]
@@ -42,12 +42,12 @@ class Reference:
 
 @cache
 def references(name: str) -> list[Reference]:
-    """Requests of mixed lengths for a zoo model, and its own plain answers to them."""
+    """Requests of mixed lengths for a zoo model, with the plain model's answers."""
     return make_references(name, zoo.build(name))
 
 
 def make_references(name: str, model: PreTrainedModel) -> list[Reference]:
-    """The same for a model of that architecture wherever it lives."""
+    """The same for a model of that architecture on any device."""
     lengths, rng = random.Random(name), random.Random(name)
     made = []
     for number in range(NUM_REQUESTS):
@@ -64,12 +64,12 @@ def make_references(name: str, model: PreTrainedModel) -> list[Reference]:
 
 
 def make_reference(name: str, model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> Reference:
-    """What the plain model thinks of one prompt and these tokens after it."""
+    """The plain model's logits for one prompt and these tokens after it."""
     return Reference(prompt, tokens, _logits_behind(name, model, prompt, tokens).cpu())
 
 
 def is_clear(reference: Reference) -> bool:
-    """Whether its best tokens are so much better than the second best that all CPUs agree on them."""
+    """Whether its best tokens lead the second best by so much that all CPUs agree on them."""
     spread = reference.logits.max() - reference.logits.min()
     best = reference.logits.topk(2, dim=-1).values
     return bool((best[:, 0] - best[:, 1]).min() > MIN_GAP * spread)
@@ -80,14 +80,14 @@ def _logits_behind(name: str, model: PreTrainedModel, prompt: list[int], tokens:
     logits = zoo.plain_logits(model, everything)[len(prompt) - 1 : -1]
     limit = zoo.ORIGINAL_MAX_POSITIONS
     if name == "phi3_longrope" and len(prompt) <= limit < len(everything):
-        # Tokens that were chosen before the sequence outgrew the short frequencies saw themselves through those.
+        # Tokens chosen before the sequence outgrew the short frequencies were computed with those.
         num_short = limit - len(prompt) + 1
         logits = torch.cat([zoo.plain_logits(model, everything[:limit])[len(prompt) - 1 :], logits[num_short:]])
     return logits
 
 
 def num_blocks_for(name: str, num_tokens: int, *, block_size: int, budget: int) -> int:
-    """Blocks of the cache that one sequence of a zoo model takes at most, computed in spans of up to `budget`."""
+    """The largest number of blocks that a sequence of a zoo model takes if computed in spans of up to `budget`."""
     return CacheLayout(block_size, _cache_groups(name), budget).max_num_blocks(num_tokens)
 
 
@@ -97,13 +97,13 @@ def _cache_groups(name: str) -> Sequence[CacheGroup]:
 
 
 def has_windows(name: str) -> bool:
-    """Whether some layers of a zoo model keep a window only: what is computed at once takes much more of the cache than
-    it does afterwards, so that hardly anybody is preempted."""
+    """Whether some layers of a zoo model keep only a window. Then a span takes much more of the cache while it is
+    computed than afterwards, so preemption is rare."""
     return any(group != ALL_TOKENS for group in _cache_groups(name))
 
 
 class Teacher:
-    """Stands in for the engine's sampler; requests are told apart by their seed. `logits`: by request and index."""
+    """Replaces the engine's sampler and identifies requests by their seed. `logits`: by request and index."""
 
     def __init__(self, lessons: Sequence[Reference]) -> None:
         self.lessons = lessons
@@ -131,7 +131,7 @@ class Teacher:
 
 @dataclass
 class Run:
-    """What one run of the engine showed."""
+    """The results of one run of the engine."""
 
     largest_difference: float = 0.0
     num_requests: int = 0
@@ -141,12 +141,12 @@ class Run:
     num_preemptions: int = 0
 
     def count(self, kind: str) -> int:
-        """How many spans of this kind ran."""
+        """The number of spans of this kind that ran."""
         return sum(span.kind == kind for record in self.records for span in record.spans)
 
 
 def run_teacher_forced(model: PreTrainedModel, lessons: Sequence[Reference], **options: Any) -> Run:
-    """Run all lessons through an engine for `model` with these options; measure every row of logits against them."""
+    """Run all lessons through an engine for `model` with these options, and compare every row of logits with them."""
     engine = Engine(model, EngineConfig(**options))
     teacher, run = Teacher(lessons), Run(num_requests=len(lessons))
     engine.runner.sampler = teacher  # type: ignore[assignment]
@@ -167,7 +167,7 @@ def run_teacher_forced(model: PreTrainedModel, lessons: Sequence[Reference], **o
 
 
 def measure(run: Run, number: int, lesson: Reference, rows: dict[int, Tensor]) -> None:
-    """Hold the logits at the first so many output positions of a request against its lesson."""
+    """Compare the logits at the first output positions of a request with its lesson."""
     logits = torch.stack([rows[position] for position in range(len(rows))])
     expected = lesson.logits[: len(rows)]
     spread = float(lesson.logits.max() - lesson.logits.min())
@@ -181,7 +181,7 @@ def measure(run: Run, number: int, lesson: Reference, rows: dict[int, Tensor]) -
 
 
 def assert_exact(run: Run) -> None:
-    """The contract, on what a run showed; ties between two tokens are printed."""
+    """Assert the contract for the results of a run; ties between two tokens are printed."""
     for tie in run.ties:
         print("tie:", tie)
     assert not run.wrong

@@ -1,6 +1,6 @@
-"""The promise: in float32, greedy output is token for token what the plain model gives for each prompt alone.
+"""The promise: in float32, greedy output equals the plain model's output for each prompt alone, token for token.
 
-Whatever the token budget, the block size and the size of the cache (docs/architecture.md, "Exactness").
+It holds for every token budget, block size and cache size (docs/architecture.md, "Exactness").
 """
 
 import pytest
@@ -23,8 +23,8 @@ LATIN_SQUARE = [
     for row, name in enumerate(zoo.ARCHITECTURES)
     for column, budget in enumerate(BUDGETS)
 ]
-"""Every model meets every budget and every block size; all nine pairs of them are met by several models."""
-TIGHT = 160  # tokens of a sequence that has the cache for itself, for requests of up to 124 each
+"""Every model runs with every budget and every block size; several models run with each of the nine pairs."""
+TIGHT = 160  # a cache for one sequence of this many tokens; requests have up to 124
 ROOMY = 16_384
 
 
@@ -63,7 +63,7 @@ def test_exact_in_a_roomy_cache(name: str, budget: int, block_size: int, backend
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_generate_gives_the_plain_models_tokens(name: str) -> None:
+def test_generate_gives_the_tokens_of_the_plain_model(name: str) -> None:
     lessons = references(name)
     llm = LLM(zoo.build(name), max_num_batched_tokens=64, max_num_seqs=8)
     params = [SamplingParams(temperature=0, max_tokens=len(lesson.tokens)) for lesson in lessons]

@@ -1,4 +1,4 @@
-"""The promise holds when everything that is computed once and used by many is in play at the same time.
+"""The promise holds while all kinds of sharing are in use at the same time.
 
 Common prefixes that arrive together, a second turn on the first one's whole output, prompts with several sequences
 (forks), salts, priorities that preempt, and requests that are aborted at any moment.
@@ -34,7 +34,7 @@ NUM_FIRST, NUM_SECOND = 30, 10
 
 @cache
 def turns(name: str) -> tuple[list[Reference], list[Reference]]:
-    """Requests that share prefixes of many lengths, some wholly alike; and second turns on the first ten."""
+    """Requests that share prefixes of many lengths, some of them identical, and second turns of the first ten."""
     model, rng = zoo.build(name), random.Random(name)
 
     def tokens(count: int) -> list[int]:
@@ -58,7 +58,7 @@ def turns(name: str) -> tuple[list[Reference], list[Reference]]:
 
 @dataclass
 class Sharing(Run):
-    """What a run showed, and how much was shared in it."""
+    """The results of a run, and how much was shared in it."""
 
     num_copies: int = 0
     num_cached_tokens: int = 0
@@ -66,7 +66,7 @@ class Sharing(Run):
 
 
 def run_everything(name: str, seed: int, **options: Any) -> Sharing:
-    """Serve both turns, with random `n`, priorities, salts and aborts; measure every row of logits that there was."""
+    """Serve both turns with random `n`, priorities, salts and aborts, and check every row of logits."""
     first, second = turns(name)
     lessons, rng, run = [*first, *second], random.Random(seed), Sharing(num_requests=NUM_FIRST + NUM_SECOND)
     engine = Engine(zoo.build(name), EngineConfig(policy="priority", aging_steps=20, **options))
@@ -104,7 +104,7 @@ def run_everything(name: str, seed: int, **options: Any) -> Sharing:
 
 
 def finish(engine: Engine, run: Sharing, to_abort: Sequence[int], rng: random.Random) -> None:
-    """Step until everybody is done, aborting those on the way at random moments."""
+    """Step until every sequence is done, and abort the given ones at random moments."""
     abort_at = {number: rng.randint(0, 30) for number in to_abort}
     num_steps = 0
     while engine.has_unfinished_requests:
@@ -117,7 +117,7 @@ def finish(engine: Engine, run: Sharing, to_abort: Sequence[int], rng: random.Ra
 
 
 def in_turn(*pairs: tuple[int, int]) -> list[tuple[str, int, int]]:
-    """Two of three pairs for each model, other ones for the next."""
+    """Two of three pairs for each model, with different ones for the next model."""
     return [
         (name, *pair)
         for number, name in enumerate(zoo.ARCHITECTURES)

@@ -1,4 +1,4 @@
-"""Whether what was drawn fits a distribution."""
+"""Whether samples fit a distribution."""
 
 import numpy as np
 
@@ -6,13 +6,13 @@ ALPHA_QUANTILE = 3.719  # of the standard normal distribution: chi-square tests 
 
 
 def chi_square_limit(degrees_of_freedom: int) -> float:
-    """What chi-square exceeds with probability 1e-4 (Wilson and Hilferty, 1931)."""
+    """The value that chi-square exceeds with probability 1e-4 (Wilson and Hilferty, 1931)."""
     spread = 2 / (9 * degrees_of_freedom)
     return degrees_of_freedom * (1 - spread + ALPHA_QUANTILE * spread**0.5) ** 3
 
 
 def assert_fits(counts: np.ndarray, probabilities: np.ndarray) -> None:
-    """Chi-square goodness of fit. Outcomes expected fewer than 10 times count as one."""
+    """Chi-square goodness of fit. Outcomes expected fewer than 10 times are pooled."""
     assert not counts[probabilities == 0].any(), "an impossible outcome happened"
     expected = probabilities * counts.sum()
     rare = expected < 10

@@ -1,4 +1,4 @@
-"""Prompts run as packed rows, step by step, with nothing around the executor."""
+"""Run prompts as packed rows, step by step, with the executor alone."""
 
 from array import array
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def packed_executor(model: PreTrainedModel, backend: AttentionBackend | None = N
 def packed_logits(
     executor: PackedExecutor, prompts: list[list[int]], before_step: Callable[[], object] = lambda: None
 ) -> list[Tensor]:
-    """Each prompt's logits `[len, V]`, computed in chunks, all prompts side by side in scattered blocks."""
+    """The logits `[len, V]` of each prompt, computed in chunks, all prompts together in scattered blocks."""
     tables = [array("i", range(number, NUM_BLOCKS, len(prompts))) for number in range(len(prompts))]
     logits: list[list[Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), CHUNK):

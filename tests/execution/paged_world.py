@@ -1,4 +1,4 @@
-"""What attention backends are run on.
+"""Inputs for attention backends.
 
 A `World` is sequences whose tokens are computed in spans over several steps, in scattered blocks that some share; a
 `Call` is an attention call that a model's layer makes for each of them.
@@ -35,7 +35,7 @@ class Part:
 class World:
     """Steps of parts, and where the sequences lie: `tables[group][sequence]`.
 
-    Sequences with the same `family` have the same keys, so they may share blocks: queries are everybody's own.
+    Sequences with the same `family` have the same keys, so they may share blocks; each has its own queries.
     """
 
     block_size: int
@@ -59,7 +59,7 @@ class World:
 
 
 def make_world(block_size: int, steps: Sequence[Sequence[Part]], shared: Sequence[tuple[int, int]], seed: int) -> World:
-    """Lay sequences out in shuffled blocks; `shared` gives each sequence's parent and the number of blocks of it
+    """Lay sequences out in shuffled blocks; `shared` gives each sequence's parent and the number of the parent's blocks
     that it shares (its own number and 0: none)."""
     parts = [part for step in steps for part in step]
     generator = torch.Generator().manual_seed(seed)
@@ -81,8 +81,8 @@ def make_world(block_size: int, steps: Sequence[Sequence[Part]], shared: Sequenc
 
 @st.composite
 def worlds(draw: st.DrawFn, longest_span: int = 14) -> World:
-    """Prefills, chunks and decodes of up to five sequences in up to five steps. A sequence may start behind blocks of
-    an earlier one, which that one has computed before or computes in that very step."""
+    """Prefills, chunks and decodes of up to five sequences in up to five steps. A sequence may start after blocks of an
+    earlier one, which were computed before or are computed in the same step."""
     block_size = draw(st.integers(1, 16))
     num_sequences = draw(st.integers(1, 5))
     shared = [(s, 0) for s in range(num_sequences)]
@@ -131,7 +131,7 @@ def random_specs(draw: st.DrawFn) -> AttentionSpec:
 
 
 class Call:
-    """One attention call of a model: its spec, and the query, key and value that it makes for every token."""
+    """One attention call of a model: its spec, and its query, key and value for every token."""
 
     def __init__(self, spec: AttentionSpec, world: World, dtype: torch.dtype, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -149,14 +149,14 @@ class Call:
 
 
 def rows(states: Tensor, step: Sequence[Part]) -> Tensor:
-    """The step's tokens of `[sequences, positions, …]`, end to end."""
+    """The tokens of the step from `[sequences, positions, …]`, concatenated."""
     return torch.cat([states[part.sequence, part.start : part.end] for part in step])
 
 
 def run(
     backend: AttentionBackend, world: World, calls: Sequence[Call], fill: float | None = None
 ) -> list[list[Tensor]]:
-    """Each step's output of each call; all memory of the cache holds `fill` at first, if that is given."""
+    """The output of each call in each step; if `fill` is given, all cache memory holds it at first."""
     caches = [backend.allocate(world.num_blocks, call.spec) for call in calls]
     if fill is not None:
         for cache in caches:
@@ -173,13 +173,13 @@ def run(
 
 
 def memories(cache: KVStorage) -> list[Tensor]:
-    """All tensors of a cache: of int8 also the scales."""
+    """All tensors of a cache, including the scales of an int8 cache."""
     tensors = (cache.keys, cache.values, getattr(cache, "key_scales", None), getattr(cache, "value_scales", None))
     return [tensor for tensor in tensors if tensor is not None]
 
 
 def naive(world: World, call: Call, step: Sequence[Part]) -> Tensor:
-    """The same from the definition: each query of each head over the keys of its own sequence, in float64."""
+    """The same by definition: each query of each head over the keys of its own sequence, in float64."""
     spec = call.spec
     outputs = []
     for part in step:

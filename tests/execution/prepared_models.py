@@ -1,4 +1,4 @@
-"""Models of all kinds, and the preparation of one as an engine does it."""
+"""Models of all kinds, and the preparation of a model as in an engine."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def report_of(model: PreTrainedModel, backend: str = "torch") -> PreparationRepo
 
 
 def prepare_own(model: PreTrainedModel, backend: MakeBackend) -> PreparationReport:
-    """Proved on the model itself, and made ready."""
+    """Prove a way on the model itself, and prepare the model."""
     prove_packed(model, backend)
     return prepare_packed(model, backend)
 
@@ -39,7 +39,7 @@ def default_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def tiny(model_type: str, **changes: Any) -> PreTrainedConfig:
-    """A config of two or three layers, of a class that is not in the zoo."""
+    """A config with two or three layers, for a class that is not in the zoo."""
     common = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     special = {"max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     return AutoConfig.for_model(model_type, **(common | special | changes))
@@ -50,6 +50,6 @@ def tiny_gqa(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def plain_logits(model: PreTrainedModel) -> Tensor:
-    """Logits of a call as a caller would make it, with whatever attention the model has."""
+    """The logits of an ordinary call of the model, with its current attention."""
     with torch.no_grad():
         return model(torch.tensor(zoo.sample_sequences()[:1]), use_cache=False).logits

@@ -1,4 +1,4 @@
-"""Rows of logits, and what the sampler makes of them."""
+"""Rows of logits, and the tokens that the sampler chooses for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ FILTERED = [
 
 @dataclass(frozen=True)
 class Row:
-    """One row of logits: whose it is, and how far its sequence has come."""
+    """One row of logits: its sequence, and the length of that sequence."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
     output_position: int = 0
@@ -54,7 +54,7 @@ class Row:
 
 
 def sample(logits: Tensor, rows: Sequence[Row], slots: Sequence[int] | None = None) -> list[int]:
-    """The tokens of a step of decodes, one for each row."""
+    """The tokens of a decode step, one for each row."""
     slots = range(len(rows)) if slots is None else slots
     sampler = Sampler(NUM_SLOTS, CPU)
     spans = []
@@ -95,7 +95,7 @@ def random_logits(num_rows: int, vocab_size: int, scale: float = 3.0, seed: int 
 
 
 def of_transformers(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Logits `[V]` as transformers shapes them, in the order of `model.generate`."""
+    """Logits `[V]` after transformers' processors, in the order of `model.generate`."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(float(params.temperature))])
     if params.top_k > 0:
         warpers.append(TopKLogitsWarper(params.top_k))

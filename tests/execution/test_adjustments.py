@@ -1,4 +1,4 @@
-"""What a sequence wants changed about its logits: as transformers does it where it does it, else word for word."""
+"""Changes to the logits of a sequence: like transformers if it has them, otherwise by definition."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def adjusted(logits: Tensor, *adjusters: Adjuster) -> Tensor:
 def adjuster_of(
     params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = (), num_known: int = 0, **more: object
 ) -> Adjuster:
-    """One that moved in with `num_known` tokens of output and saw the others come."""
+    """An adjuster assigned with `num_known` output tokens, which then saw the others arrive."""
     token_ids = [*prompt, *output[:num_known]]
     adjuster = Adjuster(SlotAssignment(0, 0, 0, token_ids, len(prompt), params, **more))  # type: ignore[arg-type]
     for position, token_id in enumerate(output[num_known:], len(prompt) + num_known):
@@ -49,7 +49,7 @@ def adjuster_of(
     penalty=st.sampled_from([0.3, 0.9, 1.1, 2.0]),
     num_known=st.integers(0, 100),
 )
-def test_the_repetition_penalty_is_transformers(
+def test_the_repetition_penalty_matches_transformers(
     prompt: list[int], output: list[int], penalty: float, num_known: int
 ) -> None:
     logits = random_logits()
@@ -64,7 +64,7 @@ def test_the_repetition_penalty_is_transformers(
     presence=st.floats(-2, 2),
     frequency=st.floats(-2, 2),
 )
-def test_presence_and_frequency_count_the_output_alone(
+def test_presence_and_frequency_penalties_count_only_the_output(
     prompt: list[int], output: list[int], presence: float, frequency: float
 ) -> None:
     logits = random_logits()
@@ -79,8 +79,8 @@ def test_presence_and_frequency_count_the_output_alone(
     words=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=4),
     output=st.lists(st.integers(0, 2), max_size=8),
 )
-def test_bad_words_are_transformers(words: list[list[int]], output: list[int]) -> None:
-    """Which looks at the whole row: here a prompt that is part of no word."""
+def test_bad_words_match_transformers(words: list[list[int]], output: list[int]) -> None:
+    """Transformers looks at the whole row, so the prompt here contains no part of a bad word."""
     logits = random_logits()
     expected = NoBadWordsLogitsProcessor(words)(torch.tensor([[9, *output]]), logits.clone())
     params = SamplingParams(bad_words=["x"])
@@ -93,7 +93,7 @@ def test_a_bad_word_does_not_begin_in_the_prompt() -> None:
     assert adjusted(random_logits(), adjuster_of(params, [1], [5], bad_words=[(5, 6)]))[0, 6] == -torch.inf
 
 
-def test_everything_at_once_in_its_order_and_each_row_its_own() -> None:
+def test_all_adjustments_are_applied_in_order_and_per_row() -> None:
     logits = random_logits(3)
     params = SamplingParams(
         bad_words=["x"],
@@ -109,12 +109,12 @@ def test_everything_at_once_in_its_order_and_each_row_its_own() -> None:
     for token_id in (3, 4, 7):
         biased = expected[0, token_id] + {3: 50.0, 7: -50.0}.get(token_id, 0.0)
         expected[0, token_id] = (biased / 2 if biased > 0 else biased * 2) - float(token_id == 7)
-    expected[0, [8, 9]] = -torch.inf  # min_tokens: no bias lets it through
+    expected[0, [8, 9]] = -torch.inf  # min_tokens: no bias allows it
     expected[1, 0] += 1
     assert torch.equal(adjusted(logits, first, second, third), expected)
 
 
-def test_a_token_is_counted_once_however_often_its_step_is_run() -> None:
+def test_a_token_is_counted_once_even_if_its_step_is_repeated() -> None:
     params = SamplingParams(frequency_penalty=1.0)
     once, again = adjuster_of(params, [1], [5, 5, 6]), adjuster_of(params, [1], [5, 5, 6])
     for position, token_id in ((1, 5), (2, 5), (3, 6)):
@@ -130,8 +130,8 @@ def decode(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_sampler_changes_the_rows_that_want_it_and_no_others(dtype: torch.dtype) -> None:
-    """A loop of greedy decodes, against one sequence after the other by hand."""
+def test_the_sampler_changes_only_the_rows_with_adjustments(dtype: torch.dtype) -> None:
+    """Compares a loop of greedy decodes with each sequence computed by hand."""
     all_params = [
         SamplingParams(temperature=0),
         SamplingParams(temperature=0, frequency_penalty=2.0),
@@ -158,7 +158,7 @@ def test_the_sampler_changes_the_rows_that_want_it_and_no_others(dtype: torch.dt
     assert len(set(repeated)) > 1
 
 
-def test_where_nothing_is_left_to_choose_the_row_is_invalid_and_its_neighbour_is_not() -> None:
+def test_a_row_without_allowed_tokens_is_invalid_and_its_neighbour_is_not() -> None:
     sampler = Sampler(2, torch.device("cpu"))
     everything = tuple((token_id,) for token_id in range(VOCAB_SIZE))
     sampler.assign(assignment(0, SamplingParams(bad_words=["x"]), [1], bad_words=everything))
@@ -168,7 +168,7 @@ def test_where_nothing_is_left_to_choose_the_row_is_invalid_and_its_neighbour_is
     assert second in range(VOCAB_SIZE)
 
 
-def test_a_new_sequence_in_a_slot_has_nothing_of_the_old_one() -> None:
+def test_a_new_sequence_in_a_slot_inherits_nothing_from_the_old_one() -> None:
     sampler, logits = Sampler(1, torch.device("cpu")), random_logits()
     best = int(logits.argmax())
     params = SamplingParams(temperature=0, logit_bias={best: -100.0})

@@ -65,7 +65,7 @@ SPECS = {
 
 @contextmanager
 def small_limits() -> Iterator[None]:
-    """Short spans count as long ones, and are attended in several slices."""
+    """Treat short spans as long ones, which are attended in several slices."""
     with (
         mock.patch.object(torch_backend, "MAX_SHARED_QUERY_LEN", 2),
         mock.patch.object(torch_backend, "MAX_QUERIES_AT_ONCE", 5),
@@ -77,15 +77,15 @@ HISTORY = make_world(
     block_size=4,
     steps=[
         [Part(0, 0, 9), Part(1, 0, 3)],
-        [Part(2, 8, 14), Part(1, 3, 4), Part(0, 9, 13)],  # the third starts behind two blocks of the first
+        [Part(2, 8, 14), Part(1, 3, 4), Part(0, 9, 13)],  # the third starts after two blocks of the first
         [Part(0, 13, 14), Part(1, 4, 5), Part(2, 14, 15), Part(3, 4, 9)],
         [Part(3, 9, 19), Part(2, 15, 16)],
     ],
     shared=[(0, 0), (1, 0), (0, 2), (1, 1)],
     seed=0,
 )
-"""Whole prompts, chunks, decodes and mixtures of them; two sequences begin with blocks of others, one of them with a
-block that is completed in that very step."""
+"""Whole prompts, chunks, decodes and mixtures of them. Two sequences begin with blocks of others, one of them with a
+block that is completed in the same step."""
 
 
 # ------------------------------------------------------------------------------ the definition
@@ -107,7 +107,7 @@ def test_reference_is_the_definition_for_random_histories(world: World, spec: At
         assert relative_error(outputs[0], naive(world, call, step)) < 1e-5
 
 
-# -------------------------------------------------------------- the fast ones against the definition
+# -------------------------------------------------------------- fast backends against the definition
 
 
 def assert_same_as_reference(
@@ -125,7 +125,7 @@ def assert_same_as_reference(
             assert relative_error(ours, theirs) < tolerance, f"step {number} {step}, {call.spec}"
 
 
-def test_backends_are_what_their_names_say() -> None:
+def test_backends_match_their_names() -> None:
     assert isinstance(backend_of("torch", HISTORY), TorchAttention)
     assert isinstance(backend_of("cpu", HISTORY), CpuAttention)
     assert isinstance(backend_of("auto", HISTORY), CpuAttention)
@@ -135,14 +135,14 @@ def test_backends_are_what_their_names_say() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("backend", FAST_BACKENDS)
-def test_they_give_what_reference_gives(backend: str, name: str, dtype: torch.dtype) -> None:
+def test_backends_match_the_reference(backend: str, name: str, dtype: torch.dtype) -> None:
     assert_same_as_reference(backend, HISTORY, [SPECS[name]], dtype, seed=2)
 
 
 @settings(max_examples=120)
 @given(worlds(), st.lists(random_specs(), min_size=1, max_size=3), st.sampled_from([torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("backend", FAST_BACKENDS)
-def test_they_give_what_reference_gives_for_random_histories(
+def test_backends_match_the_reference_for_random_histories(
     backend: str, world: World, specs: list[AttentionSpec], dtype: torch.dtype
 ) -> None:
     assert_same_as_reference(backend, world, specs, dtype, seed=3)
@@ -150,14 +150,14 @@ def test_they_give_what_reference_gives_for_random_histories(
 
 @settings(max_examples=80)
 @given(worlds(longest_span=24), st.lists(random_specs(), min_size=1, max_size=2))
-def test_torch_gives_what_reference_gives_when_spans_are_sliced(world: World, specs: list[AttentionSpec]) -> None:
+def test_torch_matches_the_reference_when_spans_are_sliced(world: World, specs: list[AttentionSpec]) -> None:
     with small_limits():
         assert_same_as_reference("torch", world, specs, torch.float32, seed=4)
 
 
 @pytest.mark.parametrize("name", ["plain", "window", "chunk", "softcap", "sinks", "wider values"])
 @pytest.mark.parametrize("backend", FAST_BACKENDS)
-def test_they_give_what_reference_gives_beyond_torchs_real_limits(backend: str, name: str) -> None:
+def test_backends_match_the_reference_beyond_the_real_limits_of_torch(backend: str, name: str) -> None:
     """A whole prompt, a later chunk and a short prompt, the first two longer than a slice of queries."""
     long = torch_backend.MAX_QUERIES_AT_ONCE + 3
     assert torch_backend.MAX_SHARED_QUERY_LEN < torch_backend.MAX_QUERIES_AT_ONCE
@@ -172,7 +172,7 @@ def test_they_give_what_reference_gives_beyond_torchs_real_limits(backend: str, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("backend", FAST_BACKENDS)
-def test_they_give_what_reference_gives_for_decodes_of_all_lengths(backend: str, name: str, dtype: torch.dtype) -> None:
+def test_backends_match_the_reference_for_decodes_of_all_lengths(backend: str, name: str, dtype: torch.dtype) -> None:
     lengths = [1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65, 130]
     prefills = [Part(s, 0, length) for s, length in enumerate(lengths)]
     decodes = [Part(s, length, length + 1) for s, length in enumerate(lengths)]
@@ -186,16 +186,16 @@ def test_they_give_what_reference_gives_for_decodes_of_all_lengths(backend: str,
 def test_calls_of_one_step_with_different_specs_do_not_disturb_each_other(
     backend: str, first: str, second: str
 ) -> None:
-    """What is prepared once a step for one layer is reused only by layers that it is right for."""
+    """Values prepared once per step for one layer are reused only by layers for which they are correct."""
     assert_same_as_reference(backend, HISTORY, [SPECS[first], SPECS[second], SPECS[first]], torch.float32, seed=7)
 
 
-TILE_BLOCKS = 16  # of 16 tokens: what the kernel computes apart, once for all that share it
+TILE_BLOCKS = 16  # of 16 tokens, which the kernel computes separately, once for all sequences that share them
 
 
 def tiles_shared(prefix: int, lengths: Sequence[int], then: Sequence[int]) -> World:
-    """One sequence computes `prefix` blocks; the others start behind them, all with spans of so many tokens, and then
-    of so many more."""
+    """One sequence computes `prefix` blocks. The others start after them, first with spans of these lengths, then with
+    spans of the second lengths."""
     start = prefix * 16
     steps = [[Part(0, 0, start)]]
     for before, now in (([0] * len(lengths), lengths), (lengths, then)):
@@ -218,8 +218,8 @@ SHARED_TILES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["multi-head", "plain", "window", "chunk", "softcap", "everything"])
 @pytest.mark.parametrize("world", SHARED_TILES)
-def test_whole_tiles_that_sequences_share(world: str, name: str, dtype: torch.dtype) -> None:
-    """The kernel reads them once for all; unwritten memory is NaN."""
+def test_sequences_can_share_whole_tiles(world: str, name: str, dtype: torch.dtype) -> None:
+    """The kernel reads shared tiles once for all sequences; unwritten memory is NaN."""
     spec = SPECS[name]
     for wide in (spec, replace(spec, window=None if spec.window is None else 300)):
         call = Call(wide, SHARED_TILES[world], dtype, seed=11)
@@ -236,7 +236,7 @@ def test_whole_tiles_that_sequences_share(world: str, name: str, dtype: torch.dt
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("backend", FAST_BACKENDS)
 def test_memory_that_a_span_has_not_written_never_matters(backend: str, name: str, dtype: torch.dtype) -> None:
-    """Blocks of nobody and the unwritten rest of a span's own last block: full of NaN or of zeros, it's the same."""
+    """Unowned blocks and the unwritten rest of a span's own last block give the same result with NaN and with zeros."""
     assert_foreign_memory_does_not_matter(HISTORY, SPECS[name], backend, dtype)
 
 
@@ -261,8 +261,8 @@ def assert_foreign_memory_does_not_matter(world: World, spec: AttentionSpec, nam
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("backend", FAST_BACKENDS)
-def test_a_sequence_of_nans_is_alone_with_them(backend: str, name: str) -> None:
-    """A request whose states have become NaN harms no request that runs beside it, even one of the same size."""
+def test_nans_of_a_sequence_do_not_reach_other_sequences(backend: str, name: str) -> None:
+    """A request whose states have become NaN does not affect other requests in the batch, even of the same size."""
     steps = [[Part(s, 0, 5) for s in range(3)], [Part(s, 5, 6) for s in range(3)], [Part(s, 6, 20) for s in range(3)]]
     world = make_world(4, steps, [(s, 0) for s in range(3)], seed=2)
     call = Call(SPECS[name], world, torch.float32, seed=9)
@@ -280,7 +280,7 @@ def test_a_sequence_of_nans_is_alone_with_them(backend: str, name: str) -> None:
 
 
 def filled_cache(backend: AttentionBackend, num_blocks: int, spec: AttentionSpec) -> KVStorage:
-    """Every element of every block different from all others, so that any misplaced write shows."""
+    """A cache in which every element is different, so that any misplaced write shows."""
     cache = backend.allocate(num_blocks, spec)
     for tensor in memories(cache):
         numbers = (
@@ -316,8 +316,8 @@ def test_a_token_is_written_to_its_place_and_nowhere_else(backend_name: str) -> 
 
 
 @pytest.mark.parametrize("backend_name", PLAIN_LAYOUT)
-def test_place_minus_one_is_nobodys(backend_name: str) -> None:
-    """Padding rows write to -1: no block changes; tokens beside them are written as ever."""
+def test_writes_to_place_minus_one_change_no_block(backend_name: str) -> None:
+    """Padding rows write to -1 and change no block; other tokens are written as usual."""
     num_blocks, block_size = 4, 4
     world = World(block_size, ((Part(0, 0, 4),),), (0,), ((array("i", [2]),),))
     batch = world.batch(world.steps[0])
@@ -334,7 +334,7 @@ def test_place_minus_one_is_nobodys(backend_name: str) -> None:
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
-def test_copy_blocks_copies_whole_blocks_and_leaves_all_others(backend_name: str) -> None:
+def test_copy_blocks_copies_whole_blocks_and_changes_no_others(backend_name: str) -> None:
     num_blocks, spec = 6, replace(PLAIN, value_head_size=12)
     backend = make(backend_name, torch.float32, 4)
     cache = filled_cache(backend, num_blocks, spec)
@@ -347,7 +347,7 @@ def test_copy_blocks_copies_whole_blocks_and_leaves_all_others(backend_name: str
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend_name", BACKENDS)
-def test_bytes_per_block_is_what_a_block_takes(backend_name: str, dtype: torch.dtype) -> None:
+def test_bytes_per_block_is_the_real_size_of_a_block(backend_name: str, dtype: torch.dtype) -> None:
     spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_size=24, value_head_size=16, scale=1.0)
     for block_size in (4, 16, 24):
         backend = make(backend_name, dtype, block_size)

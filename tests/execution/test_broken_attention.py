@@ -1,7 +1,7 @@
-"""Preparation catches attention that is wrong, even on models that hardly show it.
+"""Preparation catches wrong attention, even in models whose logits hardly show it.
 
-Broken attention is made in two ways: backends that get something wrong, and executors that are given wrong batches. A
-model with transformers' default initialisation hardly shows it in its logits, so that is what it must be caught on.
+Broken attention is made in two ways: backends that get something wrong, and executors that are given wrong batches. The
+logits of a model with transformers' default initialisation hardly show it, so it must be caught in such a model.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from tests.execution.prepared_models import default_model, own_copy, prepare_own
 
 
 class OtherSpec(TorchAttention):
-    """Attends as if the model had asked for something else."""
+    """Attends as if the model had asked for a different spec."""
 
     def __init__(self, block_size: int, dtype: torch.dtype, changes: dict[str, Any]) -> None:
         super().__init__(torch.device("cpu"), dtype, block_size)
@@ -55,7 +55,7 @@ def sees_one_key_of_another(same_sequence: Tensor, later: Tensor) -> Tensor:
 
 
 WIDER_MASKS = [sees_later_tokens, sees_other_sequences, sees_one_key_of_another]
-"""Each gives the `[T, keys]` pairs that are seen though they must not be."""
+"""Each gives the `[T, keys]` pairs that are wrongly visible."""
 
 
 def restarts_positions(batch: RaggedBatch) -> RaggedBatch:
@@ -118,12 +118,12 @@ def prepare_with_other_batch(model: PreTrainedModel, change: Callable[[RaggedBat
 
 
 def refusal() -> Any:
-    """By what the model computed, not because something raised an error on the way."""
+    """The refusal must come from what the model computed, not from an error on the way."""
     return pytest.raises(ModelError, match=r"^\w+ (?!cannot run as a packed row: \w+Error)")
 
 
 INSENSITIVE = ["llama", "gpt2", "gpt_oss"]
-"""GPT-OSS has all that can be ignored: windows, sinks, a scale."""
+"""GPT-OSS has every mechanism that can be ignored: windows, sinks, a scale."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -158,7 +158,7 @@ def test_a_wrong_batch_is_caught_on_an_insensitive_model(
 
 @pytest.mark.parametrize("name", INSENSITIVE)
 def test_positions_that_restart_with_each_chunk_are_caught_on_an_insensitive_model(name: str) -> None:
-    """In float32: rounding to bfloat16 is as large as what rotary positions do to such a model."""
+    """This needs float32: rounding to bfloat16 is as large as the effect of rotary positions on such a model."""
     with refusal():
         prepare_with_other_batch(default_model(zoo.ARCHITECTURES[name]()), restarts_positions)
 
@@ -169,7 +169,7 @@ def test_a_slightly_wrong_mechanism_is_caught_on_an_insensitive_model(changes: d
         prepare_with_other_spec(default_model(zoo.ARCHITECTURES["gpt_oss"]()), changes)
 
 
-def test_a_missing_softcap_is_caught_where_it_matters() -> None:
-    """Scores of a default-initialised model are too small to be capped, and so right without a cap."""
+def test_a_missing_softcap_is_caught_if_it_matters() -> None:
+    """The scores of a default-initialised model are too small to be capped, so they are correct without a cap."""
     with refusal():
         prepare_with_other_spec(zoo.build("gemma2"), {"softcap": None})

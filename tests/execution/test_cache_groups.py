@@ -1,4 +1,4 @@
-"""Which attention calls share blocks, and what a model with windows or shared keys takes of the cache."""
+"""Which attention calls share blocks, and how much cache a model with windows or shared keys takes."""
 
 import random
 from dataclasses import replace
@@ -30,18 +30,18 @@ FULL, LOCAL, WIDE, NARROW = call(), call(window=512), call(size=16), call(window
         ([LOCAL] * 12, 0, 1),
         ([LOCAL, FULL] * 12, 1, 1),
         (([LOCAL] * 5 + [FULL]) * 4 + [LOCAL] * 2, 1, 6),  # Gemma 3 1B
-        (([LOCAL] * 5 + [FULL]) * 10 + [LOCAL] * 2, 1, 6),  # Gemma 3 27B: a seventh of the windows' room is wasted
-        (([FULL] * 5 + [LOCAL] * 6) * 2, 5, 6),  # groups of six would waste a sixth of the room for all tokens
-        ([LOCAL] * 31 + [FULL], 1, 0),  # too many groups: all keep everything
-        ([call(window=5000)] * 6, 1, 0),  # no sequence is as long
-        (([LOCAL] * 5 + [WIDE]) * 5, 1, 3),  # Gemma 4: two of the one lie where one of the other does
+        (([LOCAL] * 5 + [FULL]) * 10 + [LOCAL] * 2, 1, 6),  # Gemma 3 27B: wastes a seventh of the windows' room
+        (([FULL] * 5 + [LOCAL] * 6) * 2, 5, 6),  # groups of six would waste a sixth of the full layers' room
+        ([LOCAL] * 31 + [FULL], 1, 0),  # too many groups: all layers keep all tokens
+        ([call(window=5000)] * 6, 1, 0),  # no sequence is that long
+        (([LOCAL] * 5 + [WIDE]) * 5, 1, 3),  # Gemma 4: two narrow calls take the place of one wide call
         (([LOCAL] * 5 + [call(num_kv_heads=2)]) * 4, 1, 3),  # groups of four, or of up to eight
         (([NARROW] * 8 + [WIDE]) * 2, 1, 2),
-        ([call(512, num_kv_heads=4), call(512, num_kv_heads=4), FULL, FULL] * 4, 1, 4),  # the larger ones slide
+        ([call(512, num_kv_heads=4), call(512, num_kv_heads=4), FULL, FULL] * 4, 1, 4),  # the wider calls have windows
         ([LOCAL, WIDE] * 6, 2, 1),
         ([LOCAL, call(num_kv_heads=3)] * 6, 3, 1),
-        ([LOCAL, call(size=12)] * 6, 1, 0),  # no number of one takes as much as one of the other
-        ([LOCAL, call(window=512, size=16), FULL] * 6, 1, 0),  # and windows differ in shape
+        ([LOCAL, call(size=12)] * 6, 1, 0),  # the sizes are not multiples of each other
+        ([LOCAL, call(window=512, size=16), FULL] * 6, 1, 0),  # the shapes of calls with windows differ
     ],
 )
 def test_calls_that_keep_the_same_tokens_share_blocks(
@@ -56,7 +56,7 @@ def test_calls_that_keep_the_same_tokens_share_blocks(
 
 
 @pytest.mark.parametrize("specs", [([LOCAL] * 4 + [WIDE]) * 3, ([NARROW] * 8 + [WIDE]) * 2, [LOCAL] * 31 + [FULL]])
-def test_calls_lie_beside_each_other_and_waste_little(specs: list[AttentionSpec]) -> None:
+def test_calls_share_block_memory_and_waste_little(specs: list[AttentionSpec]) -> None:
     grouping = group_calls(specs, 4096, bytes_of)
     storages = grouping.storages()
     assert sorted(call for calls in storages for call in calls) == list(range(len(specs)))
@@ -70,7 +70,7 @@ def test_calls_lie_beside_each_other_and_waste_little(specs: list[AttentionSpec]
     assert held <= 1.1 * sum(map(bytes_of, specs))
 
 
-def test_who_is_given_the_keys_of_another_call_has_its_group_and_no_memory() -> None:
+def test_a_call_that_shares_keys_has_the_group_of_the_other_call_and_no_memory() -> None:
     shares_first, shares_second = call(512, shares_cache_with=0), call(shares_cache_with=1)
     grouping = group_calls([LOCAL, FULL, shares_first, shares_second], 4096, bytes_of)
     assert grouping.groups == (ALL_TOKENS, CacheGroup(512))
@@ -83,7 +83,7 @@ def test_who_is_given_the_keys_of_another_call_has_its_group_and_no_memory() -> 
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "mistral"])
-def test_a_long_sequence_holds_its_windows_only(name: str) -> None:
+def test_a_long_sequence_holds_only_its_windows(name: str) -> None:
     llm = LLM(zoo.build(name), block_size=4, max_num_batched_tokens=16, num_blocks=200)
     engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     engine.submit(engine.accept("a", list(range(1, 101)), params))
@@ -99,8 +99,8 @@ def test_a_long_sequence_holds_its_windows_only(name: str) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("name", ["gemma4_large", "gemma4_few_global"])
-def test_windows_are_let_go_where_calls_differ_in_shape(name: str, backend: str) -> None:
-    """Two narrow calls lie in the blocks of a wide one; in chunks, preempted, behind shared prefixes, forked."""
+def test_windows_are_released_if_calls_differ_in_shape(name: str, backend: str) -> None:
+    """Two narrow calls share the blocks of a wide one, with chunks, preemption, shared prefixes and forks."""
     model = others.build(name)
     llm = LLM(model, attention_backend=backend, **others.options(num_blocks=80))
     grouping = llm.engine.runner.require_packed().grouping
@@ -124,7 +124,7 @@ def test_windows_are_let_go_where_calls_differ_in_shape(name: str, backend: str)
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
-def test_shared_keys_and_values_are_kept_once(name: str) -> None:
+def test_shared_keys_and_values_are_stored_once(name: str) -> None:
     model = others.build(name)
     llm = LLM(model, **others.options(num_blocks=300))
     assert llm.model_info.executor == "packed"
@@ -139,8 +139,8 @@ def test_shared_keys_and_values_are_kept_once(name: str) -> None:
         assert not others.wrong_tokens(model, prompt, output.outputs[0].token_ids)
 
 
-def test_chunks_are_let_go_when_they_are_over() -> None:
-    """Llama 4, across several chunks, in pieces, preempted, and behind shared prefixes."""
+def test_attention_chunks_are_released_when_they_end() -> None:
+    """Llama 4 across several attention chunks, with chunked prompts, preemption and shared prefixes."""
     model = others.build("llama4")
     llm = LLM(model, **others.options(num_blocks=120))
     groups = llm.engine.scheduler.block_pool.layout.groups

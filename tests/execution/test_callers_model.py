@@ -1,4 +1,4 @@
-"""A caller's own model stays as it was: prepared, run, and after a step that failed."""
+"""A caller's model stays unchanged after preparation, after a run, and after a failed step."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ from tests.execution.prepared_models import every_architecture, plain_logits
 
 
 def use(model: PreTrainedModel) -> None:
-    """Probe a model, and run it through an engine."""
+    """Prepare a model, and run it through an engine."""
     llm = LLM(model, num_blocks=64, block_size=8)
     llm.generate(zoo.sample_sequences(), SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
 
@@ -37,7 +37,7 @@ def test_a_callers_model_works_as_before(name: str, implementation: str) -> None
 
 @every_architecture
 def test_a_callers_model_can_still_be_trained(name: str) -> None:
-    """Nothing is left in it that was made in inference mode."""
+    """The model keeps no tensor that was created in inference mode."""
     model = zoo.draw(name, zoo.FACTORS[name], seed=0)
     use(model)
     model.requires_grad_(True)
@@ -54,7 +54,7 @@ def test_a_callers_model_can_still_be_copied(copied: Callable[[PreTrainedModel],
     assert torch.equal(plain_logits(copied(model)), plain_logits(model))
 
 
-def test_a_model_is_left_as_it_was_when_a_step_fails() -> None:
+def test_a_model_is_unchanged_after_a_failed_step() -> None:
     model = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
     expected = plain_logits(model)
     executor = packed_executor(model)

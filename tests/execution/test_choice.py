@@ -1,4 +1,4 @@
-"""Which executor a model gets, and that it then gives the plain model's tokens, whatever runs beside it."""
+"""Which executor a model gets, and that it gives the plain model's tokens in any batch."""
 
 import random
 from array import array
@@ -36,7 +36,7 @@ def generate(llm: LLM, **params: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", others.ALL)
-def test_the_plain_models_tokens(name: str) -> None:
+def test_the_engine_gives_the_tokens_of_the_plain_model(name: str) -> None:
     model = others.build(name)
     llm = LLM(model, **others.options())
     assert llm.model_info.executor == ("sequential" if name in others.SEQUENTIAL else "rows")
@@ -59,7 +59,7 @@ def test_the_plain_models_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("executor", ["packed", "rows", "sequential"])
-def test_an_executor_that_is_asked_for(executor: str) -> None:
+def test_an_executor_can_be_requested(executor: str) -> None:
     model = zoo.build("gpt2")
     llm = LLM(model, executor=executor, **others.options())
     assert llm.model_info.executor == executor
@@ -69,8 +69,8 @@ def test_an_executor_that_is_asked_for(executor: str) -> None:
         LLM(others.build("bloom"), executor="packed", **others.options())
 
 
-def test_what_depends_on_its_neighbours_in_a_batch_runs_by_itself() -> None:
-    """Phi-3 with LongRoPE, prompts on both sides of the length at which its frequencies change."""
+def test_a_model_that_depends_on_its_batch_runs_sequentially() -> None:
+    """Phi-3 with LongRoPE, with prompts on both sides of the length at which its frequencies change."""
     model = zoo.build("phi3_longrope")
     with pytest.raises(ModelError, match="LongRoPE"):
         LLM(model, executor="rows", **others.options())
@@ -97,7 +97,7 @@ def test_rows_share_prefixes_and_states_do_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba", "rwkv", "bloom"])
-def test_a_step_that_was_given_up_is_run_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_discarded_step_is_repeated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = others.build(name)
     llm = LLM(model, **others.options(num_blocks=200))
     expected = generate(llm)
@@ -126,7 +126,7 @@ def test_a_step_that_was_given_up_is_run_again(name: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_where_a_model_differs_from_itself_it_runs_as_generate_does(dtype: str) -> None:
+def test_a_model_whose_two_forward_paths_differ_runs_like_generate(dtype: str) -> None:
     model = others.build("clamped")
     llm = LLM(model, dtype=dtype, **others.options(num_blocks=500))
     assert any(note.startswith("not as in one forward pass") for note in llm.model_info.notes)
@@ -139,7 +139,7 @@ def test_where_a_model_differs_from_itself_it_runs_as_generate_does(dtype: str) 
 
 @pytest.mark.parametrize("kind", ["rows", "sequential"])
 @pytest.mark.parametrize("name", ["qwen3_next", "bloom"])
-def test_prompts_in_one_piece(kind: str, name: str) -> None:
+def test_prompts_can_run_in_one_piece(kind: str, name: str) -> None:
     model = others.build(name)
     executor = make_executor(Way(kind, in_one_piece=True), model, block_size=4, num_slots=2)
     assert prove(executor, PlainModel.of(model).with_effect(), 2e-5) < 2e-5
@@ -148,7 +148,7 @@ def test_prompts_in_one_piece(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", ["rows", "sequential"])
 @pytest.mark.parametrize("name", ["qwen3_next", "bloom"])
 def test_a_slot_that_is_released_forgets_its_sequence(kind: str, name: str) -> None:
-    """Two sequences, one after the other, in one slot and to the same length: the second is held back up to there."""
+    """Two sequences run one after the other in one slot to the same length; the second is held back until then."""
     model = others.build(name)
     executor = make_executor(Way(kind, in_one_piece=True), model, block_size=4, num_slots=1)
     assert not executor.capabilities.shares_prefixes
@@ -167,7 +167,7 @@ def test_a_slot_that_is_released_forgets_its_sequence(kind: str, name: str) -> N
     assert relative_error(run(1, 9, second[9:], 1), others.plain_logits(model, second)[-1:]) < 2e-5
 
 
-def test_a_model_on_which_nothing_can_be_proved_is_refused() -> None:
+def test_a_model_that_cannot_be_proved_is_refused() -> None:
     model = others.build("bloom")
     mute = others.build("bloom", seed=1)
     with torch.no_grad():
@@ -179,7 +179,7 @@ def test_a_model_on_which_nothing_can_be_proved_is_refused() -> None:
     assert (PlainModel.of(model).with_effect().effect or 0) > 1e-2
 
 
-def test_prompts_are_scored_in_rows() -> None:
+def test_the_rows_executor_scores_prompts() -> None:
     model = others.build("qwen3_next")
     llm = LLM(model, **others.options(num_blocks=200))
     (output,) = llm.generate([prompts()[1]], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
@@ -190,7 +190,7 @@ def test_prompts_are_scored_in_rows() -> None:
             assert told[token].logprob == pytest.approx(float(expected[position - 1, token]), abs=1e-3)
 
 
-def test_what_attends_by_itself_cannot_be_looked_into() -> None:
+def test_only_packed_models_can_be_inspected() -> None:
     llm = LLM(others.build("bloom"), **others.options())
     with pytest.raises(ModelError, match="only models that run packed can be looked into; this one runs as rows"):
         llm.engine.runner.witness_attention()
@@ -198,7 +198,7 @@ def test_what_attends_by_itself_cannot_be_looked_into() -> None:
         profile_decode(llm.engine, 1, 8, 1, SamplingParams())
 
 
-def test_there_is_no_way_back_once_weights_are_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_the_weights_are_prepacked_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     model = others.build("bloom")
     prepack = own_attention.prepack_weights
 
@@ -212,7 +212,7 @@ def test_there_is_no_way_back_once_weights_are_prepacked(monkeypatch: pytest.Mon
         LLM(model, **others.options())
 
 
-def test_what_a_twin_does_not_stand_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_not_prepacked_if_that_fails_on_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     model = others.build("bloom")
 
     def spoil(model: PreTrainedModel, *args: Any) -> None:
@@ -225,7 +225,7 @@ def test_what_a_twin_does_not_stand_is_not_done(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_deep_model_that_makes_much_of_rounding_is_not_taken_for_a_wrong_one(dtype: str) -> None:
+def test_a_deep_model_that_amplifies_rounding_is_not_refused(dtype: str) -> None:
     model = others.build("deep")
     llm = LLM(model, dtype=dtype, **others.options(num_blocks=200))
     assert llm.model_info.executor == "rows"

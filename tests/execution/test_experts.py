@@ -1,4 +1,4 @@
-"""A mixture's experts, run at once by our kernel: what one expert after the other gives, token by token."""
+"""Our kernel runs all experts of a mixture at once and gives the results of one expert after the other."""
 
 import copy
 from typing import Any
@@ -24,7 +24,7 @@ def mixture(name: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> Any:
 
 
 def tokens(module: Any, dtype: torch.dtype, num_chosen: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states `[T, hidden]`, and the experts of each, the last of whom nobody chooses."""
+    """Hidden states `[T, hidden]` and the experts of each; no token chooses the last expert."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(NUM_TOKENS, module.gate_up_proj.shape[-1], generator=generator).to(dtype)
     scores = torch.rand(NUM_TOKENS, module.num_experts - 1, generator=generator)
@@ -35,7 +35,7 @@ def tokens(module: Any, dtype: torch.dtype, num_chosen: int = 2) -> tuple[torch.
     ("dtype", "weight_format", "tolerance"),
     [(torch.float32, PLAIN, 1e-6), (torch.bfloat16, PLAIN, 1e-2), (torch.bfloat16, INT8, 5e-2)],
 )
-def test_each_choice_gives_what_its_expert_gives(
+def test_each_choice_gives_the_result_of_its_expert(
     dtype: torch.dtype, weight_format: WeightFormat, tolerance: float
 ) -> None:
     this_cpu.needs(dtype)
@@ -55,7 +55,7 @@ def test_each_choice_gives_what_its_expert_gives(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weight_format", [PLAIN, INT8])
-def test_a_token_gets_the_same_bits_in_any_company(dtype: torch.dtype, weight_format: WeightFormat) -> None:
+def test_a_token_gets_the_same_bits_in_any_batch(dtype: torch.dtype, weight_format: WeightFormat) -> None:
     this_cpu.needs(dtype)
     this_cpu.needs(torch.int8 if weight_format is INT8 else dtype)
     module = mixture(dtype=dtype)
@@ -67,7 +67,7 @@ def test_a_token_gets_the_same_bits_in_any_company(dtype: torch.dtype, weight_fo
         assert torch.equal(alone, together[number])
 
 
-def test_an_expert_that_does_not_exist_gives_nothing() -> None:
+def test_an_expert_that_does_not_exist_contributes_nothing() -> None:
     module = mixture()
     states, chosen = tokens(module, torch.float32)
     prepacked = PrepackedExperts(module)
@@ -81,5 +81,5 @@ def test_an_expert_that_does_not_exist_gives_nothing() -> None:
 
 @pytest.mark.skipif(not has_panels(torch.float32), reason="the kernel is for weights in panels")
 @pytest.mark.parametrize(("name", "runs"), [("qwen3_moe", True), ("mixtral", True), ("gpt_oss", False)])
-def test_experts_with_a_gate_of_their_own_are_run_one_by_one(name: str, runs: bool) -> None:
+def test_experts_with_their_own_gate_run_one_by_one(name: str, runs: bool) -> None:
     assert (PrepackedExperts(mixture(name))._number is not None) == runs

@@ -1,4 +1,4 @@
-"""Prepacked linear layers: the same function, from weights that are there only once."""
+"""Prepacked linear layers compute the same function, and their weights are stored only once."""
 
 import copy
 import gc
@@ -49,7 +49,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def watch(model: nn.Module) -> LinearCalls:
-    """What one forward pass of a zoo model does with its linear layers."""
+    """How one forward pass of a zoo model uses its linear layers."""
     with torch.inference_mode(), watch_linears(model) as calls:
         model(torch.arange(20)[None], use_cache=False)
     return calls
@@ -62,7 +62,7 @@ def watch(model: nn.Module) -> LinearCalls:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 33, 150])
-def test_a_prepacked_layer_is_the_layer(
+def test_a_prepacked_layer_matches_the_original_layer(
     kind: type[PrepackedLinear], shape: tuple[int, int], dtype: torch.dtype, num_rows: int
 ) -> None:
     needs(kind, dtype)
@@ -79,7 +79,7 @@ def test_a_prepacked_layer_is_the_layer(
 @pytest.mark.parametrize("kind", KINDS + INT8_KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")])
-def test_an_activation_is_part_of_the_layer(
+def test_an_activation_can_be_part_of_the_layer(
     activation: nn.Module, dtype: torch.dtype, kind: type[PrepackedLinear]
 ) -> None:
     needs(kind, dtype)
@@ -96,7 +96,7 @@ def test_an_activation_is_part_of_the_layer(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [PanelLinear, Int8PanelLinear])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_panels_give_a_row_the_same_bits_in_any_company(
+def test_panels_give_a_row_the_same_bits_in_any_batch(
     shape: tuple[int, int], kind: type[PanelLinear], dtype: torch.dtype
 ) -> None:
     needs(kind, torch.int8 if kind is Int8PanelLinear else dtype)
@@ -111,7 +111,7 @@ def test_panels_give_a_row_the_same_bits_in_any_company(
 @pytest.mark.parametrize("kind", INT8_KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_int8_is_near_and_rows_are_strangers(
+def test_int8_is_close_and_rows_are_independent(
     shape: tuple[int, int], dtype: torch.dtype, kind: type[PrepackedLinear]
 ) -> None:
     needs(kind, torch.int8)
@@ -127,7 +127,7 @@ def test_int8_is_near_and_rows_are_strangers(
 
 
 @pytest.mark.parametrize("kind", INT8_KINDS)
-def test_int8_passes_on_what_is_not_finite_in_its_own_row_alone(kind: type[PrepackedLinear]) -> None:
+def test_int8_keeps_non_finite_values_within_their_row(kind: type[PrepackedLinear]) -> None:
     needs(kind, torch.int8)
     layer = kind(random_weight((64, 64), torch.float32), None)
     x = random_weight((3, 64), torch.float32)
@@ -140,7 +140,7 @@ def test_int8_passes_on_what_is_not_finite_in_its_own_row_alone(kind: type[Prepa
         assert torch.equal(actual[[0, 2]], expected[[0, 2]])
 
 
-def test_quantised_weights_are_the_nearest() -> None:
+def test_weights_are_rounded_to_the_nearest_quantised_value() -> None:
     weight = random_weight((50, 96), torch.float32)
     weight[7] = 0
     rounded, scales = round_weight(weight)
@@ -166,8 +166,8 @@ def test_the_layout_finds_every_element(
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_a_prepacked_model_is_the_model(name: str) -> None:
-    """Float32, so rounding explains next to nothing; no linear layer and no expert is left as it was."""
+def test_a_prepacked_model_matches_the_original_model(name: str) -> None:
+    """In float32, rounding explains almost no difference. Every linear layer and expert is replaced."""
     model, tokens = copy.deepcopy(zoo.build(name)), torch.arange(40)[None] % zoo.VOCAB_SIZE
     calls = watch(model)
     with torch.inference_mode():
@@ -180,7 +180,7 @@ def test_a_prepacked_model_is_the_model(name: str) -> None:
     assert not any(parameter.dim() > 2 for parameter in model.parameters())
 
 
-def test_what_runs_as_one_is_seen_not_known() -> None:
+def test_layers_that_can_be_merged_are_found_by_observation() -> None:
     llama, gpt2 = watch(zoo.build("llama")), watch(zoo.build("gpt2"))
     attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
     assert llama.siblings[0] == (f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj")
@@ -204,7 +204,7 @@ def test_siblings_and_activations_are_replaced() -> None:
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])
 def test_a_tied_embedding_reads_the_head(name: str, quantized: bool) -> None:
-    """Gemma's embedding is a subclass that scales what it looked up."""
+    """Gemma's embedding is a subclass that scales its result."""
     if quantized:
         this_cpu.needs(torch.int8)
     model = copy.deepcopy(zoo.build(name))
@@ -222,8 +222,8 @@ def test_a_tied_embedding_reads_the_head(name: str, quantized: bool) -> None:
 
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_activations_of_our_own(activation: nn.Module, dtype: torch.dtype) -> None:
-    """On rows that lie apart, of a width that fills no vector; the same element has the same bits anywhere."""
+def test_our_own_activations_match_torch(activation: nn.Module, dtype: torch.dtype) -> None:
+    """Rows are strided, and their width is not a multiple of a vector. An element has the same bits in any position."""
     wide = (random_weight((7, 100), dtype) * 4)[None]
     x = wide[..., 3:50]
     name = {"ReLU": "relu", "SiLU": "swish"}.get(type(activation).__name__, "gelu")
@@ -236,7 +236,7 @@ def test_activations_of_our_own(activation: nn.Module, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_where_onednn_multiplies_a_model_is_not_compiled_and_says_why(
+def test_a_model_that_uses_onednn_is_not_compiled_and_the_notes_say_why(
     monkeypatch: pytest.MonkeyPatch, quantization: Literal["int8"] | None
 ) -> None:
     if quantization:
@@ -249,12 +249,12 @@ def test_where_onednn_multiplies_a_model_is_not_compiled_and_says_why(
     assert note.startswith("the model is not compiled: this CPU has no AVX-512 for its dtype")
 
 
-def test_every_quantization_that_can_be_asked_for_is_a_format() -> None:
+def test_every_quantization_option_has_a_format() -> None:
     assert [find_format(name).name for name in QUANTIZATIONS] == list(QUANTIZATIONS)
     assert find_format(None) is PLAIN
 
 
 @pytest.mark.skipif(sums_int8(), reason="this CPU can")
-def test_where_int8_would_overflow_it_is_refused() -> None:
+def test_int8_is_refused_if_it_would_overflow() -> None:
     with pytest.raises(ModelError, match="needs a CPU that sums int8 in 32 bits"):
         Engine(zoo.build("llama"), EngineConfig(num_blocks=20, quantization="int8"))

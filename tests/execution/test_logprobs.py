@@ -1,4 +1,4 @@
-"""Log-probabilities: torch's own, whatever the rows are beside each other."""
+"""Log-probabilities equal those of torch, in any batch of rows."""
 
 from collections.abc import Sequence
 
@@ -43,7 +43,7 @@ def test_scores_are_log_softmax(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_rows_score_has_the_same_bits_in_any_company(num_threads: int) -> None:
+def test_the_score_of_a_row_has_the_same_bits_in_any_batch(num_threads: int) -> None:
     before = torch.get_num_threads()
     logits = 5 * torch.randn(40, 50257, generator=torch.Generator().manual_seed(1))
     try:
@@ -56,13 +56,13 @@ def test_a_rows_score_has_the_same_bits_in_any_company(num_threads: int) -> None
         torch.set_num_threads(before)
 
 
-def test_more_of_the_likeliest_than_there_are() -> None:
+def test_more_top_tokens_than_the_vocabulary_has_give_all_tokens() -> None:
     (score,) = scores_of(torch.zeros(1, 4), [0], [2], [1000])
     assert sorted(score.top_token_ids) == [0, 1, 2, 3]
 
 
-def test_only_rows_that_want_it_are_scored_and_in_slices() -> None:
-    """A prompt that is scored, one that is not, and decodes of both kinds."""
+def test_only_rows_that_request_scores_are_scored_in_slices() -> None:
+    """Covers a scored prompt, an unscored one, and decodes of both kinds."""
     length = ROWS_AT_ONCE + 40
     scorer = Scorer(4)
     wishes = [{"prompt_logprobs": 2}, {"logprobs": 1}, {}, {"logprobs": 0, "prompt_logprobs": 0}]

@@ -1,4 +1,5 @@
-"""Pages of a mapped file go, and what they hold stays; no other memory is touched. Untouched memory takes none."""
+"""Pages of a mapped file are released and their content remains; no other memory changes. Untouched memory takes no
+pages."""
 
 import os
 import sys
@@ -16,7 +17,7 @@ SHAPE = (1024, 4096)  # 16 MiB
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:
-    """How much of a tensor's pages is in memory."""
+    """The number of bytes of a tensor that are resident in memory."""
     page_size = os.sysconf("SC_PAGE_SIZE")
     first, last = tensor.data_ptr() // page_size, (tensor.data_ptr() + tensor.nbytes - 1) // page_size
     with open("/proc/self/pagemap", "rb") as pages:
@@ -26,7 +27,7 @@ def resident_bytes(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_files_pages_go_and_come_back_when_they_are_read(tmp_path: Path, transposed: bool) -> None:
+def test_pages_of_a_file_are_released_and_return_when_they_are_read(tmp_path: Path, transposed: bool) -> None:
     expected = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).view(SHAPE)
     save_file({"first": expected, "second": -expected}, tmp_path / "model.safetensors")
     weights = load_file(tmp_path / "model.safetensors")
@@ -39,13 +40,13 @@ def test_a_files_pages_go_and_come_back_when_they_are_read(tmp_path: Path, trans
     assert torch.equal(weights["first"], expected)
 
 
-def test_memory_that_is_no_file_stays() -> None:
+def test_memory_without_a_file_is_kept() -> None:
     tensor = torch.ones(SHAPE)
     let_go_of_file_pages(tensor)
     assert (tensor == 1).all()
 
 
-def test_memory_counts_when_it_is_touched_and_outlives_who_asked_for_it() -> None:
+def test_memory_is_resident_once_touched_and_outlives_its_first_owner() -> None:
     memory = untouched_memory(1 << 30)
     assert resident_bytes(memory) < 1 << 24
     part = memory[: 1 << 26].view(torch.float32)
@@ -55,5 +56,5 @@ def test_memory_counts_when_it_is_touched_and_outlives_who_asked_for_it() -> Non
     assert (part == 7).all()
 
 
-def test_no_memory_at_all() -> None:
+def test_untouched_memory_may_be_empty() -> None:
     assert untouched_memory(0).shape == (0,)

@@ -1,4 +1,4 @@
-"""Who may attend to whom: positions, windows and chunks, drawn."""
+"""Which query may attend to which key: positions, windows and chunks, drawn as text."""
 
 from array import array
 
@@ -10,11 +10,11 @@ from tests.execution.paged_world import Part, World
 
 
 def drawn(mask: Tensor) -> list[str]:
-    """A mask as text, a row for each query: `#` where it may see the key of that column."""
+    """A mask as text with one row per query; `#` marks each key that the query may see."""
     return ["".join("#" if visible else "." for visible in row) for row in mask.tolist()]
 
 
-def test_a_query_sees_itself_and_what_came_before() -> None:
+def test_a_query_sees_itself_and_earlier_tokens() -> None:
     assert drawn(may_attend(torch.arange(4), torch.arange(4))) == [
         "#...",
         "##..",
@@ -44,7 +44,7 @@ def test_chunks_are_aligned_to_the_sequence() -> None:
     ]
 
 
-def test_window_and_chunk_both_narrow() -> None:
+def test_window_and_chunk_can_be_combined() -> None:
     assert drawn(may_attend(torch.arange(6), torch.arange(6), window=2, chunk=4)) == [
         "#.....",
         "##....",
@@ -61,7 +61,7 @@ def test_may_attend_takes_batches_of_positions() -> None:
 
 
 RAGGED = World(4, ((Part(0, 2, 4), Part(1, 0, 3), Part(2, 4, 5)),), (0, 1, 2), ((array("i", [0, 1]),) * 3,))
-"""The last two tokens of a prompt of four, a prompt of three, and a decode behind four tokens."""
+"""The last two tokens of a prompt of four, a prompt of three, and a decode after four tokens."""
 
 
 def test_the_ragged_mask_keeps_sequences_apart() -> None:
@@ -75,7 +75,7 @@ def test_the_ragged_mask_keeps_sequences_apart() -> None:
     ]
 
 
-def test_the_ragged_mask_knows_windows_and_chunks() -> None:
+def test_the_ragged_mask_supports_windows_and_chunks() -> None:
     assert drawn(ragged_mask(RAGGED.batch(RAGGED.steps[0]), window=2)) == [
         ".##.........",
         "..##........",

@@ -1,4 +1,4 @@
-"""Loading: what a folder must hold, what is refused and in which words, and which dtype and device come out."""
+"""Loading: required files, refusals and their messages, and the resulting dtype and device."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ UP_PROJECTION = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny Llama in float32. Not to be changed: `broken_copy` makes one that is."""
+    """A folder with a tiny Llama in float32. Tests must not change it; `broken_copy` makes a changed copy."""
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     zoo.build("llama").save_pretrained(folder)
     return folder
@@ -42,7 +42,7 @@ def same_bits(a: PreTrainedModel, b: PreTrainedModel) -> bool:
 
 
 @pytest.mark.parametrize("as_source", [str, Path])
-def test_a_saved_model_loads_with_the_same_bits_ready_to_run(saved: Path, as_source: type) -> None:
+def test_a_saved_model_loads_with_the_same_bits_and_is_ready_to_run(saved: Path, as_source: type) -> None:
     model = load_model(as_source(saved), EngineConfig(dtype="float32"))
     assert same_bits(model, zoo.build("llama"))
     assert not model.training
@@ -147,11 +147,11 @@ BROKEN: dict[Callable[[Path], None], str] = {
     config_of_an_encoder_decoder: "T5Config",
     config_of_another_size: ".weight",
 }
-"""What is wrong with a folder, and what the sentence about it must name besides the folder."""
+"""What is wrong with a folder, and what the message must name in addition to the folder."""
 
 
 @pytest.mark.parametrize("breaks", BROKEN)
-def test_a_broken_folder_is_refused_in_one_sentence_that_names_it(
+def test_a_broken_folder_is_refused_with_one_sentence_that_names_it(
     saved: Path, tmp_path: Path, breaks: Callable[[Path], None]
 ) -> None:
     folder = tmp_path / "broken-llama"
@@ -165,19 +165,19 @@ def test_a_broken_folder_is_refused_in_one_sentence_that_names_it(
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_a_missing_folder_is_refused_by_name_and_not_looked_for_elsewhere(tmp_path: Path, load_format: str) -> None:
+def test_a_missing_folder_is_refused_by_name_and_not_searched_for_elsewhere(tmp_path: Path, load_format: str) -> None:
     for source in (tmp_path / "nowhere", str(tmp_path / "nowhere"), "./nowhere", "no/model/here"):
         with pytest.raises(ModelError, match=rf"^there is no model folder '{source}'; give a folder .* or a hub id"):
             load_model(source, EngineConfig(load_format=load_format))
 
 
-def test_a_file_is_not_taken_for_a_folder(saved: Path) -> None:
+def test_a_file_is_not_accepted_as_a_folder(saved: Path) -> None:
     with pytest.raises(ModelError, match=r"there is no model folder '.*/model\.safetensors'"):
         load_model(saved / "model.safetensors", EngineConfig())
 
 
 @pytest.mark.parametrize("device", ["nonesuch", "", "cuda:99"])
-def test_a_device_that_is_not_here_is_refused_by_name(saved: Path, device: str) -> None:
+def test_an_unavailable_device_is_refused_by_name(saved: Path, device: str) -> None:
     for source in (str(saved), zoo.build("llama")):
         with pytest.raises(ModelError, match=rf"^device '{device}' cannot be used here: ") as raised:
             load_model(source, EngineConfig(device=device))
@@ -198,7 +198,7 @@ def test_a_device_that_is_not_here_is_refused_by_name(saved: Path, device: str) 
         (torch.float16, "bfloat16", torch.bfloat16),
     ],
 )
-def test_a_checkpoint_on_a_cpu_gets_the_dtype_asked_for_or_the_one_that_is_fast_there(
+def test_a_checkpoint_on_a_cpu_gets_the_requested_dtype_or_the_fastest_one(
     tmp_path: Path, checkpoint: torch.dtype, asked: str, given: torch.dtype
 ) -> None:
     zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(checkpoint).save_pretrained(tmp_path)
@@ -218,8 +218,8 @@ def test_float16_on_a_cpu_is_refused(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
-def test_a_loaded_model_in_another_dtype_is_the_model_loaded_in_that_dtype(tmp_path: Path, name: str) -> None:
-    """What transformers keeps in float32 whatever the dtype (rotary frequencies, routers' biases) stays so."""
+def test_converting_a_loaded_model_equals_loading_it_in_that_dtype(tmp_path: Path, name: str) -> None:
+    """Tensors that transformers always keeps in float32 (rotary frequencies, router biases) stay in float32."""
     zoo.build(name).save_pretrained(tmp_path)
     config = EngineConfig(device="cpu", dtype="bfloat16")
     loaded = load_model(tmp_path, config)
@@ -240,7 +240,7 @@ def config_only(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_dummy_weights_are_made_from_the_seed_alone(config_only: Path) -> None:
+def test_dummy_weights_depend_only_on_the_seed(config_only: Path) -> None:
     first, other = (load_model(config_only, EngineConfig(load_format="dummy", seed=seed)) for seed in (1, 2))
     torch.rand(3)
     again = load_model(config_only, EngineConfig(load_format="dummy", seed=1))
@@ -250,20 +250,20 @@ def test_dummy_weights_are_made_from_the_seed_alone(config_only: Path) -> None:
     assert first(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
 
-def test_dummy_weights_leave_the_callers_random_numbers_alone(config_only: Path) -> None:
+def test_dummy_weights_do_not_change_the_random_state_of_the_caller(config_only: Path) -> None:
     before = torch.random.get_rng_state()
     load_model(config_only, EngineConfig(load_format="dummy"))
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(("asked", "given"), [("auto", FAST_DTYPE), ("float32", torch.float32)])
-def test_dummy_weights_have_the_dtype_asked_for(config_only: Path, asked: str, given: torch.dtype) -> None:
+def test_dummy_weights_have_the_requested_dtype(config_only: Path, asked: str, given: torch.dtype) -> None:
     model = load_model(config_only, EngineConfig(load_format="dummy", dtype=asked, device="cpu"))
     assert {parameter.dtype for parameter in model.parameters()} == {given}
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_a_config_without_weights_is_refused_unless_dummy_weights_are_asked_for(config_only: Path) -> None:
+def test_a_config_without_weights_is_refused_unless_dummy_weights_are_requested(config_only: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         load_model(config_only, EngineConfig())
 
@@ -279,10 +279,10 @@ def test_dummy_weights_of_a_config_in_float16_are_not_float16_on_a_cpu(tmp_path:
 # -------------------------------------------------------------------------------------- the device
 
 
-def test_auto_is_a_device_that_is_here() -> None:
+def test_auto_selects_an_available_device() -> None:
     assert torch.zeros(1, device=resolve_device("auto")).sum() == 0
     assert resolve_device("cpu") == torch.device("cpu")
 
 
-def test_the_cache_may_take_a_part_of_a_hosts_memory() -> None:
+def test_the_cache_may_take_a_share_of_host_memory() -> None:
     assert 2**28 < available_cache_memory(torch.device("cpu")) < 2**48

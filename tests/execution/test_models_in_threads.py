@@ -1,4 +1,4 @@
-"""Models that are prepared and run at the same time do not disturb each other, whatever they share."""
+"""Models that are prepared and run at the same time do not affect each other, even if they share objects."""
 
 import threading
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tests.execution.prepared_models import report_of
 
 
 def in_threads(*works: Callable[[threading.Barrier], Any]) -> list[Any]:
-    """Results of functions that run at the same time; each is given a barrier to keep step with the others."""
+    """The results of functions that run at the same time; each gets a barrier for synchronisation."""
     barrier = threading.Barrier(len(works), timeout=600)
     results: list[Any] = [None] * len(works)
 
@@ -66,7 +66,7 @@ def test_one_model_prepared_twice_at_the_same_time_is_accepted_twice() -> None:
 
 
 def test_two_models_run_at_the_same_time_do_not_disturb_each_other() -> None:
-    """Every step of one begins together with a step of the other; each gives its own model's logits."""
+    """Every step of one model begins together with a step of the other; each gives its own logits."""
     models = [zoo.draw("llama", zoo.FACTORS["llama"], seed) for seed in range(2)]
     prompts = [zoo.sample_sequences(seed) for seed in range(2)]
     executors = [packed_executor(model) for model in models]
@@ -82,7 +82,7 @@ def test_two_models_run_at_the_same_time_do_not_disturb_each_other() -> None:
 
 
 class Interrupted(TorchAttention):
-    """Calls a function in the middle of every step: when the model's first layer attends."""
+    """Calls a function in the middle of every step, when the model's first layer attends."""
 
     def __init__(self, interrupt: Callable[[], object]) -> None:
         super().__init__(torch.device("cpu"), torch.float32, BLOCK_SIZE)
@@ -101,12 +101,12 @@ class Interrupted(TorchAttention):
 
 
 def assert_overlapping_steps_are_right(first: PreTrainedModel, second: PreTrainedModel) -> None:
-    """A step of the first ends while one of the second is running, if the second does not wait for its turn."""
+    """A step of the first executor ends while a step of the second runs, unless the second waits for its turn."""
     first_runs, second_runs, first_is_done = threading.Event(), threading.Event(), threading.Event()
 
     def in_first() -> None:
         first_runs.set()
-        second_runs.wait(timeout=0.3)  # in vain if it rightly waits for us
+        second_runs.wait(timeout=0.3)  # times out if it correctly waits for us
 
     def in_second() -> None:
         second_runs.set()
@@ -144,8 +144,9 @@ def test_two_models_made_from_one_config_object_do_not_disturb_each_other() -> N
     assert_overlapping_steps_are_right(first, second)
 
 
-def test_models_that_are_loaded_at_once_leave_the_default_dtype_alone() -> None:
-    """`transformers` changes it while it makes a model, for all threads: here the checkpoint, and its float32 twin."""
+def test_models_loaded_at_the_same_time_do_not_change_the_default_dtype() -> None:
+    """`transformers` changes the default dtype for all threads while it builds a model: the checkpoint and its float32
+    twin."""
 
     def load(barrier: threading.Barrier) -> None:
         barrier.wait()

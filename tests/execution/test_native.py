@@ -1,4 +1,4 @@
-"""Building the kernels: kept on disk, and not missed where they can't be built."""
+"""Kernels are built once and kept on disk, and everything works without them."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def test_a_built_library_is_found_again() -> None:
     assert native._built_library() == library
 
 
-def test_another_cpu_has_another_library() -> None:
+def test_another_cpu_gets_another_library() -> None:
     before = native._digest()
     original = native._instruction_sets
     try:
@@ -44,8 +44,8 @@ def test_another_cpu_has_another_library() -> None:
 
 
 @pytest.mark.skipif("avx512f" not in native._instruction_sets().split(), reason="others are tested as they are")
-def test_a_cpu_without_avx512_gets_kernels_that_are_as_right() -> None:
-    """Registers half as wide, other layouts: the tests of attention, of layers and of the sampler hold there, too."""
+def test_a_cpu_without_avx512_gets_correct_kernels() -> None:
+    """Registers are half as wide and layouts differ; the tests of attention, layers and the sampler still pass."""
     names = (
         "attention",
         "experts",

@@ -1,4 +1,4 @@
-"""Preparation takes every model that the packed row reproduces, whatever its weights, and finds its limits."""
+"""Preparation accepts every model that packed rows reproduce, with any weights, and finds its limits."""
 
 import pytest
 import torch
@@ -38,7 +38,8 @@ def test_a_model_is_accepted_with_its_attention_as_configured(name: str) -> None
 
 @every_architecture
 def test_a_model_in_bfloat16_is_accepted(name: str) -> None:
-    """Sensitive models amplify rounding, and a mixture of experts may route a token otherwise: neither is an error."""
+    """Sensitive models amplify rounding, and a mixture of experts may route a token differently; neither is an
+    error."""
     report_of(zoo.draw(name, zoo.FACTORS[name], seed=0).to(torch.bfloat16))
 
 
@@ -49,7 +50,7 @@ def test_a_default_initialised_model_is_accepted(name: str, dtype: torch.dtype) 
     assert max(report.logits_error, report.attention_error) < (1e-5 if dtype == torch.float32 else 0.05)
 
 
-def test_the_runner_says_how_it_runs_a_model() -> None:
+def test_the_runner_reports_how_it_runs_a_model() -> None:
     info = ModelRunner(zoo.build("gpt_oss"), EngineConfig(num_blocks=8)).info
     heads = "4 heads over 2 key/value heads of size 16"
     assert info.executor == "packed"
@@ -58,13 +59,13 @@ def test_the_runner_says_how_it_runs_a_model() -> None:
     assert max(info.logits_error, info.attention_error) < 1e-5
 
 
-def test_the_chunks_of_llama_4_are_found() -> None:
+def test_the_attention_chunks_of_llama_4_are_found() -> None:
     chunked = {"attention_chunk_size": 8, "layer_types": ["chunked_attention", zoo.FULL, "chunked_attention"]}
     config = tiny_gqa("llama4_text", num_local_experts=2, **chunked)
     assert [spec.chunk for spec in report_of(default_model(config)).specs] == [8, None, 8]
 
 
-def test_llama_4_is_limited_to_where_it_does_not_scale_by_place_in_the_row() -> None:
+def test_llama_4_is_limited_to_the_length_before_it_scales_by_position_in_the_row() -> None:
     model = default_model(tiny_gqa("llama4_text", floor_scale=40, num_local_experts=2, attention_chunk_size=8))
     report = report_of(model)
     assert (report.max_model_len, report.max_row_len) == (39, 39)
@@ -72,8 +73,8 @@ def test_llama_4_is_limited_to_where_it_does_not_scale_by_place_in_the_row() -> 
         ModelRunner(model, EngineConfig(max_num_batched_tokens=64))
 
 
-def test_a_window_that_attention_is_not_told_of_is_left_to_the_model() -> None:
-    """Phi-3.5-MoE slides by a mask of its own making."""
+def test_a_window_that_attention_does_not_receive_is_left_to_the_model() -> None:
+    """Phi-3.5-MoE implements its window with its own mask."""
     model = default_model(tiny_gqa("phimoe", num_local_experts=4, sliding_window=40))
     info = ModelRunner(model, EngineConfig(num_blocks=8)).info
     assert (info.executor, info.max_model_len) == ("rows", model.config.max_position_embeddings)

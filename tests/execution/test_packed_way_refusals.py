@@ -1,4 +1,4 @@
-"""Preparation refuses by name, and with the reason, every model that a packed row does not reproduce."""
+"""Preparation refuses every model that packed rows do not reproduce, with its name and the reason."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_cannot_be_packed_is_refused_with_the_reason_and_left_as_it_was(name: str) -> None:
+def test_a_model_that_cannot_be_packed_is_refused_with_the_reason_and_left_unchanged(name: str) -> None:
     make_config, reason = REFUSED[name]
     model = default_model(make_config())
     found, expected = model.config._attn_implementation, plain_logits(model)
@@ -69,13 +69,13 @@ STATEFUL: dict[str, Callable[[], PreTrainedConfig]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", STATEFUL)
-def test_a_model_with_a_state_besides_attention_is_refused_whatever_its_weights(name: str, dtype: torch.dtype) -> None:
+def test_a_model_with_recurrent_state_is_refused_with_any_weights(name: str, dtype: torch.dtype) -> None:
     with pytest.raises(ModelError):
         report_of(default_model(STATEFUL[name]()).to(dtype))
 
 
-def test_a_mechanism_that_begins_beyond_the_proofs_prompts_is_not_overlooked() -> None:
-    """DeepSeek-V4 attends to summaries of 128 tokens each as well: of none of them in a short prompt."""
+def test_a_mechanism_that_starts_beyond_the_proof_prompts_is_not_missed() -> None:
+    """DeepSeek-V4 also attends to summaries of 128 tokens each; a short prompt has none."""
     config = tiny_gqa("deepseek_v4", sliding_window=zoo.WINDOW, n_routed_experts=4, num_experts_per_tok=2)
     model = default_model(config)
     prompts = [prompt * 3 for prompt in zoo.sample_sequences()]

@@ -1,4 +1,4 @@
-"""The proof harness itself: what runs, and that it is not satisfied with less than numbers that agree."""
+"""The proof harness itself: what it runs, and that it accepts only numbers that agree."""
 
 from math import isnan, nan
 
@@ -25,7 +25,7 @@ def test_every_token_of_each_prompt_runs_once_and_in_order(workload: ProofWorklo
 
 
 @pytest.mark.parametrize("workload", [PROOF, IN_SHORT])
-def test_what_generate_computes_at_once_ends_with_a_span_and_decodes_follow(workload: ProofWorkload) -> None:
+def test_spans_computed_at_once_like_generate_are_followed_by_decodes(workload: ProofWorkload) -> None:
     for number, length in enumerate(workload.prefill_lengths):
         spans = [(start, end) for step in workload.steps for each, start, end in step if each == number]
         assert length in {end for _, end in spans}
@@ -39,14 +39,14 @@ def test_chunks_are_spans_that_do_not_end_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("errors", [[nan, 1.0], [1.0, nan, 2.0], [1.0, nan]])
-def test_what_is_not_a_number_is_the_worst(errors: list[float]) -> None:
+def test_nan_is_the_worst_error(errors: list[float]) -> None:
     assert isnan(worst(errors))
     assert worst([1.0, 3.0, 2.0]) == 3.0
 
 
 @pytest.mark.parametrize("slot", [0, 1])
 def test_logits_that_are_not_numbers_do_not_agree(slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the last decode alone, and in one pair of slots alone."""
+    """The NaNs are only in the last decode, or only in one pair of slots."""
     model = others.build("bloom")
     executor = make_executor(Way("rows"), model, block_size=4, num_slots=2)
     forward = executor.forward

@@ -1,4 +1,4 @@
-"""Checkpoints that are quantised already: run where `transformers` can load them, refused with what is missing."""
+"""Quantised checkpoints run if `transformers` can load them, and are refused otherwise with what is missing."""
 
 import json
 from pathlib import Path
@@ -17,14 +17,14 @@ FP8 = torch.float8_e4m3fn
 
 
 def save(folder: Path, quantization: dict[str, Any]) -> None:
-    """A model that says to be quantised in this way."""
+    """Save a model that claims to be quantised in this way."""
     zoo.build("qwen3").save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
 
 def save_fp8(folder: Path) -> None:
-    """As DeepSeek and Qwen publish theirs: matrices of layers in eight bits, with a scale for each block of them."""
+    """Save a model in the format of DeepSeek and Qwen: eight-bit layer matrices with a scale for each block."""
     save(folder, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]})
     weights = load_file(folder / "model.safetensors")
     for name, weight in list(weights.items()):
@@ -37,7 +37,7 @@ def save_fp8(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_eight_bit_floats_are_run_as_transformers_runs_them(tmp_path: Path, dtype: str) -> None:
+def test_eight_bit_floats_give_the_results_of_transformers(tmp_path: Path, dtype: str) -> None:
     save_fp8(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype)).eval()
     llm = LLM(tmp_path, dtype=dtype, device="cpu", num_blocks=200)
@@ -49,13 +49,13 @@ def test_eight_bit_floats_are_run_as_transformers_runs_them(tmp_path: Path, dtyp
         assert not any(others.wrong_tokens(plain, p, t) for p, t in zip(PROMPTS, tokens, strict=True))
 
 
-def test_what_cannot_be_loaded_here_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_loaded_is_refused_with_what_is_missing(tmp_path: Path) -> None:
     save(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False})
     with pytest.raises(ModelError, match="cannot be loaded: Loading a GPTQ quantized model requires optimum"):
         LLM(tmp_path)
 
 
-def test_quantised_weights_without_their_scales_are_missing_weights(tmp_path: Path) -> None:
+def test_missing_scales_of_quantised_weights_count_as_missing_weights(tmp_path: Path) -> None:
     save_fp8(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file({n: w for n, w in weights.items() if not n.endswith("_scale_inv")}, tmp_path / "model.safetensors")

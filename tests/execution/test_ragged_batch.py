@@ -1,4 +1,4 @@
-"""`RaggedBatch.from_plan` against a loop over tokens: every array that a forward pass or the sampler reads."""
+"""Compares every array of `RaggedBatch.from_plan` that a forward pass or the sampler reads with a loop over tokens."""
 
 from array import array
 from collections.abc import Sequence
@@ -42,12 +42,12 @@ def spans_of_one_sequence(draw: st.DrawFn) -> Span:
 
 @st.composite
 def block_tables(draw: st.DrawFn, min_size: int) -> BlockTable:
-    """At least the blocks that a span needs; a table may hold some for later, too."""
+    """Tables with at least the blocks that a span needs; a table may hold later blocks, too."""
     return array("i", draw(st.lists(st.integers(0, 10**6), min_size=min_size, max_size=min_size + 2)))
 
 
 @given(plans())
-def test_tokens_and_positions_are_those_of_the_spans_end_to_end(drawn: tuple[StepPlan, int]) -> None:
+def test_tokens_and_positions_are_those_of_the_concatenated_spans(drawn: tuple[StepPlan, int]) -> None:
     plan, block_size = drawn
     batch = RaggedBatch.from_plan(plan, block_size, CPU)
     input_ids, positions = [], []
@@ -61,7 +61,7 @@ def test_tokens_and_positions_are_those_of_the_spans_end_to_end(drawn: tuple[Ste
 
 
 @given(plans())
-def test_lengths_are_those_of_the_spans_and_of_all_that_they_can_see(drawn: tuple[StepPlan, int]) -> None:
+def test_lengths_are_those_of_the_spans_and_of_their_visible_keys(drawn: tuple[StepPlan, int]) -> None:
     plan, block_size = drawn
     batch = RaggedBatch.from_plan(plan, block_size, CPU)
     kv_lens = [span.start + span.length for span in plan.spans]
@@ -123,13 +123,13 @@ def test_a_step_without_logits_has_empty_rows() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, tuple, lambda ids: array("i", ids), np.array])
-def test_tokens_may_come_in_any_sequence(kind: type) -> None:
+def test_tokens_may_be_any_sequence_type(kind: type) -> None:
     plan = StepPlan((Span(0, 0, 0, kind([9, 8, 7]), 1, 3),), ((array("i", [0]),),))
     assert_tensor(RaggedBatch.from_plan(plan, 4, CPU).input_ids, [9, 8, 7], torch.int64)
 
 
 @given(st.lists(st.integers(0, 9), max_size=8))
-def test_ragged_arange_counts_anew_for_each_length(lengths: list[int]) -> None:
+def test_ragged_arange_restarts_for_each_length(lengths: list[int]) -> None:
     counted = [i for length in lengths for i in range(length)]
     assert ragged_arange(np.array(lengths, dtype=np.int64)).tolist() == counted
 

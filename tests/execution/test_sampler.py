@@ -1,4 +1,4 @@
-"""The sampler at its edges: no chance at all, broken logits, forbidden tokens, extreme temperatures."""
+"""Edge cases of the sampler: greedy rows, broken logits, forbidden tokens, extreme temperatures."""
 
 import pytest
 import torch
@@ -29,22 +29,20 @@ def test_greedy_takes_the_largest_logit(dtype: torch.dtype) -> None:
     assert torch.equal(logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0], logits.amax(-1))
 
 
-def test_greedy_ignores_all_that_shapes_a_distribution() -> None:
+def test_greedy_ignores_temperature_and_filters() -> None:
     params = SamplingParams(temperature=0, top_k=3, top_p=0.1, min_p=0.5, seed=7)
     logits = random_logits(8, 100)
     assert sample(logits, [Row(params)] * 8) == logits.argmax(-1).tolist()
 
 
-def test_no_rows_no_tokens() -> None:
+def test_no_rows_give_no_tokens() -> None:
     span = Span(0, 0, 0, [1, 2], num_logit_rows=0, sequence_length=5)
     assert Sampler(1, CPU).sample(torch.empty(0, 50), pack([span])) == []
 
 
 @pytest.mark.parametrize("params", [GREEDY, *FILTERED], ids=repr)
 @pytest.mark.parametrize("broken", ["one NaN", "all NaN", "one infinity", "nothing allowed"])
-def test_a_row_that_is_not_finite_is_invalid_and_leaves_its_neighbours_alone(
-    broken: str, params: SamplingParams
-) -> None:
+def test_a_non_finite_row_is_invalid_and_does_not_affect_its_neighbours(broken: str, params: SamplingParams) -> None:
     rows = [Row(params, seed=seed) for seed in range(3)] + [Row(SamplingParams(top_k=5, top_p=0.9)), Row(GREEDY)]
     logits = random_logits(len(rows), 50)
     expected = sample(logits, rows)
@@ -69,7 +67,7 @@ def test_tokens_that_a_model_itself_forbids_do_not_make_a_row_invalid() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("min_tokens", [0, 1, 4])
 def test_stop_tokens_are_chosen_only_after_min_tokens(min_tokens: int, temperature: float) -> None:
-    """The logits ask for nothing but stop tokens, at every output position."""
+    """The logits favour only stop tokens at every output position."""
     params = SamplingParams(temperature=temperature, min_tokens=min_tokens, max_tokens=None)
     stop_token_ids = {3, 8}
     logits = torch.zeros(7, 10)
@@ -79,7 +77,7 @@ def test_stop_tokens_are_chosen_only_after_min_tokens(min_tokens: int, temperatu
     assert [token in stop_token_ids for token in tokens] == [position >= min_tokens for position in range(7)]
 
 
-def test_stop_tokens_are_forbidden_only_to_those_who_must_not_stop() -> None:
+def test_stop_tokens_are_forbidden_only_for_sequences_that_must_not_stop() -> None:
     must_go_on = Row(SamplingParams(temperature=0, min_tokens=9), 2, stop_token_ids=[1])
     may_stop = Row(SamplingParams(temperature=0), 2, stop_token_ids=[1])
     other_stop = Row(SamplingParams(temperature=0, min_tokens=9), 2, stop_token_ids=[2])
@@ -107,7 +105,7 @@ def test_a_temperature_close_to_zero_takes_the_most_likely_token(temperature: fl
 
 
 @pytest.mark.parametrize("temperature", [1e6, 1e38, 1e39, 1e300])
-def test_a_huge_temperature_makes_all_tokens_equal_but_forbidden_ones(temperature: float) -> None:
+def test_a_huge_temperature_makes_all_allowed_tokens_equally_likely(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, min_tokens=500, max_tokens=None)
     tokens = sample_many(torch.tensor([3.0, 0.0, 2.0, -5.0, 1.0]), Row(params, stop_token_ids=[4]), 500)
     assert set(tokens) == {0, 1, 2, 3}

@@ -1,4 +1,4 @@
-"""A draw depends on its counters alone: seed, index and position; each gives another random number."""
+"""A draw depends only on its counters (seed, index and position), and each combination gives another random number."""
 
 from unittest import mock
 
@@ -42,7 +42,7 @@ def test_the_largest_counters_stay_below_one() -> None:
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["seed", "index", "position"])
 def test_random_numbers_of_neighbouring_counters_are_independent(axis: int) -> None:
-    """Pairs that differ in one counter fill the unit square evenly, and do not correlate."""
+    """Pairs that differ in one counter fill the unit square evenly and are uncorrelated."""
     uniform = np.moveaxis(streams(), axis, 0).astype(np.float64)
     first, second = uniform[:-1].ravel(), uniform[1:].ravel()
     cells = (first * 16).astype(int) * 16 + (second * 16).astype(int)
@@ -79,7 +79,7 @@ def test_a_draw_is_the_same_alone_or_in_any_batch_order_and_slot(dtype: torch.dt
         assert sample(logits[order], [rows[i] for i in order], slots) == [alone[i] for i in order]
 
 
-def test_a_draw_depends_on_the_output_position_not_on_the_prompts_length() -> None:
+def test_a_draw_depends_on_the_output_position_and_not_on_the_prompt_length() -> None:
     logits = random_logits(1, 1000, scale=0.1)
     tokens = [sample(logits, [Row(output_position=3, prompt_len=length)]) for length in (1, 2, 50)]
     assert tokens[0] == tokens[1] == tokens[2]

@@ -1,4 +1,4 @@
-"""Tokens follow the distribution, and what has no probability is never drawn."""
+"""Tokens follow the distribution, and tokens without probability are never drawn."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from tests.execution.sampled_rows import (
 )
 
 
-def test_the_chi_square_limit_is_that_of_the_tables() -> None:
+def test_the_chi_square_limit_matches_published_tables() -> None:
     for degrees_of_freedom, tabulated in ((10, 35.56), (100, 161.32)):
         assert chi_square_limit(degrees_of_freedom) == pytest.approx(tabulated, rel=0.02)
 
@@ -66,7 +66,7 @@ def test_tokens_follow_the_distribution_over_sequences(what: str) -> None:
     st.sampled_from([0.0, 2**-24, 0.5, 1 - 2**-23, LARGEST_UNIFORM]) | st.floats(0, LARGEST_UNIFORM, width=32),
 )
 def test_a_token_without_probability_is_never_drawn(weights: list[float], uniform: float) -> None:
-    """At both ends of [0, 1) and in between, for distributions that sum to one only roughly."""
+    """Tests both ends of [0, 1) and points between them, for distributions that sum to one only roughly."""
     probabilities = torch.tensor([weights])
     probabilities /= probabilities.sum()
     if probabilities.any():  # 1e-38 alone among larger ones may vanish, but not all of them

@@ -1,4 +1,4 @@
-"""Filters are transformers' own, for each row of a batch, and the kernel draws from what they leave."""
+"""Filters match transformers for each row of a batch, and the kernel draws from the tokens that they keep."""
 
 from collections.abc import Callable
 from unittest import mock
@@ -35,18 +35,18 @@ from tests.execution.sampled_rows import (
     ],
     ids=["top_k", "top_p", "min_p"],
 )
-def test_filters_keep_what_transformers_keeps(
+def test_filters_keep_the_tokens_that_transformers_keeps(
     ours: Callable[[Tensor, Tensor], Tensor], theirs: type, values: list[float], vocab_size: int, scale: float
 ) -> None:
-    """All values of the parameter in one batch: each row has its own."""
+    """One batch has all values of the parameter, one for each row."""
     logits = random_logits(len(values), vocab_size, scale)
     filtered = ours(logits, torch.tensor(values)[:, None])
     for row, value in enumerate(values):
         assert torch.equal(filtered[row], theirs(value)(None, logits[row : row + 1])[0]), value
 
 
-def test_filters_leave_what_an_earlier_one_dropped() -> None:
-    """Fewer tokens are left than top-k keeps, and the dropped ones have no part in top-p's sum."""
+def test_filters_ignore_tokens_dropped_by_an_earlier_filter() -> None:
+    """Fewer tokens are left than top-k keeps, and the dropped ones do not count in the sum of top-p."""
     logits = torch.tensor([[2.0, -INFINITY, 1.0, 0.0, -INFINITY]])
     assert torch.equal(top_k_filter(logits, torch.tensor([[4]]), 4), logits)
     assert torch.equal(top_p_filter(logits, torch.tensor([[0.9999]])), logits)
@@ -55,8 +55,8 @@ def test_filters_leave_what_an_earlier_one_dropped() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("vocab_size", [11, 500])
-def test_rows_of_a_batch_are_shaped_as_transformers_would_shape_each(vocab_size: int, seed: int) -> None:
-    """Temperature, top-k, top-p, min-p, in this order; parameters of all kinds and greedy rows mixed in one batch."""
+def test_each_row_of_a_batch_is_filtered_as_transformers_would(vocab_size: int, seed: int) -> None:
+    """The order is temperature, top-k, top-p, min-p; one batch mixes all kinds of parameters and greedy rows."""
     rows = [row for params in FILTERED for row in (Row(params), Row(GREEDY))]
     logits = random_logits(len(rows), vocab_size, seed=seed)
     with (
@@ -76,10 +76,10 @@ def test_rows_of_a_batch_are_shaped_as_transformers_would_shape_each(vocab_size:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [11, 500, 20_000])
 @pytest.mark.parametrize("params", FILTERED, ids=str)
-def test_the_kernel_inverts_the_distribution_that_the_filters_shape(
+def test_the_kernel_inverts_the_filtered_distribution(
     params: SamplingParams, vocab_size: int, dtype: torch.dtype
 ) -> None:
-    """Each uniform number lies within its token's share of the cumulative distribution, and no share is left out."""
+    """Each uniform number lies within its token's share of the cumulative distribution, and no share is skipped."""
     logits = random_logits(1, vocab_size).to(dtype)
     assert sampler_module.has_kernels(logits)
     shaped = logits.float() / params.temperature

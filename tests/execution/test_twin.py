@@ -1,4 +1,4 @@
-"""A twin is small whatever its model's size is, and of the same kind."""
+"""A twin is small for a model of any size, and of the same kind."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.execution.prepared_models import default_model, tiny
 
 @pytest.fixture
 def of_real_size(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> PreTrainedModel:
-    """A class's default configuration, without weights; it says that it is on a CPU."""
+    """A model with the default configuration of its class, without weights; it claims to be on a CPU."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param)).eval()
     monkeypatch.setattr(type(model), "device", torch.device("cpu"))
@@ -39,7 +39,7 @@ def test_models_of_real_sizes_have_small_twins(of_real_size: PreTrainedModel) ->
 
 
 def test_layers_of_all_kinds_are_kept() -> None:
-    """Of Gemma 3 the first with full attention, of DeepSeek-V3 the first with experts."""
+    """The twin of Gemma 3 has its first layer with full attention, that of DeepSeek-V3 its first layer with experts."""
     for name in ("gemma3", "qwen3_next", "deepseek_v3", "gemma4"):
         model = (zoo if name in zoo.ARCHITECTURES else others).build(name)
         config, twins = model.config.get_text_config(), make_twin(model).model.config.get_text_config()
@@ -49,20 +49,20 @@ def test_layers_of_all_kinds_are_kept() -> None:
     assert make_twin(model).model.config.num_hidden_layers == 5
 
 
-def test_the_models_own_configuration_is_left_alone() -> None:
+def test_the_configuration_of_the_model_is_not_changed() -> None:
     model = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
     before = model.config.to_dict()
     make_twin(model)
     assert model.config.to_dict() == before
 
 
-def test_what_is_no_causal_language_model_has_no_twin() -> None:
+def test_a_model_that_is_not_a_causal_language_model_has_no_twin() -> None:
     model = default_model(tiny("bert", is_decoder=False, intermediate_size=96))
     with pytest.raises(NotCausalError, match="BertLMHeadModel is no causal language model"):
         make_twin(model)
 
 
-def test_a_context_that_never_matters_cannot_be_proved() -> None:
+def test_a_model_that_ignores_its_context_cannot_be_proved() -> None:
     model = others.build("bloom")
 
     class Mute(type(model)):  # type: ignore[misc]

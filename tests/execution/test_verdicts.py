@@ -1,4 +1,4 @@
-"""What is proved on a twin holds for the model, and is remembered until something changes that it depends on."""
+"""A proof on a twin holds for its model, and its verdict is cached until one of its inputs changes."""
 
 import random
 from dataclasses import replace
@@ -37,7 +37,7 @@ def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def twins(monkeypatch: pytest.MonkeyPatch, all_are_large: None) -> list[PreTrainedModel]:
-    """Of which models twins were made."""
+    """The models of which twins were made."""
     made: list[PreTrainedModel] = []
     make = choice.make_twin
 
@@ -50,14 +50,14 @@ def twins(monkeypatch: pytest.MonkeyPatch, all_are_large: None) -> list[PreTrain
 
 
 @pytest.mark.parametrize("name", BUILD)
-def test_a_twin_shows_what_the_model_itself_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proof_on_a_twin_gives_the_result_of_a_proof_on_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = BUILD[name](name)
     itself = choose(model)
     monkeypatch.setattr(choice, "LARGE", 0)
     by_twin = choose(model)
     made = [each.make_executor(4, 2) for each in (itself, by_twin)]
     assert len({(type(each), getattr(each, "in_one_piece", None), getattr(each, "pads", None)) for each in made}) == 1
-    in_one_piece = getattr(made[1], "in_one_piece", False)  # of itself a better way might have been proved
+    in_one_piece = getattr(made[1], "in_one_piece", False)  # a proof on the model might have found a better way
     assert (itself.proved_on, by_twin.proved_on) == (ITSELF, ITSELF if in_one_piece else TWIN)
     assert by_twin.report.specs == itself.report.specs
     assert by_twin.report.max_model_len == itself.report.max_model_len
@@ -77,7 +77,7 @@ def test_a_large_model_gives_its_plain_tokens(name: str, all_are_large: None) ->
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "qwen3_next"])
-def test_what_a_twin_has_shown_is_remembered(name: str, twins: list[PreTrainedModel], tmp_path: Path) -> None:
+def test_the_verdict_of_a_twin_is_cached(name: str, twins: list[PreTrainedModel], tmp_path: Path) -> None:
     model, folder = BUILD[name](name), tmp_path / "made" / "when needed"
     first = choose(model, VerdictCache(folder))
     assert len(twins) == 1
@@ -88,8 +88,9 @@ def test_what_a_twin_has_shown_is_remembered(name: str, twins: list[PreTrainedMo
     assert [file.suffix for file in folder.iterdir()] == [".json"], "nothing half written is left"
 
 
-def test_a_verdict_that_is_wrong_is_forgotten(twins: list[PreTrainedModel], tmp_path: Path) -> None:
-    """As if BLOOM had been found to run packed: the model itself says no, and is proved anew for the others."""
+def test_a_wrong_verdict_is_dropped(twins: list[PreTrainedModel], tmp_path: Path) -> None:
+    """A cached verdict wrongly says that BLOOM runs packed. The model itself fails, so the other ways are proved
+    again."""
     model, verdicts = BUILD["bloom"]("bloom"), VerdictCache(tmp_path)
     key = verdict_key(model, EngineConfig())
     verdicts.keep(key, Verdict(PACKED))
@@ -100,10 +101,10 @@ def test_a_verdict_that_is_wrong_is_forgotten(twins: list[PreTrainedModel], tmp_
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_that_is_not_like_its_twin_is_proved_anew(
+def test_a_model_that_differs_from_its_twin_is_proved_again(
     dtype: str, twins: list[PreTrainedModel], tmp_path: Path
 ) -> None:
-    """Layers from the third one on look a row back, which no twin of two layers does."""
+    """From the third layer on, layers look one row back; a twin with two layers does not show this."""
     base = zoo.build("llama")
 
     class LooksBack(type(base)):  # type: ignore[misc]
@@ -122,7 +123,7 @@ def test_a_model_that_is_not_like_its_twin_is_proved_anew(
     assert not list(tmp_path.iterdir()), "what is wrong for the model is not remembered"
 
 
-def test_a_way_that_the_model_itself_does_not_stand_is_not_the_last_of_its_executor(
+def test_an_executor_has_another_way_if_the_model_fails_with_the_first(
     all_are_large: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare = own_attention._compare
@@ -140,7 +141,7 @@ def test_a_way_that_the_model_itself_does_not_stand_is_not_the_last_of_its_execu
     assert "not rows with prompts in pieces, padded: not padded" in found.report.notes
 
 
-def test_weights_that_cannot_be_prepacked_are_no_verdict(
+def test_no_verdict_is_stored_if_the_weights_cannot_be_prepacked(
     all_are_large: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoil(model: PreTrainedModel, *args: Any, **options: Any) -> None:
@@ -156,7 +157,7 @@ def test_weights_that_cannot_be_prepacked_are_no_verdict(
 
 
 @pytest.mark.parametrize("option", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}])
-def test_what_was_remembered_without_int8_is_not_for_int8(
+def test_a_verdict_without_int8_does_not_apply_to_int8(
     option: dict[str, str], all_are_large: None, tmp_path: Path
 ) -> None:
     verdicts, model = VerdictCache(tmp_path), others.build("bloom").to(torch.bfloat16)
@@ -166,7 +167,7 @@ def test_what_was_remembered_without_int8_is_not_for_int8(
         choose(model, verdicts, **option)
 
 
-def test_weights_are_looked_at_every_time(all_are_large: None, tmp_path: Path) -> None:
+def test_weights_are_checked_at_every_load(all_are_large: None, tmp_path: Path) -> None:
     verdicts = VerdictCache(tmp_path)
     assert choose(zoo.build("llama"), verdicts).proved_on == TWIN
     broken = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
@@ -180,7 +181,7 @@ def test_weights_are_looked_at_every_time(all_are_large: None, tmp_path: Path) -
     assert remembered.exists(), "it is not the class's fault"
 
 
-def test_a_verdict_is_for_what_it_depends_on_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_a_verdict_changes_only_with_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.build("llama")
 
     def key(model: PreTrainedModel = model, **options: Any) -> str | None:
@@ -207,8 +208,8 @@ def test_a_verdict_is_for_what_it_depends_on_alone(tmp_path: Path, monkeypatch: 
     assert len({first, *others_}) == 1 + len(others_)
 
 
-def test_a_key_that_cannot_be_made_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a checkout that was not installed: nobody knows its version."""
+def test_a_key_is_none_if_a_version_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This happens in a checkout that was not installed and has no version."""
 
     def fail(name: str) -> str:
         raise PackageNotFoundError(name)
@@ -217,8 +218,8 @@ def test_a_key_that_cannot_be_made_is_none(monkeypatch: pytest.MonkeyPatch) -> N
     assert verdict_key(zoo.build("llama"), EngineConfig()) is None
 
 
-def test_a_class_of_no_file_has_no_verdict(all_are_large: None, tmp_path: Path) -> None:
-    """As those that are written in a notebook: what they are can change without a trace."""
+def test_a_class_without_a_source_file_has_no_verdict(all_are_large: None, tmp_path: Path) -> None:
+    """Classes in a notebook have no file and can change without a trace."""
     namespace: dict[str, Any] = {"Base": type(zoo.build("llama")), "__name__": "nowhere"}
     exec("class Written(Base): pass", namespace)
     model = namespace["Written"](zoo.build("llama").config).eval().requires_grad_(False)
@@ -228,12 +229,12 @@ def test_a_class_of_no_file_has_no_verdict(all_are_large: None, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"way": {"executor": "rows", "flies": true}}', "\0"])
-def test_a_broken_file_is_like_none(content: str, tmp_path: Path) -> None:
+def test_a_broken_file_counts_as_missing(content: str, tmp_path: Path) -> None:
     (tmp_path / "key.json").write_text(content)
     assert VerdictCache(tmp_path).find("key") is None
 
 
-def test_a_folder_that_cannot_be_written_is_like_an_empty_one(tmp_path: Path) -> None:
+def test_an_unwritable_folder_counts_as_empty(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", None):
         verdicts = VerdictCache(folder)
@@ -242,13 +243,13 @@ def test_a_folder_that_cannot_be_written_is_like_an_empty_one(tmp_path: Path) ->
         verdicts.forget("key")
 
 
-def test_a_verdict_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_verdict_survives_a_round_trip(tmp_path: Path) -> None:
     said = Verdict(Way("rows", in_one_piece=True), {"packed": 'it has "quotes"\n'}, True, "no")
     VerdictCache(tmp_path).keep("key", said)
     assert VerdictCache(tmp_path).find("key") == said
 
 
-def test_nothing_is_remembered_where_that_is_not_wanted(
+def test_verdicts_are_not_cached_if_caching_is_disabled(
     twins: list[PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(VerdictCache, "of_the_user", lambda: VerdictCache(tmp_path))
@@ -258,9 +259,7 @@ def test_nothing_is_remembered_where_that_is_not_wanted(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_where_there_is_no_twin_the_model_itself_is_proved(
-    all_are_large: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_itself_is_proved_if_it_has_no_twin(all_are_large: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(model: PreTrainedModel) -> None:
         raise ModelError("there is none")
 

@@ -1,4 +1,4 @@
-"""The witness: it changes nothing of what runs, and tells backends that agree with the definition from others."""
+"""The witness does not change a run, and distinguishes correct backends from broken ones."""
 
 from array import array
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=8, value_head_size=8
 
 
 def run(engine: Engine, witness: WitnessedAttention, num_tokens: int = 8) -> tuple[list[list[int]], list[list[float]]]:
-    """All prompts' tokens, and each step's differences."""
+    """The tokens of all prompts, and the differences in each step."""
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     differences = []
     for number, prompt in enumerate(PROMPTS):
@@ -49,7 +49,7 @@ def test_a_witnessed_engine_gives_the_same_tokens_and_agrees_with_the_definition
     assert max(max(step) for step in differences) < 1e-5
 
 
-def test_what_was_not_compared_was_stored_all_the_same() -> None:
+def test_tokens_of_steps_that_were_not_compared_are_stored_all_the_same() -> None:
     engine = Engine(zoo.build("llama"), EngineConfig(max_num_batched_tokens=16))
     witness = engine.runner.witness_attention()
     for number, prompt in enumerate(PROMPTS):
@@ -85,7 +85,7 @@ class CopiesNothing(TorchAttention):
 
 
 @pytest.mark.parametrize("broken", [KeysOfTheNextToken, ForgetsTheFirstKey])
-def test_a_backend_that_is_broken_is_found_out_in_the_first_call(broken: type[TorchAttention]) -> None:
+def test_a_broken_backend_is_detected_in_the_first_call(broken: type[TorchAttention]) -> None:
     engine = Engine(zoo.build("llama"), EngineConfig(max_num_batched_tokens=16))
     assert isinstance(engine.runner.executor, PackedExecutor)
     engine.runner.executor.backend = broken(CPU, torch.float32, engine.config.block_size)
@@ -100,7 +100,7 @@ def differences_of(backend: AttentionBackend, copies: Sequence[tuple[int, int]])
     witness = WitnessedAttention(backend, ReferenceAttention(CPU, torch.float32, 4))
     witness.comparing = True
     cache = witness.allocate(4, SPEC)
-    cache.keys.zero_()  # fresh memory may hold what the last test left
+    cache.keys.zero_()  # new memory may hold data of the last test
     cache.values.zero_()
     generator = torch.Generator().manual_seed(0)
     for start, length, table in ((0, 5, [0, 1]), (5, 1, [2, 3])):
@@ -114,11 +114,11 @@ def differences_of(backend: AttentionBackend, copies: Sequence[tuple[int, int]])
     return witness.calls[0].difference
 
 
-def test_copies_of_blocks_go_to_both() -> None:
+def test_block_copies_go_to_both_caches() -> None:
     copies = [(0, 2), (1, 3)]
     assert differences_of(TorchAttention(CPU, torch.float32, 4), copies) < 1e-5
     assert differences_of(CopiesNothing(CPU, torch.float32, 4), copies) > 1e-2
 
 
-def test_what_is_not_a_number_differs_infinitely() -> None:
+def test_nan_differs_infinitely() -> None:
     assert differences_of(SaysNothing(CPU, torch.float32, 4), [(0, 2), (1, 3)]) == float("inf")

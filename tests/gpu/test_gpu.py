@@ -1,4 +1,5 @@
-"""The exactness cases on a CUDA device, and the promise of one transfer to the host a step. Skipped without one."""
+"""The exactness cases on a CUDA device, and the promise of one transfer to the host per step. Skipped without a
+device."""
 
 import copy
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.fixture(autouse=True)
 def full_float32() -> Iterator[None]:
-    """Float32 is what it says: no TensorFloat-32 in matrix products."""
+    """Use full float32: no TensorFloat-32 in matrix products."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -62,8 +63,8 @@ def test_generate_in_bfloat16_runs_to_the_end(name: str) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [20, 20]
 
 
-def test_one_transfer_to_the_host_a_step() -> None:
-    """CUDA itself reports every operation that makes the host wait; only the sampler's one list of tokens may."""
+def test_each_step_makes_one_transfer_to_the_host() -> None:
+    """CUDA reports every operation that makes the host wait; only the sampler's list of tokens may do so."""
     engine = Engine(on_gpu("llama")[0], EngineConfig(max_num_batched_tokens=32))
     forward = engine.runner.executor.forward
     num_reads = 0

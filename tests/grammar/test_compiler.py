@@ -1,4 +1,4 @@
-"""What is refused, in which words; what is kept; what many threads may do."""
+"""Refusals and their messages, caching, and use from many threads."""
 
 import json
 import re
@@ -33,12 +33,12 @@ BYTE_LEVEL = TOKENIZERS["byte_level"]
         ({"jsonschema": "{}"}, r"no option 'jsonschema'; did you mean 'json_schema'\?"),
     ],
 )
-def test_what_cannot_be_asked(asked: dict[str, Any], message: str) -> None:
+def test_invalid_requests_are_refused(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StructuredOutput(**asked)
 
 
-def test_it_goes_through_a_pipe() -> None:
+def test_a_structured_output_survives_serialisation() -> None:
     for asked in (
         StructuredOutput(choice=["a", "ü"]),
         StructuredOutput(json_schema="{}"),
@@ -78,19 +78,19 @@ def test_it_goes_through_a_pipe() -> None:
         ([], r"json_schema is \[\]; it must be a JSON object"),
     ],
 )
-def test_a_schema_that_cannot_be_enforced(schema: object, message: str) -> None:
+def test_a_schema_that_cannot_be_enforced_is_refused(schema: object, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
         matcher(BYTE_LEVEL, json_schema=json.dumps(schema))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["{", '{"type": NaN}', "", '{"a":' * 50_000, "[" * 200_000])
-def test_a_schema_that_is_not_json(text: str) -> None:
+def test_a_schema_that_is_not_json_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"json_schema is not JSON: .+"):
         matcher(BYTE_LEVEL, json_schema=text)
 
 
-def test_remarks_are_let_through() -> None:
+def test_annotations_in_a_schema_are_accepted() -> None:
     remarks = {
         "title": "t",
         "description": "d",
@@ -120,7 +120,7 @@ def test_remarks_are_let_through() -> None:
         ({"regex": "(" * 20_000 + ")" * 20_000}, r"^regex cannot be enforced: "),
     ],
 )
-def test_what_cannot_be_enforced(asked: dict[str, Any], message: str) -> None:
+def test_grammars_that_cannot_be_enforced_are_refused(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
         matcher(BYTE_LEVEL, **asked)
     assert "\n" not in str(caught.value)
@@ -155,12 +155,12 @@ ALTERNATIVES = {"allOf": [{"anyOf": [{"const": f"{i}{j}"} for j in range(9)]} fo
         ({"grammar": "root ::= " + '"a" ' * 3_000}, "has 12009 characters; at most 8192"),
     ],
 )
-def test_what_would_cost_too_much(asked: dict[str, Any], message: str) -> None:
+def test_grammars_that_would_cost_too_much_are_refused(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         matcher(BYTE_LEVEL, **asked)
 
 
-def test_what_is_long_and_allowed() -> None:
+def test_long_grammars_are_accepted() -> None:
     required = [f"p{number}" for number in range(1000)]
     matcher(BYTE_LEVEL, json_schema=json.dumps(properties(1000, required=required)))
     matcher(BYTE_LEVEL, json_schema=json.dumps(properties(400)))
@@ -183,12 +183,12 @@ def test_what_is_long_and_allowed() -> None:
     ],
     ids=["rules", "references"],
 )
-def test_references_behind_references(asked: dict[str, Any]) -> None:
-    """Thousands of them, which overflow an ordinary stack and end the process."""
+def test_long_chains_of_references_are_compiled(asked: dict[str, Any]) -> None:
+    """Thousands of references would overflow an ordinary stack and end the process."""
     assert allowed(matcher(BYTE_LEVEL, **asked), BYTE_LEVEL)
 
 
-def test_what_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     original = compiler_module.checked_schema
     monkeypatch.setattr(compiler_module, "checked_schema", lambda text: go_on.wait() and original(text))
@@ -206,8 +206,8 @@ def test_what_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allowed(made.compile(StructuredOutput(json_object=True)), BYTE_LEVEL) == spelled(BYTE_LEVEL, "{")
 
 
-def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen by the work that is done: the schema is not looked at again."""
+def test_compiled_grammars_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work shows it: the schema is not examined again."""
     looked_at: list[str] = []
     original = compiler_module.checked_schema
     monkeypatch.setattr(compiler_module, "checked_schema", lambda text: looked_at.append(text) or original(text))
@@ -220,7 +220,7 @@ def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allowed(again, BYTE_LEVEL) == spelled(BYTE_LEVEL, '"'), "at its beginning, whatever the first one did"
     made.compile(StructuredOutput(json_schema=other))
     made.compile(StructuredOutput(json_schema=one))
-    made.compile(StructuredOutput(json_schema=third))  # now `other` is the one that was asked for the longest ago
+    made.compile(StructuredOutput(json_schema=third))  # now `other` is the least recently used
     made.compile(StructuredOutput(json_schema=one))
     assert looked_at == [one, other, third]
     made.compile(StructuredOutput(json_schema=other))
@@ -230,7 +230,7 @@ def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looked_at) == 5
 
 
-def test_many_threads_compile() -> None:
+def test_many_threads_can_compile() -> None:
     made = compiler(BYTE_LEVEL)
 
     def work(number: int) -> int:

@@ -1,4 +1,4 @@
-"""The masks of a step, computed beside it."""
+"""The masks of a step, computed in parallel with it."""
 
 import sys
 import threading
@@ -29,7 +29,7 @@ def alone(matcher: GrammarMatcher) -> list[int]:
     return ids(words)
 
 
-def test_each_row_is_its_sequences_own(worker: MaskWorker) -> None:
+def test_each_row_has_the_mask_of_its_sequence(worker: MaskWorker) -> None:
     texts = [chr(ord("a") + number) for number in range(26)]
     matchers = [matcher(BYTE_LEVEL, choice=(text,)) for text in texts]
     masks = worker.start(matchers).result()
@@ -39,13 +39,13 @@ def test_each_row_is_its_sequences_own(worker: MaskWorker) -> None:
     assert masks.errors == {}
 
 
-def test_no_constrained_sequence_and_one(worker: MaskWorker) -> None:
+def test_steps_with_no_and_with_one_constrained_sequence(worker: MaskWorker) -> None:
     assert worker.start([]).result().words.shape == (0, -(-VOCAB_SIZE // 32))
     here = matcher(BYTE_LEVEL, json_object=True)
     assert ids(worker.start([here]).result().words[0]) == alone(here)
 
 
-def test_step_after_step(worker: MaskWorker) -> None:
+def test_masks_are_correct_over_several_steps(worker: MaskWorker) -> None:
     start = matcher(BYTE_LEVEL, json_object=True)
     matchers = [start.clone() for _ in range(4)]
     texts = ['{"a": 1}', "{}", '{"b": [null]}', '{"ä": ""}']
@@ -60,7 +60,7 @@ def test_step_after_step(worker: MaskWorker) -> None:
     assert all(each.is_finished for each in matchers)
 
 
-def test_an_error_is_its_sequences_own(worker: MaskWorker) -> None:
+def test_an_error_affects_only_its_own_sequence(worker: MaskWorker) -> None:
     too_complex = matcher(BYTE_LEVEL, grammar=WIDE)
     assert write(too_complex, BYTE_LEVEL, "(") == 0
     good = [matcher(BYTE_LEVEL, regex="a+") for _ in range(2)]
@@ -71,9 +71,9 @@ def test_an_error_is_its_sequences_own(worker: MaskWorker) -> None:
     assert worker.start(good).result().errors == {}
 
 
-def test_python_runs_meanwhile() -> None:
-    """The interpreter's lock is let go while masks are computed: a thread that waits for it gets it, though nobody is
-    made to give it up (the switch interval is far longer than the test). It may come too late now and then."""
+def test_other_python_threads_run_while_masks_are_computed() -> None:
+    """The interpreter lock is released while masks are computed, so a waiting thread gets it, although no thread is
+    forced to release it (the switch interval is far longer than the test). Sometimes the thread may come too late."""
     start, executor = matcher(BYTE_LEVEL, json_object=True), LLExecutor(1)
     words = np.empty((200, -(-VOCAB_SIZE // 32)), dtype=np.int32)
     interval = sys.getswitchinterval()
@@ -88,7 +88,7 @@ def test_python_runs_meanwhile() -> None:
 
 
 def _got_in_between(work: Callable[[], object]) -> bool:
-    """Whether another thread, woken just before the work, ran before it was done."""
+    """Whether another thread, woken just before the work, ran before the work was done."""
     gate, has_run = threading.Event(), []
 
     def run() -> None:

@@ -1,4 +1,5 @@
-"""One matcher: its mask is exactly what may come next; EOS, padding and special tokens; going back, and twins."""
+"""One matcher: its mask allows exactly the possible next tokens; EOS, padding and special tokens; rollback and
+copies."""
 
 import json
 import random
@@ -29,7 +30,7 @@ ASKED = {
 
 @pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
 @pytest.mark.parametrize("kind", ASKED)
-def test_a_mask_is_what_would_be_accepted(kind: str, tokenizer_name: str) -> None:
+def test_a_mask_allows_exactly_the_tokens_that_are_accepted(kind: str, tokenizer_name: str) -> None:
     tokenizer, rng = TOKENIZERS[tokenizer_name], random.Random(0)
     here = matcher(tokenizer, **ASKED[kind])
     for _ in range(25):
@@ -40,8 +41,8 @@ def test_a_mask_is_what_would_be_accepted(kind: str, tokenizer_name: str) -> Non
         assert here.accept(rng.choice([each for each in accepted if each != tokenizer.eos_token_id]))
 
 
-def test_what_is_accepted_makes_the_text() -> None:
-    """Against bytes alone, without a grammar library: every token whose bytes begin what is left of a choice."""
+def test_a_mask_allows_every_token_that_begins_the_rest_of_a_choice() -> None:
+    """Compares masks with bytes, without a grammar library: every token whose bytes begin the rest of a choice."""
     text = "The quick brown fox"
     here, left = matcher(BYTE_LEVEL, choice=(text,)), text
     while left:
@@ -52,7 +53,7 @@ def test_what_is_accepted_makes_the_text() -> None:
     assert allowed(here, BYTE_LEVEL) == [EOS]
 
 
-def test_what_is_not_allowed_changes_nothing() -> None:
+def test_a_rejected_token_changes_nothing() -> None:
     here = matcher(BYTE_LEVEL, regex="ab+")
     a, b = spelled(BYTE_LEVEL, "ab")
     for token_id in (b, EOS, BYTE_LEVEL.vocab_size + 1, BYTE_LEVEL.vocab_size + NUM_PADDING, 10**9, -1):
@@ -61,7 +62,7 @@ def test_what_is_not_allowed_changes_nothing() -> None:
     assert here.accept(a)
 
 
-def test_eos_where_the_text_is_complete() -> None:
+def test_eos_is_allowed_where_the_text_is_complete() -> None:
     here = matcher(BYTE_LEVEL, regex="ab?")
     assert write(here, BYTE_LEVEL, "a") == 1
     assert here.may_stop
@@ -77,7 +78,7 @@ def test_eos_where_the_text_is_complete() -> None:
     assert allowed(here, BYTE_LEVEL) == [EOS]
 
 
-def test_a_finished_object_ends() -> None:
+def test_an_object_is_finished_after_its_closing_brace() -> None:
     here = matcher(BYTE_LEVEL, json_object=True)
     assert write(here, BYTE_LEVEL, '{"a": [1, {}]') == 13
     assert not here.may_stop
@@ -85,7 +86,7 @@ def test_a_finished_object_ends() -> None:
     assert here.is_finished
 
 
-def test_several_eos_ids_and_none() -> None:
+def test_a_model_may_have_several_eos_ids_or_none() -> None:
     a = spelled(BYTE_LEVEL, "a")[0]
     several = compiler(BYTE_LEVEL, [1, EOS, 10**6]).compile(StructuredOutput(regex="a+"))
     assert several.accept(a)
@@ -100,17 +101,17 @@ def test_several_eos_ids_and_none() -> None:
     assert none.is_finished
 
 
-def test_an_eos_that_a_grammar_names_ends_nothing_early() -> None:
+def test_an_eos_named_in_a_grammar_does_not_end_the_text_early() -> None:
     with pytest.raises(InvalidRequestError, match="lets no token of this model's come next"):
         matcher(BYTE_LEVEL, grammar='start: </s> "a"')
 
 
-def test_padding_cannot_be_asked_for() -> None:
+def test_a_grammar_cannot_request_padding() -> None:
     with pytest.raises(InvalidRequestError, match="lets no token of this model's come next"):
         matcher(BYTE_LEVEL, grammar=f"start: <[{BYTE_LEVEL.vocab_size + 3}]>")
 
 
-def test_special_tokens_only_by_name() -> None:
+def test_special_tokens_are_allowed_only_by_name() -> None:
     special = BYTE_LEVEL.inner.convert_tokens_to_ids("<reserved>")
     named, text = matcher(BYTE_LEVEL, grammar="start: <reserved>"), matcher(BYTE_LEVEL, choice=("<reserved>",))
     assert allowed(named, BYTE_LEVEL) == [special]
@@ -120,7 +121,7 @@ def test_special_tokens_only_by_name() -> None:
     assert not {0, 1, special} & set(allowed(anything, BYTE_LEVEL))
 
 
-def test_a_vocabulary_narrower_than_the_tokenizers() -> None:
+def test_a_vocabulary_may_be_narrower_than_that_of_the_tokenizer() -> None:
     narrow = BYTE_LEVEL.vocab_size - 100
     here = GrammarCompiler(BYTE_LEVEL, narrow, [EOS]).compile(StructuredOutput(regex=".*"))
     words = np.empty(-(-narrow // 32), dtype=np.int32)
@@ -130,7 +131,7 @@ def test_a_vocabulary_narrower_than_the_tokenizers() -> None:
     assert not here.accept(narrow)
 
 
-def test_twins_go_their_own_ways() -> None:
+def test_copies_of_a_matcher_are_independent() -> None:
     one = matcher(BYTE_LEVEL, choice=("ab", "ac"))
     assert write(one, BYTE_LEVEL, "a") == 1
     two = one.clone()
@@ -140,7 +141,7 @@ def test_twins_go_their_own_ways() -> None:
     assert write(two, BYTE_LEVEL, "c") == 1
 
 
-def test_json_has_no_endless_whitespace() -> None:
+def test_json_allows_no_endless_whitespace() -> None:
     for text in ('{"a": 1}', '{\n    "a": [\n\t1,\r\n 2\n]\n}', '{ "a" : {} }'):
         here = matcher(BYTE_LEVEL, json_object=True)
         assert write(here, BYTE_LEVEL, text) == len(spelled(BYTE_LEVEL, text))
@@ -158,7 +159,7 @@ def test_json_has_no_endless_whitespace() -> None:
         ("time", ["12:30:00.5+02:00"], ["12:30:60Z", "24:00:00Z"]),
     ],
 )
-def test_dates_are_those_of_the_calendar(format_: str, good: list[str], bad: list[str]) -> None:
+def test_dates_are_valid_calendar_dates(format_: str, good: list[str], bad: list[str]) -> None:
     here = matcher(BYTE_LEVEL, json_schema=json.dumps({"type": "string", "format": format_}))
     for text, is_good in [(text, True) for text in good] + [(text, False) for text in bad]:
         other = here.clone()
@@ -167,7 +168,7 @@ def test_dates_are_those_of_the_calendar(format_: str, good: list[str], bad: lis
 
 
 @pytest.mark.parametrize("tokenizer", [ALL["word_piece"], ALL["slow_bytes"]], ids=["word_piece", "slow_bytes"])
-def test_tokenizers_whose_bytes_are_unknown(tokenizer: Tokenizer) -> None:
+def test_tokenizers_with_unknown_bytes_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequestError, match=r"this model's tokenizer allows no structured output: .+"):
         matcher(tokenizer, json_object=True)
 
@@ -179,21 +180,22 @@ def byte_level_with(vocabulary: dict[str, int], added: list[str]) -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
-def test_a_tokenizer_with_gaps() -> None:
+def test_a_tokenizer_may_have_gaps_in_its_ids() -> None:
     tokenizer = byte_level_with({"a": 0, "b": 5}, [])
     with pytest.raises(InvalidRequestError, match="no structured output: there are gaps between its token ids"):
         GrammarCompiler(tokenizer, 8, []).compile(StructuredOutput(regex="a"))
 
 
-def test_added_tokens_are_their_text() -> None:
-    """The library reads an added "é" as GPT-2's stand-in for a byte; it is left out rather than let write another."""
+def test_added_tokens_stand_for_their_text() -> None:
+    """The library reads an added "é" as GPT-2's stand-in for a byte, so the token is excluded instead of writing a
+    wrong byte."""
     tokenizer = byte_level_with({"a": 0, "Ã": 1, "©": 2}, ["aa", "é"])
     here = compiler(tokenizer, []).compile(StructuredOutput(regex="(aa|é)*x?"))
     assert tokenizer.decode([1, 2]) == "é"
     assert allowed(here, tokenizer) == [0, 1, 3]
 
 
-def test_a_sequence_whose_grammar_becomes_too_complex() -> None:
+def test_a_grammar_that_becomes_too_complex_is_an_error_of_its_sequence() -> None:
     here = matcher(BYTE_LEVEL, grammar=WIDE)
     bracket = spelled(BYTE_LEVEL, "(")
     assert allowed(here, BYTE_LEVEL) == bracket

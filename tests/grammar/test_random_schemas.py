@@ -1,4 +1,4 @@
-"""Schemas that nobody thought of: each is refused, or what is sampled from allowed tokens is valid."""
+"""Random schemas: each is refused, or every text sampled from allowed tokens is valid."""
 
 import json
 import math
@@ -27,7 +27,7 @@ DATA = st.recursive(
 
 
 def keywords(schemas: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Any of a schema's keywords together, whether or not they make sense together."""
+    """Any combination of schema keywords, including contradictory ones."""
     types = st.sampled_from(["string", "integer", "number", "boolean", "null", "array", "object"])
     lists = st.lists(schemas, min_size=1, max_size=3)
     return st.fixed_dictionaries(
@@ -65,7 +65,7 @@ def keywords(schemas: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any
 
 
 SCHEMAS = st.recursive(st.booleans() | keywords(st.booleans()), keywords, max_leaves=6)
-FEW = st.recursive(  # a type and one or two keywords: fewer contradictions, so fewer that are refused
+FEW = st.recursive(  # a type and one or two keywords: fewer contradictions, so fewer refusals
     st.sampled_from([{"type": "string", "maxLength": 4}, {"type": "integer"}, {"type": "null"}, True]),
     lambda inner: st.builds(
         lambda schema, keep: {name: schema[name] for name in list(schema)[:keep]}, keywords(inner), st.integers(1, 3)
@@ -76,7 +76,7 @@ FEW = st.recursive(  # a type and one or two keywords: fewer contradictions, so 
 
 @settings(max_examples=150)
 @given(schema=SCHEMAS | FEW, definition=FEW, seed=st.integers(0, 2**32))
-def test_refused_or_valid(schema: Any, definition: Any, seed: int) -> None:
+def test_a_random_schema_is_refused_or_gives_valid_texts(schema: Any, definition: Any, seed: int) -> None:
     if isinstance(schema, dict):
         schema = {**schema, "$defs": {"a": definition}}
     try:
@@ -90,6 +90,6 @@ def test_refused_or_valid(schema: Any, definition: Any, seed: int) -> None:
 
 
 def finite(number: str) -> int | float:
-    """JSON's numbers have no end, but the validator's arithmetic does."""
+    """JSON numbers have no limits, but the arithmetic of the validator does."""
     assume(math.isfinite(float(number)))
     return json.loads(number)

@@ -1,4 +1,4 @@
-"""Bits on logits."""
+"""Bit masks applied to logits."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def test_only_set_bits_keep_their_logits(vocab_size: int, dtype: torch.dtype) ->
     is_allowed[0], is_allowed[1] = True, False
     padded = np.zeros((5, -(-vocab_size // 32) * 32), dtype=bool)
     padded[:, :vocab_size] = is_allowed
-    padded[2, vocab_size:] = True  # bits beyond the vocabulary mean nothing
+    padded[2, vocab_size:] = True  # bits beyond the vocabulary are ignored
     words = np.array(
         [[sum(int(bit) << i for i, bit in enumerate(word)) for word in row.reshape(-1, 32)] for row in padded],
         dtype=np.uint32,
@@ -33,8 +33,8 @@ def test_only_set_bits_keep_their_logits(vocab_size: int, dtype: torch.dtype) ->
     assert torch.equal(wide[:, vocab_size:], beside)
 
 
-def test_what_is_not_a_number_does_not_vanish() -> None:
-    """A row with a NaN has to be seen, wherever it is."""
+def test_masking_does_not_hide_a_nan() -> None:
+    """A row with a NaN in any position must be detected."""
     logits = torch.tensor([[torch.nan, 1.0, torch.nan, 2.0]])
     apply_mask(logits, torch.tensor([[0b0011]], dtype=torch.int32))
     assert logits.isnan().tolist() == [[True, False, True, False]]

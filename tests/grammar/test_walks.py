@@ -1,4 +1,4 @@
-"""The promise: whatever is sampled from allowed tokens is what was asked for, and there is always one to sample."""
+"""The promise: every text sampled from allowed tokens is valid, and there is always an allowed token."""
 
 import json
 import random
@@ -60,7 +60,7 @@ SUMS_IN_GBNF = 'root ::= sum\nsum ::= term (("+" | "-") term)*\nterm ::= [0-9] [
 
 @pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_json_that_the_schema_accepts(name: str, tokenizer_name: str) -> None:
+def test_walks_give_json_that_the_schema_accepts(name: str, tokenizer_name: str) -> None:
     tokenizer, schema = TOKENIZERS[tokenizer_name], SCHEMAS[name]
     start = matcher(tokenizer, json_schema=json.dumps(schema))
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
@@ -71,7 +71,7 @@ def test_json_that_the_schema_accepts(name: str, tokenizer_name: str) -> None:
 
 
 @pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
-def test_any_json_object(tokenizer_name: str) -> None:
+def test_walks_give_any_json_object(tokenizer_name: str) -> None:
     tokenizer = TOKENIZERS[tokenizer_name]
     start = matcher(tokenizer, json_object=True)
     for seed in range(12):
@@ -80,7 +80,7 @@ def test_any_json_object(tokenizer_name: str) -> None:
 
 @pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
 @pytest.mark.parametrize("regex", REGEXES)
-def test_text_that_the_regex_matches(regex: str, tokenizer_name: str) -> None:
+def test_walks_give_text_that_the_regex_matches(regex: str, tokenizer_name: str) -> None:
     tokenizer = TOKENIZERS[tokenizer_name]
     start = matcher(tokenizer, regex=regex)
     for seed in range(12):
@@ -89,7 +89,7 @@ def test_text_that_the_regex_matches(regex: str, tokenizer_name: str) -> None:
 
 
 @pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
-def test_every_choice_and_nothing_else(tokenizer_name: str) -> None:
+def test_walks_give_every_choice_and_nothing_else(tokenizer_name: str) -> None:
     tokenizer = TOKENIZERS[tokenizer_name]
     start = matcher(tokenizer, choice=CHOICES)
     seen = {walk(start.clone(), tokenizer, random.Random(seed), 100) for seed in range(150)}
@@ -98,7 +98,7 @@ def test_every_choice_and_nothing_else(tokenizer_name: str) -> None:
 
 @pytest.mark.parametrize("grammar", [SUMS, SUMS_IN_GBNF], ids=["Lark", "GBNF"])
 @pytest.mark.parametrize("tokenizer_name", TOKENIZERS)
-def test_text_of_the_grammar(grammar: str, tokenizer_name: str) -> None:
+def test_walks_give_text_of_the_grammar(grammar: str, tokenizer_name: str) -> None:
     tokenizer = TOKENIZERS[tokenizer_name]
     start = matcher(tokenizer, grammar=grammar)
     for seed in range(12):
@@ -107,7 +107,7 @@ def test_text_of_the_grammar(grammar: str, tokenizer_name: str) -> None:
         eval(re.sub(r"\b0+(?=\d)", "", text))  # balanced, with an operand at each side
 
 
-def test_a_vocabulary_without_bytes() -> None:
+def test_walks_match_the_regex_in_a_vocabulary_without_bytes() -> None:
     tokenizer = ALL["metaspace"]
     start = matcher(tokenizer, regex="( (The|the|über) [a-z]{2,6},?)+")
     texts = {walk(start.clone(), tokenizer, random.Random(seed), 3 * seed) for seed in range(12)}

@@ -1,4 +1,4 @@
-"""Bitwise batch invariance: a request's logits are the same bits whatever runs beside it, however it is cut.
+"""Bitwise batch invariance: a request's logits have the same bits in any batch and with any chunking.
 
 The engine runs for real under a teacher (as in `tests/exactness`); every row of logits is compared with `torch.equal`
 to that of the request running alone, whole, without a prefix cache.
@@ -39,9 +39,9 @@ EVERY_WAY = [
     ("llama", "int8 cache"),
     ("gemma2", "int8 cache"),
 ]
-"""Models and precisions that meet each configuration; the others meet them all in one run."""
+"""Models and precisions that run in each configuration; the others run with all of them at once."""
 NUM_REQUESTS = 64
-COMMON = 48  # tokens that half of the requests begin with: three blocks
+COMMON = 48  # tokens with which half of the requests begin: three blocks
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "two at a time": {"max_num_seqs": 2, "num_requests": 24},
     "five at a time": {"max_num_seqs": 5},
@@ -56,7 +56,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def configured(name: str, configuration: str) -> dict[str, Any]:
-    """What preempts depends on how much of a sequence a model keeps."""
+    """The options that cause preemption depend on how much of a sequence a model keeps."""
     options = CONFIGURATIONS[configuration]
     if configuration == "preemption":
         return options | {"num_blocks": {"mistral": 12, "gemma2": 28, "gpt_oss": 40}.get(name, 24)}
@@ -64,7 +64,7 @@ def configured(name: str, configuration: str) -> dict[str, Any]:
 
 
 def requests() -> list[Reference]:
-    """Prompts and the tokens that a teacher makes of them; half of the prompts begin alike."""
+    """Prompts and the teacher's tokens for them; half of the prompts have a common prefix."""
     rng = random.Random(0)
     common = [rng.randrange(zoo.VOCAB_SIZE) for _ in range(COMMON)]
     made = []
@@ -79,7 +79,7 @@ REQUESTS = requests()
 
 
 def teach(engine: Engine, lessons: Sequence[Reference], *, alone: bool = False) -> dict[int, Tensor]:
-    """The logits of all lessons at each of their output positions; `alone`: one by one, behind no other's prefix."""
+    """The logits of all lessons at each output position; `alone`: one by one, without a shared prefix."""
     teacher = Teacher(lessons)
     engine.runner.sampler = teacher  # type: ignore[assignment]
     for number, lesson in enumerate(lessons):
@@ -102,7 +102,7 @@ def finish(engine: Engine) -> None:
 def run_lessons(
     model: PreTrainedModel, lessons: Sequence[Reference], **options: Any
 ) -> tuple[dict[int, Tensor], Engine]:
-    """Teach all lessons to an engine of their own."""
+    """Teach all lessons to a new engine."""
     engine = Engine(model, EngineConfig(**options))
     return teach(engine, lessons), engine
 
@@ -120,7 +120,7 @@ def run(name: str, *, num_requests: int = NUM_REQUESTS, **options: Any) -> tuple
 
 @cache
 def alone(name: str, precision: str) -> dict[int, Tensor]:
-    """Each request by itself, one after the other."""
+    """Each request alone, one after the other."""
     return run(name, **PRECISIONS[precision], max_num_seqs=1)[0]
 
 
@@ -141,7 +141,7 @@ def threads(number: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 @pytest.mark.parametrize(("name", "precision"), EVERY_WAY)
-def test_the_bits_do_not_depend_on_company(name: str, precision: str, configuration: str) -> None:
+def test_the_bits_do_not_depend_on_the_batch(name: str, precision: str, configuration: str) -> None:
     needs(precision)
     options = PRECISIONS[precision] | configured(name, configuration)
     logits, engine = run(name, **options)
@@ -153,7 +153,7 @@ def test_the_bits_do_not_depend_on_company(name: str, precision: str, configurat
 
 
 def mixed(name: str) -> dict[str, Any]:
-    """In chunks, behind prefixes of others, and preempted, all at once."""
+    """A run with chunks, shared prefixes and preemption at the same time."""
     num_blocks = configured(name, "preemption")["num_blocks"] // 2  # prefixes are shared
     return {"num_blocks": num_blocks, "max_num_batched_tokens": 33, "enable_prefix_caching": True}
 
@@ -166,7 +166,7 @@ def assert_mixed(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("name", "precision"), sorted({(n, p) for n in ARCHITECTURES for p in PRECISIONS} - {*EVERY_WAY})
 )
-def test_the_bits_do_not_depend_on_company_of_all_kinds_at_once(name: str, precision: str) -> None:
+def test_the_bits_do_not_depend_on_a_batch_of_all_kinds_at_once(name: str, precision: str) -> None:
     needs(precision)
     logits, engine = run(name, **PRECISIONS[precision], **mixed(name))
     assert_same_bits(logits, alone(name, precision))
@@ -187,8 +187,8 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(name: str, precision: s
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_the_bits_do_not_depend_on_company_over_several_tiles(name: str, precision: str) -> None:
-    """Longer than the kernel's tiles of 256 positions, which sequences share and threads divide."""
+def test_the_bits_do_not_depend_on_the_batch_over_several_tiles(name: str, precision: str) -> None:
+    """The sequences are longer than the kernel's tiles of 256 positions, which sequences share and threads divide."""
     needs(precision)
     rng = random.Random(1)
     common = [rng.randrange(zoo.VOCAB_SIZE) for _ in range(530)]
@@ -214,9 +214,9 @@ def test_the_bits_do_not_depend_on_company_over_several_tiles(name: str, precisi
         assert_same_bits(actual, expected)
 
 
-def test_a_model_that_cannot_keep_the_promise_says_so() -> None:
-    """DeepSeek's router takes the sigmoid of one score an expert. With four experts a row is narrower than a vector of
-    the CPU, so torch's operator computes an element by one routine or another, depending on where its row ends up."""
+def test_a_model_that_cannot_keep_the_promise_reports_that() -> None:
+    """DeepSeek's router takes the sigmoid of one score per expert. With four experts, a row is narrower than a CPU
+    vector, so torch's operator uses one of two routines for an element, depending on the position of its row."""
     engine = Engine(zoo.build("deepseek_v3"), EngineConfig(num_blocks=500))
     several, _ = run("deepseek_v3", dtype="float32", max_num_seqs=5)
     expected = alone("deepseek_v3", "float32")
@@ -224,8 +224,8 @@ def test_a_model_that_cannot_keep_the_promise_says_so() -> None:
     assert not engine.model_info.is_batch_invariant
 
 
-def test_the_definition_does_not_keep_the_promise_and_says_so() -> None:
-    """So the promise is one of the kernels, and these tests can fail."""
+def test_the_reference_does_not_keep_the_promise_and_reports_that() -> None:
+    """So the promise depends on the kernels, and these tests can fail."""
     logits, engine = run("llama", dtype="float32", max_num_seqs=4, attention_backend="torch")
     expected, _ = run("llama", dtype="float32", max_num_seqs=1, attention_backend="torch")
     assert any(not torch.equal(logits[number], expected[number]) for number in logits)
@@ -234,8 +234,8 @@ def test_the_definition_does_not_keep_the_promise_and_says_so() -> None:
 
 @pytest.mark.skipif(not has_panels(torch.bfloat16), reason="nothing is compiled on this CPU")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2", "qwen3_moe"])
-def test_a_compiled_model_keeps_the_promise_against_itself(name: str) -> None:
-    """All kinds of company in one run of one engine, since it takes long to compile a model."""
+def test_a_compiled_model_keeps_the_promise_compared_with_itself(name: str) -> None:
+    """One run of one engine covers all kinds of batches, because compiling a model takes long."""
     engine = Engine(zoo.build(name), EngineConfig(**PRECISIONS["bfloat16"], **mixed(name), compile="auto"))
     assert engine.model_info.compile == "auto", engine.model_info.notes
     expected = teach(engine, REQUESTS, alone=True)

@@ -1,4 +1,4 @@
-"""The race and the bench: the same tokens everywhere, and figures that follow from what ran."""
+"""The race and the bench: all methods give the same tokens, and figures follow from what ran."""
 
 from io import StringIO
 from pathlib import Path
@@ -22,14 +22,14 @@ def result() -> race.Race:
     return race.run_race(setting.methods, requests, 4, Console(file=StringIO()))
 
 
-def test_all_methods_give_the_same_tokens_and_every_request_its_own(result: race.Race) -> None:
+def test_all_methods_give_every_request_the_same_tokens(result: race.Race) -> None:
     assert list(result.runs) == ["static", "padded", "ragged", "engine"]
     assert set(result.differing.values()) == {0}
     for run in result.runs.values():
         assert [len(tokens) for tokens in run.token_ids] == [request.max_new_tokens for request in run.requests]
 
 
-def test_a_method_that_gives_other_tokens_is_found_out(result: race.Race) -> None:
+def test_a_method_that_gives_other_tokens_is_detected(result: race.Race) -> None:
     broken = Run(result.runs["static"].requests)
     for answer, right in zip(broken.answers, result.runs["static"].answers, strict=True):
         answer.token_ids, answer.finished_time = [*right.token_ids], right.finished_time
@@ -37,7 +37,7 @@ def test_a_method_that_gives_other_tokens_is_found_out(result: race.Race) -> Non
     assert race.Race({**result.runs, "engine": broken}, 4).differing["engine"] == 1
 
 
-def test_scores_follow_from_the_account(result: race.Race) -> None:
+def test_scores_are_computed_from_the_log(result: race.Race) -> None:
     scores = result.scores
     assert scores["static"].num_steps > scores["padded"].num_steps >= scores["ragged"].num_steps
     assert scores["ragged"].num_steps == scores["engine"].num_steps
@@ -49,7 +49,7 @@ def test_scores_follow_from_the_account(result: race.Race) -> None:
         assert 0 < each.occupancy <= 1
 
 
-def test_padding_is_what_a_row_does_not_need() -> None:
+def test_padding_is_the_unused_part_of_a_row() -> None:
     run = Run([LessonRequest([1] * 10, 2), LessonRequest([2] * 4, 1)])
     run.rectangle({0: 0, 1: 1}, width=10, num_keys=10)
     run.add(0, 7)
@@ -77,7 +77,7 @@ def test_the_picture_and_the_page_show_every_method(result: race.Race, tmp_path:
     assert all(name in page for name in result.runs)
 
 
-def test_the_terminal_shows_idle_slots_and_padding_in_its_width(result: race.Race) -> None:
+def test_the_terminal_shows_idle_slots_and_padding_within_its_width(result: race.Race) -> None:
     console = Console(file=StringIO(), width=60)
     console.print(result)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ def test_the_terminal_shows_idle_slots_and_padding_in_its_width(result: race.Rac
     assert "All methods gave the same tokens." in text
 
 
-def test_the_bench_counts_the_steps_that_depend_on_no_machine() -> None:
+def test_the_bench_counts_steps_which_do_not_depend_on_the_machine() -> None:
     config = GPT2Config(vocab_size=128, n_positions=640, n_embd=16, n_layer=1, n_head=2)
     model, lines = GPT2LMHeadModel(config).eval(), list[str]()
     measured = static_bench.measure_rungs(model, 2, lines.append)

@@ -1,4 +1,4 @@
-"""The rungs: each gives the plain model's tokens, and each does what its name says with the slots."""
+"""The rungs: each gives the plain model's tokens, and uses the slots as its name says."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -40,13 +40,13 @@ RUNGS: dict[str, Callable[..., Run]] = {
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "qwen3"])
 @pytest.mark.parametrize("rung", RUNGS)
-def test_a_rung_gives_the_plain_models_tokens(rung: str, name: str) -> None:
+def test_a_rung_gives_the_tokens_of_the_plain_model(rung: str, name: str) -> None:
     model, requests = zoo.build(name), requests_of(seed=1)
     expected = [zoo.plain_greedy(model, list(each.prompt_token_ids), each.max_new_tokens) for each in requests]
     assert RUNGS[rung](model, requests, NUM_SLOTS).token_ids == expected
 
 
-def test_the_ragged_lesson_refuses_windows_that_its_mask_does_not_know() -> None:
+def test_the_ragged_lesson_refuses_windows_that_its_mask_does_not_support() -> None:
     with pytest.raises(ValueError, match="MistralForCausalLM has sliding windows"):
         ragged_batching.run(zoo.build("mistral"), requests_of(seed=1), NUM_SLOTS)
 
@@ -60,7 +60,7 @@ def test_an_eos_token_ends_an_answer_early(rung: str) -> None:
     assert RUNGS[rung](model, requests, 2, eos_token_ids=[eos]).token_ids == expected
 
 
-def test_static_waves_wait_for_their_longest_and_the_others_do_not() -> None:
+def test_only_static_waves_wait_for_their_longest_sequence() -> None:
     model = zoo.build("llama")
     requests = [LessonRequest([1, 2, 3], 30 if number % 4 == 0 else 3) for number in range(8)]
     num_steps = {name: len(rung(model, requests, 4).steps) for name, rung in RUNGS.items()}
@@ -80,7 +80,7 @@ def test_only_rectangles_compute_padding() -> None:
 
 
 @pytest.mark.parametrize("rung", RUNGS)
-def test_the_log_tells_who_holds_which_slot(rung: str) -> None:
+def test_the_log_shows_which_request_holds_which_slot(rung: str) -> None:
     lines: list[str] = []
     RUNGS[rung](zoo.build("llama"), requests_of(seed=3), NUM_SLOTS, log=lines.append)
     admissions = [line for line in lines if "<- req" in line]
@@ -88,7 +88,7 @@ def test_the_log_tells_who_holds_which_slot(rung: str) -> None:
     assert len(admissions) == 8
 
 
-def test_filtering_drops_columns_that_nobody_needs_any_more() -> None:
+def test_filtering_drops_columns_that_no_row_needs() -> None:
     requests = [LessonRequest([1] * 20, 2), LessonRequest([2] * 5, 9)]
     account = Run(requests)
     batch = padded_batching.init_batch(zoo.build("llama"), account, [0, 1], [0, 1])
@@ -110,7 +110,7 @@ def sharing_requests(num_shared: int = 35) -> list[LessonRequest]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_shared_prefixes_are_computed_once_and_tokens_stay_the_plain_models(name: str) -> None:
+def test_shared_prefixes_are_computed_once_and_tokens_match_the_plain_model(name: str) -> None:
     model, requests = zoo.build(name), sharing_requests()
     account = shared_prefix.generate_many(model, requests, n_prefix_chunks=2)
     expected = [zoo.plain_greedy(model, list(each.prompt_token_ids), each.max_new_tokens) for each in requests]
@@ -131,7 +131,7 @@ def test_a_broadcast_cache_is_the_same_storage() -> None:
     )
 
 
-def test_common_prefixes_are_whole_chunks_and_leave_everyone_a_token() -> None:
+def test_common_prefixes_are_whole_chunks_and_leave_each_request_a_token() -> None:
     find = shared_prefix.find_common_chunk_prefix
     assert find([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]], 2) == 4
     assert find([[1, 2, 3, 4], [1, 2, 3, 4]], 2) == 2
@@ -150,7 +150,7 @@ def test_sampling_is_seeded() -> None:
     assert runs[0].token_ids == runs[1].token_ids != runs[2].token_ids
 
 
-def test_static_tells_how_many_of_each_rows_tokens_were_useful() -> None:
+def test_static_reports_how_many_tokens_of_each_row_were_useful() -> None:
     lines: list[str] = []
     requests = [LessonRequest([1, 2], 10), LessonRequest([3], 4)]
     static_batching.run(zoo.build("llama"), requests, 2, log=lines.append)

@@ -1,4 +1,4 @@
-"""A server for tests that speaks as OpenAI's does, and answers as the test says. Real sockets, no model."""
+"""A test server that speaks OpenAI's protocol and answers as the test says, with real sockets and no model."""
 
 import asyncio
 import json
@@ -13,17 +13,17 @@ HEADERS = {"Content-Type": "text/event-stream"}
 
 
 def text_chunk(text: str, finish_reason: str | None = None) -> dict[str, Any]:
-    """Of a completion."""
+    """A text chunk of a completion."""
     return {"object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": finish_reason}]}
 
 
 def chat_chunk(finish_reason: str | None = None, **delta: Any) -> dict[str, Any]:
-    """Of a chat."""
+    """A text chunk of a chat."""
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
 
 
 def usage_chunk(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
-    """The last one, where counts were asked for."""
+    """The last chunk, if counts were requested."""
     return {"choices": [], "usage": {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_output_tokens}}
 
 
@@ -45,18 +45,18 @@ class Exchange:
         return address
 
     async def send(self, *events: dict[str, Any] | str | bytes) -> None:
-        """Stream events, all in one write; text is an event's data as it stands, bytes are sent as they are."""
+        """Stream events in one write; a string is the data of an event, and bytes are sent unchanged."""
         if not self.response.prepared:
             await self.response.prepare(self._request)
         await self.response.write(b"".join(map(_event, events)))
 
     def break_off(self) -> None:
-        """Close the connection in the middle."""
+        """Close the connection in the middle of the answer."""
         assert self._request.transport is not None
         self._request.transport.abort()
 
     async def answer(self, text: str = " word") -> None:
-        """All that was asked for, at once: a chunk for each token, then counts."""
+        """Send the whole answer at once: a chunk for each token, then counts."""
         count, prompt = self.body["max_tokens"], self.body.get("prompt", "")
         is_chat = "messages" in self.body
         chunks = [chat_chunk(content=text) if is_chat else text_chunk(text)] * count
@@ -72,11 +72,11 @@ async def answer_at_once(exchange: Exchange) -> None:
 
 
 class FakeServer:
-    """Listens on a port of its own.
+    """A server on its own port.
 
     Attributes:
-        behave: answers a request: by itself through the exchange, or with a whole response.
-        exchanges: all requests that came, in order.
+        behave: answers a request, either through the exchange or by returning a whole response.
+        exchanges: all received requests, in order.
     """
 
     def __init__(self, behave: Behaviour = answer_at_once) -> None:
@@ -90,7 +90,7 @@ class FakeServer:
         return [exchange.body for exchange in self.exchanges]
 
     async def exchange(self, number: int) -> Exchange:
-        """The request that came as this one, as soon as it has."""
+        """The request with this number, as soon as it has arrived."""
         async with self._arrived:
             await self._arrived.wait_for(lambda: len(self.exchanges) > number)
         return self.exchanges[number]
@@ -143,7 +143,7 @@ class FakeServer:
 
 
 def refuse(status: int, message: str) -> web.Response:
-    """An error as OpenAI writes it."""
+    """An error in OpenAI's format."""
     return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
 
 

@@ -18,7 +18,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLU
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, int]]:
-    """Its address and its process."""
+    """The server's address and process."""
     command = [sys.executable, "-m", "inflight", "serve", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         try:
@@ -31,7 +31,7 @@ def server() -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_a_load_is_answered_in_full_and_the_engines_time_is_seen(
+def test_a_load_is_answered_completely_and_the_report_has_the_cpu_time_of_the_engine(
     command: Command, server: tuple[str, int], endpoint: str
 ) -> None:
     url, pid = server
@@ -53,7 +53,7 @@ def test_a_load_is_answered_in_full_and_the_engines_time_is_seen(
         assert len(request["token_times"]) <= request["num_output_tokens"]
 
 
-def test_a_chat_over_http_is_that_of_the_library(command: Command, server: tuple[str, int]) -> None:
+def test_a_chat_over_http_matches_the_library(command: Command, server: tuple[str, int]) -> None:
     url, _ = server
     said = ["Tell me a story about a fox.", "Tell me another one."]
     done = command("chat", "--url", url, "--temperature", 0, "--max-tokens", 40, stdin="\n".join(said))

@@ -1,4 +1,4 @@
-"""What a server takes is found out, and a whole test is run by that; the CPU time of processes."""
+"""Detecting what a server accepts, running a whole test accordingly, and the CPU time of processes."""
 
 import asyncio
 import subprocess
@@ -65,7 +65,7 @@ def perform(behave: Behaviour, target: Target, plan: LoadPlan) -> tuple[FakeServ
         ),
     ],
 )
-def test_a_server_is_asked_for_what_it_takes(behave: Behaviour, dialect: Dialect, said: list[str]) -> None:
+def test_a_server_gets_only_fields_that_it_accepts(behave: Behaviour, dialect: Dialect, said: list[str]) -> None:
     server, result, lines = perform(behave, COMPLETIONS, LoadPlan(sketches=[Sketch(8, 3)] * 5))
     assert result.dialect == dialect
     assert [part in line for part, line in zip(said, lines, strict=True)] == [True] * len(said)
@@ -78,7 +78,7 @@ def test_a_server_is_asked_for_what_it_takes(behave: Behaviour, dialect: Dialect
         assert isinstance(body["prompt"], str) == (dialect.vocab_size is None)
 
 
-def test_a_chat_gets_words_as_a_message_and_the_extra_fields() -> None:
+def test_a_chat_gets_text_as_a_message_and_the_extra_fields() -> None:
     server, result, said = perform(answer_at_once, CHAT, LoadPlan(sketches=[Sketch(8, 3), Sketch("hello", 4)]))
     assert (result.report.num_completed, said) == (2, [])
     assert {exchange.path for exchange in server.exchanges} == {"/v1/chat/completions"}
@@ -88,7 +88,7 @@ def test_a_chat_gets_words_as_a_message_and_the_extra_fields() -> None:
     assert len(server.bodies[-2]["messages"][0]["content"].split()) == 8
 
 
-def test_two_servers_get_the_very_same_requests_whatever_came_before() -> None:
+def test_two_servers_get_identical_requests_regardless_of_earlier_ones() -> None:
     plan = LoadPlan(sketches=[Sketch(8, n) for n in (1, 2, 3)], num_prefix_tokens=4, request_rate=1000.0, seed=5)
     first, _, _ = perform(answer_at_once, COMPLETIONS, plan)
     warm = LoadPlan(
@@ -112,7 +112,7 @@ def test_requests_of_a_trace_are_sent_at_its_times() -> None:
 
 
 @pytest.mark.parametrize(("status", "num_asked"), [(401, 1), (404, 1), (503, 1), (400, 12)])
-def test_a_server_that_takes_nothing_is_an_error_with_its_words(status: int, num_asked: int) -> None:
+def test_a_server_that_accepts_nothing_is_an_error_with_its_message(status: int, num_asked: int) -> None:
     async def behave(exchange: Exchange) -> web.Response:
         return refuse(status, f"refusal {len(server.exchanges)}")
 
@@ -128,7 +128,7 @@ def test_a_server_that_takes_nothing_is_an_error_with_its_words(status: int, num
     assert server.exchanges[0].headers["Authorization"] == "Bearer secret"
 
 
-def test_a_server_that_never_answers_is_given_up() -> None:
+def test_a_server_that_never_answers_is_an_error() -> None:
     async def behave(exchange: Exchange) -> None:
         await asyncio.Event().wait()
 
@@ -140,12 +140,14 @@ def test_a_server_that_never_answers_is_given_up() -> None:
     ("target", "prompt", "complaint"),
     [(CHAT, [1, 2], "a prompt is token ids"), (COMPLETIONS, [{"role": "user", "content": "a"}], "a chat's messages")],
 )
-def test_a_prompt_that_the_endpoint_has_no_place_for_is_refused(target: Target, prompt: Any, complaint: str) -> None:
+def test_a_prompt_kind_that_the_endpoint_does_not_support_is_refused(
+    target: Target, prompt: Any, complaint: str
+) -> None:
     with pytest.raises(ValueError, match=complaint):
         perform(answer_at_once, target, LoadPlan(sketches=[Sketch(prompt, 1)]))
 
 
-def test_a_prompt_kind_that_was_asked_for_is_the_only_one_tried() -> None:
+def test_a_requested_prompt_kind_is_the_only_one_tried() -> None:
     with pytest.raises(ServerError, match="no such prompt"):
         perform(picky(text_only=True), COMPLETIONS, LoadPlan(sketches=[Sketch(8, 1)], prompt_kind="ids"))
     for plan in (
@@ -158,7 +160,7 @@ def test_a_prompt_kind_that_was_asked_for_is_the_only_one_tried() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="CPU times are read from /proc")
-def test_cpu_time_is_that_of_a_process_and_of_all_that_descend_from_it() -> None:
+def test_cpu_time_includes_all_descendants_of_a_process() -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass\n"
     child = f"{burn}print(flush=True); input()"
     parent = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {burn!r}])\n"
@@ -167,7 +169,7 @@ def test_cpu_time_is_that_of_a_process_and_of_all_that_descend_from_it() -> None
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()
-        assert cpu_seconds(process.pid) >= 0.55  # of a child that has ended and of one that lives
+        assert cpu_seconds(process.pid) >= 0.55  # of a child that has ended and of a living one
         process.stdin.write(b"\n")
     with pytest.raises(ValueError, match=f"no process {process.pid}"):
         cpu_seconds(process.pid)

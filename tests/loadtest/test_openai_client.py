@@ -1,4 +1,4 @@
-"""How an event stream is cut into chunks, and how failures are told."""
+"""How an event stream is split into chunks, and how failures are reported."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ def told(chunks: list[Chunk]) -> list[tuple[str, str, bool, str | None]]:
 
 
 @given(st.lists(st.integers(0, sum(map(len, EVENTS)))))
-def test_chunks_are_the_same_however_the_stream_arrives(cuts: list[int]) -> None:
+def test_chunks_do_not_depend_on_how_the_stream_arrives(cuts: list[int]) -> None:
     whole, stream, chunks = b"".join(EVENTS), EventStream(), list[Chunk]()
     places = [0, *sorted(cuts), len(whole)]
     for start, end in pairwise(places):
@@ -63,7 +63,7 @@ def test_bad_events_are_errors(payload: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("nothing", ["null", "[]"])
-def test_fields_that_say_nothing_are_no_errors(nothing: str) -> None:
+def test_empty_fields_are_not_errors(nothing: str) -> None:
     (chunk,) = EventStream().feed(f'data: {{"choices": null, "usage": null, "error": {nothing}}}\n'.encode())
     assert told([chunk]) == [("", "", False, None)]
 
@@ -78,7 +78,7 @@ def test_models_are_listed() -> None:
 
 
 @pytest.mark.parametrize(("answer", "reason"), [("[]", "cannot be read"), ('{"data": []}', "names no model")])
-def test_a_list_of_models_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch, answer: str, reason: str) -> None:
+def test_an_invalid_list_of_models_is_an_error(monkeypatch: pytest.MonkeyPatch, answer: str, reason: str) -> None:
     async def models(server: FakeServer, request: web.Request) -> web.Response:
         return web.Response(text=answer, content_type="application/json")
 
@@ -132,6 +132,6 @@ def test_a_reader_that_leaves_closes_the_connection() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://a"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"it must be a URL such as http://127\.0\.0\.1:8000"):
         OpenAIClient(url)

@@ -1,4 +1,4 @@
-"""What a run comes to in numbers, for records made by hand."""
+"""The figures of a run, for records made by hand."""
 
 from array import array
 from io import StringIO
@@ -15,7 +15,7 @@ from inflight.observe.pictures import save_png
 
 
 def record(scheduled: float, sent: float, *token_times: float, failure: str | None = None, count: int = 0) -> Record:
-    """A request that ended with its last token, and whose server counted if `count` is given."""
+    """A request that ended with its last token; if `count` is given, the server counted its tokens."""
     finished = token_times[-1] if token_times else sent + 1
     counts = (count or len(token_times), bool(count))
     return Record(scheduled, sent, array("d", token_times), finished, 10, *counts, failure)
@@ -43,7 +43,7 @@ def test_numbers_are_as_defined() -> None:
     assert report.offered_rate == 5 / 2.0
     assert (report.input_tokens_per_second, report.output_tokens_per_second) == (30 / 4.0, 8 / 4.0)
     assert report.mean_concurrency == (2.0 + 1.5 + 2.0 + 1.0 + 0.5 + 1.0) / 4.0
-    assert report.peak_concurrency == 5  # from 3.5 on all but the first, which had ended at 3.0
+    assert report.peak_concurrency == 5  # from 3.5 on, all except the first, which ended at 3.0
     assert report.ttft is not None
     assert report.ttft.mean == pytest.approx(3.5 / 3)
     assert (report.ttft.median, report.ttft.max) == (1.0, 2.0)
@@ -59,7 +59,7 @@ def test_numbers_are_as_defined() -> None:
     assert report.goodput is None
 
 
-def test_quantiles_are_those_of_the_values() -> None:
+def test_quantiles_match_the_values() -> None:
     values = np.random.default_rng(0).exponential(size=1001)
     found = Distribution.of(values.tolist())
     ordered = sorted(values.tolist())
@@ -80,19 +80,19 @@ def test_quantiles_are_those_of_the_values() -> None:
         (["e2e:1999"], 0),
     ],
 )
-def test_goodput_counts_who_met_every_objective(texts: list[str], num_good: int) -> None:
+def test_goodput_counts_requests_that_met_every_objective(texts: list[str], num_good: int) -> None:
     report = report_of(RECORDS, ASKED, objectives=Objectives.parse(texts))
     assert report.num_good == num_good
     assert report.goodput == num_good / 4.0
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft:", "ttft:-1", "latency:5", "ttft:5:6", "ttft=5", "ttft:nan"])
-def test_an_objective_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_objective_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"such as ttft:500"):
         Objectives.parse([text])
 
 
-def test_the_tables_say_what_failed_and_what_was_not_counted() -> None:
+def test_the_tables_show_failures_and_missing_counts() -> None:
     out = StringIO()
     Console(file=out, width=100, markup=False).print(report_of(RECORDS, ASKED, objectives=Objectives(e2e=2.0)).tables())
     text = out.getvalue()
@@ -106,7 +106,7 @@ def test_the_tables_say_what_failed_and_what_was_not_counted() -> None:
 
 
 @pytest.mark.parametrize("records", [RECORDS, RECORDS[3:4], RECORDS[:1]], ids=["all", "only failed", "one"])
-def test_a_run_can_be_drawn_whatever_happened(records: list[Record], tmp_path: Path) -> None:
+def test_every_run_can_be_drawn(records: list[Record], tmp_path: Path) -> None:
     figure = load_figure(records, "a run")
     assert [panel.get_title(loc="left") for panel in figure.axes] == [
         "requests",

@@ -1,4 +1,4 @@
-"""Which requests are sent, and when they are due: from distributions, seeds, files and traces."""
+"""Which requests are sent and when, from distributions, seeds, files and traces."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ FIVE = Lengths("fixed", 5)
 # ------------------------------------------------------------------------------------------------------ arrivals
 
 
-def test_arrivals_begin_at_once_and_keep_the_rate() -> None:
+def test_arrivals_start_at_once_and_keep_the_rate() -> None:
     times = arrival_times(20_001, 8.0, seed=3)
     assert times[0] == 0.0
     assert times == sorted(times)
@@ -33,11 +33,11 @@ def test_arrivals_begin_at_once_and_keep_the_rate() -> None:
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_burstiness_is_the_shape_of_the_gaps(burstiness: float) -> None:
     gaps = np.diff(arrival_times(20_001, 1.0, burstiness=burstiness))
-    # The coefficient of variation of a gamma distribution is one over the root of its shape.
+    # The coefficient of variation of a gamma distribution is one over the square root of its shape.
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
 
 
-def test_bursts_arrive_together_at_the_same_overall_rate() -> None:
+def test_requests_of_a_burst_arrive_together_and_the_overall_rate_is_kept() -> None:
     times = arrival_times(30_000, 8.0, burst_size=10)
     assert len(set(times)) == 3000
     assert [times.count(time) for time in times[:20:10]] == [10, 10]
@@ -45,7 +45,7 @@ def test_bursts_arrive_together_at_the_same_overall_rate() -> None:
 
 
 @pytest.mark.parametrize("options", [{"rate": 0.0}, {"rate": float("nan")}, {"rate": 1.0, "burstiness": 0.0}])
-def test_rates_that_are_none_are_refused(options: dict[str, float]) -> None:
+def test_invalid_rates_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be above 0"):
         arrival_times(3, **options)
 
@@ -53,7 +53,7 @@ def test_rates_that_are_none_are_refused(options: dict[str, float]) -> None:
 # ------------------------------------------------------------------------------------------------------ prompts
 
 
-def test_lengths_depend_on_the_seed_and_on_nothing_else() -> None:
+def test_lengths_depend_only_on_the_seed() -> None:
     sketches = random_sketches(200, Lengths("uniform", 16, 64), Lengths("exponential", 20), seed=1)
     assert sketches == random_sketches(200, Lengths("uniform", 16, 64), Lengths("exponential", 20), seed=1)
     assert sketches != random_sketches(200, Lengths("uniform", 16, 64), Lengths("exponential", 20), seed=2)
@@ -65,7 +65,7 @@ def test_lengths_depend_on_the_seed_and_on_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1000, None])
-def test_prompts_are_the_same_for_a_seed_and_share_the_prefix_and_no_more(vocab_size: int | None) -> None:
+def test_prompts_are_reproducible_and_share_only_the_prefix(vocab_size: int | None) -> None:
     def prompts(seed: int) -> list[Any]:
         written = write_prompts([Sketch(20, 1)] * 30, num_prefix_tokens=50, vocab_size=vocab_size, seed=seed)
         return [prompt.split() if isinstance(prompt, str) else prompt for prompt in written]
@@ -77,7 +77,7 @@ def test_prompts_are_the_same_for_a_seed_and_share_the_prefix_and_no_more(vocab_
     assert {tuple(prompt[:20]) for prompt in first}.isdisjoint(tuple(prompt[:20]) for prompt in prompts(1))
 
 
-def test_token_ids_are_in_the_vocabulary_and_given_prompts_stay_as_they_are() -> None:
+def test_token_ids_are_in_the_vocabulary_and_given_prompts_are_unchanged() -> None:
     prompts = write_prompts([Sketch(500, 1), Sketch("as it is", 1), Sketch([1, 2], 1)], vocab_size=310)
     assert isinstance(prompts[0], list)
     assert set(prompts[0]) == set(range(300, 310))
@@ -94,7 +94,7 @@ def test_the_named_workloads_are_the_published_ones() -> None:
         assert [(sketch.prompt, sketch.num_output_tokens) for sketch in workload.sketches] == workload.lengths
 
 
-def test_a_list_is_begun_again_if_more_are_wanted() -> None:
+def test_a_list_is_repeated_if_more_requests_are_needed() -> None:
     sketches = [Sketch(n, 1) for n in (1, 2, 3)]
     assert [sketch.prompt for sketch in repeated(sketches, 7)] == [1, 2, 3, 1, 2, 3, 1]
     assert repeated(sketches, 2) == sketches[:2]
@@ -138,21 +138,21 @@ def test_a_prompt_file_may_have_entries_of_every_kind(tmp_path: Path) -> None:
     ]
 
 
-def test_a_prompt_file_may_be_one_list_as_sharegpt_is(tmp_path: Path) -> None:
+def test_a_prompt_file_may_be_one_list_like_sharegpt(tmp_path: Path) -> None:
     path = tmp_path / "sharegpt.json"
     turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "good day to you"}]
     path.write_text(json.dumps([{"id": "1", "conversations": turns}, "text"], indent=2))
     assert read_prompts(path, FIVE, 0) == [Sketch("hello", 3), Sketch("text", 5)]
 
 
-def test_lengths_that_a_file_leaves_open_are_drawn(tmp_path: Path) -> None:
+def test_lengths_missing_from_a_file_are_drawn(tmp_path: Path) -> None:
     path = written(tmp_path, *["text"] * 50)
     lengths = [sketch.num_output_tokens for sketch in read_prompts(path, Lengths("uniform", 1, 1000), 0)]
     assert len(set(lengths)) > 30
     assert lengths == [sketch.num_output_tokens for sketch in read_prompts(path, Lengths("uniform", 1, 1000), 0)]
 
 
-def test_a_trace_is_in_order_of_time_and_begins_at_0(tmp_path: Path) -> None:
+def test_a_trace_is_sorted_by_time_and_starts_at_0(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         {"timestamp": 12.5, "prompt_tokens": 30, "output_tokens": 4},
@@ -185,7 +185,7 @@ def test_a_bad_line_of_a_trace_is_refused(tmp_path: Path, entry: Any) -> None:
         read_trace(written(tmp_path, entry), FIVE, 0)
 
 
-def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         read_prompts(tmp_path / "missing", FIVE, 0)
     (tmp_path / "empty").write_text("\n")

@@ -1,4 +1,4 @@
-"""What is measured: exactly, by a clock that the test moves, through real sockets."""
+"""Exact measurements, with a clock that the test moves and real sockets."""
 
 import asyncio
 from collections.abc import Awaitable, Coroutine, Sequence
@@ -17,7 +17,7 @@ PATH = "/v1/completions"
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine, but not for ever."""
+    """Run a test's coroutine with a time limit."""
 
     async def limited() -> None:
         async with asyncio.timeout(60):
@@ -27,7 +27,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 class ScriptedClock:
-    """Stands still until the test moves it."""
+    """A clock that stands still until the test moves it."""
 
     def __init__(self) -> None:
         self._time = 100.0
@@ -43,13 +43,13 @@ class ScriptedClock:
             await self._moved.wait_for(lambda: self._time >= moment)
 
     async def move(self, seconds: float) -> None:
-        """To so many seconds after the start."""
+        """Move the clock to this number of seconds after the start."""
         async with self._moved:
             self._time = 100.0 + seconds
             self._moved.notify_all()
 
     async def at(self, seconds: float, deed: Awaitable[None]) -> None:
-        """Let something be done then, and wait until the client has looked at the clock for it."""
+        """Run something at that time, and wait until the client has read the clock for it."""
         await self.move(seconds)
         self._was_read.clear()
         await deed
@@ -62,12 +62,12 @@ def requests(*arrivals: float, num_output_tokens: int = 4) -> list[LoadRequest]:
 
 
 async def hold(exchange: Exchange) -> None:
-    """Leave the answer to the test."""
+    """Let the test answer."""
     await asyncio.Event().wait()
 
 
 class Script:
-    """A run whose every event is at a time that the test says."""
+    """A run in which the test sets the time of every event."""
 
     def __init__(self, planned: Sequence[LoadRequest], **options: Any) -> None:
         self.clock = ScriptedClock()
@@ -90,12 +90,12 @@ class Script:
         await self._running.__aexit__(None, None, None)
 
     async def say(self, number: int, seconds: float, *events: Any) -> None:
-        """The request that came as this one gets these events then, in one write."""
+        """Send these events to the request with this number at that time, in one write."""
         exchange = await self.server.exchange(number)
         await self.clock.at(seconds, exchange.send(*events))
 
     async def end(self, number: int) -> None:
-        """Let the answer end."""
+        """End the answer."""
         self._ends[number].set()
 
     async def records(self) -> list[Record]:
@@ -108,7 +108,7 @@ class Script:
         self.tallies.append((tally.num_sent, tally.num_completed, tally.num_failed))
 
 
-def test_times_of_one_request_are_those_of_its_chunks() -> None:
+def test_times_of_a_request_are_those_of_its_chunks() -> None:
     async def check() -> None:
         async with Script(requests(0.0)) as script:
             await script.say(0, 0.5, text_chunk("a"))
@@ -121,7 +121,7 @@ def test_times_of_one_request_are_those_of_its_chunks() -> None:
         assert (record.scheduled, record.sent, record.failure) == (0.0, 0.0, None)
         assert list(record.token_times) == [0.5, 0.75, 0.75, 2.0]
         assert record.time_to_first_token == 0.5
-        assert record.latency == 2.5  # what comes after the answer's end does not count
+        assert record.latency == 2.5  # data after the end of the answer does not count
         assert record.inter_token_latencies == [0.25, 0.0, 1.25]
         assert (record.num_prompt_tokens, record.num_output_tokens, record.is_counted) == (2, 5, True)
         assert record.time_per_output_token == (2.5 - 0.5) / (5 - 1)
@@ -130,7 +130,7 @@ def test_times_of_one_request_are_those_of_its_chunks() -> None:
     run(check())
 
 
-def test_a_role_or_a_keepalive_is_no_first_token_and_thoughts_and_tool_calls_are() -> None:
+def test_reasoning_and_tool_calls_are_first_tokens_and_roles_and_keepalives_are_not() -> None:
     async def check() -> None:
         async with Script(requests(0.0, 0.0, 0.0)) as script:
             for number in range(3):
@@ -151,7 +151,7 @@ def test_a_role_or_a_keepalive_is_no_first_token_and_thoughts_and_tool_calls_are
     run(check())
 
 
-def test_without_counts_each_chunk_with_text_is_a_token_and_the_prompt_is_as_long_as_it_was_given() -> None:
+def test_without_counts_each_text_chunk_is_a_token_and_the_given_prompt_length_is_used() -> None:
     async def check() -> None:
         async with Script(requests(0.0)) as script:
             await script.say(0, 1.0, text_chunk("a"), text_chunk("b"), text_chunk("", "stop"))
@@ -163,7 +163,7 @@ def test_without_counts_each_chunk_with_text_is_a_token_and_the_prompt_is_as_lon
     run(check())
 
 
-def test_tokens_without_text_count_and_the_first_is_there_at_the_end_at_the_latest() -> None:
+def test_tokens_without_text_count_and_the_first_token_is_at_the_end_at_the_latest() -> None:
     async def check() -> None:
         async with Script(requests(0.0)) as script:
             await script.say(0, 3.0, text_chunk("", "length"), usage_chunk(2, 4))
@@ -175,12 +175,12 @@ def test_tokens_without_text_count_and_the_first_is_there_at_the_end_at_the_late
     run(check())
 
 
-def test_requests_are_sent_when_they_are_due_however_busy_the_server_is() -> None:
+def test_requests_are_sent_on_time_even_if_the_server_is_busy() -> None:
     async def check() -> None:
         async with Script(requests(0.0, 2.0, 2.0, 5.0)) as script:
             await script.server.exchange(0)
             await script.clock.move(2.0)
-            await script.server.exchange(2)  # none has been answered
+            await script.server.exchange(2)  # no request has been answered
             assert len(script.server.exchanges) == 3
             await script.clock.move(5.0)
             await script.server.exchange(3)
@@ -194,7 +194,7 @@ def test_requests_are_sent_when_they_are_due_however_busy_the_server_is() -> Non
     run(check())
 
 
-def test_who_is_held_back_by_the_client_has_waited_all_the_same() -> None:
+def test_time_held_back_by_the_client_counts_as_waiting() -> None:
     async def check() -> None:
         async with Script(requests(0.0, 1.0, 1.0), max_concurrency=1) as script:
             await script.server.exchange(0)
@@ -272,7 +272,7 @@ async def nothing(exchange: Exchange) -> None:
         (nothing, "the answer is empty"),
     ],
 )
-def test_a_failure_has_a_reason_and_harms_no_other_request(behave: Any, reason: str) -> None:
+def test_a_failure_has_a_reason_and_does_not_affect_other_requests(behave: Any, reason: str) -> None:
     async def second_fails(exchange: Exchange) -> web.Response | None:
         if exchange.body["max_tokens"] == 7:
             return await behave(exchange)  # type: ignore[no-any-return]
@@ -296,7 +296,7 @@ def test_a_failure_has_a_reason_and_harms_no_other_request(behave: Any, reason: 
     run(check())
 
 
-def test_a_request_that_takes_too_long_has_failed_and_harms_no_other() -> None:
+def test_a_request_over_its_time_limit_fails_and_does_not_affect_others() -> None:
     async def behave(exchange: Exchange) -> None:
         await (hold(exchange) if exchange.body["max_tokens"] == 7 else exchange.answer())
 
@@ -312,7 +312,7 @@ def test_a_request_that_takes_too_long_has_failed_and_harms_no_other() -> None:
     run(check())
 
 
-def test_a_server_that_is_not_there_is_a_reason_too() -> None:
+def test_a_missing_server_is_a_reason_for_failure() -> None:
     async def check() -> None:
         async with OpenAIClient(f"http://127.0.0.1:{port}") as client:
             (record,) = await run_load(client, PATH, requests(0.0))
@@ -323,16 +323,16 @@ def test_a_server_that_is_not_there_is_a_reason_too() -> None:
         run(check())
 
 
-def test_a_thousand_streams_at_once() -> None:
+def test_a_thousand_concurrent_streams() -> None:
     together = asyncio.Event()
-    allow_connections(2 * 1000)  # both of their ends are here
+    allow_connections(2 * 1000)  # both ends of each connection are in this process
 
     async def check() -> None:
         async def behave(exchange: Exchange) -> None:
             await exchange.send(text_chunk("a"))
             if len(server.exchanges) == 1000:
                 together.set()
-            await together.wait()  # all are under way before any goes on
+            await together.wait()  # all requests have started before any continues
             await exchange.answer()
 
         server = FakeServer(behave)

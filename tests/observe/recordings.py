@@ -1,4 +1,4 @@
-"""Runs that were recorded, of a small model that knows no text."""
+"""Recorded runs of a small model without a tokenizer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ SHARED = list(range(100, 112))
 PROMPTS = ([7, 8, 9], list(range(20, 50)), [*SHARED, 1, 2], [*SHARED, 3], [5] * 8, list(range(60, 73)), [5] * 8)
 NUM_TOKENS = (14, 9, 30, 1, 12, 25, 3)
 TIGHT = {"max_num_seqs": 3, "max_num_batched_tokens": 10, "block_size": 4, "num_blocks": 13}
-"""Chunks, preemptions and prefix hits all come to pass."""
+"""Options that cause chunks, preemptions and prefix hits."""
 
 
 def params(max_tokens: int, **options: Any) -> SamplingParams:
@@ -32,9 +32,9 @@ def run_recorded(
     model: PreTrainedModel | None = None,
     **options: Any,
 ) -> list[StepRecord]:
-    """Run all prompts together, write a recording, and return the records as they came.
+    """Run all prompts together, write a recording, and return the records in order.
 
-    Several sequences of a request are sampled, for equal ones would share blocks of their answers, too.
+    Several sequences of a request are sampled, because equal sequences would share blocks of their answers, too.
     """
     engine = Engine(model or zoo.build("llama"), EngineConfig(**options or TIGHT))
     records: list[StepRecord] = []

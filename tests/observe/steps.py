@@ -1,4 +1,4 @@
-"""Steps to look at, of small models that know no text."""
+"""Captured steps of small models without a tokenizer."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from inflight.observe.step_view import StepView
 from tests import others, zoo
 
 MIXED = ([7, 8, 9], list(range(10, 19)), list(range(20, 50)))
-"""With 10 tokens a step, step 1 has a decode, the end of a prefill and a chunk."""
+"""With 10 tokens per step, step 1 has a decode, the end of a prefill and a chunk."""
 
 
 def captured(prompts: Any = MIXED, step: int = 1, name: str = "llama", n: int = 1, **options: Any) -> StepView:

@@ -1,4 +1,4 @@
-"""Cutting an axis to the room there is: never too wide, ends always shown, nothing cut without need."""
+"""Shortening an axis to the available width: never too wide, ends always shown, nothing cut without need."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +9,7 @@ GROUPS = st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=3), min_size
 
 
 @given(groups=GROUPS, available=st.integers(0, 200), gap=st.integers(0, 2))
-def test_what_is_drawn_fits_and_shows_the_ends_of_every_stretch(
+def test_the_drawing_fits_and_shows_the_ends_of_every_stretch(
     groups: list[list[int]], available: int, gap: int
 ) -> None:
     places = abridge(groups, available, gap)
@@ -28,7 +28,7 @@ def test_what_is_drawn_fits_and_shows_the_ends_of_every_stretch(
 
 
 @given(groups=GROUPS, gap=st.integers(0, 2))
-def test_nothing_is_cut_where_all_fits(groups: list[list[int]], gap: int) -> None:
+def test_nothing_is_cut_if_everything_fits(groups: list[list[int]], gap: int) -> None:
     needed = sum(map(sum, groups)) + gap * (len(groups) - 1)
     assert not any(place.num_hidden for place in abridge(groups, needed, gap))
 
@@ -39,6 +39,6 @@ def test_no_group_is_left_out_as_long_as_ends_fit(groups: list[list[int]]) -> No
     assert num_that_fit(groups, needed) == len(groups)
 
 
-def test_the_short_ones_are_whole_and_the_long_ones_share_what_is_left() -> None:
+def test_short_stretches_are_whole_and_long_ones_share_the_rest() -> None:
     assert share_out([100, 3, 50, 0, 7], 50) == [20, 3, 20, 0, 7]
     assert share_out([100, 3, 50, 0, 7], 51) == [21, 3, 20, 0, 7]

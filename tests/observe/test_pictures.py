@@ -1,4 +1,4 @@
-"""Pictures and pages: complete in themselves, and one sentence where they cannot be made."""
+"""Pictures and pages are self-contained, and a failure to create one is one sentence."""
 
 import sys
 from dataclasses import replace
@@ -20,7 +20,7 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_step_as_a_picture(name: str, tmp_path: Path) -> None:
+def test_a_step_is_drawn_as_a_picture(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     view = captured(name=name)
     figure = step_figure(view)
@@ -28,7 +28,7 @@ def test_a_step_as_a_picture(name: str, tmp_path: Path) -> None:
     for axes, mask in zip(figure.axes, view.masks, strict=True):
         drawn = axes.images[0].get_array()
         assert drawn is not None
-        vivid = np.asarray(drawn).min(axis=-1) < 0.75  # white and the pale cells of the own sequence are lighter
+        vivid = np.asarray(drawn).min(axis=-1) < 0.75  # white and the pale cells of the same sequence are lighter
         assert np.array_equal(vivid, mask.allowed)
     save_png(figure, tmp_path / "step.png")
     width, height = png_size(tmp_path / "step.png")
@@ -36,7 +36,7 @@ def test_a_step_as_a_picture(name: str, tmp_path: Path) -> None:
     assert 200 < height < 4000
 
 
-def test_a_picture_of_a_large_step_stays_of_reasonable_size(tmp_path: Path) -> None:
+def test_a_picture_of_a_large_step_has_a_reasonable_size(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     prompts = [list(range(1, 200)), list(range(1, 150)), *([n] for n in range(1, 20))]
     save_png(step_figure(captured(prompts, step=0, max_num_batched_tokens=400)), tmp_path / "step.png")
@@ -51,7 +51,7 @@ def test_any_text_can_be_a_label(tmp_path: Path, recwarn: pytest.WarningsRecorde
     assert [str(each.message) for each in recwarn.list if issubclass(each.category, UserWarning)] == []
 
 
-def test_a_page_is_complete_in_itself(tmp_path: Path) -> None:
+def test_a_page_is_self_contained(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     view = captured()
     write_html(tmp_path / "a.html", "one < two", [to_html(StepDrawing(view), 120), to_svg(step_figure(view))])
@@ -63,12 +63,12 @@ def test_a_page_is_complete_in_itself(tmp_path: Path) -> None:
     assert not any(word in page for word in ("http:", "https:", "src=", "@import", "<script", "<link"))
 
 
-def test_without_matplotlib_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"pip install 'inflight-llm\[pictures\]'"):
         new_figure(3, 2)
 
 
-def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere/a\.html' cannot be written: No such file"):
         write_html(tmp_path / "nowhere" / "a.html", "title", [])

@@ -1,4 +1,4 @@
-"""Recordings: what is read is what was written, nobody's text is in them, and what is broken is one sentence."""
+"""Recordings: reading returns what was written, no text is recorded, and a broken file is reported in one sentence."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def arrivals_of(path: Path, *arrivals: ArrivalRecord, block_size: int = 4) -> li
     return read_recording(path).arrivals
 
 
-def test_what_is_read_is_what_was_seen(tmp_path: Path) -> None:
+def test_reading_a_recording_returns_the_observed_steps(tmp_path: Path) -> None:
     records = run_recorded(tmp_path / "run")
     recording = read_recording(tmp_path / "run")
     assert sum(len(record.preempted) for record in records) == records[-1].num_preemptions > 0
@@ -41,7 +41,7 @@ def test_what_is_read_is_what_was_seen(tmp_path: Path) -> None:
     assert recording.machine["python"]
 
 
-def test_every_sequence_has_the_tokens_that_it_got(tmp_path: Path) -> None:
+def test_every_sequence_has_its_number_of_tokens(tmp_path: Path) -> None:
     run_recorded(tmp_path / "run", n=2)
     times = sequence_times(read_recording(tmp_path / "run"))
     expected = {(f"<{number}>", index): count for number, count in enumerate(NUM_TOKENS) for index in (0, 1)}
@@ -57,7 +57,7 @@ def test_stand_ins_share_exactly_the_full_blocks_that_the_prompts_shared(tmp_pat
     assert one[:4] == other[:4]
     assert one[4:8] != other[4:8]
     assert one[:8] == same
-    assert later not in (one[:4], one[4:8])  # the same tokens, but not behind the same ones
+    assert later not in (one[:4], one[4:8])  # the same tokens after different ones
     assert alone[:4] != one[:4]
 
 
@@ -69,8 +69,8 @@ def test_stand_ins_fit_blocks_of_any_size(tmp_path: Path, block_size: int) -> No
     assert all(0 <= token < 2**31 for token in found.prompt_token_ids)
 
 
-def test_a_prompt_cannot_be_told_from_its_recording(tmp_path: Path) -> None:
-    """Not even by who knows it: two recordings of the same prompt have nothing in common."""
+def test_a_prompt_cannot_be_identified_from_its_recording(tmp_path: Path) -> None:
+    """This holds even for a known prompt: two recordings of it have nothing in common."""
     prompt = list(range(4_000_000, 4_000_008))
     hashes = []
     for name in ("one", "other"):
@@ -82,7 +82,7 @@ def test_a_prompt_cannot_be_told_from_its_recording(tmp_path: Path) -> None:
     assert not set(hashes[0]) & set(hashes[1])
 
 
-def test_a_request_that_is_preempted_is_told_with_its_slot(tmp_path: Path) -> None:
+def test_a_preempted_request_is_recorded_with_its_slot(tmp_path: Path) -> None:
     records = run_recorded(tmp_path / "run")
     for before, record in pairwise(records):
         for slot, request_id, index in record.preempted:
@@ -94,8 +94,8 @@ def test_a_request_that_is_preempted_is_told_with_its_slot(tmp_path: Path) -> No
             )
 
 
-def test_an_interrupted_step_is_nobodys_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots released for a step that did not run are told again, when others have them already."""
+def test_an_interrupted_step_is_not_recorded_as_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots released for a step that did not run are reported again after other requests already have them."""
     engine = Engine(zoo.build("llama"), EngineConfig(max_num_seqs=1))
     records: list[StepRecord] = []
     engine.observer = records.append
@@ -117,7 +117,7 @@ def test_an_interrupted_step_is_nobodys_preemption(monkeypatch: pytest.MonkeyPat
     assert [record.preempted for record in records] == [()] * 4
 
 
-def test_nothing_is_made_while_nobody_looks() -> None:
+def test_no_records_are_created_without_an_observer() -> None:
     engine = Engine(zoo.build("llama"), EngineConfig())
     engine.submit(engine.accept("unseen", [1, 2, 3], params(3)))
     engine.step()
@@ -161,13 +161,13 @@ def test_a_run_that_was_killed_can_be_read_up_to_its_last_whole_line(tmp_path: P
         ("[]\n", "is not a recording"),
     ],
 )
-def test_what_is_not_a_recording_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "file").write_text(content)
     with pytest.raises(ValueError, match=message):
         read_recording(tmp_path / "file")
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+def test_a_broken_line_is_reported_with_its_number(tmp_path: Path) -> None:
     with Recorder(tmp_path / "run", EngineConfig()) as recorder:
         recorder.see(EMPTY)
     with (tmp_path / "run").open("a") as file:
@@ -176,7 +176,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         read_recording(tmp_path / "run")
 
 
-def test_files_that_cannot_be_opened_are_one_sentence(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_is_reported_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be written: No such file"):
         Recorder(tmp_path / "no" / "run", EngineConfig())
     with pytest.raises(ValueError, match="cannot be read"):

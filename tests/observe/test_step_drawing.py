@@ -1,4 +1,4 @@
-"""A step as it is printed: every cell of the mask where it belongs, and nothing wider than the terminal."""
+"""A printed step: every cell of the mask is in its place, and nothing is wider than the terminal."""
 
 import re
 from dataclasses import replace
@@ -21,7 +21,7 @@ def lines_of(view: StepView, width: int = 200, max_rows: int = 40) -> list[str]:
 
 
 def cells_of(lines: list[str]) -> list[str]:
-    """The rows of the masks, without labels and gaps."""
+    """The rows of the masks without labels and gaps."""
     rows = [re.fullmatch(r"[A-Z]+ \S+ +([#.… ]+)", line) for line in lines]
     return [row[1].replace(" ", "") for row in rows if row]
 
@@ -40,7 +40,7 @@ def test_an_uncut_drawing_shows_every_cell_of_the_mask() -> None:
     assert lines[-1] == view.agreement
 
 
-def test_windows_have_a_drawing_each() -> None:
+def test_each_window_has_its_own_drawing() -> None:
     view = captured(step=3, name="gemma3")
     expected = ["".join("#" if c else "." for c in row) for mask in view.masks for row in mask.allowed]
     assert cells_of(lines_of(view)) == expected
@@ -49,7 +49,7 @@ def test_windows_have_a_drawing_each() -> None:
 
 @pytest.mark.parametrize("width", [24, 40, 61, 80, 120])
 @pytest.mark.parametrize("step", [0, 1, 4])
-def test_a_drawing_is_never_wider_than_the_terminal_nor_longer_than_asked(width: int, step: int) -> None:
+def test_a_drawing_never_exceeds_the_terminal_width_or_the_requested_height(width: int, step: int) -> None:
     prompts = [list(range(1, 1 + length)) for length in (3, 70, 2, 30, 1, 90, 5)]
     view = captured(prompts, step, max_num_batched_tokens=100)
     lines = lines_of(view, width, max_rows=25)
@@ -57,7 +57,7 @@ def test_a_drawing_is_never_wider_than_the_terminal_nor_longer_than_asked(width:
     assert 0 < len(cells_of(lines)) <= 25
 
 
-def test_a_cut_drawing_shows_how_each_stretch_begins_and_ends() -> None:
+def test_a_cut_drawing_shows_the_ends_of_each_stretch() -> None:
     view = captured([list(range(60)), [1, 2, 3], list(range(100, 180))], step=1, max_num_batched_tokens=70)
     assert [span.label for span in view.spans] == ["decode(1)", "decode(1)", "chunk(68)"]
     lines = lines_of(view, width=60, max_rows=12)
@@ -79,7 +79,7 @@ def test_sequences_without_room_are_counted() -> None:
     assert f"⋮ no room here for {12 - num_shown} of 12 sequences" in lines
 
 
-def test_text_of_tokens_is_never_taken_for_markup() -> None:
+def test_token_text_is_never_interpreted_as_markup() -> None:
     view = captured()
     span = replace(view.spans[0], keys=("[bold]", "[/]", "<b>", "[red]字&字字字字字字字字字字"))
     view = replace(view, spans=(span, *view.spans[1:]))

@@ -1,4 +1,4 @@
-"""A step as data: whose tokens are in the row, what they do, who may see whom."""
+"""A step as data: the sequence and role of each token in the row, and which token may see which."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from tests.observe.steps import MIXED, captured
 
 
 def expected_mask(view: StepView, window: int | None = None) -> list[list[bool]]:
-    """Cell by cell, as it is told in words: the own sequence, not later, within the window."""
+    """The mask cell by cell by definition: the same sequence, not later, within the window."""
     keys = [(number, at) for number, span in enumerate(view.spans) for at in range(len(span.keys))]
     queries = [(n, at) for n, at in keys if at >= view.spans[n].num_cached]
     return [[q == k and j <= i and (window is None or i - j < window) for k, j in keys] for q, i in queries]
@@ -36,7 +36,7 @@ def test_a_step_that_mixes_all_kinds() -> None:
     assert "cpu differs by at most" in view.agreement
 
 
-def test_letters_stay_when_others_leave() -> None:
+def test_a_sequence_keeps_its_letter_when_others_leave() -> None:
     prompts = ([1, 2], [3, 4, 5], [6, 7])
     first, second = (captured(prompts, step, max_num_batched_tokens=3, max_num_seqs=2) for step in (0, 4))
     assert [span.letter for span in first.spans] == ["A", "B"]
@@ -59,11 +59,11 @@ def test_each_kind_of_attention_call_has_its_mask(name: str, headings: list[str]
         assert np.array_equal(mask.allowed, expected_mask(view, window))
 
 
-def test_sequences_are_lettered_as_columns_of_a_spreadsheet() -> None:
+def test_sequences_are_lettered_like_spreadsheet_columns() -> None:
     assert [letters(n) for n in (0, 25, 26, 51, 52, 701, 702)] == ["A", "Z", "AA", "AZ", "BA", "ZZ", "AAA"]
 
 
-def test_tokens_are_written_on_one_line_whatever_they_hold() -> None:
+def test_any_token_is_written_on_one_line() -> None:
     assert visible(" time") == "·time"
     assert visible("\n\t\r") == "↵⇥\\r"
     assert visible("\x1b[31m") == "\\x1b[31m"
@@ -71,7 +71,7 @@ def test_tokens_are_written_on_one_line_whatever_they_hold() -> None:
     assert visible("字 é[b]") == "字·é[b]"
 
 
-def test_tokens_that_have_left_all_windows_are_still_told() -> None:
+def test_tokens_that_have_left_all_windows_are_still_shown() -> None:
     (prompt,) = prompts = [list(range(1, 60))]
     view = captured(prompts, step=7, name="mistral", block_size=4)
     assert [int(key) for key in view.spans[0].keys[:59]] == prompt
@@ -79,7 +79,7 @@ def test_tokens_that_have_left_all_windows_are_still_told() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4_large", "gemma4_few_global"])
-def test_forks_are_followed_where_calls_have_parts_of_blocks(name: str) -> None:
+def test_forks_are_followed_if_calls_have_parts_of_blocks(name: str) -> None:
     (prompt,) = prompts = [list(range(1, 31))]
     view = captured(prompts, step=9, name=name, n=3, block_size=4, max_num_batched_tokens=8)
     assert len(view.spans) == 3

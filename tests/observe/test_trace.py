@@ -1,4 +1,4 @@
-"""Traces: every span exactly once, gaps that mean what they say, files that need nothing else."""
+"""Traces have every span exactly once, correct gaps, and self-contained files."""
 
 import json
 from collections import Counter
@@ -38,7 +38,7 @@ def drawn(*steps: StepRecord) -> list[tuple[int, str, str, int, int]]:
     return sorted((s.slot, s.request_id, s.kind, s.first_step, s.last_step) for s in stretches(steps))
 
 
-def test_steps_of_one_kind_are_put_together() -> None:
+def test_consecutive_steps_of_one_kind_are_merged() -> None:
     steps = [
         step(0, (0, "a", 0, 4, "chunk"), (1, "b", 0, 2, "prefill")),
         step(1, (0, "a", 4, 4, "chunk"), (1, "b", 2, 1, "decode")),
@@ -73,7 +73,7 @@ def test_a_gap_between_spans_of_one_sequence_is_waiting_and_any_other_is_idle() 
         ([step(3), step(4)], 4),  # not at all
     ],
 )
-def test_who_was_preempted_is_missing_until_it_is_back_or_its_slot_is_taken(
+def test_a_preempted_sequence_is_shown_as_such_until_it_returns_or_its_slot_is_taken(
     returns: list[StepRecord], ends: int
 ) -> None:
     lost = step(1, preempted=(PreemptionRecord(0, "a", 0),))
@@ -82,7 +82,7 @@ def test_who_was_preempted_is_missing_until_it_is_back_or_its_slot_is_taken(
     assert not [each for each in found if each[2] == "waiting"]
 
 
-def test_a_slot_that_is_taken_at_once_shows_no_stretch() -> None:
+def test_a_slot_that_is_taken_at_once_shows_no_gap() -> None:
     lost = step(1, (0, "b", 0, 1, "prefill"), preempted=(PreemptionRecord(0, "a", 0),))
     assert drawn(step(0, (0, "a", 0, 4, "prefill")), lost) == [
         (0, "a", "prefill", 0, 0),
@@ -122,7 +122,8 @@ def test_a_chrome_trace_has_every_span_exactly_once(recording: Recording, tmp_pa
 
 
 def test_chrome_events_have_the_fields_of_their_phase(recording: Recording) -> None:
-    """As the Trace Event Format asks: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU"""
+    """The fields are those of the Trace Event Format:
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU"""
     required = {
         "X": {"name", "cat", "pid", "tid", "ts", "dur"},
         "C": {"name", "pid", "ts", "args"},
@@ -139,13 +140,13 @@ def test_chrome_events_have_the_fields_of_their_phase(recording: Recording) -> N
 
 
 def test_events_of_one_track_do_not_overlap(recording: Recording) -> None:
-    """Perfetto nests what overlaps: a lane would become several."""
+    """Perfetto nests overlapping events, so one lane would become several."""
     complete = sorted((e["tid"], e["ts"], e["dur"]) for e in chrome_events(recording) if e["ph"] == "X")
     for (tid, ts, dur), (next_tid, next_ts, _) in pairwise(complete):
         assert tid != next_tid or ts + dur <= next_ts + 1e-3
 
 
-def test_counters_say_what_each_step_left(recording: Recording) -> None:
+def test_counters_show_the_state_after_each_step(recording: Recording) -> None:
     blocks = [e["args"] for e in chrome_events(recording) if e["ph"] == "C" and e["name"] == "blocks"]
     sequences = [e["args"] for e in chrome_events(recording) if e["ph"] == "C" and e["name"] == "sequences"]
     assert all(sum(each.values()) == 13 for each in blocks)
@@ -161,7 +162,7 @@ def test_every_request_waits_once_in_the_queue(recording: Recording) -> None:
     assert all(ends[each] >= begins[each] for each in begins)
 
 
-def test_a_page_is_complete_in_itself_and_escapes_what_callers_named(recording: Recording, tmp_path: Path) -> None:
+def test_a_page_is_self_contained_and_escapes_names_given_by_callers(recording: Recording, tmp_path: Path) -> None:
     write_page(recording, tmp_path / "page.html", "a <run>")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<title>a &lt;run&gt;</title>" in page
@@ -184,7 +185,7 @@ def test_a_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").stat().st_size < 1_000_000
 
 
-def test_a_picture_is_a_picture(recording: Recording, tmp_path: Path) -> None:
+def test_the_picture_is_a_valid_image(recording: Recording, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure = trace_figure(recording)
     boxes = sum(len(collection.get_paths()) for collection in figure.axes[0].collections)
@@ -193,7 +194,7 @@ def test_a_picture_is_a_picture(recording: Recording, tmp_path: Path) -> None:
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_what_cannot_be_drawn_or_written_is_one_sentence(recording: Recording, tmp_path: Path) -> None:
+def test_a_failure_to_draw_or_write_is_reported_in_one_sentence(recording: Recording, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="has no steps"):
         trace_figure(replace(recording, steps=[]))

@@ -1,4 +1,4 @@
-"""How measured times become parts of a step, and what the least work of a step is. No clock is read here."""
+"""How measured times become parts of a step, and the least work of a step. These tests read no clock."""
 
 from dataclasses import replace
 
@@ -42,14 +42,14 @@ def test_floors_are_the_greater_of_reading_and_arithmetic() -> None:
 
 
 @pytest.mark.parametrize("forward", [0.5, 1.4, 1.5, 2.6, 10.0])
-def test_a_forward_pass_is_divided_whatever_the_profiler_measured(forward: float) -> None:
+def test_a_forward_pass_is_divided_for_any_profiler_measurements(forward: float) -> None:
     operators = {"linears": 1.0, "attention": 0.4, "small_operators": 0.5, "python": 0.7}
     split = split_forward(forward, operators)
     assert sum(split.values()) == pytest.approx(forward)
     assert all(value > 0 for value in split.values())
 
 
-def test_calls_are_timed_on_one_object_and_only_inside() -> None:
+def test_calls_are_timed_on_one_object_and_only_inside_the_block() -> None:
     class Owner:
         def double(self, number: int) -> int:
             return 2 * number
@@ -83,7 +83,7 @@ def test_experts_are_read_but_not_every_row_goes_through_them() -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-def test_prepacked_weights_count_as_they_lie_in_memory() -> None:
+def test_prepacked_weights_count_with_their_size_in_memory() -> None:
     model = nn.Sequential(PLAIN.prepack_linear(torch.ones(64, 32), None))
     work = decode_work(model, [], ReferenceAttention(torch.device("cpu"), torch.float32, 4), 4, [1])
     assert work.weight_bytes == 4 * 64 * 32
@@ -94,7 +94,7 @@ def test_prepacked_weights_count_as_they_lie_in_memory() -> None:
     ("spec", "num_visible"),
     [(SPEC, 9 + 20), (replace(SPEC, window=12), 9 + 12), (replace(SPEC, chunk=8), 1 + 4)],
 )
-def test_the_cache_that_a_step_reads_is_what_its_queries_may_see(spec: AttentionSpec, num_visible: int) -> None:
+def test_a_step_reads_the_part_of_the_cache_that_its_queries_see(spec: AttentionSpec, num_visible: int) -> None:
     backend = ReferenceAttention(torch.device("cpu"), torch.bfloat16, 16)
     work = decode_work(nn.Identity(), [spec, spec], backend, 16, [9, 20])
     assert work.cache_bytes == 2 * num_visible * 2 * (16 + 32) * 2

@@ -1,4 +1,4 @@
-"""What must be true of the sequences and of the slots, as simply as it can be said."""
+"""What must be true of sequences and slots, stated as simply as possible."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from inflight.scheduling.sequence import Request, Sequence
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a scheduler is made with."""
+    """The sizes of a scheduler."""
 
     num_blocks: int
     block_size: int
@@ -22,7 +22,7 @@ class Sizes:
     max_scored: int = 256
     recompute_beyond: int | None = None
     windows: tuple[int | None, ...] = (None,)
-    """Of each cache group."""
+    """The window of each cache group."""
 
     @property
     def layout(self) -> CacheLayout:
@@ -30,17 +30,17 @@ class Sizes:
 
     @property
     def capacity(self) -> int:
-        """Tokens of a sequence that runs to its end alone: its last one needs no place."""
+        """The number of tokens of a sequence that runs to its end alone; its last token needs no place."""
         return self.layout.longest_sequence(self.num_blocks, 1000) + 1
 
     def first_seen(self, group: int, position: int) -> int:
-        """By a query at this position, in one group."""
+        """The first position that a query at this position sees in one group."""
         window = self.windows[group]
         return 0 if window is None else max(0, position - window + 1)
 
     @property
     def num_slots(self) -> int:
-        """No more run at once than can each get a token in one step."""
+        """No more sequences run than the budget of a step has tokens."""
         return min(self.max_num_seqs, self.budget)
 
 
@@ -52,12 +52,12 @@ class Expected:
     request: Request
     token_ids: list[int]
     arrival: int
-    """Steps planned before it came."""
+    """The number of steps planned before it arrived."""
     num_computed: int = 0
     num_computed_before: int = 0
-    """Before the step in flight."""
+    """The number before the step in flight."""
     num_scored: int = 1
-    """Of the prompt; nothing comes before the first token."""
+    """The number of scored prompt tokens; the first token needs no score."""
     num_preemptions: int = 0
     is_running: bool = False
     finish_reason: FinishReason | None = None
@@ -94,7 +94,7 @@ class Expected:
 
 
 class Runner:
-    """What a runner knows of its slots, from plans alone: by slot, the sequence and its tokens when it came."""
+    """What a runner knows about its slots from plans alone: by slot, the sequence and its tokens on arrival."""
 
     def __init__(self) -> None:
         self.slots: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -106,7 +106,7 @@ class Runner:
             self.slots[each.slot] = each.sequence_id, tuple(each.token_ids)
 
     def check(self, plan: StepPlan, sequences: list[Expected]) -> None:
-        """Every span is of the sequence that the slot is known to have, with the tokens that it is known to have."""
+        """Check that every span matches the sequence and the tokens that its slot is known to have."""
         assert len({each.slot for each in plan.assignments}) == len(plan.assignments)
         assert {each.slot for each in plan.assignments} <= {span.slot for span in plan.spans}
         for span, expected in zip(plan.spans, sequences, strict=True):
@@ -117,16 +117,16 @@ class Runner:
 
 
 class Lanes:
-    """What somebody who sees only the plans knows of the slots: who has which."""
+    """Which sequence has which slot, as known from plans alone."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.owners: dict[int, int] = {}
         self.reported_in_vain: set[int] = set()
-        """With a step that was discarded: to be reported again."""
+        """Slots reported by a discarded step, which have to be reported again."""
 
     def take_in(self, plan: StepPlan, running: list[Expected], readmitted: set[int]) -> None:
-        """Follow a plan, and check that the slots which it releases are those that were given up since the last.
+        """Follow a plan, and check that it releases the slots that were given up since the last plan.
 
         `readmitted`: slots of sequences that were preempted and admitted again by this plan, perhaps to the same one.
         """

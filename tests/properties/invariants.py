@@ -1,4 +1,4 @@
-"""What must be true between any two operations: of the sequences, the blocks, the prefix cache and the contents."""
+"""What must be true between any two operations about sequences, blocks, prefix cache and contents."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check(world: "World") -> None:
-    """All that must hold between any two operations."""
+    """Check everything that must hold between any two operations."""
     check_sequences(world)
     check_blocks(world)
     check_prefix_cache(world)
@@ -43,9 +43,9 @@ def check_sequences(world: "World") -> None:
 
 
 def check_blocks(world: "World") -> None:
-    """References are those of the tables, and free + used + cached = all."""
+    """Reference counts match the tables, and free + used + cached = all."""
     tables = [each.sequence.block_tables for each in world.unfinished.values()]
-    if world.in_flight is not None:  # those of the ended are kept until the step in flight has landed
+    if world.in_flight is not None:  # blocks of ended sequences are kept until the step in flight has landed
         ended = [each.sequence for each in world.hit if each.finish_reason is not None]
         assert all(sequence.slot is not None and sequence.num_blocks for sequence in ended)
         tables += [sequence.block_tables for sequence in ended]
@@ -56,7 +56,7 @@ def check_blocks(world: "World") -> None:
 
 
 def check_prefix_cache(world: "World") -> None:
-    """A node is known as long as any of its blocks or any behind it, and its blocks hold what it says."""
+    """A node is known while any of its blocks or descendants is known, and its blocks have its content."""
     nodes = world.known_nodes()
     assert world.sizes.prefix_caching or not nodes
     num_children = Counter(node.key[0] for node in nodes)
@@ -80,7 +80,7 @@ def check_prefix_cache(world: "World") -> None:
 
 
 def check_contents(world: "World") -> None:
-    """What a running sequence counts as computed is there, and found by others as well."""
+    """Everything that a running sequence counts as computed is in the cache, and other sequences find it too."""
     to_copy = {destination for _, destination in world.scheduler.reuse.copies}
     for each in world.running():
         num_computed = each.num_computed

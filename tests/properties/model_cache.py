@@ -1,8 +1,9 @@
-"""`ModelCache` stands for the device: it writes what a plan says where the plan says, and reads each sequence's past
-back through the plan's block tables: in each group as much of it as the span's first token sees.
+"""`ModelCache` models the device: it writes the content of a plan where the plan says, and reads each sequence's past
+back through the plan's block tables, in each group as much as the span's first token sees.
 
-A place holds content, not an owner: whoever finds the right token, at the right position, seen in the right way, may
-use it, whoever computed it. A block that was let go too early, or shared with the wrong sequence, reads as another's.
+A place holds content and has no owner: any sequence may use a place with the right token, position and kind of view, no
+matter which sequence computed it. A block that was released too early, or shared with the wrong sequence, has the
+content of another sequence.
 """
 
 from array import array
@@ -12,21 +13,21 @@ from inflight.contracts.plan import NO_BLOCK, StepPlan
 from tests.properties.expected import Sizes
 
 Place: TypeAlias = tuple[int, int, bool, str | None]
-"""Position, token, whether computed as part of a long sequence (LongRoPE), cache salt; and in a group other than the
-first that one's number."""
+"""Position, token, whether computed as part of a long sequence (LongRoPE), cache salt; except in the first group, also
+the group's number."""
 
 GARBAGE: Place = (-1, -1, False, "garbage")
-"""What a step that went wrong leaves behind."""
+"""The content that a failed step leaves behind."""
 
 
 def of_group(place: Place, group: int) -> Place:
-    """What a token leaves in a group."""
+    """The content that a token writes in a group."""
     position, token, is_long, salt = place
     return position, token, is_long, f"{salt} in group {group}" if group else salt
 
 
 class ModelCache:
-    """For each place (block, offset) what was written there last."""
+    """The last content written to each place (block, offset)."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -36,7 +37,7 @@ class ModelCache:
     def run(self, plan: StepPlan, pasts: list[list[Place]]) -> int:
         """Copy, write the tokens of all spans, then check that each span reads its own past, `pasts`, up to its end.
 
-        Returns how many spans read what another one wrote in this very step.
+        Returns how many spans read content that another span wrote in the same step.
         """
         self._copy(plan, [self._block(source) for source, _ in plan.copies])
         writers: dict[int, int] = {}
@@ -57,7 +58,7 @@ class ModelCache:
         return len(sharing)
 
     def spoil(self, plan: StepPlan) -> None:
-        """The step goes wrong: garbage wherever it was to copy or write to."""
+        """Fail the step: write garbage to every place that it would copy or write to."""
         self._copy(plan, [[GARBAGE] * self.block_size] * len(plan.copies))
         for tables in plan.tables:
             for span, table in zip(plan.spans, tables, strict=True):
@@ -65,11 +66,11 @@ class ModelCache:
                     self.places[self.place(table, position)] = GARBAGE
 
     def read(self, table: "array[int]", first: int, end: int) -> list[Place]:
-        """What lies where a block table says for these positions."""
+        """Read the content of these positions through a block table."""
         return [self.places[self.place(table, position)] for position in range(first, end)]
 
     def place(self, table: "array[int]", position: int) -> int:
-        """Where a token lies."""
+        """The place of a token."""
         assert table[position // self.block_size] != NO_BLOCK
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
@@ -77,7 +78,7 @@ class ModelCache:
         return self.places[block * self.block_size : (block + 1) * self.block_size]
 
     def _copy(self, plan: StepPlan, contents: list[list[Place]]) -> None:
-        """All at once: what is copied was gathered before anything is written."""
+        """Copy all blocks at once: read every source before any write."""
         destinations = [destination for _, destination in plan.copies]
         assert len(destinations) == len(set(destinations)), "two copies to the same block"
         for destination, content in zip(destinations, contents, strict=True):

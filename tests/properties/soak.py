@@ -1,4 +1,4 @@
-"""The operations of the state machine, driven by `random` at full speed, for far longer than a test may take.
+"""The operations of the state machine, driven by `random` at full speed for far longer than a test may run.
 
 python -m tests.properties.soak --seed 1 --operations 1_000_000
 """
@@ -18,7 +18,7 @@ VOCABULARY = 3
 
 
 def random_sizes(rng: random.Random) -> Sizes:
-    """Small enough that everything runs out all the time."""
+    """Sizes so small that every resource runs out frequently."""
     budget = rng.randint(1, 24)
     windows = rng.choice([(None,), (None,), (None, rng.randint(1, 8)), (None, 3, 3), (rng.randint(1, 8),), (6, 11)])
     return Sizes(
@@ -36,7 +36,8 @@ def random_sizes(rng: random.Random) -> Sizes:
 
 
 def submit_some(rng: random.Random, world: World) -> None:
-    """One request, or several that begin alike: as one of a few beginnings, or as a sequence that has ended."""
+    """Submit one request, or several with a common prefix: one of a few fixed prefixes, or a sequence that has
+    ended."""
     beginning = rng.choice([[0] * 16, [0, 1] * 8, [0, 0, 1, 2] * 4, *world.turns])
     num_common = rng.choice([rng.randint(0, 16), len(beginning)])
     for _ in range(rng.choice([1, 1, 1, 4])):
@@ -53,13 +54,13 @@ def submit_some(rng: random.Random, world: World) -> None:
 
 
 def random_samples(rng: random.Random) -> list[list[int]]:
-    """One token for each span, seldom several."""
+    """One token for each span, rarely several."""
     most = 3 if rng.random() < 0.2 else 1
     return [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, most))] for _ in range(rng.randint(1, 4))]
 
 
 def random_operation(rng: random.Random, world: World) -> None:
-    """One thing that may happen, steps most often."""
+    """Run one random operation, most often a step."""
     what = rng.random()
     if what < 0.2 and len(world.unfinished) < 20:
         submit_some(rng, world)
@@ -103,7 +104,7 @@ def main() -> None:
 
 
 def soak_one_world(seed: str) -> Counter[str]:
-    """Open a world, let things happen in it, and see everybody off."""
+    """Open a world, run operations in it, and drain it."""
     rng = random.Random(seed)
     world = World(random_sizes(rng))
     for _ in range(OPERATIONS_PER_WORLD):

@@ -1,4 +1,4 @@
-"""What must be true of a step: whom it admits and preempts, what its plan says, and how it spends the budget."""
+"""What must be true of a step: admissions, preemptions, the content of its plan, and the use of its budget."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def check_admissions(world: "World", preempted: list[Expected], admitted: list[Expected]) -> None:
-    """Victims are the worst that ran, for a better one if somebody came in; who comes in is the best that waits."""
+    """Preempted sequences are the worst that ran, and give way to a better one if one was admitted; the best waiting
+    sequence is admitted."""
     order = world.service_order
     survivors = [each for each in world.running() if each not in admitted]
     if preempted and survivors:
@@ -45,7 +46,7 @@ def check_plan(world: "World", plan: StepPlan) -> None:
                 if block not in in_flight:
                     assert world.pool.node_of(block) is None, "what can be found is not written to"
                     assert world.pool.num_holders(block) == 1, "nobody else reads what is written"
-            # One token more than is seen, for those who fork from it.
+            # One token more than the window shows, for siblings that fork from it.
             num_gone = world.sizes.first_seen(group, max(0, span.start - 1)) // world.pool.block_size
             assert all(block == NO_BLOCK for block in table[:num_gone]), "what nobody sees is let go"
             world.reached["blocks let go"] += num_gone
@@ -54,12 +55,12 @@ def check_plan(world: "World", plan: StepPlan) -> None:
 
 
 def scored(world: "World", plan: StepPlan) -> list[Span]:
-    """The spans of those whose prompts are being scored."""
+    """The spans of sequences whose prompts are being scored."""
     return [span for span in plan.spans if world.unfinished[span.sequence_id].wants_scores]
 
 
 def check_budget(world: "World", plan: StepPlan, decodes: list[Expected], has_preempted: bool) -> None:
-    """Decodes first; prefills beside them within their own limit; and nothing is left that could be used."""
+    """Decodes come first, prefills with them stay within their limit, and no usable budget is left."""
     ends = {span.sequence_id: span.end for span in plan.spans}
     decoding = {each.sequence_id for each in decodes}
     assert decoding <= ends.keys(), "a decode never waits"

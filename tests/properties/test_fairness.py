@@ -1,12 +1,12 @@
-"""Nobody waits for ever, however many better ones keep coming: the bound, stated and checked.
+"""No sequence waits forever, even if better ones keep arriving. This module states and checks the bound.
 
-A sequence X of priority p, come at step t, can only be overtaken by those that came before it, and by those of a
-priority q < p that come within (p - q) * aging_steps steps after it: of any later one, floor(waited / aging_steps) of X
-is larger by at least p - q. Let N be their number, L the steps that each takes, m the slots. Once no more of them can
-come, each step in which X waits either serves m of them, or lets one of them in; and each of them displaces at most one
-other, which costs a step to compute it again. So X waits at most
+A sequence X of priority p that arrives at step t can be overtaken only by sequences that arrived before it, and by
+sequences of a priority q < p that arrive within (p - q) * aging_steps steps after it: compared with any later one,
+floor(waited / aging_steps) of X is larger by at least p - q. Let N be their number, L the steps that each takes, and m
+the number of slots. Once no more of them can arrive, each step in which X waits either serves m of them or admits one
+of them. Each of them displaces at most one other, which costs one step to compute it again. So X waits at most
 
-    (p - best priority) * aging_steps + N * (L + 1) / m + N        steps, where blocks and budget suffice.
+    (p - best priority) * aging_steps + N * (L + 1) / m + N        steps, if blocks and budget suffice.
 """
 
 import math
@@ -23,13 +23,13 @@ from inflight.scheduling.sequence import Request, Sequence
 
 @dataclass
 class Stream:
-    """Requests that never stop coming: `per_step` in each step, each of `length` steps, with these priorities."""
+    """An endless stream of requests: `per_step` in each step, each of `length` steps, with these priorities."""
 
     per_step: int
     length: int
     priorities: list[int]
     num_before: int
-    """Steps before X comes."""
+    """The number of steps before X arrives."""
 
 
 streams = st.builds(
@@ -48,7 +48,8 @@ def may_overtake(other: Sequence, x: Sequence, aging_steps: int) -> bool:
 
 
 def steps_waited(stream: Stream, num_slots: int, aging_steps: int, priority: int, most: int) -> tuple[int, int]:
-    """How many steps X waits before it first runs, `most` if it still waits then; and how many might overtake it."""
+    """The number of steps that X waits before it first runs (at most `most`), and the number of sequences that may
+    overtake it."""
     scheduler = Scheduler(
         BlockPool(10_000, CacheLayout(4)), num_slots, 1_000, aging_steps=aging_steps, enable_prefix_caching=False
     )
@@ -83,7 +84,7 @@ def steps_waited(stream: Stream, num_slots: int, aging_steps: int, priority: int
 
 @settings(max_examples=150)
 @given(streams, st.integers(1, 4), st.integers(1, 12), st.integers(0, 6))
-def test_the_bound_on_waiting_under_a_steady_stream(
+def test_waiting_under_a_steady_stream_stays_within_the_bound(
     stream: Stream, num_slots: int, aging_steps: int, priority: int
 ) -> None:
     until_closed = max(0, priority - min(stream.priorities)) * aging_steps
@@ -94,7 +95,7 @@ def test_the_bound_on_waiting_under_a_steady_stream(
     assert waited <= bound
 
 
-def test_the_stream_of_this_test_would_starve_one_that_does_not_age() -> None:
+def test_the_same_stream_starves_a_sequence_that_does_not_age() -> None:
     stream = Stream(per_step=2, length=4, priorities=[0], num_before=3)
     waited, _ = steps_waited(stream, num_slots=2, aging_steps=10_000, priority=3, most=500)
     assert waited == 500

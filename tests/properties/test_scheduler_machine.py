@@ -1,5 +1,5 @@
-"""The scheduler in a world where anything may happen in any order (`world.py`), chosen by Hypothesis; and the proof
-that in such worlds every mechanism is really reached."""
+"""The scheduler in a world where Hypothesis chooses operations in any order (`world.py`), and a check that such worlds
+really reach every mechanism."""
 
 from collections import Counter
 from typing import Any
@@ -17,13 +17,14 @@ from tests.properties.world import World
 VOCABULARY = 3
 
 tokens = st.integers(0, VOCABULARY - 1)
-"""Few, so that sequences meet again and again."""
+"""Few tokens, so that equal sequences are frequent."""
 
 samples = st.lists(st.lists(tokens, min_size=1, max_size=3), min_size=1, max_size=4)
-"""What a step gives to one span after the other, begun again when there are more; several tokens as by speculation."""
+"""The tokens that a step gives to its spans in turn, repeated if there are more spans; several tokens as with
+speculation."""
 
 beginnings = st.sampled_from([[0] * 16, [0, 1] * 8, [0, 0, 1, 2] * 4])
-"""What prompts have in common."""
+"""The common prefixes of prompts."""
 
 
 def make_sizes(windows: tuple[int | None, ...], blocks_per_group: int, **others: Any) -> Sizes:
@@ -55,11 +56,11 @@ shapes = {
     "cache_salt": st.sampled_from([None, None, "tenant"]),
     "scores_prompt": st.sampled_from([False, False, True]),
 }
-"""What a request may look like, besides its beginning."""
+"""The variants of a request, apart from its prefix."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, steps are planned and land in every way there is, sequences are ended at any time."""
+    """Requests arrive, steps are planned and land in every possible way, and sequences are ended at any time."""
 
     @initialize(sizes=sizes)
     def open(self, sizes: Sizes) -> None:
@@ -71,7 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(turn=st.integers(-3, -1), **shapes)
     def submit_the_next_turn(self, turn: int, num_common: int, tail: list[int], **shape: object) -> None:
-        """A prompt that goes on where a sequence has ended."""
+        """Submit a prompt that continues an ended sequence."""
         turn = self.world.turns[max(turn, -len(self.world.turns))]
         self.world.submit([*turn, *tail], **shape)  # type: ignore[arg-type]
 
@@ -79,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit_many(
         self, beginning: list[int], num_requests: int, num_common: int, tail: list[int], **shape: object
     ) -> None:
-        """Together, with a common prefix."""
+        """Submit several requests with a common prefix together."""
         for number in range(num_requests):
             self.world.submit([*beginning[:num_common], *tail, number % VOCABULARY], **shape)  # type: ignore[arg-type]
 
@@ -93,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(num_steps=st.integers(1, 12), sampled=samples)
     def run_steps(self, num_steps: int, sampled: list[list[int]]) -> None:
-        """Several steps with nothing between, which lets long prompts and preempted sequences get somewhere."""
+        """Run several consecutive steps, so that long prompts and preempted sequences make progress."""
         for _ in range(num_steps):
             self.world.commit(sampled)
             check(self.world)
@@ -133,7 +134,7 @@ TestScheduler.settings = settings(max_examples=100, stateful_step_count=40)
 
 @pytest.fixture(scope="module")
 def reached() -> Counter[str]:
-    """What happened in a few worlds of the soak, always the same."""
+    """What happened in a few reproducible worlds of the soak."""
     total: Counter[str] = Counter()
     for number in range(100):
         total += soak_one_world(f"reached/{number}")
@@ -163,5 +164,5 @@ def reached() -> Counter[str]:
         ("steps waited for a sibling", 300),
     ],
 )
-def test_every_mechanism_is_reached_again_and_again(reached: Counter[str], mechanism: str, at_least: int) -> None:
+def test_every_mechanism_is_reached_many_times(reached: Counter[str], mechanism: str, at_least: int) -> None:
     assert reached[mechanism] >= at_least

@@ -1,4 +1,4 @@
-"""Whole workloads: however requests share, fork, wait and are preempted, each gets what it gets alone."""
+"""Whole workloads: with any sharing, forks, waiting and preemption, each request gets the same output as alone."""
 
 import random
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from tests.properties.invariants import check
 from tests.properties.world import World
 
 Outcome = dict[tuple[str, int], tuple[list[int], str]]
-"""For each request and index: the output, and why it ended."""
+"""For each request and index, the output and the finish reason."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request of a workload."""
+    """One request of a workload."""
 
     prompt: list[int]
     max_output: int
@@ -29,12 +29,13 @@ class Job:
 
 
 def next_token(past: list[int]) -> int:
-    """A model: what follows depends on every token before, and on their order."""
+    """A model whose next token depends on every previous token and on their order."""
     return sum((position + 1) * token for position, token in enumerate(past)) % 11
 
 
 def run_to_the_end(jobs: list[Job], sizes: Sizes, num_steps_between: int = 0) -> tuple[Outcome, World]:
-    """Serve the jobs, one coming every so many steps; each token is computed from what the cache holds."""
+    """Serve the jobs, which arrive at regular intervals of steps; each token is computed from the content of the
+    cache."""
     world = World(sizes)
     to_come = list(jobs)
     num_steps = 0
@@ -52,7 +53,7 @@ def run_to_the_end(jobs: list[Job], sizes: Sizes, num_steps_between: int = 0) ->
             continue
         num_steps += 1
         world.plan()
-        if world.in_flight is not None:  # that the cache holds these pasts is checked before they are committed
+        if world.in_flight is not None:  # the cache is checked to hold these pasts before they are committed
             world.commit([[next_token([token for _, token, _, _ in past])] for past in world.pasts])
         check(world)
     outcomes = dict(world.outcomes)
@@ -61,7 +62,7 @@ def run_to_the_end(jobs: list[Job], sizes: Sizes, num_steps_between: int = 0) ->
 
 
 def one_by_one(jobs: list[Job], capacity: int) -> Outcome:
-    """What the jobs must give: each computed by itself, without any scheduler."""
+    """The expected outputs: each job is computed alone, without a scheduler."""
     outcome: Outcome = {}
     for number, job in enumerate(jobs):
         past, reason = list(job.prompt), ""
@@ -88,7 +89,7 @@ def make_jobs(draw: Callable[[int, int], int], num_jobs: int, capacity: int) -> 
                 prompt=prompt,
                 max_output=draw(1, 30),
                 num_sequences=draw(1, 3),
-                stop_token=draw(0, 40),  # often none of those that the model can say
+                stop_token=draw(0, 40),  # often no token that the model can give
                 min_output=draw(0, 3),
                 priority=draw(-1, 2),
             )
@@ -98,7 +99,9 @@ def make_jobs(draw: Callable[[int, int], int], num_jobs: int, capacity: int) -> 
 
 @settings(max_examples=200)
 @given(st.randoms(use_true_random=False))
-def test_a_random_workload_in_a_tiny_cache_gives_every_request_what_it_gets_alone(randomness: random.Random) -> None:
+def test_a_random_workload_in_a_tiny_cache_gives_every_request_the_same_output_as_alone(
+    randomness: random.Random,
+) -> None:
     draw = randomness.randint
     windows = [(None,), (None, 4), (None, 2, 9), (5,)][draw(0, 3)]
     sizes = Sizes(
@@ -121,7 +124,7 @@ def test_a_random_workload_in_a_tiny_cache_gives_every_request_what_it_gets_alon
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_tiny_cache_preempts_and_gives_what_a_huge_one_gives(seed: int) -> None:
+def test_a_tiny_cache_preempts_and_gives_the_same_outputs_as_a_huge_one(seed: int) -> None:
     tiny = Sizes(num_blocks=8, block_size=3, max_num_seqs=6, budget=16)
     huge = replace(tiny, num_blocks=1000)
     jobs = [

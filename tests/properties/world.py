@@ -1,6 +1,6 @@
-"""`World`: a scheduler, the model cache, and what is expected of every sequence, driven one operation after the other.
+"""`World`: a scheduler, the model cache, and the expected state of every sequence, driven one operation at a time.
 
-Each step is held against `steps.py`; between operations, whoever drives calls `invariants.check`:
+Each step is checked with `steps.py`; between operations, the driver calls `invariants.check`:
 `test_scheduler_machine.py` lets Hypothesis choose the operations, `soak.py` a random generator at full speed.
 """
 
@@ -20,11 +20,11 @@ from tests.properties.model_cache import ModelCache, Place
 from tests.properties.steps import check_admissions, check_budget, check_plan
 
 NOBODY = -1
-"""A sequence that never was."""
+"""The id of a sequence that never existed."""
 
 
 class World:
-    """Requests come, steps are planned and land in every way there is, sequences are ended at any time."""
+    """Requests arrive, steps are planned and land in every possible way, and sequences are ended at any time."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -42,23 +42,23 @@ class World:
         self.cache = ModelCache(sizes)
         self.lanes = Lanes(sizes.num_slots)
         self.runners = Runner(), Runner()
-        """One is told only of steps that are committed, the other of all that are planned."""
+        """One follows only the committed steps, the other all planned steps."""
         self.unfinished: dict[int, Expected] = {}
         self.in_flight: StepPlan | None = None
         self.hit: list[Expected] = []
-        """Those of the step in flight."""
+        """The sequences in the step in flight."""
         self.pasts: list[list[Place]] = []
         self.num_requests = self.num_sequences = self.num_plans = 0
         self.num_preemptions = 0
         self.turns: list[list[int]] = [[]]
-        """Whole sequences that have finished, for others to begin with."""
+        """Finished sequences that later prompts can begin with."""
         self.outcomes: dict[tuple[str, int], tuple[list[int], str]] = {}
-        """For each request and index that has ended: its output, and why it ended."""
+        """For each ended request and index, the output and the finish reason."""
         self.contents: dict[Node, tuple[Root, tuple[int, ...]]] = {}
-        """All tokens up to the end of its block."""
+        """All tokens up to the end of a node's block."""
         self.reached: Counter[str] = Counter()
 
-    # --------------------------------------------------------------------------------- what may happen
+    # --------------------------------------------------------------------------------- operations
 
     def submit(
         self,
@@ -72,7 +72,7 @@ class World:
         cache_salt: str | None = None,
         scores_prompt: bool = False,
     ) -> None:
-        """A request that admission lets in: it can run to its end alone in the cache."""
+        """Submit a request that passes admission: it can run to its end alone in the cache."""
         prompt = prompt[: self.sizes.capacity - 1]
         request = Request(
             request_id=f"request {self.num_requests}",
@@ -129,7 +129,7 @@ class World:
         self.reached["steps"] += 1
 
     def commit(self, sampled: SequenceOf[list[int]]) -> None:
-        """Land the step in flight, or one planned now; `sampled` goes to one span after the other, round and round."""
+        """Commit the step in flight, or one planned now; its spans get the tokens of `sampled` in turn, repeatedly."""
         if (plan := self.take_off()) is None:
             return
         self.reached["spans that read what another wrote in the same step"] += self.cache.run(plan, self.pasts)
@@ -164,7 +164,7 @@ class World:
         self.follow_early_forks()
 
     def fail(self) -> None:
-        """The step in flight, or one planned now, goes wrong."""
+        """Fail the step in flight, or one planned now."""
         if (plan := self.take_off()) is None:
             return
         self.cache.spoil(plan)
@@ -177,7 +177,7 @@ class World:
         self.follow_restarts()
 
     def discard(self) -> None:
-        """The step in flight, if there is one, is given up halfway."""
+        """Discard the step in flight, if there is one."""
         if self.in_flight is not None and (plan := self.take_off()) is not None:
             self.cache.spoil(plan)
             self.lanes.reported_in_vain |= set(plan.released_slots)
@@ -188,7 +188,7 @@ class World:
             self.scheduler.discard()
 
     def abort(self, pick: int) -> None:
-        """Abort a request that waits, runs, is in flight, has finished or was never heard of."""
+        """Abort a request that waits, runs, is in flight, has finished or is unknown."""
         unfinished = sorted({each.request.request_id for each in self.unfinished.values()})
         candidates = [*unfinished, "request 0", "nobody"]
         request_id = candidates[pick % len(candidates)]
@@ -214,11 +214,12 @@ class World:
         self.follow_early_forks()
 
     def drain(self) -> None:
-        """Everybody finishes within a bound, and then everything is free again."""
+        """Check that every sequence finishes within a bound, and that everything is free afterwards."""
         self.discard()
         check(self)
-        # Without aging the oldest is never preempted and computes at least one token a step; past a length, it may
-        # start over once. With aging the order changes a little over time, but each change costs a token given out.
+        # Without aging, the oldest sequence is never preempted and computes at least one token per step; past a length,
+        # it may start over once. With aging, the order changes slightly over time, but each change costs a sampled
+        # token.
         bound = 2 * sum(each.request.max_num_tokens for each in self.unfinished.values())
         if self.sizes.aging_steps is not None:
             bound *= 2 + max((each.request.max_num_tokens for each in self.unfinished.values()), default=0)
@@ -236,7 +237,8 @@ class World:
         self.check_that_all_slots_are_free()
 
     def check_that_all_slots_are_free(self) -> None:
-        """As many newcomers as one step can take get the slots from 0, and whoever had them is known to be gone."""
+        """As many new sequences as one step can admit get the slots from 0, whose previous sequences are known to have
+        ended."""
         num_newcomers = min(self.sizes.num_slots, self.pool.num_blocks // len(self.sizes.windows))
         for _ in range(num_newcomers):
             self.submit([9], 1)
@@ -247,7 +249,7 @@ class World:
         assert not self.unfinished
 
     def check_that_nothing_is_held(self) -> None:
-        """Once every sequence has ended, and its slot was released, no runner has anything left."""
+        """After every sequence has ended and its slot was released, no runner holds anything."""
         release = self.scheduler.plan_release()
         assert self.scheduler.plan_release() is None
         if release is not None:
@@ -257,7 +259,7 @@ class World:
         assert [runner.slots for runner in self.runners] == [{}, {}]
 
     def take_off(self) -> StepPlan | None:
-        """The step in flight, or one planned now; None if there is nothing to compute."""
+        """Take the step in flight, or one planned now; None if there is nothing to compute."""
         if self.in_flight is None:
             self.plan()
         plan, self.in_flight = self.in_flight, None
@@ -266,7 +268,8 @@ class World:
     # --------------------------------------------------------------------------------- following the scheduler
 
     def follow_admissions(self) -> tuple[list[Expected], list[Expected], set[int]]:
-        """Who lost its slot in this plan, who was given one, and the slots of those who did both."""
+        """The sequences that lost their slot in this plan, those that got one, and the slots of sequences that did
+        both."""
         preempted, admitted, readmitted = [], [], set()
         slot_of = {owner: slot for slot, owner in self.lanes.owners.items()}
         for each in self.unfinished.values():
@@ -286,7 +289,7 @@ class World:
         return preempted, admitted, readmitted
 
     def follow_reuse(self, plan: StepPlan) -> None:
-        """A sequence may find more computed than it had left behind; that it is right is seen when it is read."""
+        """A sequence may find more cached tokens than it left behind; reading them checks that they are correct."""
         for each in self.running():
             num_found = each.sequence.num_computed_tokens
             assert each.num_computed <= num_found < len(each.token_ids), "the last token is always computed"
@@ -299,7 +302,7 @@ class World:
                 each.num_computed = num_found
 
     def follow_early_forks(self) -> None:
-        """Who waits for a sibling is forked from it before it goes."""
+        """A sequence that waits for a sibling is forked from it before the sibling ends."""
         for each in self.running():
             num_found = each.sequence.num_computed_tokens
             if num_found != each.num_computed:
@@ -308,7 +311,8 @@ class World:
                 self.reached["forks from a sibling that ends"] += 1
 
     def follow_restarts(self) -> None:
-        """After a step that went wrong a sequence owes what it owed before, or everything if it counted on that."""
+        """After a failed or discarded step, a sequence owes what it owed before, or everything if it relied on that
+        step."""
         for each in self.running():
             num_kept = each.sequence.num_computed_tokens
             self.reached["restarts after a step that went wrong"] += num_kept < each.num_computed
@@ -327,10 +331,10 @@ class World:
                 del self.unfinished[sequence_id]
                 self.reached[f"ended with {each.finish_reason}"] += 1
 
-    # --------------------------------------------------------------------------------- looking
+    # --------------------------------------------------------------------------------- state
 
     def service_order(self, each: Expected) -> tuple[int, int]:
-        """As the policy says, word for word."""
+        """The order of service, as the policy defines it."""
         if self.sizes.aging_steps is None:
             return 0, each.sequence_id
         return each.request.priority - (self.num_plans - each.arrival) // self.sizes.aging_steps, each.sequence_id
@@ -339,7 +343,7 @@ class World:
         return [each for each in self.unfinished.values() if each.is_running]
 
     def siblings(self, each: Expected) -> list[Expected]:
-        """The other running sequences of its request."""
+        """The other running sequences of the same request."""
         return [other for other in self.running() if other.request is each.request and other is not each]
 
     def past(self, each: Expected, end: int) -> list[Place]:
@@ -351,7 +355,7 @@ class World:
         return set(self.pool._prefix_cache._nodes.values())
 
     def content_of(self, parent: Parent) -> tuple[Root, tuple[int, ...]]:
-        """All tokens up to the end of a node's block, as they were when it was first seen."""
+        """All tokens up to the end of a node's block, as recorded when the node was first seen."""
         if isinstance(parent, Root):
             return parent, ()
         if parent not in self.contents:

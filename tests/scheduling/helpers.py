@@ -1,4 +1,4 @@
-"""What the tests of the scheduler have in common. Sequences are numbered in the order in which they were submitted."""
+"""Helpers for the scheduler tests. Sequences are numbered in the order of submission."""
 
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -10,7 +10,7 @@ from inflight.scheduling.scheduler import Progress, Scheduler
 from inflight.scheduling.sequence import Request
 
 TOKEN = 7
-"""What the model of these tests always says."""
+"""The token that the model of these tests always gives."""
 
 
 def make_scheduler(
@@ -34,7 +34,7 @@ def make_scheduler(
 def submit(
     scheduler: Scheduler, request_id: str, prompt: int | SequenceOf[int], max_output: int = 50, **options: Any
 ) -> None:
-    """Queue a request; a prompt that is a number has so many tokens, the same in every prompt."""
+    """Queue a request; an integer prompt stands for that number of tokens, the same in every prompt."""
     prompt = list(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt
     scheduler.submit(Request(request_id, prompt, len(prompt) + max_output, **options))
 
@@ -50,7 +50,7 @@ def commit(scheduler: Scheduler, plan: StepPlan, token: int = TOKEN) -> list[Pro
 
 
 def step(scheduler: Scheduler, token: int = TOKEN) -> list[tuple[int, int, int]]:
-    """Run a step; returns its spans."""
+    """Run a step, and return its spans."""
     plan = plan_of(scheduler)
     commit(scheduler, plan, token)
     return spans_of(plan)
@@ -72,7 +72,7 @@ def slots_of(plan: StepPlan) -> dict[int, int]:
 
 
 def run_to_the_end(scheduler: Scheduler, max_num_steps: int = 1000) -> int:
-    """Run steps until nobody is left; returns how many."""
+    """Run steps until no sequence is left, and return how many steps ran."""
     for num_steps in range(max_num_steps + 1):
         if scheduler.num_running + scheduler.num_waiting == 0:
             return num_steps
@@ -81,12 +81,12 @@ def run_to_the_end(scheduler: Scheduler, max_num_steps: int = 1000) -> int:
 
 
 def waiting(scheduler: Scheduler) -> list[int]:
-    """The queue."""
+    """The ids of the waiting sequences."""
     return [sequence.sequence_id for sequence in scheduler.sequences() if sequence.slot is None]
 
 
 def full_cache() -> Scheduler:
-    """Three sequences that have filled a cache of 9 blocks of one token, and a fourth that waits."""
+    """Three sequences that fill a cache of 9 blocks of one token, and a fourth that waits."""
     scheduler = make_scheduler(num_blocks=9)
     for name in "abc":
         submit(scheduler, name, 2, max_output=6)

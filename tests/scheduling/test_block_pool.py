@@ -1,4 +1,4 @@
-"""Blocks are handed out and taken back in a stated order, all or nothing, and never to two owners."""
+"""Blocks are allocated and freed in a defined order, all or nothing, and never have two owners."""
 
 import pytest
 from hypothesis import given
@@ -21,12 +21,12 @@ def grown(pool: BlockPool, num_tokens: int) -> BlockTables:
 
 
 def blocks(tables: BlockTables) -> list[int]:
-    """Of the first group."""
+    """The blocks of the first group."""
     return list(tables[0])
 
 
 def remember(pool: BlockPool, token_ids: list[int], tables: BlockTables) -> Node:
-    """Of a sequence that begins with these."""
+    """Remember the blocks of a sequence that begins with these tokens."""
     node = pool.add(make_key(Root(), token_ids))
     for group, table in enumerate(tables):
         pool.remember(node, group, table[0])
@@ -41,13 +41,13 @@ def test_a_new_pool_is_free_and_hands_out_its_blocks_in_order() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
-def test_a_block_is_taken_for_each_block_size_tokens_begun(num_tokens: int, num_blocks: int) -> None:
+def test_one_block_is_taken_per_started_block_size_of_tokens(num_tokens: int, num_blocks: int) -> None:
     pool = pool_of(8, 4)
     assert pool.layout.max_num_blocks(num_tokens) == num_blocks
     assert len(blocks(grown(pool, num_tokens))) == num_blocks
 
 
-def test_a_table_grows_only_by_what_it_lacks() -> None:
+def test_a_table_grows_only_by_the_missing_blocks() -> None:
     pool = pool_of(8, 4)
     table = grown(pool, 5)
     assert pool.grow(table, 8)
@@ -58,7 +58,7 @@ def test_a_table_grows_only_by_what_it_lacks() -> None:
     assert blocks(table) == [0, 1, 2]
 
 
-def test_grow_takes_nothing_unless_it_gets_everything() -> None:
+def test_grow_takes_all_the_blocks_that_it_needs_or_none() -> None:
     pool = pool_of(3, 4)
     table = grown(pool, 4)
     assert not pool.grow(table, 16)
@@ -68,13 +68,13 @@ def test_grow_takes_nothing_unless_it_gets_everything() -> None:
     assert blocks(table) == [0, 1, 2]
 
 
-def test_blocks_that_were_never_used_are_handed_out_last() -> None:
+def test_blocks_that_were_never_used_are_allocated_last() -> None:
     pool = pool_of(4, 1)
     pool.release(grown(pool, 2))
     assert blocks(grown(pool, 4)) == [1, 0, 2, 3]
 
 
-def test_blocks_given_back_are_reused_least_recently_used_first() -> None:
+def test_freed_blocks_are_reused_least_recently_used_first() -> None:
     pool = pool_of(4, 1)
     first, second = grown(pool, 1), grown(pool, 1)
     grown(pool, 2)
@@ -83,7 +83,7 @@ def test_blocks_given_back_are_reused_least_recently_used_first() -> None:
     assert blocks(grown(pool, 2)) == [1, 0]
 
 
-def test_of_one_table_the_last_blocks_are_reused_first() -> None:
+def test_the_last_blocks_of_a_table_are_reused_first() -> None:
     pool = pool_of(3, 1)
     pool.release(grown(pool, 3))
     assert blocks(grown(pool, 3)) == [2, 1, 0]
@@ -99,7 +99,7 @@ def test_release_empties_the_table() -> None:
     assert pool.num_available == 2, "an empty table gives back nothing"
 
 
-def test_giving_back_a_block_twice_raises() -> None:
+def test_freeing_a_block_twice_raises() -> None:
     pool = pool_of(2, 1)
     table = grown(pool, 1)
     copy = tuple(each[:] for each in table)
@@ -109,7 +109,7 @@ def test_giving_back_a_block_twice_raises() -> None:
     assert pool.num_available == 2
 
 
-def test_a_shared_block_is_free_when_all_who_hold_it_have_given_it_back() -> None:
+def test_a_shared_block_is_free_once_all_its_holders_have_released_it() -> None:
     pool = pool_of(3, 1)
     first, second = grown(pool, 2), pool.new_tables()
     pool.share(second, 1, [blocks(first)[:1]])
@@ -120,7 +120,7 @@ def test_a_shared_block_is_free_when_all_who_hold_it_have_given_it_back() -> Non
     assert pool.num_available == 3
 
 
-def test_a_block_that_can_be_found_is_cached_when_nobody_holds_it_and_can_be_held_again() -> None:
+def test_a_findable_block_without_holders_is_cached_and_can_be_held_again() -> None:
     pool = pool_of(3, 2)
     table = grown(pool, 4)
     node = remember(pool, [1, 2], table)
@@ -132,7 +132,7 @@ def test_a_block_that_can_be_found_is_cached_when_nobody_holds_it_and_can_be_hel
     pool.check([table])
 
 
-def test_a_cached_block_is_taken_last_and_not_found_any_more() -> None:
+def test_a_cached_block_is_allocated_last_and_is_no_longer_found() -> None:
     pool = pool_of(3, 1)
     table = grown(pool, 1)
     remember(pool, [1], table)
@@ -142,7 +142,7 @@ def test_a_cached_block_is_taken_last_and_not_found_any_more() -> None:
     assert pool.node_of(0) is None
 
 
-def test_a_block_whose_content_is_forgotten_is_free_or_stays_with_its_holder() -> None:
+def test_a_block_whose_content_is_forgotten_is_freed_or_stays_with_its_holder() -> None:
     pool = pool_of(2, 1)
     held, given_back = grown(pool, 1), grown(pool, 1)
     remember(pool, [1], held)
@@ -154,7 +154,7 @@ def test_a_block_whose_content_is_forgotten_is_free_or_stays_with_its_holder() -
     pool.check([held])
 
 
-def test_a_block_can_be_replaced_by_another_of_the_same_content() -> None:
+def test_a_block_can_be_replaced_by_another_with_the_same_content() -> None:
     pool = pool_of(3, 1)
     first, second = grown(pool, 1), grown(pool, 2)
     pool.replace(second[0], 0, blocks(first)[0])
@@ -171,7 +171,7 @@ def test_check_accepts_the_tables_that_hold_the_blocks() -> None:
     pool.check(tables)
 
 
-def test_check_names_the_blocks_that_a_table_holds_without_having_taken_them_or_lost() -> None:
+def test_check_names_blocks_that_a_table_holds_without_owning_or_has_lost() -> None:
     pool = pool_of(4, 1)
     table, other = grown(pool, 2), grown(pool, 1)
     with pytest.raises(RuntimeError, match=r"blocks \[2\] are held by tables \[0\] times, but counted \[1\] times"):
@@ -180,7 +180,7 @@ def test_check_names_the_blocks_that_a_table_holds_without_having_taken_them_or_
         pool.check([table, table, other])
 
 
-def test_check_finds_a_block_that_nobody_holds_and_that_is_not_free_either() -> None:
+def test_check_finds_a_block_that_has_no_holder_and_is_not_free() -> None:
     pool = pool_of(4, 1)
     pool.release(grown(pool, 2))
     pool._free.pop()
@@ -188,7 +188,7 @@ def test_check_finds_a_block_that_nobody_holds_and_that_is_not_free_either() -> 
         pool.check([])
 
 
-def test_check_finds_a_cached_block_whose_content_is_not_known() -> None:
+def test_check_finds_a_cached_block_with_unknown_content() -> None:
     pool = pool_of(2, 1)
     table = grown(pool, 1)
     remember(pool, [1], table)
@@ -199,7 +199,7 @@ def test_check_finds_a_cached_block_whose_content_is_not_known() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.lists(st.tuples(st.integers(0, 3), st.integers(-1, 16)), max_size=40))
-def test_whatever_is_grown_and_released_each_block_has_one_owner_or_is_free(
+def test_each_block_has_one_owner_or_is_free_after_any_growth_and_release(
     num_blocks: int, block_size: int, actions: list[tuple[int, int]]
 ) -> None:
     pool = pool_of(num_blocks, block_size)
@@ -224,7 +224,7 @@ def test_whatever_is_grown_and_released_each_block_has_one_owner_or_is_free(
 WINDOW = CacheGroup(window=4)
 
 
-def test_groups_take_from_the_same_blocks() -> None:
+def test_groups_share_one_pool_of_blocks() -> None:
     pool = pool_of(6, 2, ALL_TOKENS, WINDOW)
     tables = grown(pool, 4)
     assert [list(table) for table in tables] == [[0, 1], [2, 3]]
@@ -248,8 +248,8 @@ def test_groups_take_from_the_same_blocks() -> None:
         (ALL_TOKENS, 100, [0, 1, 2, 3]),
     ],
 )
-def test_what_no_query_sees_any_more_is_let_go(group: CacheGroup, position: int, kept: list[int]) -> None:
-    """The query at position 5 sees positions 2 to 5 through a window of 4."""
+def test_blocks_that_no_later_query_sees_are_released(group: CacheGroup, position: int, kept: list[int]) -> None:
+    """With a window of 4, the query at position 5 sees positions 2 to 5."""
     pool = pool_of(4, 2, group)
     tables = grown(pool, 8)
     pool.let_go(tables, position)
@@ -262,7 +262,7 @@ def test_what_no_query_sees_any_more_is_let_go(group: CacheGroup, position: int,
     assert pool.num_free == 4
 
 
-def test_of_what_others_hold_only_that_is_held_that_will_be_seen() -> None:
+def test_of_shared_blocks_only_those_that_will_be_seen_are_held() -> None:
     pool = pool_of(12, 2, ALL_TOKENS, WINDOW)
     first, second = grown(pool, 10), grown(pool, 2)
     shared = [table[1:4] for table in first]
@@ -296,7 +296,7 @@ def test_a_sequence_never_takes_more_blocks_than_the_layout_says(
     assert layout.longest_sequence(pool.num_blocks, 1000) >= num_computed
 
 
-def test_the_longest_sequence_is_limited_by_what_keeps_all_tokens() -> None:
+def test_the_longest_sequence_is_limited_by_the_groups_that_keep_all_tokens() -> None:
     layout = CacheLayout(16, (ALL_TOKENS, *[CacheGroup(window=512)] * 5), max_span=16)
     most = layout.longest_sequence(500 + 5 * 34, 10**6)
     assert most == 500 * 16

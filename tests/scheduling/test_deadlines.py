@@ -1,9 +1,9 @@
-"""`Deadlines`: in order of time, each once."""
+"""`Deadlines` reports requests in order of time, each once."""
 
 from inflight.engine.deadlines import Deadlines
 
 
-def test_requests_are_due_once_when_their_time_has_come() -> None:
+def test_requests_are_due_once_after_their_deadline() -> None:
     deadlines = Deadlines()
     for request_id, time in (("late", 9.0), ("early", 1.0), ("middle", 5.0)):
         deadlines.add(request_id, time)

@@ -18,7 +18,7 @@ from tests.scheduling.helpers import (
 
 
 def forking(num_blocks: int = 100, block_size: int = 4, **options: Any) -> Scheduler:
-    """No prefix cache, so that forks alone are seen."""
+    """A scheduler without a prefix cache, so that only forks share blocks."""
     return make_scheduler(num_blocks, block_size, **options)
 
 
@@ -36,7 +36,7 @@ def num_tokens_to_the_end(scheduler: Scheduler) -> int:
 @pytest.mark.parametrize("budget", [100, 8, 3])
 @pytest.mark.parametrize("max_output", [1, 2, 6])
 def test_the_prompt_is_computed_once(prefix_caching: bool, prompt_len: int, budget: int, max_output: int) -> None:
-    """And each of the others computes its last token, of which its first output token comes."""
+    """Each other sequence computes only the last prompt token, which gives its first output token."""
     n = 3
     scheduler = forking(enable_prefix_caching=prefix_caching, max_num_batched_tokens=budget)
     submit(scheduler, "a", prompt_len, max_output, num_sequences=n)
@@ -60,7 +60,7 @@ def test_siblings_wait_for_the_first_then_share_its_full_blocks_and_copy_the_las
     assert spans_of(plan) == [(0, 8, 9), (1, 7, 8), (2, 7, 8)]
 
 
-def test_nothing_is_copied_where_the_last_token_begins_a_block() -> None:
+def test_no_block_is_copied_if_the_last_token_begins_a_block() -> None:
     scheduler = forking()
     submit(scheduler, "a", 9, num_sequences=2)
     step(scheduler)
@@ -71,7 +71,7 @@ def test_nothing_is_copied_where_the_last_token_begins_a_block() -> None:
 
 
 def test_a_prompt_that_fills_its_blocks_has_its_last_one_copied() -> None:
-    """The last token is computed again: a block that is shared is not written to."""
+    """The last token is computed again, and a shared block must not be written to."""
     scheduler = forking()
     submit(scheduler, "a", 8, num_sequences=2)
     step(scheduler)
@@ -81,7 +81,7 @@ def test_a_prompt_that_fills_its_blocks_has_its_last_one_copied() -> None:
     assert plan.copies == ((1, 3),)
 
 
-def test_a_prompt_of_one_token_is_nothing_to_wait_for() -> None:
+def test_siblings_do_not_wait_for_a_prompt_of_one_token() -> None:
     scheduler = forking()
     submit(scheduler, "a", 1, num_sequences=3)
     plan = plan_of(scheduler)
@@ -89,14 +89,14 @@ def test_a_prompt_of_one_token_is_nothing_to_wait_for() -> None:
     assert plan.copies == ()
 
 
-def test_a_prompt_in_chunks_is_forked_when_all_of_it_is_there() -> None:
+def test_a_chunked_prompt_is_forked_once_it_is_complete() -> None:
     scheduler = forking(max_num_batched_tokens=4)
     submit(scheduler, "a", 10, num_sequences=2)
     assert [step(scheduler) for _ in range(3)] == [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 10)]]
     assert step(scheduler) == [(0, 10, 11), (1, 9, 10)]
 
 
-def test_a_sibling_that_is_admitted_late_is_forked_from_one_that_runs() -> None:
+def test_a_sibling_admitted_late_is_forked_from_a_running_one() -> None:
     scheduler = forking(max_num_seqs=2)
     submit(scheduler, "other", 3, max_output=5)
     submit(scheduler, "a", 7, num_sequences=2)
@@ -109,7 +109,7 @@ def test_a_sibling_that_is_admitted_late_is_forked_from_one_that_runs() -> None:
     assert plan.copies == ((tables_of(plan)[1][1], tables_of(plan)[2][1]),), "with what else is in that block by now"
 
 
-def test_a_sibling_is_admitted_where_there_is_room_for_what_it_does_not_share() -> None:
+def test_a_sibling_is_admitted_if_its_unshared_blocks_fit() -> None:
     scheduler = forking(num_blocks=8, max_num_seqs=2)
     submit(scheduler, "other", 3, max_output=2)
     submit(scheduler, "a", 18, max_output=3, num_sequences=2)
@@ -131,7 +131,7 @@ def test_siblings_are_forked_from_one_that_ends_with_its_first_token() -> None:
     assert plan.copies == ((1, 2), (1, 3)), "the source is free, but nothing is written before all copies are made"
 
 
-def test_siblings_are_forked_from_one_that_a_stop_string_ends() -> None:
+def test_siblings_are_forked_from_one_that_ends_with_a_stop_string() -> None:
     scheduler = forking()
     submit(scheduler, "a", 7, num_sequences=2)
     step(scheduler)
@@ -141,7 +141,7 @@ def test_siblings_are_forked_from_one_that_a_stop_string_ends() -> None:
     assert plan.copies == ((1, 2),)
 
 
-def test_copies_for_siblings_that_are_aborted_before_they_run_are_not_made() -> None:
+def test_no_blocks_are_copied_for_siblings_that_are_aborted_before_they_run() -> None:
     scheduler = forking()
     submit(scheduler, "a", 7, max_output=1, num_sequences=3)
     step(scheduler)
@@ -153,7 +153,7 @@ def test_copies_for_siblings_that_are_aborted_before_they_run_are_not_made() -> 
     assert len({block for table in tables_of(plan).values() for block in table}) == 3
 
 
-def test_when_the_first_is_gone_before_its_prompt_is_computed_the_next_takes_over() -> None:
+def test_if_the_first_sibling_ends_before_its_prompt_is_computed_the_next_takes_over() -> None:
     scheduler = forking(max_num_batched_tokens=4)
     submit(scheduler, "a", 7, num_sequences=3)
     step(scheduler)
@@ -164,7 +164,7 @@ def test_when_the_first_is_gone_before_its_prompt_is_computed_the_next_takes_ove
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_siblings_that_waited_for_a_step_that_failed_go_on_without_it(prefix_caching: bool) -> None:
+def test_siblings_that_waited_for_a_failed_step_continue_without_it(prefix_caching: bool) -> None:
     scheduler = forking(enable_prefix_caching=prefix_caching)
     submit(scheduler, "a", 7, num_sequences=3)
     assert [each.sequence_id for each in scheduler.fail(plan_of(scheduler))] == [0]
@@ -172,7 +172,7 @@ def test_siblings_that_waited_for_a_step_that_failed_go_on_without_it(prefix_cac
     assert step(scheduler) == [(1, 7, 8), (2, 6, 7)]
 
 
-def test_forks_of_a_discarded_step_are_made_again() -> None:
+def test_forks_of_a_discarded_step_are_repeated() -> None:
     scheduler = forking()
     submit(scheduler, "a", 7, num_sequences=3)
     step(scheduler)
@@ -185,7 +185,7 @@ def test_forks_of_a_discarded_step_are_made_again() -> None:
     assert scheduler.num_cached_tokens == 12, "counted once"
 
 
-def test_forks_from_one_that_ended_are_lost_with_the_discarded_step_and_computed_again() -> None:
+def test_forks_from_an_ended_sibling_are_lost_with_a_discarded_step_and_recomputed() -> None:
     scheduler = forking()
     submit(scheduler, "a", 7, max_output=1, num_sequences=3)
     step(scheduler)
@@ -211,8 +211,8 @@ def test_a_preempted_sibling_is_forked_again_and_computes_its_own_output() -> No
     assert plan.copies == ((tables_of(plan)[1][1], tables_of(plan)[2][1]),)
 
 
-def test_a_sibling_that_owes_several_tokens_in_every_step_can_be_forked_from() -> None:
-    """As by speculation."""
+def test_siblings_can_be_forked_from_one_that_owes_several_tokens_per_step() -> None:
+    """Speculation would give several tokens per step."""
     for prefix_caching in (True, False):
         scheduler = forking(max_num_seqs=2, enable_prefix_caching=prefix_caching)
         submit(scheduler, "a", 6, num_sequences=2)
@@ -220,7 +220,7 @@ def test_a_sibling_that_owes_several_tokens_in_every_step_can_be_forked_from() -
         assert step(scheduler) == [(0, 6, 9), (1, 5, 6)]
 
 
-def test_siblings_of_another_regime_are_neither_forked_from_nor_waited_for() -> None:
+def test_siblings_beyond_the_recompute_length_are_neither_forked_from_nor_waited_for() -> None:
     scheduler = forking(recompute_beyond=8, max_num_seqs=2)
     submit(scheduler, "other", 3, max_output=4)
     submit(scheduler, "a", 7, num_sequences=2)
@@ -230,7 +230,7 @@ def test_siblings_of_another_regime_are_neither_forked_from_nor_waited_for() -> 
     assert step(scheduler) == [(1, 10, 11), (2, 0, 7)]
 
 
-def test_siblings_that_have_all_outgrown_the_length_share_their_prompt_again() -> None:
+def test_siblings_that_have_all_outgrown_the_recompute_length_share_their_prompt_again() -> None:
     scheduler = forking(recompute_beyond=8)
     submit(scheduler, "a", 7, num_sequences=2)
     assert [step(scheduler) for _ in range(3)] == [[(0, 0, 7)], [(0, 7, 8), (1, 6, 7)], [(1, 7, 8), (0, 0, 9)]]
@@ -239,8 +239,8 @@ def test_siblings_that_have_all_outgrown_the_length_share_their_prompt_again() -
     assert len(plan.copies) == 1
 
 
-def test_nobody_is_forked_from_one_that_ends_in_another_regime() -> None:
-    """It has just outgrown the length, but what it leaves behind was computed before."""
+def test_no_sibling_is_forked_from_one_that_ends_beyond_the_recompute_length() -> None:
+    """The ended sequence has just outgrown the length, but its blocks were computed before that."""
     scheduler = forking(recompute_beyond=8)
     submit(scheduler, "a", 7, num_sequences=2, stop_token_ids=frozenset({9}))
     step(scheduler)
@@ -251,9 +251,9 @@ def test_nobody_is_forked_from_one_that_ends_in_another_regime() -> None:
     assert step(scheduler) == [(0, 0, 9)]
 
 
-def test_a_copy_is_made_though_somebody_who_shared_its_block_is_preempted_in_the_same_step() -> None:
-    """A fork that owes more than its last token fills its copied block, another shares that in flight, and finds no
-    block for the rest of its own."""
+def test_a_block_is_copied_even_if_a_sequence_that_shared_it_is_preempted_in_the_same_step() -> None:
+    """A fork that owes more than its last token fills its copied block. Another sequence shares that block in flight
+    and finds no block for the rest of its own tokens."""
     scheduler = make_scheduler(6, 4, enable_prefix_caching=True)
     submit(scheduler, "a", [1] * 6, max_output=12, num_sequences=2)
     submit(scheduler, "b", [1], max_output=20)

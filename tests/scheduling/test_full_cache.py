@@ -1,4 +1,4 @@
-"""When blocks run out, the last admitted gives its own back, and everybody finishes."""
+"""When blocks run out, the last admitted sequence releases its blocks, and every sequence finishes."""
 
 from tests.scheduling.helpers import (
     TOKEN,
@@ -14,14 +14,14 @@ from tests.scheduling.helpers import (
 )
 
 
-def test_a_sequence_alone_may_fill_the_whole_cache_and_its_last_token_needs_no_place() -> None:
+def test_a_single_sequence_may_fill_the_cache_and_its_last_token_needs_no_place() -> None:
     scheduler = make_scheduler(num_blocks=3, block_size=2)
     submit(scheduler, "a", 2, max_output=5)
     assert run_to_the_end(scheduler) == 5
     assert scheduler.num_preemptions == 0
 
 
-def test_a_block_is_taken_when_the_first_token_falls_into_it() -> None:
+def test_a_block_is_taken_for_its_first_token() -> None:
     scheduler = make_scheduler(block_size=4)
     submit(scheduler, "a", 3)
     tables = []
@@ -32,7 +32,7 @@ def test_a_block_is_taken_when_the_first_token_falls_into_it() -> None:
     assert tables == [[[0]], [[0]], [[0, 1]]]
 
 
-def test_when_blocks_run_out_the_last_admitted_gives_all_of_its_own_back() -> None:
+def test_when_blocks_run_out_the_last_admitted_sequence_releases_all_its_blocks() -> None:
     scheduler = full_cache()
     victim = scheduler.running(2)
     plan = plan_of(scheduler)
@@ -49,8 +49,8 @@ def test_a_preempted_sequence_goes_to_the_head_of_the_queue() -> None:
     assert waiting(scheduler) == [2, 3]
 
 
-def test_blocks_given_back_belong_to_those_who_asked_for_them() -> None:
-    """No newcomer is let in by the step that preempted, though there might be room for it."""
+def test_a_step_that_preempts_admits_no_new_sequence() -> None:
+    """The freed blocks belong to the sequences that needed them, even if there is room for a new one."""
     scheduler = make_scheduler(num_blocks=7)
     submit(scheduler, "a", 1)
     submit(scheduler, "b", 5)
@@ -73,7 +73,7 @@ def test_a_preempted_sequence_keeps_its_tokens_and_computes_them_again_in_one_sp
     assert progress[1].sequence.token_ids == [100, 101, TOKEN, TOKEN, 8]
 
 
-def test_several_preempted_sequences_come_back_in_the_order_in_which_they_first_came() -> None:
+def test_preempted_sequences_return_in_their_order_of_arrival() -> None:
     scheduler = make_scheduler(num_blocks=6)
     submit(scheduler, "a", 2)
     submit(scheduler, "b", 2)
@@ -83,7 +83,7 @@ def test_several_preempted_sequences_come_back_in_the_order_in_which_they_first_
     assert waiting(scheduler) == [1, 2]
 
 
-def test_the_budget_of_a_sequence_that_is_preempted_goes_to_those_after_it() -> None:
+def test_the_budget_of_a_preempted_sequence_goes_to_later_ones() -> None:
     scheduler = make_scheduler(num_blocks=7, max_num_batched_tokens=5)
     for name, prompt_len in [("a", 1), ("b", 1), ("c", 3)]:
         submit(scheduler, name, prompt_len)
@@ -91,9 +91,9 @@ def test_the_budget_of_a_sequence_that_is_preempted_goes_to_those_after_it() -> 
     assert spans_of(plan_of(scheduler)) == [(0, 1, 4), (1, 1, 3)], "c, a decode, was to have one of the five tokens"
 
 
-def test_everybody_finishes_however_small_the_cache() -> None:
+def test_every_sequence_finishes_in_a_cache_of_any_size() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=2)
     for name in "abcdef":
         submit(scheduler, name, 3, max_output=6)
-    run_to_the_end(scheduler, max_num_steps=6 * 9)  # the oldest computes at least one token a step
+    run_to_the_end(scheduler, max_num_steps=6 * 9)  # the oldest sequence computes at least one token per step
     assert scheduler.num_preemptions > 0

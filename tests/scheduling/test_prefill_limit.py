@@ -1,11 +1,11 @@
-"""`PrefillLimit`: learns from the durations that it is shown, and from nothing else."""
+"""`PrefillLimit` learns only from the durations that it observes."""
 
 import pytest
 
 from inflight.engine.prefill_limit import MIN_TOKENS, PrefillLimit
 
 
-def test_it_allows_everything_until_it_has_seen_decodes_and_prefills() -> None:
+def test_prefills_are_unlimited_until_decodes_and_prefills_were_observed() -> None:
     limit = PrefillLimit()
     assert limit.num_tokens is None
     limit.see(num_decodes=8, num_prefill_tokens=0, seconds=0.010)
@@ -15,7 +15,7 @@ def test_it_allows_everything_until_it_has_seen_decodes_and_prefills() -> None:
 
 
 @pytest.mark.parametrize("stretch", [0.5, 1.0, 4.0])
-def test_it_finds_the_number_of_tokens_that_stretches_a_step_so_far(stretch: float) -> None:
+def test_prefills_at_the_limit_lengthen_a_step_by_the_given_factor(stretch: float) -> None:
     limit = PrefillLimit(stretch)
     for tokens in (50, 80, 200) * 20:
         limit.see(8, 0, 0.040)
@@ -23,14 +23,14 @@ def test_it_finds_the_number_of_tokens_that_stretches_a_step_so_far(stretch: flo
     assert limit.num_tokens == pytest.approx(stretch * 0.040 / 0.0005, rel=0.02)
 
 
-def test_it_never_goes_below_what_would_not_pay() -> None:
+def test_the_limit_has_a_minimum() -> None:
     limit = PrefillLimit()
     limit.see(8, 0, 0.001)
     limit.see(8, 100, 10.0)
     assert limit.num_tokens == MIN_TOKENS
 
 
-def test_a_few_prefill_tokens_teach_nothing() -> None:
+def test_steps_with_few_prefill_tokens_do_not_change_the_limit() -> None:
     limit = PrefillLimit()
     limit.see(8, 0, 0.040)
     limit.see(8, MIN_TOKENS - 1, 0.5)

@@ -1,4 +1,4 @@
-"""A prefix that was computed once is found again: by exact content, as long as its blocks are not needed."""
+"""A computed prefix is found again by its exact content until its blocks are needed."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def caching(num_blocks: int = 100, block_size: int = 4, **options: Any) -> Sched
 
 
 def compute(scheduler: Scheduler, request_id: str, prompt: list[int], **options: Any) -> int:
-    """Let a request run alone to its first token, which is its last; returns how many tokens it had to compute."""
+    """Run a request alone to its first token, which is also its last, and return how many tokens it computed."""
     submit(scheduler, request_id, prompt, max_output=1, **options)
     ((_, start, end),) = step(scheduler)
     assert end == len(prompt)
@@ -44,7 +44,7 @@ def test_keys_are_exact() -> None:
         make_key(Root(), [1, 2]),
         make_key(Root(), [2, 1]),
         make_key(Root(), [1, 2, 0]),
-        make_key(Root(), [258]),  # the same bytes, were they not all of the same width
+        make_key(Root(), [258]),  # these would have the same bytes if the widths of integers varied
         make_key(Root("salt"), [1, 2]),
         make_key(Root(""), [1, 2]),
         make_key(Root(is_long=True), [1, 2]),
@@ -54,7 +54,7 @@ def test_keys_are_exact() -> None:
     assert len(set(different)) == len(different)
 
 
-def test_a_node_that_is_gone_is_not_the_one_that_comes_after_it() -> None:
+def test_a_forgotten_node_differs_from_its_successor_with_the_same_key() -> None:
     cache = PrefixCache()
     first = known(cache, make_key(Root(), [1]), 5)
     cache.forget(5)
@@ -73,7 +73,7 @@ def known(cache: PrefixCache, key: Key, *blocks: int) -> Node:
     return node
 
 
-def test_a_node_is_known_as_long_as_anything_of_it_or_behind_it() -> None:
+def test_a_node_is_known_while_any_of_its_blocks_or_descendants_is_known() -> None:
     cache = PrefixCache(2)
     parent = known(cache, make_key(Root(), [1]), 0, 1)
     child = known(cache, make_key(parent, [2]), 2, 3)
@@ -88,7 +88,7 @@ def test_a_node_is_known_as_long_as_anything_of_it_or_behind_it() -> None:
     assert all(cache.find(node.key) is None for node in (parent, child))
 
 
-def test_a_child_of_a_node_that_is_gone_goes_without_it() -> None:
+def test_a_child_of_a_forgotten_parent_is_not_found_under_a_new_one() -> None:
     cache = PrefixCache()
     parent = known(cache, make_key(Root(), [1]), 0)
     cache.forget(0)
@@ -99,7 +99,7 @@ def test_a_child_of_a_node_that_is_gone_goes_without_it() -> None:
     assert cache.find(make_key(Root(), [1])) is again
 
 
-def test_what_stood_behind_other_tokens_is_not_found_where_they_lay() -> None:
+def test_a_child_is_not_found_under_another_parent_in_the_same_block() -> None:
     pool = BlockPool(2, CacheLayout(2))
     parent_tables, child_tables = pool.new_tables(), pool.new_tables()
     assert pool.grow(parent_tables, 2)
@@ -121,7 +121,7 @@ def test_what_stood_behind_other_tokens_is_not_found_where_they_lay() -> None:
 
 
 @pytest.mark.parametrize("gone", ["evicted", "freed"])
-def test_a_scheduler_that_lost_a_parent_computes_the_child_again(gone: str) -> None:
+def test_a_child_is_computed_again_after_its_parent_was_evicted(gone: str) -> None:
     scheduler = caching(num_blocks=3)
     compute(scheduler, "a", [1, 2, 3, 4, 5, 6, 7, 8])
     if gone == "evicted":
@@ -138,14 +138,14 @@ def test_a_scheduler_that_lost_a_parent_computes_the_child_again(gone: str) -> N
 # ------------------------------------------------------------------------------------- what is found
 
 
-def test_full_blocks_of_a_finished_request_are_found_by_the_next() -> None:
+def test_a_request_finds_the_full_blocks_of_a_finished_request() -> None:
     scheduler = caching()
     assert compute(scheduler, "a", list(range(10))) == 10
     assert compute(scheduler, "b", [*range(10), 10, 11]) == 4, "two blocks of four; the half third is not found"
     assert compute(scheduler, "c", [*range(8), 99, 99, 99, 99, 99]) == 5
 
 
-def test_blocks_behind_another_beginning_are_not_found() -> None:
+def test_blocks_after_a_different_prefix_are_not_found() -> None:
     scheduler = caching()
     compute(scheduler, "a", [1, 1, 1, 1, 2, 2, 2, 2, 3])
     assert compute(scheduler, "b", [2, 2, 2, 2, 3]) == 5
@@ -159,7 +159,7 @@ def test_the_last_token_is_always_computed(length: int, num_computed: int) -> No
     assert compute(scheduler, "b", [5] * length) == num_computed
 
 
-def test_a_request_says_how_much_of_its_prompt_was_found() -> None:
+def test_a_request_reports_how_much_of_its_prompt_was_found() -> None:
     scheduler = caching()
     submit(scheduler, "a", 10)
     plan = plan_of(scheduler)
@@ -173,7 +173,7 @@ def test_a_request_says_how_much_of_its_prompt_was_found() -> None:
     assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (20, 8)
 
 
-def test_output_is_found_by_the_next_turn_of_a_conversation() -> None:
+def test_the_next_turn_of_a_conversation_finds_the_previous_output() -> None:
     scheduler = caching()
     submit(scheduler, "a", [1, 2, 3], max_output=10)
     run_to_the_end(scheduler)
@@ -181,7 +181,7 @@ def test_output_is_found_by_the_next_turn_of_a_conversation() -> None:
     assert compute(scheduler, "b", [*turn, 50, 51, 52]) == len(turn) + 3 - 12, "the last token was never computed"
 
 
-def test_requests_of_another_salt_find_nothing() -> None:
+def test_requests_with_another_salt_find_nothing() -> None:
     scheduler = caching()
     prompt = [5] * 9
     assert compute(scheduler, "a", prompt) == 9
@@ -191,7 +191,7 @@ def test_requests_of_another_salt_find_nothing() -> None:
     assert compute(scheduler, "e", prompt) == 1
 
 
-def test_what_was_computed_as_part_of_a_longer_sequence_is_another_thing_where_the_length_counts() -> None:
+def test_blocks_of_longer_sequences_are_not_found_by_short_ones_if_the_length_matters() -> None:
     scheduler = caching(recompute_beyond=10)
     assert compute(scheduler, "short", [5] * 9) == 9
     assert compute(scheduler, "long", [5] * 11) == 11
@@ -199,7 +199,7 @@ def test_what_was_computed_as_part_of_a_longer_sequence_is_another_thing_where_t
     assert compute(scheduler, "long again", [5] * 12) == 4
 
 
-def test_a_sequence_that_outgrows_the_length_finds_what_was_computed_by_long_ones() -> None:
+def test_a_sequence_that_outgrows_the_length_finds_blocks_of_long_sequences() -> None:
     scheduler = caching(recompute_beyond=10)
     compute(scheduler, "long", [5] * 16)
     submit(scheduler, "a", [5] * 10)
@@ -226,7 +226,7 @@ def test_without_a_prefix_cache_nothing_is_found() -> None:
     assert scheduler.block_pool.num_cached == 0
 
 
-def test_two_that_computed_the_same_end_up_with_one_block() -> None:
+def test_two_sequences_that_computed_the_same_tokens_end_up_with_one_block() -> None:
     scheduler = caching(block_size=2)
     submit(scheduler, "a", [1])
     submit(scheduler, "b", [1])
@@ -270,7 +270,7 @@ def test_leaves_are_evicted_before_their_parents() -> None:
         assert found == num_blocks_left, "what is left is a prefix"
 
 
-def test_what_somebody_holds_is_never_evicted() -> None:
+def test_blocks_in_use_are_never_evicted() -> None:
     scheduler = caching(num_blocks=4)
     submit(scheduler, "a", [1] * 8, max_output=9)
     step(scheduler, token=1)
@@ -280,10 +280,10 @@ def test_what_somebody_holds_is_never_evicted() -> None:
         assert scheduler.block_pool.find(make_key(Root(), [1] * 4)) is not None
 
 
-def test_blocks_that_hold_nothing_are_taken_before_any_is_evicted() -> None:
+def test_empty_blocks_are_taken_before_any_block_is_evicted() -> None:
     scheduler = caching(num_blocks=5)
     compute(scheduler, "a", [1] * 8)
-    compute(scheduler, "b", [2] * 3)  # not full: its block is free again
+    compute(scheduler, "b", [2] * 3)  # its block is not full, so it is free again
     compute(scheduler, "c", [3] * 12)
     pool = scheduler.block_pool
     assert (pool.num_used, pool.num_cached, pool.num_free) == (0, 5, 0)
@@ -304,7 +304,7 @@ def test_blocks_are_used_cached_or_free() -> None:
     assert (pool.num_used, pool.num_cached, pool.num_free) == (2, 1, 7)
 
 
-def test_cached_blocks_are_room_for_newcomers_and_shared_ones_need_none() -> None:
+def test_cached_blocks_are_available_to_new_sequences_and_shared_blocks_need_no_room() -> None:
     scheduler = caching(num_blocks=4)
     compute(scheduler, "old", [1] * 16)
     submit(scheduler, "a", [2] * 9)

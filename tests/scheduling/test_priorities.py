@@ -1,4 +1,4 @@
-"""Lower priorities run first, first come first served within, and whoever waits ages."""
+"""Lower priority values run first, equal ones in order of arrival, and waiting sequences age."""
 
 import random
 from typing import Any
@@ -43,7 +43,7 @@ actions = st.lists(
 
 
 @given(st.none() | st.integers(1, 7), actions, st.booleans())
-def test_the_best_is_the_best_by_the_formula_word_for_word(
+def test_the_best_sequence_is_the_best_by_the_formula(
     aging_steps: int | None, actions: list[tuple[str, int]], seldom_tidied: bool
 ) -> None:
     most_stale, waiting_queue.MAX_STALE = waiting_queue.MAX_STALE, 64 if seldom_tidied else 1
@@ -84,7 +84,7 @@ def test_the_best_is_the_best_by_the_formula_word_for_word(
         waiting_queue.MAX_STALE = most_stale
 
 
-def test_the_best_is_known_at_once_however_many_have_left() -> None:
+def test_the_queue_drops_the_entries_of_sequences_that_have_left() -> None:
     queue = WaitingQueue(ServiceOrder(10))
     for number in range(10_000):
         sequence = new_sequence(number, number % 5, number // 100)
@@ -95,17 +95,17 @@ def test_the_best_is_known_at_once_however_many_have_left() -> None:
     assert queue.best(100) is queue.get(7_777)
 
 
-# ------------------------------------------------------------------------------------- who comes in
+# ------------------------------------------------------------------------------------- admission
 
 
-def test_lower_priorities_come_first_and_of_equals_who_came_first() -> None:
+def test_lower_priority_values_come_first_and_equal_ones_in_order_of_arrival() -> None:
     scheduler = by_priority(max_num_seqs=1)
     for name, priority in [("a", 2), ("b", 0), ("c", 1), ("d", 0)]:
         submit(scheduler, name, 1, max_output=1, priority=priority)
     assert [step(scheduler) for _ in range(4)] == [[(1, 0, 1)], [(3, 0, 1)], [(2, 0, 1)], [(0, 0, 1)]]
 
 
-def test_without_the_policy_priorities_do_not_count() -> None:
+def test_without_the_policy_priorities_are_ignored() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     for name, priority in [("a", 2), ("b", 0)]:
         submit(scheduler, name, 1, max_output=1, priority=priority)
@@ -124,7 +124,7 @@ def test_prefills_share_the_budget_by_priority() -> None:
     assert step(scheduler) == [(1, 8, 9), (0, 9, 10), (2, 1, 5)], "decodes first, the better one before the other"
 
 
-def test_one_that_waited_long_enough_goes_before_a_better_one() -> None:
+def test_a_sequence_that_waited_long_enough_precedes_one_with_a_better_priority() -> None:
     scheduler = by_priority(aging_steps=3, max_num_seqs=1)
     submit(scheduler, "runs", 1, max_output=6, priority=-10)
     step(scheduler)
@@ -138,7 +138,7 @@ def test_one_that_waited_long_enough_goes_before_a_better_one() -> None:
 # ------------------------------------------------------------------------------------- preemption
 
 
-def test_for_a_better_one_the_worst_gives_up_its_slot() -> None:
+def test_the_worst_sequence_gives_up_its_slot_for_a_better_one() -> None:
     scheduler = by_priority(max_num_seqs=2)
     submit(scheduler, "a", 2, priority=1)
     submit(scheduler, "b", 2, priority=2)
@@ -151,7 +151,7 @@ def test_for_a_better_one_the_worst_gives_up_its_slot() -> None:
     assert waiting(scheduler) == [1]
 
 
-def test_for_a_better_one_the_worst_give_up_their_blocks_as_many_as_needed() -> None:
+def test_the_worst_sequences_give_up_as_many_blocks_as_a_better_one_needs() -> None:
     scheduler = by_priority(num_blocks=10)
     for name, priority in [("a", 0), ("b", 2), ("c", 3)]:
         submit(scheduler, name, 3, priority=priority)
@@ -163,7 +163,7 @@ def test_for_a_better_one_the_worst_give_up_their_blocks_as_many_as_needed() -> 
     assert waiting(scheduler) == [1, 2]
 
 
-def test_nobody_is_preempted_in_vain() -> None:
+def test_no_sequence_is_preempted_if_that_does_not_help() -> None:
     scheduler = by_priority(num_blocks=12)
     submit(scheduler, "a", 8, max_output=2, priority=0)
     submit(scheduler, "b", 1, priority=2)
@@ -172,7 +172,7 @@ def test_nobody_is_preempted_in_vain() -> None:
     assert step(scheduler) == [(0, 8, 9), (1, 1, 2)], "three blocks are available, b could give one, c needs nine"
 
 
-def test_nobody_is_preempted_for_blocks_that_can_be_shared() -> None:
+def test_no_sequence_is_preempted_for_blocks_that_can_be_shared() -> None:
     scheduler = by_priority(num_blocks=11, enable_prefix_caching=True)
     submit(scheduler, "a", 6, priority=0)
     submit(scheduler, "b", [1, 2], priority=2)
@@ -181,7 +181,7 @@ def test_nobody_is_preempted_for_blocks_that_can_be_shared() -> None:
     assert step(scheduler) == [(0, 6, 7), (1, 2, 3), (2, 6, 7)], "c needs one block, of the three that are available"
 
 
-def test_blocks_that_a_victim_shares_with_others_are_not_counted_on() -> None:
+def test_blocks_that_a_victim_shares_are_not_counted_as_freed() -> None:
     scheduler = by_priority(num_blocks=10, enable_prefix_caching=True)
     submit(scheduler, "a", 6, max_output=2, priority=0)
     submit(scheduler, "b", [*range(100, 106), 50], priority=2)
@@ -192,7 +192,7 @@ def test_blocks_that_a_victim_shares_with_others_are_not_counted_on() -> None:
     assert scheduler.num_preemptions == 0
 
 
-def test_equals_never_preempt_each_other_however_long_one_waits() -> None:
+def test_equal_priorities_never_preempt_each_other() -> None:
     scheduler = by_priority(aging_steps=2, max_num_seqs=1)
     submit(scheduler, "a", 1, max_output=40)
     submit(scheduler, "b", 1, max_output=40)
@@ -201,7 +201,7 @@ def test_equals_never_preempt_each_other_however_long_one_waits() -> None:
     assert step(scheduler) == [(1, 0, 1)]
 
 
-def test_one_that_has_aged_to_the_top_is_not_preempted_by_a_later_arrival() -> None:
+def test_a_sequence_aged_to_the_top_is_not_preempted_by_a_later_arrival() -> None:
     scheduler = by_priority(aging_steps=3, max_num_seqs=1)
     submit(scheduler, "better", 1, max_output=6, priority=0)
     submit(scheduler, "aged", 1, max_output=100, priority=2)
@@ -229,7 +229,7 @@ def test_a_preempted_sequence_keeps_its_age() -> None:
     assert step(scheduler) == [(0, 0, 9)], "more than ten steps old, so as good as the better one, and here before it"
 
 
-def test_a_preempted_sequence_loses_no_token_already_given_out() -> None:
+def test_a_preempted_sequence_loses_no_reported_token() -> None:
     scheduler = by_priority(max_num_seqs=1)
     submit(scheduler, "a", 2, max_output=5, priority=1)
     sequence = next(scheduler.sequences())
@@ -245,7 +245,7 @@ def test_a_preempted_sequence_loses_no_token_already_given_out() -> None:
     assert sequence.token_ids == [100, 101, 7, 8, 9]
 
 
-def test_when_blocks_run_out_the_worst_goes_not_the_last_to_come() -> None:
+def test_when_blocks_run_out_the_worst_sequence_is_preempted_not_the_last_to_arrive() -> None:
     scheduler = by_priority(num_blocks=4)
     submit(scheduler, "a", 2, priority=1)
     submit(scheduler, "b", 2, priority=0)
@@ -254,7 +254,7 @@ def test_when_blocks_run_out_the_worst_goes_not_the_last_to_come() -> None:
     assert waiting(scheduler) == [0]
 
 
-def test_the_queue_is_listed_in_the_order_in_which_it_is_served() -> None:
+def test_the_queue_is_listed_in_its_order_of_service() -> None:
     scheduler = by_priority(max_num_seqs=2)
     for name, priority in [("a", 3), ("b", 1), ("c", 2), ("d", 1), ("e", 0)]:
         submit(scheduler, name, 1, priority=priority)

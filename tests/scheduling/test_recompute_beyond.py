@@ -1,4 +1,4 @@
-"""A sequence that outgrows a length is computed anew, because the model sees all of it differently from then on."""
+"""A sequence that outgrows a length is computed again, because the model sees all of it differently from then on."""
 
 from inflight.contracts.plan import Span
 from tests.scheduling.helpers import (
@@ -10,7 +10,7 @@ from tests.scheduling.helpers import (
 )
 
 
-def test_a_sequence_that_grows_past_the_length_is_computed_anew_in_its_slot_and_blocks() -> None:
+def test_a_sequence_that_outgrows_the_length_is_recomputed_in_its_slot_and_blocks() -> None:
     scheduler = make_scheduler(recompute_beyond=4)
     submit(scheduler, "a", 3)
     assert [step(scheduler) for _ in range(2)] == [[(0, 0, 3)], [(0, 3, 4)]]
@@ -24,13 +24,13 @@ def test_a_sequence_that_grows_past_the_length_is_computed_anew_in_its_slot_and_
     assert scheduler.num_preemptions == 0
 
 
-def test_a_prompt_that_is_beyond_the_length_from_the_beginning_is_computed_once() -> None:
+def test_a_prompt_that_starts_beyond_the_length_is_computed_once() -> None:
     scheduler = make_scheduler(recompute_beyond=4)
     submit(scheduler, "a", 5)
     assert [step(scheduler) for _ in range(2)] == [[(0, 0, 5)], [(0, 5, 6)]]
 
 
-def test_every_chunk_says_how_long_its_whole_sequence_is() -> None:
+def test_every_chunk_carries_the_length_of_its_whole_sequence() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=4)
     submit(scheduler, "a", 10)
     lengths = []
@@ -41,7 +41,7 @@ def test_every_chunk_says_how_long_its_whole_sequence_is() -> None:
     assert lengths == [10, 10, 10, 11]
 
 
-def test_decodes_do_not_wait_while_an_older_sequence_is_computed_anew() -> None:
+def test_decodes_do_not_wait_while_an_older_sequence_is_recomputed() -> None:
     scheduler = make_scheduler(recompute_beyond=4, max_num_batched_tokens=4)
     submit(scheduler, "a", 3)
     submit(scheduler, "b", 1)

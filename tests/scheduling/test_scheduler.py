@@ -1,4 +1,4 @@
-"""What the scheduler promises, one example each, of plain scheduling: nobody shares anything here."""
+"""The promises of plain scheduling without sharing, with one example each."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_a_prompt_is_computed_in_one_span_then_each_token_in_a_span_of_one() -> 
     )
 
 
-def test_a_committed_step_says_what_it_gave_to_whom() -> None:
+def test_a_committed_step_reports_which_sequence_got_which_tokens() -> None:
     scheduler = make_scheduler()
     submit(scheduler, "a", 3, max_output=2)
     (first,) = commit(scheduler, plan_of(scheduler), token=8)
@@ -42,7 +42,7 @@ def test_a_committed_step_says_what_it_gave_to_whom() -> None:
     assert last.sequence.num_output_tokens == 2
 
 
-def test_when_nothing_is_left_there_is_no_plan() -> None:
+def test_without_sequences_there_is_no_plan() -> None:
     scheduler = make_scheduler()
     assert scheduler.plan() is None
     submit(scheduler, "a", 3, max_output=1)
@@ -61,14 +61,14 @@ def test_a_stop_token_ends_a_sequence_and_is_part_of_it() -> None:
     assert progress.sequence.token_ids == [100, TOKEN, 9]
 
 
-def test_a_stop_token_that_comes_before_the_least_number_of_tokens_is_one_like_others() -> None:
+def test_a_stop_token_before_min_tokens_is_an_ordinary_token() -> None:
     scheduler = make_scheduler()
     submit(scheduler, "a", 1, stop_token_ids=frozenset({9}), min_output_tokens=3)
     assert [step(scheduler, token=9) for _ in range(3)] == [[(0, 0, 1)], [(0, 1, 2)], [(0, 2, 3)]]
     assert scheduler.plan() is None
 
 
-def test_a_stop_token_at_the_greatest_length_counts_as_stop() -> None:
+def test_a_stop_token_at_the_length_limit_counts_as_stop() -> None:
     scheduler = make_scheduler()
     submit(scheduler, "a", 1, max_output=1, stop_token_ids=frozenset({9}))
     (progress,) = commit(scheduler, plan_of(scheduler), token=9)
@@ -76,7 +76,7 @@ def test_a_stop_token_at_the_greatest_length_counts_as_stop() -> None:
 
 
 @pytest.mark.parametrize(("sampled", "taken"), [([7, 7, 7, 7, 7], [7, 7, 7]), ([7, 9, 7], [7, 9]), ([7, 8], [7, 8])])
-def test_of_several_tokens_sampled_at_once_those_up_to_the_end_are_taken(sampled: list[int], taken: list[int]) -> None:
+def test_tokens_sampled_after_the_end_of_a_sequence_are_dropped(sampled: list[int], taken: list[int]) -> None:
     scheduler = make_scheduler()
     submit(scheduler, "a", 2, max_output=3, stop_token_ids=frozenset({9}))
     (progress,) = scheduler.commit(plan_of(scheduler), [sampled])
@@ -84,7 +84,7 @@ def test_of_several_tokens_sampled_at_once_those_up_to_the_end_are_taken(sampled
     assert progress.sequence.token_ids == [100, 101, *taken]
 
 
-def test_the_tokens_of_a_step_that_gave_several_are_owed_together() -> None:
+def test_several_tokens_of_one_step_are_computed_together_in_the_next() -> None:
     scheduler = make_scheduler()
     submit(scheduler, "a", 2)
     scheduler.commit(plan_of(scheduler), [[7, 8, 9]])
@@ -93,10 +93,10 @@ def test_the_tokens_of_a_step_that_gave_several_are_owed_together() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------- many at once
+# ------------------------------------------------------------------------------------- many sequences
 
 
-def test_prompts_are_computed_beside_each_other_and_beside_decodes() -> None:
+def test_prompts_and_decodes_are_computed_in_the_same_step() -> None:
     scheduler = make_scheduler()
     submit(scheduler, "a", 3)
     step(scheduler)
@@ -106,7 +106,7 @@ def test_prompts_are_computed_beside_each_other_and_beside_decodes() -> None:
     assert step(scheduler) == [(0, 4, 5), (1, 5, 6), (2, 2, 3)]
 
 
-def test_the_slot_of_a_finished_sequence_is_taken_in_the_very_next_step() -> None:
+def test_the_slot_of_a_finished_sequence_is_reused_in_the_next_step() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     submit(scheduler, "a", 3, max_output=1)
     submit(scheduler, "b", 3)
@@ -118,7 +118,7 @@ def test_the_slot_of_a_finished_sequence_is_taken_in_the_very_next_step() -> Non
     assert plan.released_slots == (0,)
 
 
-def test_a_slot_given_up_is_reported_once() -> None:
+def test_a_released_slot_is_reported_once() -> None:
     scheduler = make_scheduler()
     submit(scheduler, "a", 1)
     submit(scheduler, "b", 1)
@@ -131,7 +131,7 @@ def test_a_slot_given_up_is_reported_once() -> None:
     assert plan_of(scheduler).released_slots == ()
 
 
-def test_a_running_sequence_keeps_its_slot_and_newcomers_take_the_lowest_free_one() -> None:
+def test_a_running_sequence_keeps_its_slot_and_new_ones_take_the_lowest_free_slot() -> None:
     scheduler = make_scheduler(max_num_seqs=4)
     for name in "abcd":
         submit(scheduler, name, 1)
@@ -153,7 +153,7 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_and_only_the_last
     assert [plan.spans[0].num_logit_rows for plan in plans] == [0, 0, 1, 1]
 
 
-def test_decodes_ride_in_the_same_step_before_the_chunks_of_a_long_prompt() -> None:
+def test_decodes_are_scheduled_before_the_chunks_of_a_long_prompt_in_the_same_step() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=4)
     submit(scheduler, "a", 1)
     submit(scheduler, "b", 1)
@@ -164,7 +164,7 @@ def test_decodes_ride_in_the_same_step_before_the_chunks_of_a_long_prompt() -> N
     assert step(scheduler) == [(0, 3, 4), (1, 3, 4), (2, 4, 5)]
 
 
-def test_a_decode_goes_before_the_chunk_of_an_older_prompt() -> None:
+def test_a_decode_precedes_the_chunk_of_an_older_prompt() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=5)
     submit(scheduler, "old", 4)
     submit(scheduler, "young", 1)
@@ -181,8 +181,8 @@ def test_a_step_has_no_more_tokens_than_the_budget_and_no_more_sequences_than_sl
     assert step(scheduler) == [(0, 2, 3), (1, 2, 3), (2, 1, 2)], "two tokens of the budget are left, but no slot"
 
 
-def test_no_more_run_than_can_each_get_a_token_in_one_step() -> None:
-    """Else some decode would have to wait, or the budget be broken."""
+def test_no_more_sequences_run_than_the_budget_has_tokens() -> None:
+    """Otherwise, some decode would have to wait, or the step would exceed the budget."""
     scheduler = make_scheduler(max_num_seqs=8, max_num_batched_tokens=4)
     submit(scheduler, "a", 3, num_sequences=7)
     for _ in range(5):
@@ -199,7 +199,7 @@ def test_with_a_budget_of_one_token_one_sequence_runs_at_a_time() -> None:
     assert [step(scheduler) for _ in range(4)] == [[(0, 0, 1)], [(0, 1, 2)], [(0, 2, 3)], [(1, 0, 1)]]
 
 
-def test_first_come_first_served_even_where_a_later_one_would_fit() -> None:
+def test_sequences_are_admitted_in_order_even_if_a_later_one_would_fit() -> None:
     scheduler = make_scheduler(num_blocks=10)
     submit(scheduler, "a", 6, max_output=2)
     submit(scheduler, "big", 8, max_output=2)
@@ -209,7 +209,7 @@ def test_first_come_first_served_even_where_a_later_one_would_fit() -> None:
     assert step(scheduler) == [(1, 0, 8), (2, 0, 1)]
 
 
-def test_a_sequence_comes_in_only_when_there_is_room_for_all_that_it_owes() -> None:
+def test_a_sequence_is_admitted_only_if_all_its_owed_tokens_fit() -> None:
     scheduler = make_scheduler(num_blocks=10, max_num_batched_tokens=9)
     submit(scheduler, "a", 5, max_output=3)
     submit(scheduler, "b", 7, max_output=1)
@@ -228,10 +228,10 @@ def test_a_request_with_several_sequences_gives_each_its_own_stream() -> None:
     assert not scheduler.is_unfinished("a")
 
 
-# ------------------------------------------------------------------------------------- prefills beside decodes
+# ------------------------------------------------------------------------------------- prefills with decodes
 
 
-def test_prefills_beside_decodes_get_no_more_than_their_own_limit() -> None:
+def test_prefills_stay_within_their_limit_while_there_are_decodes() -> None:
     scheduler = make_scheduler(max_prefill_tokens_per_step=4)
     submit(scheduler, "a", 10)
     submit(scheduler, "b", 1)
@@ -243,7 +243,7 @@ def test_prefills_beside_decodes_get_no_more_than_their_own_limit() -> None:
     assert step(scheduler) == [(0, 12, 13), (1, 3, 4), (2, 6, 7), (3, 2, 3)]
 
 
-def test_the_token_of_a_preempted_decode_is_not_a_prefills_beyond_its_limit() -> None:
+def test_the_token_of_a_preempted_decode_does_not_extend_the_prefill_limit() -> None:
     scheduler = make_scheduler(num_blocks=8, max_prefill_tokens_per_step=3)
     submit(scheduler, "long", 1)
     submit(scheduler, "too", 1)

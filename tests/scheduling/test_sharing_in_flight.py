@@ -1,5 +1,5 @@
-"""Requests that arrive together compute what they have in common once, in the same step, whatever becomes of the one
-that computes it."""
+"""Requests that arrive together compute their common prefix once, in the same step, even if the computing request
+ends."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ def sharing(num_blocks: int = 100, block_size: int = 4, **options: Any) -> Sched
 
 
 def submit_many(scheduler: Scheduler, prefix: int = PREFIX) -> None:
-    """Requests with a common prefix, each with a suffix of its own."""
+    """Requests with a common prefix and individual suffixes."""
     for number in range(NUM_REQUESTS):
         submit(scheduler, f"{number}", [*range(prefix), *[1000 + number] * SUFFIX], max_output=2)
 
 
 def num_prompt_tokens_computed(scheduler: Scheduler) -> int:
-    """Run to the end; how many prompt tokens the steps computed."""
+    """Run to the end, and return how many prompt tokens the steps computed."""
     num_computed = 0
     while scheduler.num_running + scheduler.num_waiting:
         plan = plan_of(scheduler)
@@ -41,7 +41,7 @@ def test_32_requests_with_a_common_prefix_compute_it_once(budget: int, max_num_s
     assert num_prompt_tokens_computed(scheduler) == PREFIX + NUM_REQUESTS * SUFFIX
 
 
-def test_all_of_it_in_the_same_step_if_the_budget_allows() -> None:
+def test_a_common_prefix_is_shared_within_one_step_if_the_budget_allows() -> None:
     scheduler = sharing(
         1000, BLOCK_SIZE, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=PREFIX + NUM_REQUESTS * SUFFIX
     )
@@ -54,14 +54,14 @@ def test_all_of_it_in_the_same_step_if_the_budget_allows() -> None:
     assert len({table[-1] for table in tables.values()}) == NUM_REQUESTS
 
 
-def test_a_prefix_that_ends_within_a_block_is_shared_up_to_the_block() -> None:
+def test_a_prefix_that_ends_inside_a_block_is_shared_up_to_that_block() -> None:
     scheduler = sharing(1000, BLOCK_SIZE, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=4096)
     submit_many(scheduler, prefix=PREFIX + 5)
     assert num_prompt_tokens_computed(scheduler) == PREFIX + NUM_REQUESTS * (5 + SUFFIX)
 
 
 def common(scheduler: Scheduler) -> None:
-    """Three requests of three blocks in common and a token of their own; four blocks each."""
+    """Three requests with three common blocks and one token of their own, so four blocks each."""
     for number in range(3):
         submit(scheduler, f"{number}", [*range(12), 50 + number])
 
@@ -80,7 +80,7 @@ def test_when_the_leader_is_aborted_midway_another_takes_over(how: str) -> None:
     assert step(scheduler) == [(1, 10, 13), (2, 12, 13)]
 
 
-def test_when_the_leader_is_aborted_in_the_step_that_computes_for_all_the_others_keep_it() -> None:
+def test_followers_keep_a_prefix_whose_leader_is_aborted_in_the_step_that_computes_it() -> None:
     scheduler = sharing()
     common(scheduler)
     plan = plan_of(scheduler)
@@ -91,7 +91,8 @@ def test_when_the_leader_is_aborted_in_the_step_that_computes_for_all_the_others
 
 
 def test_when_the_leader_is_preempted_midway_another_takes_over() -> None:
-    """A better one comes and takes the leader's slot; then another of the same prefix goes on where it was."""
+    """A better request takes the leader's slot; then another request with the same prefix continues where the leader
+    was."""
     scheduler = sharing(max_num_batched_tokens=6, max_num_seqs=1, aging_steps=100)
     submit(scheduler, "leader", [*range(12), 50], priority=5)
     assert step(scheduler) == [(0, 0, 6)]
@@ -102,7 +103,7 @@ def test_when_the_leader_is_preempted_midway_another_takes_over() -> None:
     assert step(scheduler) == [(0, 12, 13)], "and the leader follows"
 
 
-def test_when_blocks_run_out_before_a_follower_is_served_the_leaders_prefix_is_still_there() -> None:
+def test_the_prefix_of_the_leader_remains_if_blocks_run_out_before_a_follower_is_served() -> None:
     scheduler = sharing(num_blocks=5)
     common(scheduler)
     assert step(scheduler) == [(0, 0, 13), (1, 12, 13)], "three blocks and one each"
@@ -115,7 +116,7 @@ def test_when_blocks_run_out_before_a_follower_is_served_the_leaders_prefix_is_s
     assert step(scheduler) == [(1, 12, 17)]
 
 
-def test_of_a_failed_step_nothing_is_found() -> None:
+def test_blocks_of_a_failed_step_are_not_found() -> None:
     scheduler = sharing()
     submit(scheduler, "a", [*range(12), 50])
     assert scheduler.fail(plan_of(scheduler)) != []
@@ -133,7 +134,7 @@ def test_a_failed_step_keeps_what_earlier_steps_computed() -> None:
     assert step(scheduler) == [(1, 8, 13)]
 
 
-def test_whoever_counted_on_a_discarded_step_starts_over() -> None:
+def test_a_sequence_that_relied_on_a_discarded_step_starts_over() -> None:
     scheduler = sharing()
     common(scheduler)
     plan = plan_of(scheduler)
@@ -147,13 +148,13 @@ def test_whoever_counted_on_a_discarded_step_starts_over() -> None:
     assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (39, 24)
 
 
-def test_whoever_counted_on_a_failed_step_without_being_part_of_it_starts_over() -> None:
-    """With the budget used up, a running sequence shares a block in flight and gets no token."""
+def test_a_sequence_outside_a_failed_step_that_relied_on_it_starts_over() -> None:
+    """The budget is used up, so a running sequence shares a block in flight and gets no token."""
     scheduler = sharing(max_num_batched_tokens=9, recompute_beyond=8)
     submit(scheduler, "a", [1] * 8)
     submit(scheduler, "b", [1])
     plan = plan_of(scheduler)
-    scheduler.commit(plan, [[1], [1] * 8])  # both are to be computed anew: nine tokens each
+    scheduler.commit(plan, [[1], [1] * 8])  # both have to be recomputed: nine tokens each
     plan = plan_of(scheduler)
     assert spans_of(plan) == [(0, 0, 9)]
     follower = scheduler.running(1)
@@ -163,7 +164,7 @@ def test_whoever_counted_on_a_failed_step_without_being_part_of_it_starts_over()
     assert step(scheduler) == [(1, 0, 9)]
 
 
-def test_a_discarded_step_leaves_decodes_as_they_were() -> None:
+def test_a_discarded_step_does_not_change_decodes() -> None:
     scheduler = sharing()
     submit(scheduler, "a", [*range(12), 50])
     step(scheduler)
@@ -174,14 +175,14 @@ def test_a_discarded_step_leaves_decodes_as_they_were() -> None:
     assert tables_of(plan) == tables
 
 
-def test_requests_of_other_salts_share_nothing_in_flight_either() -> None:
+def test_requests_with_different_salts_share_nothing_in_flight() -> None:
     scheduler = sharing()
     for salt in (None, "a", "b", "a"):
         submit(scheduler, f"{salt} {scheduler.num_waiting}", [*range(12), 50], cache_salt=salt)
     assert step(scheduler) == [(0, 0, 13), (1, 0, 13), (2, 0, 13), (3, 12, 13)]
 
 
-def test_a_block_that_a_decode_is_about_to_fill_is_not_counted_on() -> None:
+def test_a_block_that_a_decode_is_about_to_fill_is_not_shared() -> None:
     scheduler = sharing()
     submit(scheduler, "a", [1, 1, 1])
     step(scheduler, token=1)

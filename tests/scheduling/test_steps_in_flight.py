@@ -1,4 +1,4 @@
-"""A step in flight: what is ended meanwhile, how it lands, what a plan is."""
+"""A step in flight: sequences that end meanwhile, how the step lands, and what a plan contains."""
 
 import pickle
 
@@ -17,10 +17,10 @@ from tests.scheduling.helpers import (
     submit,
 )
 
-# ------------------------------------------------------------------------------------- ended from outside
+# ------------------------------------------------------------------------------------- abort and finish
 
 
-def test_abort_ends_all_unfinished_sequences_of_a_request_running_or_waiting() -> None:
+def test_abort_ends_all_running_and_waiting_sequences_of_a_request() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     submit(scheduler, "a", 2, num_sequences=3)
     submit(scheduler, "b", 2)
@@ -35,7 +35,7 @@ def test_abort_ends_all_unfinished_sequences_of_a_request_running_or_waiting() -
     assert step(scheduler) == [(3, 0, 2)]
 
 
-def test_whoever_is_unknown_or_finished_can_be_aborted_and_finished_to_no_effect() -> None:
+def test_aborting_or_finishing_an_unknown_or_finished_sequence_has_no_effect() -> None:
     scheduler = make_scheduler()
     assert scheduler.abort("nobody") == []
     assert scheduler.finish(5, "stop") is None
@@ -65,7 +65,7 @@ def test_a_sequence_aborted_in_flight_keeps_its_slot_and_blocks_until_the_step_i
     assert slots_of(plan_of(scheduler)) == {1: 1, 2: 0}
 
 
-def test_a_running_sequence_that_is_not_in_the_step_in_flight_lets_go_at_once() -> None:
+def test_an_aborted_sequence_outside_the_step_in_flight_releases_its_blocks_at_once() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=6)
     submit(scheduler, "a", 3)
     submit(scheduler, "b", 3)
@@ -75,7 +75,7 @@ def test_a_running_sequence_that_is_not_in_the_step_in_flight_lets_go_at_once() 
     assert (aborted.slot, list(aborted.block_tables[0])) == (None, [])
 
 
-def test_blocks_are_kept_for_the_step_in_flight_alone_and_free_after_it_failed_or_was_discarded() -> None:
+def test_blocks_are_kept_only_for_the_step_in_flight_and_freed_after_a_failure_or_discard() -> None:
     for let_go in (lambda scheduler, plan: scheduler.fail(plan), lambda scheduler, plan: scheduler.discard()):
         scheduler = make_scheduler()
         submit(scheduler, "a", 3)
@@ -86,7 +86,7 @@ def test_blocks_are_kept_for_the_step_in_flight_alone_and_free_after_it_failed_o
         assert scheduler.block_pool.num_available == 100
 
 
-def test_finish_keeps_the_first_tokens_of_the_output() -> None:
+def test_finish_keeps_the_given_number_of_output_tokens() -> None:
     scheduler = make_scheduler()
     submit(scheduler, "a", 2)
     submit(scheduler, "b", 2)
@@ -100,7 +100,7 @@ def test_finish_keeps_the_first_tokens_of_the_output() -> None:
     assert scheduler.block_pool.num_available == 100
 
 
-def test_a_failed_step_ends_its_sequences_with_error_and_nobody_else() -> None:
+def test_a_failed_step_ends_only_its_own_sequences_with_error() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     for name in "abc":
         submit(scheduler, name, 2)
@@ -111,7 +111,7 @@ def test_a_failed_step_ends_its_sequences_with_error_and_nobody_else() -> None:
     assert step(scheduler) == [(2, 0, 2)]
 
 
-def test_a_failed_step_does_not_end_again_what_was_aborted_in_flight() -> None:
+def test_a_failed_step_does_not_end_an_aborted_sequence_again() -> None:
     scheduler = make_scheduler()
     submit(scheduler, "a", 2)
     submit(scheduler, "b", 2)
@@ -149,7 +149,7 @@ def test_only_the_step_in_flight_can_land_and_only_once() -> None:
 
 def test_a_discarded_step_is_planned_again() -> None:
     scheduler = make_scheduler()
-    scheduler.discard()  # nothing in flight, nothing to forget
+    scheduler.discard()  # nothing is in flight, so nothing is discarded
     submit(scheduler, "a", 2)
     submit(scheduler, "b", 3)
     step(scheduler)
@@ -158,7 +158,7 @@ def test_a_discarded_step_is_planned_again() -> None:
     assert plan_of(scheduler) == plan
 
 
-def test_the_slots_that_a_discarded_step_was_to_release_are_reported_again() -> None:
+def test_slots_that_a_discarded_step_should_have_released_are_reported_again() -> None:
     scheduler = make_scheduler()
     submit(scheduler, "a", 2, max_output=1)
     submit(scheduler, "b", 2)
@@ -168,7 +168,7 @@ def test_the_slots_that_a_discarded_step_was_to_release_are_reported_again() -> 
     assert plan_of(scheduler).released_slots == (0,)
 
 
-def test_a_plan_does_not_change_with_what_happens_after_it() -> None:
+def test_a_plan_is_not_changed_by_later_events() -> None:
     scheduler = make_scheduler(block_size=2)
     submit(scheduler, "a", 2)
     plan = plan_of(scheduler)

@@ -1,4 +1,4 @@
-"""Groups that keep a window let go of what has left it; a prefix is found if what is seen from behind it is there."""
+"""Window groups release blocks outside the window; a prefix is found if the part that later tokens see is cached."""
 
 import pytest
 
@@ -11,16 +11,16 @@ WINDOW = CacheGroup(window=6)
 
 
 def windowed(num_blocks: int = 100, **options: bool | int) -> Scheduler:
-    """Two tokens a block: a group that keeps all, and one that keeps six."""
+    """Blocks of two tokens, one group that keeps all tokens, and one that keeps six."""
     return make_scheduler(num_blocks, 2, cache_groups=(ALL_TOKENS, WINDOW), **options)  # type: ignore[arg-type]
 
 
 def num_kept(plan: StepPlan) -> list[int]:
-    """Blocks of the first span's sequence in each group."""
+    """The number of blocks that the first span's sequence has in each group."""
     return [len(table) - table.count(NO_BLOCK) for (table, *_) in plan.tables]
 
 
-def test_a_long_sequence_takes_blocks_of_its_window_only() -> None:
+def test_a_long_sequence_holds_only_the_blocks_of_its_window() -> None:
     scheduler = windowed()
     submit(scheduler, "a", 3, max_output=61)
     kept = []
@@ -33,8 +33,8 @@ def test_a_long_sequence_takes_blocks_of_its_window_only() -> None:
     assert scheduler.block_pool.num_used == 0
 
 
-def test_blocks_that_left_a_window_are_there_for_others() -> None:
-    """Twice twelve blocks do not fit without that."""
+def test_blocks_that_left_a_window_are_available_to_other_sequences() -> None:
+    """Otherwise, two sequences of twelve blocks would not fit."""
     scheduler = windowed(num_blocks=34)
     for name in ("a", "b"):
         submit(scheduler, name, 4, max_output=20)
@@ -42,7 +42,7 @@ def test_blocks_that_left_a_window_are_there_for_others() -> None:
     assert scheduler.num_preemptions == 0
 
 
-def test_a_prompt_in_chunks_is_admitted_where_it_would_not_fit_at_once() -> None:
+def test_a_chunked_prompt_is_admitted_if_it_would_not_fit_as_a_whole() -> None:
     scheduler = windowed(num_blocks=16, max_num_batched_tokens=4)
     submit(scheduler, "a", 20, max_output=1)
     spans = [step(scheduler) for _ in range(5)]
@@ -64,8 +64,8 @@ def test_a_prefix_is_found_by_its_last_window() -> None:
 
 
 @pytest.mark.parametrize(("group", "index", "found"), [(0, 6, 12), (1, 7, 14), (1, 5, 10), (1, 0, 16), (0, 0, 0)])
-def test_a_prefix_ends_where_something_that_is_seen_from_behind_it_is_gone(group: int, index: int, found: int) -> None:
-    """Of 16 tokens in 8 blocks: five before the next token are seen through the window, so three blocks."""
+def test_a_prefix_is_not_found_if_a_visible_block_before_its_end_is_gone(group: int, index: int, found: int) -> None:
+    """There are 16 tokens in 8 blocks. The window shows five tokens before the next one, so three blocks."""
     scheduler = windowed(enable_prefix_caching=True)
     submit(scheduler, "a", 17, max_output=1)
     plan = plan_of(scheduler)
@@ -78,7 +78,7 @@ def test_a_prefix_ends_where_something_that_is_seen_from_behind_it_is_gone(group
 @pytest.mark.parametrize("prompt_len", range(7, 15))
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_a_prompt_is_computed_once_for_all_its_sequences(prompt_len: int, enable_prefix_caching: bool) -> None:
-    """Wherever its window begins in a block."""
+    """This holds for every position in a block at which the window begins."""
     scheduler = windowed(enable_prefix_caching=enable_prefix_caching)
     submit(scheduler, "a", prompt_len, num_sequences=3, max_output=9)
     assert step(scheduler) == [(0, 0, prompt_len)]
@@ -86,7 +86,7 @@ def test_a_prompt_is_computed_once_for_all_its_sequences(prompt_len: int, enable
     assert step(scheduler) == [(0, prompt_len, prompt_len + 1), *again]
 
 
-def test_who_comes_when_the_window_has_moved_on_computes_the_prompt_again() -> None:
+def test_a_sequence_that_arrives_after_the_window_has_moved_computes_the_prompt_again() -> None:
     scheduler = windowed(max_num_seqs=2)
     submit(scheduler, "first", 3, max_output=6)
     submit(scheduler, "a", 9, num_sequences=2, max_output=20)

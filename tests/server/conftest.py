@@ -1,4 +1,4 @@
-"""The embedded model served, and the same without a server: each once for all tests that leave it as it was."""
+"""The embedded model with and without a server, each shared by all tests that leave it unchanged."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def shared_server() -> Iterator[RunningServer]:
 
 @pytest.fixture
 def server(shared_server: RunningServer) -> Iterator[RunningServer]:
-    """Idle before and after the test."""
+    """The shared server, idle before and after the test."""
     shared_server.observer.take_reasons()
     yield shared_server
     shared_server.check_idle()

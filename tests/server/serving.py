@@ -1,4 +1,4 @@
-"""A server on a free port of this machine, in a thread of its own, and what tests ask it with."""
+"""A server on a free local port, in its own thread, and clients for tests."""
 
 import asyncio
 import json
@@ -26,11 +26,11 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% if not loop.last or add_generation_prompt %};{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
-"""Shows what it was given, in characters that tiny models know."""
+"""A template that shows its input, in characters that tiny models know."""
 
 
 class RecordedRequests(RequestObserver):
-    """Keeps what it is told of."""
+    """Keeps every request that is reported to it."""
 
     def __init__(self) -> None:
         self.running: dict[str, tuple[int, SamplingParams]] = {}
@@ -50,7 +50,7 @@ class RecordedRequests(RequestObserver):
             self._news.notify_all()
 
     def wait_for_tokens(self) -> None:
-        """Return once a request that is running has got some."""
+        """Return once a running request has some tokens."""
         with self._news:
             assert self._news.wait_for(lambda: any(each in self.num_tokens for each in list(self.running)), timeout=60)
 
@@ -60,7 +60,7 @@ class RecordedRequests(RequestObserver):
         self.has_ended.set()
 
     def take_reasons(self) -> list[EndReason]:
-        """How requests have ended since this was last asked."""
+        """The finish reasons of requests since the last call."""
         reasons = [reason for reason, _ in self.ends]
         self.ends.clear()
         self.has_ended.clear()
@@ -71,15 +71,15 @@ class RunningServer:
     """`llm` served over HTTP while the block runs; the engine is stopped with it.
 
     Attributes:
-        url: where.
-        http: asks it by path.
+        url: the server's address.
+        http: a client whose paths are relative to the address.
     """
 
     def __init__(self, llm: AsyncLLM, send_buffer: int | None = None, **settings: Any) -> None:
         self.llm = llm
         self.observer = RecordedRequests()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as the loop that is served in sets it
+        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as the server's event loop sets it
         if send_buffer is not None:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.port = self._listener.getsockname()[1]
@@ -111,7 +111,7 @@ class RunningServer:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def complete(self, **body: Any) -> dict[str, Any]:
-        """The answer to a completion, which must be one."""
+        """The answer to a completion request, which must succeed."""
         response = self.http.post("/v1/completions", json=body)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
@@ -128,14 +128,14 @@ class RunningServer:
             yield connection
 
     def wait_for_calls(self, number: int) -> None:
-        """Return once so many requests have been sent to the engine and have not ended."""
+        """Return once this number of requests has been sent to the engine and has not ended."""
         end = time.monotonic() + 60
         while sum(call._session is not None for call in list(self.llm._calls.values())) < number:
             assert time.monotonic() < end
             time.sleep(0.001)
 
     def check_idle(self) -> None:
-        """Return once nothing runs any more, and see that nothing was kept."""
+        """Return once nothing runs, and check that nothing was kept."""
 
         async def check() -> None:
             async with asyncio.timeout(60):
@@ -151,7 +151,7 @@ class RunningServer:
 
 
 def raw_request(path: str, body: bytes, *, method: str = "POST") -> bytes:
-    """A request as it goes over the wire."""
+    """A request as sent over the wire."""
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     )
@@ -159,12 +159,12 @@ def raw_request(path: str, body: bytes, *, method: str = "POST") -> bytes:
 
 
 def send(connection: socket.socket, path: str, **body: Any) -> None:
-    """Ask for something with this body; the answer is left to be read."""
+    """Send a request with this body, and leave the answer to be read."""
     connection.sendall(raw_request(path, json.dumps(body).encode()))
 
 
 def read_until(connection: socket.socket, mark: bytes) -> bytes:
-    """All that comes, up to `mark` at least; or to the end, if the server ends the connection."""
+    """Read at least up to `mark`, or to the end if the server closes the connection."""
     read = b""
     while mark not in read and (piece := connection.recv(65536)):
         read += piece

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, asked with the `openai` client: the chat template's prompt, in OpenAI's form."""
+"""`/v1/chat/completions` with the `openai` client: the prompt of the chat template, the answer in OpenAI's format."""
 
 import asyncio
 from typing import Any
@@ -43,7 +43,7 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_reason(server: RunningS
     assert (last.choices, last.usage and last.usage.completion_tokens) == ([], 40)
 
 
-def test_an_async_stream_that_is_put_together_by_the_client(server: RunningServer, expected: str) -> None:
+def test_an_async_stream_is_assembled_by_the_client(server: RunningServer, expected: str) -> None:
     async def check() -> None:
         async with server.async_client as client:
             stream = client.chat.completions.stream(model="stories", messages=HELLO, temperature=0)  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def test_an_async_stream_that_is_put_together_by_the_client(server: RunningServe
     asyncio.run(check())
 
 
-def test_without_a_limit_it_goes_on_until_it_ends(server: RunningServer) -> None:
+def test_an_answer_without_a_limit_ends_at_eos(server: RunningServer) -> None:
     answer = server.client.chat.completions.create(model="stories", messages=HELLO, temperature=0)  # type: ignore[arg-type]
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
@@ -72,7 +72,7 @@ def test_without_a_limit_it_goes_on_until_it_ends(server: RunningServer) -> None
     assert short.usage.completion_tokens == 3
 
 
-def test_logprobs(server: RunningServer, expected: str) -> None:
+def test_log_probabilities_are_reported_in_the_chat_format(server: RunningServer, expected: str) -> None:
     options: dict[str, Any] = {"logprobs": True, "top_logprobs": 3}
     whole = server.client.chat.completions.create(model="stories", messages=HELLO, **GREEDY, **options)  # type: ignore[arg-type]
     told = whole.choices[0].logprobs
@@ -107,7 +107,7 @@ def tokens_of(server: RunningServer, **body: Any) -> list[int]:
     return tokens
 
 
-def test_how_a_chat_is_written_out(server: RunningServer) -> None:
+def test_the_prompt_of_a_chat(server: RunningServer) -> None:
     def text(**body: Any) -> str:
         return str(server.http.post("/detokenize", json={"tokens": tokens_of(server, **body)}).json()["prompt"])
 
@@ -133,7 +133,7 @@ def test_how_a_chat_is_written_out(server: RunningServer) -> None:
     assert tokens == tokens_of(server, messages=chat)
 
 
-def test_the_templates_own_refusal_is_told(server: RunningServer) -> None:
+def test_a_refusal_by_the_template_is_reported(server: RunningServer) -> None:
     with pytest.raises(
         openai.BadRequestError, match="unknown role system: this model knows only user and assistant"
     ) as told:

@@ -1,4 +1,4 @@
-"""`/v1/completions`, asked with the `openai` client: what comes is what the offline engine gives, in OpenAI's form."""
+"""`/v1/completions` with the `openai` client: the offline engine's results in OpenAI's format."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def stream(server: RunningServer, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def test_a_text_is_continued(server: RunningServer, offline: LLM) -> None:
+def test_a_prompt_is_completed(server: RunningServer, offline: LLM) -> None:
     answer = server.client.completions.create(model="stories", prompt=PROMPT, **GREEDY)
     (choice,) = answer.choices
     assert answer.model == "stories"
@@ -42,7 +42,7 @@ def test_a_text_is_continued(server: RunningServer, offline: LLM) -> None:
     assert server.observer.take_reasons() == ["length"]
 
 
-def test_sixteen_tokens_unless_told_otherwise_and_the_models_own_defaults(server: RunningServer) -> None:
+def test_sixteen_tokens_by_default_and_the_defaults_of_the_model(server: RunningServer) -> None:
     answer = server.complete(prompt=[5, 6, 7], ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == 16
     (_, output) = server.observer.ends[-1]
@@ -50,14 +50,14 @@ def test_sixteen_tokens_unless_told_otherwise_and_the_models_own_defaults(server
     server.complete(prompt=[5, 6, 7], seed=3, temperature=0.8, top_p=0.95)
     texts = {server.complete(prompt=PROMPT, seed=3, max_tokens=9)["choices"][0]["text"] for _ in range(2)}
     explicit = server.complete(prompt=PROMPT, seed=3, max_tokens=9, temperature=0.8, top_p=0.95)
-    assert texts == {explicit["choices"][0]["text"]}  # those of its generation_config.json
+    assert texts == {explicit["choices"][0]["text"]}  # the defaults in its generation_config.json
 
 
 @pytest.mark.parametrize(
     ("prompt", "num_prompts"),
     [(PROMPT, 1), ([5, 6, 7], 1), ([PROMPT, "The fox"], 2), ([[5, 6, 7], [8, 9], [5]], 3), ([PROMPT], 1), ([[5]], 1)],
 )
-def test_prompts_of_every_kind(server: RunningServer, offline: LLM, prompt: Any, num_prompts: int) -> None:
+def test_prompts_of_every_kind_are_accepted(server: RunningServer, offline: LLM, prompt: Any, num_prompts: int) -> None:
     answer = server.client.completions.create(model="stories", prompt=prompt, n=2, **GREEDY)
     prompts = prompt if num_prompts > 1 or isinstance(prompt[0], list) or prompt == [PROMPT] else [prompt]
     assert [choice.index for choice in answer.choices] == list(range(2 * num_prompts))
@@ -70,7 +70,7 @@ def test_prompts_of_every_kind(server: RunningServer, offline: LLM, prompt: Any,
     assert texts == [choice.text for choice in answer.choices]
 
 
-def test_a_stream_says_the_same_and_the_usage_at_the_end(server: RunningServer) -> None:
+def test_a_stream_has_the_same_text_and_ends_with_the_usage(server: RunningServer) -> None:
     whole = server.client.completions.create(model="stories", prompt=PROMPT, **GREEDY)
     chunks = list(
         server.client.completions.create(
@@ -88,7 +88,7 @@ def test_a_stream_says_the_same_and_the_usage_at_the_end(server: RunningServer) 
     assert last.usage.total_tokens == whole.usage.total_tokens == 17
 
 
-def test_the_usage_so_far_with_every_chunk(server: RunningServer) -> None:
+def test_every_chunk_can_carry_the_usage_so_far(server: RunningServer) -> None:
     events = stream(
         server, prompt=PROMPT, **GREEDY, stream_options={"include_usage": True, "continuous_usage_stats": True}
     )
@@ -116,7 +116,7 @@ def test_the_usage_grows_with_the_answer(monkeypatch: pytest.MonkeyPatch) -> Non
         server.check_idle()
 
 
-def test_async_streams_side_by_side(server: RunningServer, offline: LLM) -> None:
+def test_concurrent_async_streams_get_their_own_texts(server: RunningServer, offline: LLM) -> None:
     prompts = [f"{name} went" for name in ("Tom", "Mia", "Ben", "The fox", "A bird")]
 
     async def follow(client: Any, prompt: str) -> str:
@@ -131,7 +131,7 @@ def test_async_streams_side_by_side(server: RunningServer, offline: LLM) -> None
     asyncio.run(check())
 
 
-def test_cached_prompt_tokens_are_told(server: RunningServer) -> None:
+def test_cached_prompt_tokens_are_reported(server: RunningServer) -> None:
     prompt = list(range(40, 90))
     first = server.complete(prompt=prompt, max_tokens=1, cache_salt="mine")
     again = server.complete(prompt=prompt, max_tokens=1, cache_salt="mine")
@@ -141,7 +141,7 @@ def test_cached_prompt_tokens_are_told(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_stop_string(server: RunningServer, offline: LLM, is_stream: bool) -> None:
+def test_a_stop_string_ends_the_completion(server: RunningServer, offline: LLM, is_stream: bool) -> None:
     body: dict[str, Any] = {"prompt": PROMPT, **GREEDY, "max_tokens": 40, "stop": [" a", "zzz"]}
     expected = text_of(offline, PROMPT, max_tokens=40, stop=[" a"])
     if is_stream:
@@ -155,7 +155,7 @@ def test_a_stop_string(server: RunningServer, offline: LLM, is_stream: bool) -> 
     assert kept["stop_reason"] == " a"
 
 
-def test_what_shapes_the_choice_of_tokens_reaches_the_engine(server: RunningServer, offline: LLM) -> None:
+def test_sampling_parameters_reach_the_engine(server: RunningServer, offline: LLM) -> None:
     def text(**options: Any) -> str:
         return str(server.complete(prompt=PROMPT, **{**GREEDY, **options})["choices"][0]["text"])
 
@@ -177,7 +177,7 @@ def test_what_shapes_the_choice_of_tokens_reaches_the_engine(server: RunningServ
     assert text(seed=-1, temperature=1) == text(seed=-1, temperature=1) != text(seed=1, temperature=1)
 
 
-def test_echo(server: RunningServer, offline: LLM) -> None:
+def test_echo_returns_the_prompt_with_the_completion(server: RunningServer, offline: LLM) -> None:
     text = text_of(offline, PROMPT)
     assert server.complete(prompt=PROMPT, echo=True, **GREEDY)["choices"][0]["text"] == PROMPT + text
     events = stream(server, prompt=[PROMPT, "The fox"], echo=True, **GREEDY)
@@ -190,7 +190,7 @@ def test_echo(server: RunningServer, offline: LLM) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_prompt_alone(server: RunningServer, is_stream: bool) -> None:
+def test_a_prompt_is_scored_and_echoed_without_new_tokens(server: RunningServer, is_stream: bool) -> None:
     body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 2}
     if is_stream:
         *others, last = stream(server, **body, stream_options={"include_usage": True})
@@ -215,7 +215,7 @@ def test_a_prompt_alone(server: RunningServer, is_stream: bool) -> None:
         assert max(top.values()) >= logprob
 
 
-def test_logprobs_are_the_offline_engines(server: RunningServer, offline: LLM) -> None:
+def test_logprobs_match_the_offline_engine(server: RunningServer, offline: LLM) -> None:
     whole = server.client.completions.create(model="stories", prompt=PROMPT, logprobs=3, echo=True, **GREEDY)
     told = whole.choices[0].logprobs
     assert told is not None
@@ -234,11 +234,11 @@ def test_logprobs_are_the_offline_engines(server: RunningServer, offline: LLM) -
         assert whole.choices[0].text[offset:].startswith(token)
     events = stream(server, prompt=PROMPT, logprobs=3, echo=True, **GREEDY)
     streamed = [event["choices"][0]["logprobs"] for event in events]
-    for name in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):  # the same bits in any company
+    for name in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):  # the same bits in any batch
         assert [entry for piece in streamed for entry in piece[name]] == getattr(told, name)
 
 
-def test_the_best_of_several(server: RunningServer) -> None:
+def test_best_of_returns_the_most_likely_sequences(server: RunningServer) -> None:
     body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 1.5, "seed": 5}
     every = server.complete(**body, n=6, logprobs=0)["choices"]
     ranked = sorted(every, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
@@ -249,7 +249,7 @@ def test_the_best_of_several(server: RunningServer) -> None:
     assert best["usage"]["completion_tokens"] == sum(len(each["logprobs"]["tokens"]) for each in every)
 
 
-def test_prompt_logprobs_and_token_ids_as_in_vllm(server: RunningServer) -> None:
+def test_prompt_logprobs_and_token_ids_match_the_format_of_vllm(server: RunningServer) -> None:
     (choice,) = server.complete(prompt=[0, 467, 496], prompt_logprobs=2, return_token_ids=True, **GREEDY)["choices"]
     first, second, third = choice["prompt_logprobs"]
     assert first is None

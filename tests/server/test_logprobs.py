@@ -1,4 +1,4 @@
-"""The forms of log-probabilities, from made-up outputs: order, ties, infinities, tokens whose texts are the same."""
+"""The formats of log-probabilities, from made-up outputs: order, ties, infinities, tokens with equal text."""
 
 from inflight.contracts.outputs import Logprob
 from inflight.server.openai import logprobs
@@ -10,7 +10,7 @@ POSITIONS = [
 ]
 
 
-def test_of_a_completion() -> None:
+def test_log_probabilities_of_a_completion() -> None:
     assert logprobs.of_completion([4, 7, 8], POSITIONS, 2, None, offset=10) == {
         "tokens": ["token_id:4", " b", "�"],
         "token_logprobs": [None, -2.0, -9999.0],
@@ -21,7 +21,7 @@ def test_of_a_completion() -> None:
     assert logprobs.of_completion([7], POSITIONS[1:2], 1, None)["top_logprobs"] == [{"a": -0.5, " b": -2.0}]
 
 
-def test_of_a_chat() -> None:
+def test_log_probabilities_of_a_chat() -> None:
     first, second = logprobs.of_chat([7, 8], POSITIONS[1:], 2, None)
     assert first == {
         "token": " b",
@@ -36,7 +36,7 @@ def test_of_a_chat() -> None:
     assert logprobs.of_chat([7], POSITIONS[1:2], 0, None)[0]["top_logprobs"] == []
 
 
-def test_of_a_prompt() -> None:
+def test_log_probabilities_of_a_prompt() -> None:
     assert logprobs.of_prompt(POSITIONS) == [
         None,
         {

@@ -1,4 +1,4 @@
-"""`/v1/messages`, asked with the `anthropic` client: answers, streams, counts and refusals in Anthropic's form."""
+"""`/v1/messages` with the `anthropic` client: answers, streams, counts and refusals in Anthropic's format."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def test_a_chat_is_answered(server: RunningServer, expected: str) -> None:
     assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == num_prompt > 5
 
 
-def test_it_ends_by_itself_or_at_a_stop_sequence(server: RunningServer, expected: str) -> None:
+def test_an_answer_ends_at_eos_or_at_a_stop_sequence(server: RunningServer, expected: str) -> None:
     whole = client_of(server).messages.create(**{**ASKED, "max_tokens": 900})
     assert (whole.stop_reason, whole.stop_sequence) == ("end_turn", None)
     stop = expected.split()[4]
@@ -68,7 +68,7 @@ def test_the_prefix_cache_shows_in_the_usage(server: RunningServer) -> None:
     )
 
 
-def test_the_events_of_a_stream(server: RunningServer, expected: str) -> None:
+def test_the_events_of_a_stream_are_complete_and_in_order(server: RunningServer, expected: str) -> None:
     body = {key: value for key, value in ASKED.items() if key != "extra_body"}
     stream = server.http.post(MESSAGES, json={**body, "temperature": 0, "stream": True})
     assert stream.headers["content-type"].startswith("text/event-stream")
@@ -85,7 +85,7 @@ def test_the_events_of_a_stream(server: RunningServer, expected: str) -> None:
     assert told[-2][1]["usage"]["output_tokens"] == NUM_TOKENS
 
 
-def test_streams_as_clients_put_them_together(server: RunningServer, expected: str) -> None:
+def test_streams_as_assembled_by_clients(server: RunningServer, expected: str) -> None:
     stop = expected.split()[4]
     with client_of(server).messages.stream(**ASKED, stop_sequences=[stop]) as stream:
         text = "".join(stream.text_stream)
@@ -106,7 +106,7 @@ def test_streams_as_clients_put_them_together(server: RunningServer, expected: s
     asyncio.run(check())
 
 
-def test_json_of_a_schema(server: RunningServer) -> None:
+def test_the_answer_is_json_of_the_schema(server: RunningServer) -> None:
     schema = {"type": "object", "properties": {"fox": {"enum": ["red", "blue"]}}, "required": ["fox"]}
     wanted: Any = {"format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}}
     answer = client_of(server).messages.create(**{**ASKED, "max_tokens": 100}, output_config=wanted)
@@ -116,14 +116,14 @@ def test_json_of_a_schema(server: RunningServer) -> None:
 
 @pytest.fixture(scope="module")
 def tiny_server() -> Iterator[RunningServer]:
-    """Its model knows no end and every role."""
+    """A server whose model has no EOS and whose template accepts every role."""
     tokenizer = byte_level().inner
     tokenizer.chat_template = TEMPLATE
     with RunningServer(AsyncLLM(zoo.build("gpt2"), tokenizer, in_process=True)) as server:
         yield server
 
 
-def test_a_context_that_is_full_is_told_from_a_limit_that_is_reached(tiny_server: RunningServer) -> None:
+def test_a_full_context_and_a_reached_limit_have_different_reasons(tiny_server: RunningServer) -> None:
     server, body = tiny_server, {"messages": [{"role": "user", "content": "a"}]}
     num_prompt = server.http.post(f"{MESSAGES}/count_tokens", json=body).json()["input_tokens"]
     context = server.http.get("/v1/models").json()["data"][0]["max_model_len"]
@@ -132,7 +132,7 @@ def test_a_context_that_is_full_is_told_from_a_limit_that_is_reached(tiny_server
         assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == (reason, context - num_prompt)
 
 
-def test_how_a_chat_is_written_out(tiny_server: RunningServer) -> None:
+def test_the_prompt_of_a_chat(tiny_server: RunningServer) -> None:
     server = tiny_server
 
     def count(**body: Any) -> int:
@@ -160,8 +160,8 @@ def test_how_a_chat_is_written_out(tiny_server: RunningServer) -> None:
     assert count(messages=[ask], **harmless) == count(messages=[ask])
 
 
-def test_an_answer_that_was_begun_is_gone_on_with(server: RunningServer, expected: str) -> None:
-    """Up to the last word: a space at the end would be a token of its own."""
+def test_a_prefilled_answer_is_continued(server: RunningServer, expected: str) -> None:
+    """The given part ends with a word, because a space at the end would be a separate token."""
     begun = " ".join(expected.split()[:3])
     chat = [*HELLO, {"role": "assistant", "content": begun}]
     answer = client_of(server).messages.create(**{**ASKED, "messages": chat, "max_tokens": 5})
@@ -169,7 +169,7 @@ def test_an_answer_that_was_begun_is_gone_on_with(server: RunningServer, expecte
 
 
 def refused(server: RunningServer, status: int = 400, path: str = MESSAGES, **body: Any) -> dict[str, Any]:
-    """What is said about a body that is refused."""
+    """The message of the refusal of a body."""
     response = server.http.post(path, json={"messages": HELLO, "max_tokens": 5, **body})
     assert response.status_code == status, response.text
     answer = response.json()
@@ -206,13 +206,13 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"output_config": {"format": {"type": "json_schema", "schem": {}}}}, "output_config.format.schem"),
     ],
 )
-def test_refusals(server: RunningServer, body: dict[str, Any], message: str) -> None:
+def test_bad_bodies_are_refused(server: RunningServer, body: dict[str, Any], message: str) -> None:
     error = refused(server, **body)
     assert error["type"] == "invalid_request_error"
     assert message in error["message"]
 
 
-def test_errors_as_clients_know_them(server: RunningServer) -> None:
+def test_the_client_raises_its_own_error_types(server: RunningServer) -> None:
     assert refused(server, 404, model="another")["type"] == "not_found_error"
     assert refused(server, 404, f"{MESSAGES}/batches")["message"] == "there is no /v1/messages/batches"
     with pytest.raises(anthropic.NotFoundError, match="there is no model 'another'; this server has 'stories'"):

@@ -1,4 +1,4 @@
-"""Whatever is sent is answered in a sentence, in OpenAI's envelope, with a status that is not the server's fault."""
+"""Every invalid request gets one sentence in OpenAI's error format, with a 4xx status."""
 
 import json
 import socket
@@ -44,7 +44,7 @@ def error_of(server: RunningServer, path: str, content: bytes, status: int = 400
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "the body is not JSON"),
     ],
 )
-def test_bodies_that_are_no_json_object(server: RunningServer, body: bytes, message: str) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(server: RunningServer, body: bytes, message: str) -> None:
     assert message in error_of(server, COMPLETIONS, body)["message"]
 
 
@@ -161,7 +161,7 @@ def test_a_chat_is_refused(server: RunningServer, fields: dict[str, Any], messag
     assert message in error["message"]
 
 
-def test_the_client_raises_what_it_should(server: RunningServer) -> None:
+def test_the_client_raises_the_matching_error(server: RunningServer) -> None:
     with pytest.raises(openai.NotFoundError) as not_found:
         server.client.completions.create(model="gpt-5", prompt="a")
     assert not_found.value.code == "model_not_found"
@@ -175,7 +175,7 @@ def test_the_client_raises_what_it_should(server: RunningServer) -> None:
         server.client.completions.create(model="stories", prompt="a", best_of=1, n=2)
 
 
-def test_what_is_no_endpoint(server: RunningServer) -> None:
+def test_an_unknown_endpoint_is_refused(server: RunningServer) -> None:
     assert error_of(server, "/v1/nothing", b"{}", 404)["message"] == "there is no /v1/nothing"
     assert "does not take POST; it takes GET" in error_of(server, "/v1/models", b"{}", 405)["message"]
     assert server.http.get(COMPLETIONS).headers["allow"] == "POST"
@@ -183,7 +183,7 @@ def test_what_is_no_endpoint(server: RunningServer) -> None:
     assert "the content type is 'text/plain'; the body must be JSON" in error["message"]
 
 
-def test_null_is_as_good_as_absent(server: RunningServer) -> None:
+def test_null_means_absent(server: RunningServer) -> None:
     schemas = server.http.get("/openapi.json").json()["components"]["schemas"]
     nothing = dict.fromkeys(schemas["CompletionRequest"]["properties"]) | {"suffix": None}
     assert server.complete(**{**nothing, "prompt": "a", "max_tokens": 1})["usage"]["completion_tokens"] == 1
@@ -197,13 +197,13 @@ def test_null_is_as_good_as_absent(server: RunningServer) -> None:
     [
         b"\x00\x01\x02\x03\r\n\r\n",
         b"GET\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # the beginning of TLS
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # the start of a TLS handshake
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{",
         raw_request(COMPLETIONS, b'{"prompt": "a"}')[:-5],
     ],
 )
-def test_garbage_and_half_requests_hurt_nobody(server: RunningServer, garbage: bytes) -> None:
+def test_malformed_and_partial_requests_do_no_harm(server: RunningServer, garbage: bytes) -> None:
     with server.connection() as connection:
         connection.sendall(garbage)
         connection.shutdown(socket.SHUT_WR)

@@ -1,4 +1,4 @@
-"""`/v1/responses`, asked with the `openai` client: answers, streams, conversations that go on, what is refused."""
+"""`/v1/responses` with the `openai` client: answers, streams, continued conversations, refusals."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ LOGPROBS: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_lo
 
 
 def answer_to(offline: LLM, *texts: str) -> str:
-    """What the model says in a chat in which user and assistant take turns."""
+    """The model's answer in a chat in which user and assistant take turns."""
     chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
     (output,) = offline.chat([chat], params, use_tqdm=False)
@@ -35,7 +35,7 @@ def expected(offline: LLM) -> str:
     return answer_to(offline, ASK)
 
 
-def test_a_text_is_answered(server: RunningServer, expected: str) -> None:
+def test_a_text_input_is_answered(server: RunningServer, expected: str) -> None:
     answer = server.client.responses.create(input=ASK, metadata={"by": "me"}, **GREEDY)
     assert answer.output_text == expected
     (item,) = answer.output
@@ -58,14 +58,14 @@ def test_a_text_is_answered(server: RunningServer, expected: str) -> None:
     assert 0 < again.usage.input_tokens_details.cached_tokens < again.usage.input_tokens
 
 
-def test_without_a_limit_it_goes_on_until_it_ends(server: RunningServer, expected: str) -> None:
+def test_an_answer_without_a_limit_ends_at_eos(server: RunningServer, expected: str) -> None:
     answer = server.client.responses.create(model="stories", input=ASK, temperature=0)
     assert (answer.status, answer.incomplete_details) == ("completed", None)
     assert answer.output_text.startswith(expected)
     assert len(answer.output_text) > len(expected)
 
 
-def test_the_events_of_a_stream(server: RunningServer, expected: str) -> None:
+def test_the_events_of_a_stream_are_complete_and_in_order(server: RunningServer, expected: str) -> None:
     stream = list(server.client.responses.create(input=ASK, stream=True, **GREEDY))
     names = [event.type.removeprefix("response.") for event in stream]
     assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
@@ -86,7 +86,7 @@ def test_the_events_of_a_stream(server: RunningServer, expected: str) -> None:
     )
 
 
-def test_streams_as_clients_put_them_together(server: RunningServer, expected: str) -> None:
+def test_streams_as_assembled_by_clients(server: RunningServer, expected: str) -> None:
     with server.client.responses.stream(model="stories", input=ASK, temperature=0) as stream:
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
         answer = stream.get_final_response()
@@ -105,7 +105,7 @@ def test_streams_as_clients_put_them_together(server: RunningServer, expected: s
     asyncio.run(check())
 
 
-def test_a_conversation_goes_on(server: RunningServer, offline: LLM, expected: str) -> None:
+def test_a_conversation_is_continued(server: RunningServer, offline: LLM, expected: str) -> None:
     client = server.client
     first = client.responses.create(input=ASK, **GREEDY)
     second = client.responses.create(input="And then?", previous_response_id=first.id, **GREEDY)
@@ -121,7 +121,7 @@ def test_a_conversation_goes_on(server: RunningServer, offline: LLM, expected: s
     assert third.output_text == answer_to(offline, ASK, expected, "And then?", reply, "Why?")
 
 
-def test_what_is_kept_and_what_is_not(server: RunningServer) -> None:
+def test_which_responses_are_stored(server: RunningServer) -> None:
     client = server.client
     kept = client.responses.create(input=ASK, **GREEDY)
     assert client.responses.retrieve(kept.id) == kept
@@ -141,7 +141,7 @@ def response_of(size: int) -> StoredResponse:
     return StoredResponse(b"x" * size, ())
 
 
-def test_the_least_recently_used_make_room() -> None:
+def test_the_least_recently_used_responses_are_evicted() -> None:
     store = ResponseStore(max_num_responses=2, max_bytes=100_000)
     for name in ("a", "b"):
         store.put(name, response_of(10))
@@ -157,7 +157,7 @@ def test_the_least_recently_used_make_room() -> None:
     assert store.get("f")
 
 
-def test_a_server_keeps_no_more_than_it_may(server: RunningServer) -> None:
+def test_a_server_stores_responses_within_its_limits(server: RunningServer) -> None:
     before, server.app.state.responses = server.app.state.responses, ResponseStore(max_num_responses=1)
     try:
         first, second = (server.client.responses.create(input=ASK, **GREEDY) for _ in range(2))
@@ -168,7 +168,7 @@ def test_a_server_keeps_no_more_than_it_may(server: RunningServer) -> None:
         server.app.state.responses = before
 
 
-def test_logprobs(server: RunningServer, expected: str) -> None:
+def test_log_probabilities_are_reported_in_the_responses_format(server: RunningServer, expected: str) -> None:
     whole = server.client.responses.create(input=ASK, **GREEDY, **LOGPROBS)
     (part,) = whole.output[0].content  # type: ignore[union-attr, misc]
     assert "".join(entry.token for entry in part.logprobs) == expected  # type: ignore[union-attr]
@@ -181,7 +181,7 @@ def test_logprobs(server: RunningServer, expected: str) -> None:
     assert plain["output"][0]["content"][0]["logprobs"] == []
 
 
-def test_json_of_a_schema(server: RunningServer) -> None:
+def test_the_answer_is_json_of_the_schema(server: RunningServer) -> None:
     schema = {"type": "object", "properties": {"fox": {"enum": ["red", "blue"]}}, "required": ["fox"]}
     text: Any = {"format": {"type": "json_schema", "name": "fox", "schema": {**schema, "additionalProperties": False}}}
     answer = server.client.responses.create(model="stories", input=ASK, text=text, temperature=0)
@@ -195,7 +195,7 @@ def test_json_of_a_schema(server: RunningServer) -> None:
 
 @pytest.fixture(scope="module")
 def tiny_server() -> Iterator[RunningServer]:
-    """Its model knows no end and every role; its context is short."""
+    """A server whose model has no EOS and a short context, and whose template accepts every role."""
     tokenizer = byte_level().inner
     tokenizer.chat_template = TEMPLATE
     with RunningServer(AsyncLLM(zoo.build("gpt2"), tokenizer, in_process=True)) as server:
@@ -213,7 +213,7 @@ def num_input_tokens(server: RunningServer, **body: Any) -> int:
     return int(response.json()["usage"]["input_tokens"])
 
 
-def test_how_a_conversation_is_written_out(tiny_server: RunningServer) -> None:
+def test_the_prompt_of_a_conversation(tiny_server: RunningServer) -> None:
     def count(text: str) -> int:
         return num_tokens_of(tiny_server, text)
 
@@ -239,7 +239,7 @@ def test_how_a_conversation_is_written_out(tiny_server: RunningServer) -> None:
     assert asked(ask, include=["reasoning.encrypted_content"], **harmless, **changed) == asked(ask)
 
 
-def test_instructions_are_not_handed_on(tiny_server: RunningServer) -> None:
+def test_instructions_do_not_carry_over_to_the_next_response(tiny_server: RunningServer) -> None:
     body = {"input": "1", "instructions": "0", "max_output_tokens": 1}
     first = tiny_server.http.post(RESPONSES, json=body).json()
     text = first["output"][0]["content"][0]["text"]
@@ -247,7 +247,7 @@ def test_instructions_are_not_handed_on(tiny_server: RunningServer) -> None:
     assert num_tokens == num_tokens_of(tiny_server, f"[u]1;[a]{text};[u]2;[a]")
 
 
-def test_what_does_not_fit_is_refused_or_left_out(tiny_server: RunningServer) -> None:
+def test_input_that_does_not_fit_is_refused_or_truncated(tiny_server: RunningServer) -> None:
     context = tiny_server.http.get("/v1/models").json()["data"][0]["max_model_len"]
     turn = [{"role": "user", "content": "1" * 10}, {"role": "assistant", "content": "2" * 10}]
     chat = [{"role": "system", "content": "0"}, *turn * 40, {"role": "user", "content": "3"}]
@@ -302,7 +302,7 @@ IMAGE = {"type": "input_image", "image_url": "data:"}
         ({"metadata": {"a": 1}}, "metadata.a is 1", "metadata.a"),
     ],
 )
-def test_refusals(server: RunningServer, body: dict[str, Any], message: str, param: str | None) -> None:
+def test_bad_bodies_are_refused(server: RunningServer, body: dict[str, Any], message: str, param: str | None) -> None:
     response = server.http.post(RESPONSES, json={"input": ASK, "max_output_tokens": 2, **body})
     assert response.status_code == 400, response.text
     error = response.json()["error"]

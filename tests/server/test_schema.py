@@ -1,4 +1,4 @@
-"""The served OpenAPI document, and what schemathesis makes of it: no request whatever is answered with a 5xx."""
+"""The served OpenAPI document, and schemathesis tests of it: no request is answered with a 5xx status."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from schemathesis import GenerationMode
 from tests.server.serving import RunningServer
 
 NUM_EXAMPLES = 15
-"""For each endpoint, of those that the document allows and of those that it does not."""
+"""The number for each endpoint, both of requests that the document allows and of those that it does not."""
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_no_input_is_the_servers_fault(server: RunningServer, mode: GenerationMode) -> None:
-    server.complete(prompt="a", max_tokens=1)  # loaded, then
+    server.complete(prompt="a", max_tokens=1)  # this loads the model
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     num_answers = 0
 
@@ -36,12 +36,12 @@ def test_no_input_is_the_servers_fault(server: RunningServer, mode: GenerationMo
     with requests.Session() as session:
         for result in schema.get_all_operations():
             operation = result.ok()
-            if operation.body or mode is GenerationMode.POSITIVE:  # there is nothing wrong to ask a plain GET
+            if operation.body or mode is GenerationMode.POSITIVE:  # a plain GET cannot be wrong
                 check(operation)
     assert num_answers > NUM_EXAMPLES
 
 
-def test_the_document_says_what_is_taken(server: RunningServer) -> None:
+def test_the_document_describes_the_accepted_fields(server: RunningServer) -> None:
     document = server.http.get("/openapi.json").json()
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/health"} <= set(document["paths"])
     completion = document["components"]["schemas"]["CompletionRequest"]

@@ -19,7 +19,7 @@ from inflight.cli import main
 
 @contextmanager
 def served(*options: str, **environment: str) -> Iterator[tuple["subprocess.Popen[str]", httpx2.Client]]:
-    """The command once it is ready, and a client of it."""
+    """The command, once it is ready, and a client of it."""
     command = [sys.executable, "-m", "inflight", "serve", "--port", "0", *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=os.environ | environment, **pipes) as process:  # type: ignore[call-overload]
@@ -57,7 +57,7 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
         with client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGTERM)  # what runs is finished
+            process.send_signal(signal.SIGTERM)  # the running request is finished
             assert [line for line in lines if line][-1] == "data: [DONE]"
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 0
@@ -65,10 +65,10 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
         assert "Traceback" not in errors
 
 
-def test_what_cannot_be_served_is_said_in_a_sentence(
+def test_a_model_that_cannot_be_served_is_reported_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In the tests' own process, but for its logging, which is that process's."""
+    """Runs in the tests' own process, but does not set up logging, which belongs to that process."""
     monkeypatch.setattr("inflight.async_llm.AsyncLLM", partial(AsyncLLM, in_process=True))
     monkeypatch.setattr("inflight.server.operations.logs.set_up_logging", lambda **_: None)
     monkeypatch.setattr(sys, "argv", ["inflight", "serve", "--port", "0", "--max-model-len", "100000"])
@@ -81,7 +81,7 @@ def test_what_cannot_be_served_is_said_in_a_sentence(
     assert not output
 
 
-def test_an_address_that_cannot_be_had_is_said_in_a_sentence() -> None:
+def test_an_address_that_cannot_be_bound_is_reported_in_one_sentence() -> None:
     command = [sys.executable, "-m", "inflight", "serve", "--port", "0", "--host", "192.0.2.1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
@@ -90,7 +90,7 @@ def test_an_address_that_cannot_be_had_is_said_in_a_sentence() -> None:
     assert not done.stdout
 
 
-def test_it_may_be_ended_while_the_model_loads() -> None:
+def test_the_command_can_be_ended_while_the_model_loads() -> None:
     command = [sys.executable, "-m", "inflight", "serve", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

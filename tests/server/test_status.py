@@ -1,4 +1,4 @@
-"""What the server says about itself, and what becomes of it when its engine dies."""
+"""What the server reports about itself, and what happens when its engine dies."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from tests.server.serving import HELLO, RunningServer, read_until, send
 from tests.text.tokenizers_for_tests import byte_level
 
 
-def test_the_model_by_any_of_its_names(server: RunningServer) -> None:
+def test_the_model_is_found_by_any_of_its_names(server: RunningServer) -> None:
     (card,) = server.client.models.list()
     assert (card.id, card.object, card.owned_by) == ("stories", "model", "inflight")
     assert card.model_extra == {"max_model_len": 1024}
@@ -28,13 +28,13 @@ def test_the_model_by_any_of_its_names(server: RunningServer) -> None:
     assert server.http.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
 
 
-def test_health_and_version(server: RunningServer) -> None:
-    server.complete(prompt="a", max_tokens=1)  # loaded, then
+def test_health_and_version_are_reported(server: RunningServer) -> None:
+    server.complete(prompt="a", max_tokens=1)  # this loads the model
     assert server.http.get("/health").status_code == 200
     assert set(server.http.get("/version").json()) == {"version"}
 
 
-def test_tokens_of_texts_and_back(server: RunningServer) -> None:
+def test_texts_are_tokenized_and_detokenized(server: RunningServer) -> None:
     def post(path: str, **body: Any) -> Any:
         response = server.http.post(path, json=body)
         assert response.status_code == 200, response.text
@@ -64,7 +64,7 @@ def test_tokens_of_texts_and_back(server: RunningServer) -> None:
         assert message in response.json()["error"]["message"]
 
 
-def test_when_the_engine_dies_everybody_hears_and_it_comes_back_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_engine_dies_every_request_fails_and_the_engine_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     may_start, engines = threading.Event(), []
 
     def connect(load: Load) -> ProcessConnection:
@@ -74,12 +74,12 @@ def test_when_the_engine_dies_everybody_hears_and_it_comes_back_by_itself(monkey
 
     monkeypatch.setattr("inflight.async_llm.ProcessConnection", connect)
     with RunningServer(AsyncLLM(num_blocks=2000, restart_delays=(0.0,)), keep_alive_interval=0.05) as server:
-        assert server.http.get("/health").status_code == 503  # it is still loading
+        assert server.http.get("/health").status_code == 503  # the engine is still loading
         may_start.set()
-        assert server.complete(prompt="a", max_tokens=1)  # which a request waits for
+        assert server.complete(prompt="a", max_tokens=1)  # a request waits until the engine is loaded
         assert server.http.get("/health").status_code == 200
         may_start.clear()
-        os.kill(engines[0].pid, signal.SIGSTOP)  # so that nothing is finished
+        os.kill(engines[0].pid, signal.SIGSTOP)  # so that no request finishes
         with server.connection() as streaming, server.connection() as waiting:
             send(streaming, "/v1/completions", prompt=[5], stream=True)
             send(waiting, "/v1/completions", prompt=[5])
@@ -104,7 +104,7 @@ def test_when_the_engine_dies_everybody_hears_and_it_comes_back_by_itself(monkey
         assert asyncio.run(server.llm.stats()).num_crashes == 1
 
 
-def test_an_engine_that_cannot_be_had_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Engine) -> None:
         raise KeyError("lost")
 
@@ -120,7 +120,7 @@ def test_an_engine_that_cannot_be_had_is_said_to_be_so(monkeypatch: pytest.Monke
             assert "1 times in a row" in answer.json()["error"]["message"]
 
 
-def test_a_model_without_a_tokenizer() -> None:
+def test_a_model_without_a_tokenizer_takes_token_ids() -> None:
     with RunningServer(AsyncLLM(zoo.build("gpt2"), in_process=True)) as server:
         (choice,) = server.complete(prompt=[5, 6], max_tokens=3, return_token_ids=True, logprobs=1, echo=True)[
             "choices"

@@ -1,4 +1,4 @@
-"""Clients that leave, wait, or do not read; streams that end badly. After each, nothing runs and no block is held."""
+"""Clients that leave, wait, or do not read; streams that fail. After each, nothing runs and no block is held."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ def test_a_client_that_leaves_aborts_its_request(
 
 
 def test_clients_that_leave_at_random_points(server: RunningServer) -> None:
-    """In the middle of their request, before the first token, later; politely, or with a reset."""
+    """Clients leave during their request, before the first token, or later, with a close or a reset."""
     chance = random.Random(0)
 
     async def visit(number: int) -> None:
@@ -68,7 +68,7 @@ def test_clients_that_leave_at_random_points(server: RunningServer) -> None:
         if is_stream and number % 10:
             for _ in range(chance.randrange(20)):
                 if (await reader.readuntil(b"\n\n")).endswith(b"data: [DONE]\n\n"):
-                    break  # few events tell of many tokens where it was read late
+                    break  # few events report many tokens if the client read late
         if number % 2:
             reset = struct.pack("ii", 1, 0)
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
@@ -85,12 +85,12 @@ def test_clients_that_leave_at_random_points(server: RunningServer) -> None:
 
 
 def change(monkeypatch: pytest.MonkeyPatch, server: RunningServer, **settings: Any) -> None:
-    """For the rest of the test."""
+    """Change a setting for the rest of the test."""
     service = server.app.state.service
     monkeypatch.setattr(service, "settings", replace(service.settings, **settings))
 
 
-def test_a_request_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_exceeds_its_time_limit_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Stepper(monkeypatch)
     with RunningServer(steps.llm, request_timeout=0.5) as server:
         asyncio.run(steps.llm.start())
@@ -98,7 +98,7 @@ def test_a_request_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
         assert response.status_code == 504
         assert response.json()["error"]["message"] == "the request took longer than 0.5 seconds"
         assert server.observer.take_reasons() == ["timeout"]
-        change(monkeypatch, server, request_timeout=5.0)  # its first token has to come in time
+        change(monkeypatch, server, request_timeout=5.0)  # its first token has to arrive in time
         with server.connection() as connection:
             steps.allow(2)
             send(connection, COMPLETIONS, **{**LONG, "max_tokens": 20}, stream=True, return_token_ids=True)
@@ -128,7 +128,7 @@ def test_a_stream_that_waits_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> N
         server.check_idle()
 
 
-def test_what_goes_wrong_before_the_first_token_has_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_before_the_first_token_sets_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Stepper(monkeypatch)
     with RunningServer(steps.llm) as server:
         asyncio.run(steps.llm.start())
@@ -145,7 +145,7 @@ def test_what_goes_wrong_before_the_first_token_has_a_status(monkeypatch: pytest
         server.check_idle()
 
 
-def test_a_full_queue_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_says_when_to_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Stepper(monkeypatch, max_num_seqs=1, max_num_waiting=1)
     with RunningServer(steps.llm) as server, ThreadPoolExecutor(2) as others:
         asyncio.run(steps.llm.start())
@@ -172,7 +172,7 @@ def test_a_full_queue_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) ->
         server.check_idle()
 
 
-def test_what_goes_wrong_later_is_a_last_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_failure_is_the_last_event(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Stepper(monkeypatch)
     with RunningServer(steps.llm) as server, server.connection() as connection:
         asyncio.run(steps.llm.start())
@@ -207,12 +207,12 @@ def test_aborting_all_ends_every_answer(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(scope="module")
 def narrow_server() -> Iterator[RunningServer]:
-    """What it holds for a client that does not read is soon full."""
+    """A server with a small buffer for a client that does not read."""
     with RunningServer(AsyncLLM(in_process=True), send_buffer=4096, max_stall=2.0, keep_alive_interval=0.1) as server:
         yield server
 
 
-def test_a_slow_reader_gets_everything_and_holds_up_nobody(
+def test_a_slow_reader_gets_everything_and_delays_no_other_client(
     narrow_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = narrow_server
@@ -221,8 +221,8 @@ def test_a_slow_reader_gets_everything_and_holds_up_nobody(
     with server.connection(receive_buffer=4096) as connection:
         send(connection, COMPLETIONS, **body)
         answer = read_until(connection, b"data: ")
-        assert server.complete(prompt=[8, 9], max_tokens=20, ignore_eos=True)  # while the other does not read
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)  # slow, but not for ever
+        assert server.complete(prompt=[8, 9], max_tokens=20, ignore_eos=True)  # while the slow client does not read
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)  # slow, but within the limit
         while b"data: [DONE]" not in answer:
             piece = connection.recv(1000)
             assert piece
@@ -232,7 +232,7 @@ def test_a_slow_reader_gets_everything_and_holds_up_nobody(
     assert server.observer.take_reasons() == ["length", "length"]
 
 
-def test_a_client_that_does_not_read_is_given_up(
+def test_a_client_that_does_not_read_is_disconnected(
     narrow_server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = narrow_server
@@ -242,14 +242,14 @@ def test_a_client_that_does_not_read_is_given_up(
         server.check_idle()
         assert server.observer.take_reasons() == ["abort"]
         read = 0
-        while piece := connection.recv(65536):  # what was on its way
+        while piece := connection.recv(65536):  # what was already sent
             read += len(piece)
-        assert read < 1_000_000  # of some 7 MB
+        assert read < 1_000_000  # of about 7 MB
         assert "a client did not read for 2 seconds: aborted" in caplog.text
     assert server.complete(prompt="a", max_tokens=1)
 
 
-def test_many_streams_at_once(server: RunningServer) -> None:
+def test_many_concurrent_streams(server: RunningServer) -> None:
     async def follow(number: int) -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         body = {"prompt": [number % 1000 + 6, 5], "max_tokens": 8, "ignore_eos": True, "stream": True}

@@ -1,4 +1,4 @@
-"""The deltas of a stream are the text of the whole, whatever the tokenizer, the tokens and the cuts."""
+"""The deltas of a stream add up to the whole text, for any tokenizer, tokens and split."""
 
 import codecs
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def flat(groups: list[list[int]]) -> list[int]:
 
 
 def token_ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Any ids, also some of no token, and with them byte tokens in runs that are mostly UTF-8."""
+    """Any ids, including some without a token, and runs of byte tokens that are mostly UTF-8."""
     token_of_byte = {byte: token_id for token_id, byte in tokenizer.byte_of_token.items()}
     by_chance = st.integers(0, tokenizer.vocab_size + 3).map(lambda token_id: [token_id])
     if not token_of_byte:
@@ -40,7 +40,7 @@ def token_ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 
 
 def repaired(tokenizer: Tokenizer, token_ids: Sequence[int], skip: bool, complete: bool = False) -> list[int]:
-    """`token_ids` with U+FFFD for byte tokens of no character; `complete`: nothing for a last incomplete one."""
+    """`token_ids` with U+FFFD for byte tokens that form no character; `complete`: an incomplete last one is dropped."""
     token_of_byte = {byte: token_id for token_id, byte in tokenizer.byte_of_token.items()}
     result: list[int] = []
     run = b""
@@ -58,7 +58,7 @@ def repaired(tokenizer: Tokenizer, token_ids: Sequence[int], skip: bool, complet
 
 
 def _incomplete(run: bytes) -> int:
-    """How many bytes at the end of `run` begin a character that they do not end."""
+    """The number of bytes at the end of `run` that begin a character and do not complete it."""
     return next((n for n in (1, 2, 3) if run[-n:] and _begins_a_character(run[-n:])), 0)
 
 
@@ -88,7 +88,7 @@ def stream(
 
 @every_tokenizer
 @given(text=texts, num_prompt_tokens=st.integers(0, 40), cuts=cut_points)
-def test_text_streams_whole(tokenizer: Tokenizer, text: str, num_prompt_tokens: int, cuts: list[int]) -> None:
+def test_text_streams_completely(tokenizer: Tokenizer, text: str, num_prompt_tokens: int, cuts: list[int]) -> None:
     token_ids = tokenizer.encode(text)
     prompt, output = token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:]
     assert tokenizer.decode(repaired(tokenizer, token_ids, skip=True)) == tokenizer.decode(token_ids)
@@ -99,7 +99,7 @@ def test_text_streams_whole(tokenizer: Tokenizer, text: str, num_prompt_tokens: 
 
 @every_tokenizer
 @given(data=st.data(), cuts=cut_points, skip=st.booleans())
-def test_any_tokens_stream_whole(tokenizer: Tokenizer, data: st.DataObject, cuts: list[int], skip: bool) -> None:
+def test_any_tokens_stream_completely(tokenizer: Tokenizer, data: st.DataObject, cuts: list[int], skip: bool) -> None:
     prompt = data.draw(token_ids_of(tokenizer))
     output = data.draw(token_ids_of(tokenizer))
     assert "".join(stream(tokenizer, prompt, output, cuts, skip)) == whole_text(tokenizer, prompt, output, skip)
@@ -130,7 +130,7 @@ def test_invalid_bytes_and_straddling_tokens_do_not_block() -> None:
     assert detokenizer.finish() == "\ufffd"
 
 
-def test_an_invalid_byte_leaves_its_neighbours_alone() -> None:
+def test_an_invalid_byte_does_not_affect_its_neighbours() -> None:
     tokenizer = ALL["byte_fallback"]
     token_of_byte = {byte: token_id for token_id, byte in tokenizer.byte_of_token.items()}
     token_ids = [token_of_byte[byte] for byte in "字".encode() + b"\xff" + "😀".encode()]
@@ -146,7 +146,7 @@ def test_first_output_token_keeps_its_space() -> None:
         assert "".join(stream(tokenizer, token_ids[:split], token_ids[split:], [])) == " brown fox", name
 
 
-def test_special_tokens() -> None:
+def test_special_tokens_are_skipped_unless_requested() -> None:
     tokenizer = ALL["byte_fallback"]
     word, end, reserved, tool = tokenizer.inner.convert_tokens_to_ids(["▁quick", "</s>", "<reserved>", "<tool>"])
     tokens = [word, reserved, tool, word, 10_000_000, end]

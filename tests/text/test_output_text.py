@@ -1,4 +1,4 @@
-"""One sequence's text ends at its stop string, at the same token and character however its tokens came."""
+"""The text of a sequence ends at its stop string, at the same token and character for any arrival of its tokens."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ TOKENIZER = ALL["byte_level"]
 STORY = "The quick brown fox jumps over 😀😃 the lazy dog."
 
 
-def test_stops_inside_a_token_and_drops_the_rest() -> None:
+def test_a_stop_string_inside_a_token_drops_the_rest() -> None:
     token_ids = TOKENIZER.encode(STORY)
     output = OutputText(TOKENIZER, [], ["ox j", "lazy"])
     delta = output.append(token_ids)
@@ -26,12 +26,12 @@ def test_stops_inside_a_token_and_drops_the_rest() -> None:
     assert output.num_tokens_until_stop == num_tokens
 
 
-def test_stop_string_in_the_output() -> None:
+def test_the_stop_string_can_be_included_in_the_output() -> None:
     output = OutputText(TOKENIZER, [], ["😀😃 t"], include_stop_str_in_output=True)
     assert output.append(TOKENIZER.encode(STORY)) == "The quick brown fox jumps over 😀😃 t"
 
 
-def test_without_a_stop() -> None:
+def test_text_without_a_stop_string_is_complete() -> None:
     token_ids = TOKENIZER.encode(STORY)
     for stop in ([], ["dogs"]):
         output = OutputText(TOKENIZER, [], stop)
@@ -40,20 +40,20 @@ def test_without_a_stop() -> None:
         assert (output.text, output.stop_reason, output.num_tokens_until_stop) == (STORY, None, len(token_ids))
 
 
-def test_held_back_text_comes_at_the_end() -> None:
+def test_held_back_text_is_released_at_the_end() -> None:
     output = OutputText(TOKENIZER, [], ["dog.\n"])
     assert output.append(TOKENIZER.encode(STORY)).endswith("lazy ")
     assert output.finish() == "dog."
     assert output.finish() == ""
 
 
-def test_a_stop_string_in_what_was_held_back() -> None:
+def test_a_stop_string_is_found_in_held_back_text() -> None:
     output = OutputText(TOKENIZER, [], ["x\ufffd"])
     output.append([*TOKENIZER.encode("ax"), *TOKENIZER.encode("😀")[:1]])
     assert (output.stop_reason, output.finish(), output.stop_reason, output.text) == (None, "", "x\ufffd", "a")
 
 
-def test_min_tokens() -> None:
+def test_a_stop_string_before_min_tokens_is_ignored() -> None:
     token_ids = TOKENIZER.encode("abab")
     assert len(token_ids) == 4
     for min_tokens, text in [(0, ""), (1, "ab"), (2, "ab"), (3, "abab")]:
@@ -63,7 +63,7 @@ def test_min_tokens() -> None:
         assert output.text == text
 
 
-def test_no_tokens_make_no_text() -> None:
+def test_no_tokens_give_no_text() -> None:
     for tokenizer in ALL.values():
         half_a_character = tokenizer.encode("😀")[:-1]
         assert OutputText(tokenizer, half_a_character, ["\ufffd"]).finish() == ""
@@ -84,7 +84,9 @@ def test_special_tokens_are_not_text() -> None:
     cuts=cut_points,
     stop=st.lists(st.sampled_from(["a", "e ", "\ufffd\ufffd", "字", "T", "x"]), max_size=3),
 )
-def test_any_tokens(tokenizer: Tokenizer, data: st.DataObject, cuts: list[int], stop: list[str]) -> None:
+def test_any_split_of_any_tokens_gives_the_same_text(
+    tokenizer: Tokenizer, data: st.DataObject, cuts: list[int], stop: list[str]
+) -> None:
     prompt, token_ids = data.draw(token_ids_of(tokenizer)), data.draw(token_ids_of(tokenizer))
     output = OutputText(tokenizer, prompt, stop)
     deltas = [output.append(piece) for piece in pieces_of(token_ids, cuts)] + [output.finish()]

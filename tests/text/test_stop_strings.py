@@ -1,4 +1,4 @@
-"""Stop strings are found where a plain search of the whole text finds them, however the text was cut."""
+"""Stop strings are found where a plain search of the whole text finds them, for any split of the text."""
 
 from itertools import pairwise
 
@@ -16,13 +16,13 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 
 
 def first_stop(text: str, stop: list[str]) -> tuple[int, str] | None:
-    """Where the stop string that ends first (of several the longest) begins, and which it is; by plain search."""
+    """The start and the text of the stop string that ends first (of several, the longest), by plain search."""
     found = [(text.find(string) + len(string), text.find(string), string) for string in stop if string in text]
     return min(found)[1:] if found else None
 
 
 @given(text=st.text("abc😀", max_size=40), stop=stop_lists, cuts=st.lists(st.integers(0, 40)), include=st.booleans())
-def test_equals_a_plain_search(text: str, stop: list[str], cuts: list[int], include: bool) -> None:
+def test_results_equal_a_plain_search(text: str, stop: list[str], cuts: list[int], include: bool) -> None:
     stops = StopStrings(stop, include)
     shown, hit, fed = "", None, ""
     for piece in pieces_of(text, cuts):
@@ -41,7 +41,7 @@ def test_equals_a_plain_search(text: str, stop: list[str], cuts: list[int], incl
         assert (shown, hit) == (text[: begin + len(string) * include], string)
 
 
-def test_across_pieces() -> None:
+def test_stop_strings_are_found_across_pieces() -> None:
     stops = StopStrings(["</end>", "\n\n"])
     assert [stops.feed(piece) for piece in ["one <", "/e", "nd <", "/en", "d> two"]] == [
         ("one ", None),
@@ -54,26 +54,26 @@ def test_across_pieces() -> None:
     assert stops.flush() == ""
 
 
-def test_the_first_to_be_complete_counts_and_of_these_the_longest() -> None:
+def test_the_first_complete_stop_string_counts_and_of_several_the_longest() -> None:
     assert StopStrings(["abcd", "c"]).feed("xabcd") == ("xab", "c")
     assert StopStrings(["c", "abc"]).feed("xabcd") == ("x", "abc")
     assert StopStrings(["ab", "a"]).feed("xab") == ("x", "a")
 
 
-def test_flush_forgets_what_was_held_back() -> None:
+def test_flush_clears_held_back_text() -> None:
     stops = StopStrings(["ab"])
     assert (stops.feed("a"), stops.flush(), stops.flush()) == (("", None), "a", "")
     assert stops.feed("b") == ("b", None)
 
 
-def test_a_long_stream_with_a_hostile_stop_string() -> None:
-    stops = StopStrings(["a" * 20_000 + "b"])  # each piece could begin it: comparing anew each time would take minutes
+def test_a_hostile_stop_string_does_not_slow_a_long_stream() -> None:
+    stops = StopStrings(["a" * 20_000 + "b"])  # each piece could begin it: comparing all of it again would take minutes
     num_shown = sum(len(stops.feed("aaaa")[0]) for _ in range(25_000))
     assert num_shown == 80_000
     assert stops.feed("b") == ("", "a" * 20_000 + "b")
 
 
 @pytest.mark.parametrize("stop", [[""], ["a", ""], "abc"])
-def test_refuses(stop: list[str]) -> None:
+def test_invalid_stop_strings_are_refused(stop: list[str]) -> None:
     with pytest.raises(ValueError, match="stop strings must be a list of strings that are not empty"):
         StopStrings(stop)

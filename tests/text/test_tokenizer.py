@@ -1,4 +1,4 @@
-"""Loading, encoding, chats, and the errors that a person reads."""
+"""Loading, encoding, chats, and the messages of errors."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_loads_a_folder(folder: Path) -> None:
+def test_a_folder_is_loaded(folder: Path) -> None:
     tokenizer, original = read_tokenizer(str(folder)), ALL["byte_fallback"]
     assert tokenizer is not None
     assert tokenizer.encode(" The dog 你") == original.encode(" The dog 你")
@@ -34,32 +34,32 @@ def test_loads_a_folder(folder: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("The dog"), skip_special_tokens=False) == "<s> The dog"
 
 
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_gives_none(tmp_path: Path) -> None:
     assert read_tokenizer(str(tmp_path)) is None
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert read_tokenizer(str(tmp_path)) is None
 
 
-def test_broken_files(folder: Path) -> None:
+def test_broken_files_are_refused(folder: Path) -> None:
     (folder / "tokenizer.json").write_text('{"version": "1.0",\n "model')
     with pytest.raises(ModelError, match=r"cannot load the tokenizer of '.*': .+") as caught:
         read_tokenizer(str(folder))
     assert "\n" not in str(caught.value)
 
 
-def test_no_vocabulary(tmp_path: Path) -> None:
+def test_files_without_a_vocabulary_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     with pytest.raises(ModelError, match="its files hold no vocabulary"):
         read_tokenizer(str(tmp_path))
 
 
-def test_no_such_folder(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no such folder"):
         read_tokenizer(str(tmp_path / "absent"))
 
 
-def test_chat() -> None:
+def test_the_chat_template_is_applied() -> None:
     tokenizer = byte_fallback()
     tokenizer.inner.chat_template = TEMPLATE
 
@@ -73,7 +73,7 @@ def test_chat() -> None:
     assert text(tokenizer.chat(MESSAGES, add_generation_prompt=False, continue_final_message=True)) == "<s>user:Thedog"
 
 
-def test_chat_errors() -> None:
+def test_bad_chats_are_refused() -> None:
     tokenizer = byte_fallback()
     with pytest.raises(InvalidRequestError, match="has no chat template"):
         tokenizer.chat(MESSAGES)
@@ -84,7 +84,7 @@ def test_chat_errors() -> None:
         tokenizer.chat([])
 
 
-def test_has_text() -> None:
+def test_has_text_is_false_for_special_and_unknown_ids() -> None:
     tokenizer = ALL["byte_fallback"]
     end, reserved, tool, word = tokenizer.inner.convert_tokens_to_ids(["</s>", "<reserved>", "<tool>", "▁quick"])
     assert [tokenizer.has_text(i) for i in (end, reserved, tool, word)] == [False, False, True, True]
@@ -93,11 +93,11 @@ def test_has_text() -> None:
         assert [tokenizer.has_text(i) for i in (-1, 10_000_000, 2**70)] == [False, False, False]
 
 
-def test_byte_tokens() -> None:
+def test_only_byte_fallback_has_byte_tokens() -> None:
     for name, tokenizer in ALL.items():
         assert len(tokenizer.byte_of_token) == (256 if name == "byte_fallback" else 0)
 
 
-def test_import_is_light() -> None:
+def test_the_import_is_light() -> None:
     code = "import sys, inflight.text; sys.exit(bool({'transformers', 'tokenizers', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

@@ -1,4 +1,4 @@
-"""Small tokenizers, one of each way in which tokens become text."""
+"""Small tokenizers, one for each way in which tokens become text."""
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
@@ -17,7 +17,7 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
 def byte_level() -> Tokenizer:
-    """GPT-2's and Llama 3's way: a token is any bytes, also parts of several characters."""
+    """Like GPT-2 and Llama 3: a token is any bytes, even parts of several characters."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -34,7 +34,7 @@ def byte_level() -> Tokenizer:
 
 
 def straddling() -> Tokenizer:
-    """A byte-level one, of which each token but the single bytes ends one emoji and begins the next."""
+    """A byte-level tokenizer in which each token except the single bytes ends one emoji and begins the next."""
     byte_to_character = dict(zip(range(256), _bytes_as_characters(), strict=True))
     vocabulary = {character: byte for byte, character in byte_to_character.items()}
     straddle = "😀".encode()[1:] + "😀".encode()[:1]
@@ -46,7 +46,7 @@ def straddling() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Llama 2's way: words with a mark for the space before them, and a token for each byte."""
+    """Like Llama 2: words with a mark for the preceding space, and a token for each byte."""
     words = [f"▁{word}" for line in CORPUS[:2] for word in line.split()]
     letters = sorted(set("▁abcdefghijklmnopqrstuvwxyz.,;:!?'") | set("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
     pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *dict.fromkeys(words)]
@@ -62,7 +62,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """T5's and XLM-R's way: SentencePiece without byte fallback."""
+    """Like T5 and XLM-R: SentencePiece without byte fallback."""
     backend = Backend(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -73,7 +73,7 @@ def metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """BERT's way: a space before each token that does not begin with ##."""
+    """Like BERT: a space before each token that does not begin with ##."""
     backend = Backend(models.WordPiece(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), "removed")
     backend.decoder = decoders.WordPiece()
@@ -84,14 +84,14 @@ def word_piece() -> Tokenizer:
 
 
 def slow_bytes() -> Tokenizer:
-    """A tokenizer in Python; bytes that make no character are left out of its text."""
+    """A tokenizer in Python; bytes that form no character are omitted from its text."""
     return Tokenizer(ByT5Tokenizer(extra_ids=2))
 
 
 def _wrap(backend: Backend) -> Tokenizer:
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    backend.add_special_tokens(["<reserved>"])  # special, though it has no role: decoding skips it all the same
-    backend.add_tokens([AddedToken("<tool>", normalized=False)])  # added, but not special: part of the text
+    backend.add_special_tokens(["<reserved>"])  # special, although it has no role: decoding skips it, too
+    backend.add_tokens([AddedToken("<tool>", normalized=False)])  # added and not special: part of the text
     inner = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         unk_token="<unk>",

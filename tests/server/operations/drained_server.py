@@ -1,7 +1,8 @@
-"""A server to be ended: run as a program, with the seconds of grace. Each line on its standard input is a leave.
+"""A server for shutdown tests: run as a program, with the seconds of grace. Each line on standard input is a signal.
 
-It prints its port. `/v1/stream` sends a first event, and a last one with the next leave; `/v1/wait` answers with the
-next leave; `/v1/flood` never stops. With "abort" as second argument streams can be aborted, with "broken" that fails.
+It prints its port. `/v1/stream` sends a first event, and a last one after the next signal; `/v1/wait` answers after the
+next signal; `/v1/flood` never stops. With "abort" as second argument, streams can be aborted; with "broken", aborting
+fails.
 """
 
 import asyncio

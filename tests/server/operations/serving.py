@@ -1,4 +1,4 @@
-"""Applications behind a real socket, and what tests ask them with."""
+"""Applications behind a real socket, and clients for tests."""
 
 import asyncio
 import json
@@ -19,8 +19,8 @@ COMPLETIONS = "/v1/completions"
 
 @asynccontextmanager
 async def serving(app: ASGIApp) -> AsyncIterator[str]:
-    """The application's URL."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # listens already: nobody has to wait for the server
+    """Serve the application, and give its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # listens already, so no client has to wait for the server
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
@@ -32,7 +32,7 @@ async def serving(app: ASGIApp) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def client_of(app: ASGIApp) -> AsyncIterator[aiohttp.ClientSession]:
-    """A client whose paths are the application's."""
+    """A client whose paths are relative to the application."""
     async with serving(app) as url, aiohttp.ClientSession(url) as client:
         yield client
 
@@ -57,12 +57,12 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]
 
 
 class SmallServer:
-    """An application whose answers tell what came, and whose streams wait for the test's leave.
+    """An application whose answers describe the request, and whose streams wait for the test's permission.
 
     Attributes:
-        num_calls: requests that came through to the endpoint.
-        num_left: streams that ended before they were done.
-        gate: lets streams go on.
+        num_calls: requests that reached the endpoint.
+        num_left: streams that were closed before they were complete.
+        gate: lets streams continue.
     """
 
     def __init__(self) -> None:

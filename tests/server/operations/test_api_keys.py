@@ -1,4 +1,4 @@
-"""Who is let in: with which headers, from where keys come, and how those without one are told."""
+"""API keys: which headers carry them, where they are configured, and what a request without one is answered."""
 
 import hmac
 import re
@@ -36,7 +36,7 @@ KEYS = ["sk-first", "sk-second"]
         ({"Cookie": "x-api-key=sk-first"}, False),
     ],
 )
-def test_only_who_has_one_of_the_keys_is_let_in(headers: dict[str, str], is_let_in: bool) -> None:
+def test_only_requests_with_one_of_the_keys_are_accepted(headers: dict[str, str], is_let_in: bool) -> None:
     async def check() -> None:
         server = SmallServer()
         async with client_of(ApiKeys(KEYS).middleware(server.app)) as client:
@@ -53,7 +53,7 @@ def test_only_who_has_one_of_the_keys_is_let_in(headers: dict[str, str], is_let_
     run(check())
 
 
-def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_key_is_compared_even_after_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(known: bytes, given: bytes) -> bool:
@@ -70,7 +70,7 @@ def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -
         assert not {b"first", key} & {digest for pair in compared for digest in pair}, "no key itself is compared"
 
 
-def test_operators_paths_are_open_and_what_looks_like_one_is_not() -> None:
+def test_operator_paths_need_no_key_and_similar_paths_do() -> None:
     async def check() -> None:
         app = ApiKeys(KEYS).middleware(SmallServer().app)
         statuses = {}
@@ -107,7 +107,7 @@ def test_a_websocket_without_a_key_is_closed() -> None:
     run(check())
 
 
-def test_real_clients_understand_the_refusal() -> None:
+def test_client_libraries_understand_the_refusal_of_a_key() -> None:
     async def check() -> None:
         async with serving(ApiKeys(KEYS).middleware(SmallServer().app)) as url:
             async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="wrong") as client:
@@ -125,7 +125,7 @@ def test_real_clients_understand_the_refusal() -> None:
     run(check())
 
 
-def test_keys_come_from_everywhere_at_once(tmp_path: Path) -> None:
+def test_keys_from_all_sources_are_accepted_together(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# who may\n\nsk-file  # of the batch jobs\r\nsk-other\nsk-one\n")
     assert read_api_keys(["sk-one"], file, " sk-env ,sk-two,") == ["sk-one", "sk-file", "sk-other", "sk-env", "sk-two"]
@@ -143,7 +143,7 @@ def test_keys_come_from_everywhere_at_once(tmp_path: Path) -> None:
         (None, "cannot be read"),
     ],
 )
-def test_a_file_without_good_keys_is_refused_and_no_key_is_shown(
+def test_a_file_without_valid_keys_is_refused_and_no_key_is_shown(
     tmp_path: Path, content: str | bytes | None, message: str
 ) -> None:
     file = tmp_path / "keys"
@@ -154,7 +154,7 @@ def test_a_file_without_good_keys_is_refused_and_no_key_is_shown(
     assert not re.search("my key|schl", str(refused.value))
 
 
-def test_places_that_are_given_but_empty_are_refused() -> None:
+def test_key_sources_that_are_given_but_empty_are_refused() -> None:
     with pytest.raises(ValueError, match="is set, but has no key in it"):
         read_api_keys(environment=" , ")
     with pytest.raises(ValueError, match="a key is empty"):

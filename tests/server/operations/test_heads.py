@@ -1,4 +1,4 @@
-"""The head of a request has to come soon."""
+"""The head of a request has to arrive within a time limit."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ from tests.coroutines import run
 from tests.server.operations.serving import SmallServer, connected, read_answer
 
 
-def test_who_connects_and_says_nothing_or_half_a_head_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_a_complete_request_head_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "SECONDS_FOR_HEAD", 0.2)
     good = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
 

@@ -1,4 +1,4 @@
-"""How a server ends: a real process, real signals, and clients that are in the middle of something."""
+"""How a server shuts down: a real process, real signals, and clients with requests in progress."""
 
 import asyncio
 import signal
@@ -20,19 +20,19 @@ DRAINING = (503, {"status": "draining"})
 
 @dataclass
 class Served:
-    """A process that serves, and a client of it."""
+    """A server process and a client of it."""
 
     process: asyncio.subprocess.Process
     url: str
     client: aiohttp.ClientSession
 
     async def line(self) -> str:
-        """The next line that it prints."""
+        """The next line that the server prints."""
         assert self.process.stdout is not None
         return (await self.process.stdout.readline()).decode().strip()
 
     def let_go_on(self) -> None:
-        """Give it a leave."""
+        """Send the server the signal to continue."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"go\n")
 
@@ -41,13 +41,13 @@ class Served:
             return answer.status, await answer.json()
 
     async def end(self, number: signal.Signals) -> None:
-        """Send a signal, and return when it was heard."""
+        """Send a signal, and return once the server has received it."""
         self.process.send_signal(number)
         while await self.health() != DRAINING:
             pass
 
     async def exit_code(self) -> int:
-        """Its exit code; it has told that it came to its end in good order."""
+        """The exit code of the server, after it has reported an orderly shutdown."""
         assert await self.line() == "all done"
         return await self.process.wait()
 
@@ -75,7 +75,7 @@ async def served(grace_seconds: float, *how: str) -> AsyncIterator[Served]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_runs_is_finished_what_comes_is_refused_and_the_exit_code_is_0(number: signal.Signals) -> None:
+def test_running_requests_finish_new_ones_are_refused_and_the_exit_code_is_0(number: signal.Signals) -> None:
     async def check() -> None:
         async with served(60) as server, server.client.get("/v1/stream") as stream:
             assert await stream.content.readuntil(b"\n\n") == b"data: first\n\n"
@@ -100,7 +100,7 @@ def test_what_runs_is_finished_what_comes_is_refused_and_the_exit_code_is_0(numb
     run(check())
 
 
-def test_a_server_with_nothing_to_do_ends_at_once_whoever_is_connected() -> None:
+def test_an_idle_server_ends_at_once_even_with_open_connections() -> None:
     async def check() -> None:
         async with served(60) as server, connected(server.url), connected(server.url) as (_, writer):
             writer.write(b"GET /v1/models HTTP/1.1\r\nHo")  # half a request
@@ -110,7 +110,7 @@ def test_a_server_with_nothing_to_do_ends_at_once_whoever_is_connected() -> None
     run(check())
 
 
-def test_what_runs_too_long_is_aborted_in_good_order() -> None:
+def test_requests_that_exceed_the_grace_period_are_aborted_cleanly() -> None:
     async def check() -> None:
         async with served(0.2, "abort") as server, server.client.get("/v1/stream") as stream:
             server.process.send_signal(signal.SIGTERM)
@@ -121,13 +121,13 @@ def test_what_runs_too_long_is_aborted_in_good_order() -> None:
 
 
 @pytest.mark.parametrize("how", [(), ("broken",)])
-def test_what_cannot_be_aborted_is_cut(how: tuple[str, ...]) -> None:
+def test_connections_of_requests_that_cannot_be_aborted_are_closed(how: tuple[str, ...]) -> None:
     async def check() -> None:
         async with served(0.2, *how) as server, server.client.get("/v1/stream") as stream:
             waiting = asyncio.create_task(server.client.get("/v1/wait").__aenter__())
             assert await server.line() == "waiting"
             async with server.client.get("/v1/flood") as flood:
-                await flood.content.readexactly(1)  # and never again
+                await flood.content.readexactly(1)  # and no event after it
                 server.process.send_signal(signal.SIGTERM)
                 with pytest.raises(aiohttp.ClientPayloadError):
                     await stream.read()
@@ -139,7 +139,7 @@ def test_what_cannot_be_aborted_is_cut(how: tuple[str, ...]) -> None:
     run(check())
 
 
-def test_a_second_interrupt_does_not_wait() -> None:
+def test_a_second_interrupt_ends_the_server_at_once() -> None:
     async def check() -> None:
         async with served(1000) as server, server.client.get("/v1/stream") as stream:
             await server.end(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""How much is taken: bodies of any kind, senders of any kind, requests at a time; and that streams still stream."""
+"""Limits on body sizes, slow senders and concurrent requests; streams are still passed on as they arrive."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ async def in_chunks(size: int) -> AsyncIterator[bytes]:
         yield b"x" * min(7, size - start)
 
 
-def test_a_body_up_to_the_limit_is_taken_whole_and_a_larger_one_refused() -> None:
+def test_a_body_up_to_the_limit_is_accepted_whole_and_a_larger_one_is_refused() -> None:
     async def check() -> None:
         server = SmallServer()
         async with client_of(BodyLimit(100).middleware(server.app)) as client:
@@ -43,7 +43,7 @@ def test_a_body_up_to_the_limit_is_taken_whole_and_a_larger_one_refused() -> Non
     run(check())
 
 
-def test_who_announces_too_much_is_refused_before_sending_it() -> None:
+def test_a_declared_length_over_the_limit_is_refused_before_the_body_is_sent() -> None:
     async def check() -> None:
         async with serving(BodyLimit(100).middleware(SmallServer().app)) as url:
             for expect in ("", "Expect: 100-continue\r\n"):
@@ -58,7 +58,7 @@ def test_who_announces_too_much_is_refused_before_sending_it() -> None:
     run(check())
 
 
-def test_who_never_stops_sending_gets_an_answer_and_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sender_that_never_stops_gets_an_answer_and_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SECONDS_TO_READ", 0.3)
 
     async def check() -> None:
@@ -80,7 +80,7 @@ def test_who_never_stops_sending_gets_an_answer_and_is_cut(monkeypatch: pytest.M
     run(check())
 
 
-def test_a_body_that_does_not_come_is_not_waited_for_for_ever() -> None:
+def test_waiting_for_a_missing_body_has_a_time_limit() -> None:
     async def check() -> None:
         server = SmallServer()
         async with (
@@ -97,7 +97,7 @@ def test_a_body_that_does_not_come_is_not_waited_for_for_ever() -> None:
     run(check())
 
 
-def test_who_leaves_in_the_middle_of_a_body_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_leaves_in_the_middle_of_a_body_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
         server = SmallServer()
         limit = ConcurrencyLimit(1)
@@ -118,7 +118,7 @@ def test_who_leaves_in_the_middle_of_a_body_leaves_nothing_behind(caplog: pytest
 
 
 @pytest.mark.parametrize("garbage", [b"\x00\xff" * 100, b"GET\r\n\r\n", f"{HEAD}Content-Length: -1\r\n\r\n".encode()])
-def test_garbage_does_no_harm(garbage: bytes) -> None:
+def test_a_malformed_request_does_no_harm(garbage: bytes) -> None:
     async def check() -> None:
         server = SmallServer()
         async with serving(ConcurrencyLimit(1).middleware(BodyLimit(100).middleware(server.app))) as url:
@@ -132,7 +132,7 @@ def test_garbage_does_no_harm(garbage: bytes) -> None:
     run(check())
 
 
-def test_streams_are_passed_on_as_they_come_and_hear_when_the_client_leaves() -> None:
+def test_streams_are_passed_on_as_they_arrive_and_end_when_the_client_leaves() -> None:
     async def check() -> None:
         server = SmallServer()
         async with client_of(ConcurrencyLimit(5).middleware(BodyLimit(100).middleware(server.app))) as client:
@@ -156,7 +156,7 @@ def test_streams_are_passed_on_as_they_come_and_hear_when_the_client_leaves() ->
     run(check())
 
 
-def test_more_than_so_many_at_once_are_told_to_come_back() -> None:
+def test_requests_over_the_concurrency_limit_are_told_to_retry() -> None:
     async def check() -> None:
         server = SmallServer()
         async with client_of(ConcurrencyLimit(2, retry_after=7).middleware(server.app)) as client:
@@ -178,7 +178,7 @@ def test_more_than_so_many_at_once_are_told_to_come_back() -> None:
     run(check())
 
 
-def test_real_clients_understand_the_refusals() -> None:
+def test_client_libraries_understand_the_refusals() -> None:
     async def check() -> None:
         async with serving(ConcurrencyLimit(0).middleware(SmallServer().app)) as url:
             async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:

@@ -1,4 +1,4 @@
-"""Request ids and the log: what a client gets back, what a line has, and what is never in it."""
+"""Request ids and the log: what a client gets back, what a line contains, and what is never logged."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ logger = logging.getLogger("inflight.test")
 
 @pytest.fixture
 def lines() -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """What was logged, read back from JSON."""
+    """The logged lines, parsed from JSON."""
     stream = StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
@@ -42,13 +42,13 @@ def lines() -> Iterator[Callable[[], list[dict[str, Any]]]]:
 
 
 def output_of(*reasons: Any) -> RequestOutput:
-    """What a request for the secret has come to, with a sequence of three tokens for each reason."""
+    """The output of a request for the secret, with a sequence of three tokens for each finish reason."""
     outputs = [CompletionOutput(i, "an answer", [1, 2, 3], finish_reason=reason) for i, reason in enumerate(reasons)]
     return RequestOutput("0", "the secret", [5] * 10, outputs, RequestMetrics(0.0, num_cached_tokens=4), True)
 
 
 def telling(log: AccessLog) -> RequestIds:
-    """An application that tells the log of what it generates, as endpoints do."""
+    """An application that reports to the log what it generates, as endpoints do."""
 
     async def two_prompts(request: Request) -> Response:
         async def generate(*reasons: Any) -> None:
@@ -93,7 +93,7 @@ def telling(log: AccessLog) -> RequestIds:
         ("caf\u00e9", False),
     ],
 )
-def test_a_sane_id_is_kept_and_any_other_replaced(given: str | None, is_kept: bool) -> None:
+def test_a_valid_request_id_is_kept_and_any_other_is_replaced(given: str | None, is_kept: bool) -> None:
     async def show(request: Request) -> Response:
         assert request.state.request_id == current_request_id.get()
         return PlainTextResponse(request.state.request_id)
@@ -116,7 +116,7 @@ def test_a_sane_id_is_kept_and_any_other_replaced(given: str | None, is_kept: bo
     run(check())
 
 
-def test_real_clients_find_the_id() -> None:
+def test_client_libraries_find_the_request_id() -> None:
     async def check() -> None:
         async def models(request: Request) -> Response:
             return JSONResponse({"id": "m", "object": "model", "created": 0, "owned_by": "me"})
@@ -129,7 +129,7 @@ def test_real_clients_find_the_id() -> None:
     run(check())
 
 
-def test_a_line_says_what_became_of_a_request(lines: Callable[[], list[dict[str, Any]]]) -> None:
+def test_a_line_reports_the_result_of_a_request(lines: Callable[[], list[dict[str, Any]]]) -> None:
     async def check() -> None:
         async with client_of(telling(AccessLog())) as client:
             async with client.get("/two?api_key=private", headers={"X-Request-Id": "mine"}) as answer:
@@ -165,7 +165,7 @@ def test_a_line_says_what_became_of_a_request(lines: Callable[[], list[dict[str,
 
 
 @pytest.mark.parametrize("with_text", [False, True])
-def test_text_is_written_only_if_it_was_asked_for(lines: Callable[[], list[dict[str, Any]]], with_text: bool) -> None:
+def test_text_is_logged_only_if_that_is_enabled(lines: Callable[[], list[dict[str, Any]]], with_text: bool) -> None:
     async def check() -> None:
         async with client_of(telling(AccessLog(with_text=with_text))) as client, client.get("/two"):
             pass
@@ -179,7 +179,7 @@ def test_text_is_written_only_if_it_was_asked_for(lines: Callable[[], list[dict[
         assert not re.search("secret|answer", json.dumps(line))
 
 
-def test_clients_that_leave_and_faults_are_lines_too(lines: Callable[[], list[dict[str, Any]]]) -> None:
+def test_disconnected_clients_and_errors_are_logged_too(lines: Callable[[], list[dict[str, Any]]]) -> None:
     async def check() -> None:
         log, server = AccessLog(), SmallServer()
         async with client_of(telling(log)) as client:
@@ -207,7 +207,7 @@ def test_clients_that_leave_and_faults_are_lines_too(lines: Callable[[], list[di
 
 
 @pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
-def test_probes_write_no_lines_unless_everything_is_logged(
+def test_health_checks_are_logged_only_if_everything_is_logged(
     lines: Callable[[], list[dict[str, Any]]], level: int
 ) -> None:
     paths = ["/health", "/metrics", "/version"]
@@ -238,7 +238,7 @@ except KeyError:
 """
 
 
-def test_all_loggers_of_a_process_write_the_same_way() -> None:
+def test_all_loggers_of_a_process_use_the_same_format() -> None:
     def stderr(style: str) -> list[str]:
         done = subprocess.run([sys.executable, "-c", SCRIPT, style], capture_output=True, text=True, timeout=60)
         assert done.stdout == ""

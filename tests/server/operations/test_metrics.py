@@ -1,4 +1,4 @@
-"""What Prometheus gets: from a real engine, from one that dies, loads or hangs, and from requests of every kind."""
+"""What Prometheus gets from a working, dying, loading or hanging engine, and for requests of every kind."""
 
 import asyncio
 import re
@@ -44,11 +44,11 @@ DASHBOARD = (
     *("vllm:request_generation_tokens_bucket", "vllm:request_max_num_generation_tokens_sum"),
     *("vllm:request_params_n_bucket", "vllm:request_params_max_tokens_bucket"),
 )
-"""What vLLM's own dashboards ask for, all of a model by its name."""
+"""The queries of vLLM's own dashboards, each for a model by its name."""
 
 
 def samples_of(text: str) -> Samples:
-    """All samples by name and labels (without the model's name, which every one of ours must have)."""
+    """All samples by name and labels, without the model's name, which each of our metrics must have."""
     samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -64,12 +64,12 @@ async def scrape(metrics: Metrics) -> Samples:
 
 
 def stats_of(num: int = 0, num_crashes: int = 0, num_running: int = 0) -> EngineStats:
-    """Stats of an engine that has counted `num` of everything."""
+    """Stats of an engine in which every count is `num`."""
     return EngineStats(num, num, num, num, num, num, num_running, 2, 25, 25, 50, num_crashes)
 
 
 def scripted(*answers: EngineStats | Exception) -> Callable[[], "asyncio.Future[EngineStats]"]:
-    """An engine that answers so, one after the other."""
+    """An engine that gives these answers in order."""
     script = iter(answers)
 
     async def read() -> EngineStats:
@@ -88,7 +88,7 @@ def output_of(*lengths: int) -> RequestOutput:
 
 
 def served(llm: AsyncLLM) -> tuple[Metrics, FastAPI]:
-    """A server of one endpoint, which tells the metrics of its requests."""
+    """A server with one endpoint, which reports its requests to the metrics."""
     metrics = Metrics("tiny", llm.stats)
     app = FastAPI()
     app.add_route("/metrics", metrics.endpoint)
@@ -130,7 +130,7 @@ def llm() -> Iterator[AsyncLLM]:
     asyncio.run(llm.stop())
 
 
-def test_a_real_engine_under_vllms_names(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_engine_reports_under_the_metric_names_of_vllm(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_module, "SECONDS_FOR_ENGINE", 60.0)
 
     async def check() -> None:
@@ -144,7 +144,7 @@ def test_a_real_engine_under_vllms_names(llm: AsyncLLM, monkeypatch: pytest.Monk
                     await answer.read()
 
             await complete(max_tokens=20)
-            await complete(max_tokens=20)  # whose prompt is found again
+            await complete(max_tokens=20)  # its prompt is found in the cache
             await complete(max_tokens=5, n=3, temperature=1.0)
             async with client.post("/v1/completions", json={"max_tokens": 900, "ignore_eos": True}) as answer:
                 await answer.content.readexactly(1)
@@ -183,7 +183,7 @@ def test_a_real_engine_under_vllms_names(llm: AsyncLLM, monkeypatch: pytest.Monk
     run(check())
 
 
-def test_answers_are_counted_by_names_that_are_ours() -> None:
+def test_responses_are_counted_under_our_own_metric_names() -> None:
     async def check() -> None:
         metrics, app = served(AsyncLLM(zoo.build("gpt2"), in_process=True))
         async with client_of(metrics.middleware(app)) as client:
@@ -208,12 +208,12 @@ def test_answers_are_counted_by_names_that_are_ours() -> None:
     run(check())
 
 
-def test_counters_never_go_down_whatever_becomes_of_the_engine() -> None:
+def test_counters_never_decrease_when_the_engine_restarts() -> None:
     async def check() -> None:
         answers = (
             *(stats_of(10), stats_of(15), stats_of(15)),
-            *(EngineDeadError("gone"), stats_of(20, num_crashes=2)),  # two died, and this one counted further
-            *(stats_of(4, num_crashes=2), stats_of(6, num_crashes=2)),  # stopped and started again
+            *(EngineDeadError("gone"), stats_of(20, num_crashes=2)),  # two engines died, and this one counted further
+            *(stats_of(4, num_crashes=2), stats_of(6, num_crashes=2)),  # the engine was stopped and started again
         )
         metrics = Metrics("tiny", scripted(*answers))
         names = ("vllm:prompt_tokens_total", "vllm:num_preemptions_total", "inflight:engine_steps_total")
@@ -227,7 +227,7 @@ def test_counters_never_go_down_whatever_becomes_of_the_engine() -> None:
     run(check())
 
 
-def test_a_scrape_is_answered_while_the_engine_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scrape_is_answered_while_the_engine_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_module, "SECONDS_FOR_ENGINE", 0.05)
 
     async def check() -> None:
@@ -236,7 +236,7 @@ def test_a_scrape_is_answered_while_the_engine_is_not(monkeypatch: pytest.Monkey
         async def read() -> EngineStats:
             answer = answers.pop(0)
             if answer is None:
-                await asyncio.Event().wait()  # loads, or is in the middle of a very long step
+                await asyncio.Event().wait()  # the engine loads, or runs a very long step
             if isinstance(answer, Exception):
                 raise answer
             assert isinstance(answer, EngineStats)
@@ -254,7 +254,7 @@ def test_a_scrape_is_answered_while_the_engine_is_not(monkeypatch: pytest.Monkey
     run(check())
 
 
-def test_scrapes_at_once_count_nothing_twice() -> None:
+def test_concurrent_scrapes_count_nothing_twice() -> None:
     async def check() -> None:
         num = 0
 
@@ -262,7 +262,7 @@ def test_scrapes_at_once_count_nothing_twice() -> None:
             nonlocal num
             num += 1
             mine = num
-            for _ in range(10 - num):  # who asked first hears last
+            for _ in range(10 - num):  # the first scrape gets the last answer
                 await asyncio.sleep(0)
             return stats_of(mine)
 
@@ -273,7 +273,7 @@ def test_scrapes_at_once_count_nothing_twice() -> None:
     run(check())
 
 
-def test_an_engine_that_breaks_is_seen_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_failure_shows_in_the_metrics_and_the_engine_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     may_start, engines = threading.Event(), []
 
     def make(*args: Any) -> Engine:
@@ -329,7 +329,7 @@ def test_an_engine_that_breaks_is_seen_and_comes_back(monkeypatch: pytest.Monkey
         ("refused", None),
     ],
 )
-def test_each_way_to_end_is_counted_once(reason: str, finished_reason: str | None) -> None:
+def test_each_finish_reason_is_counted_once(reason: str, finished_reason: str | None) -> None:
     async def check() -> None:
         metrics = Metrics("tiny", scripted(stats_of()))
         metrics.started("a", 1, SamplingParams())
@@ -355,13 +355,13 @@ def test_each_way_to_end_is_counted_once(reason: str, finished_reason: str | Non
     ("num_sequences", "produced", "gaps"),
     [
         (1, [(1, 1.0), (1, 1.5), (1, 1.75)], [0.5, 0.25]),
-        (1, [(1, 1.0), (4, 3.0)], [0.5, 0.5, 0.5, 0.5]),  # four at once: the reader was slow
+        (1, [(1, 1.0), (4, 3.0)], [0.5, 0.5, 0.5, 0.5]),  # four tokens at once, because the reader was slow
         (1, [(5, 1.0), (0, 2.0), (1, 3.0)], [2.0]),
         (2, [(1, 1.0), (1, 1.0), (1, 2.0), (1, 2.0), (1, 4.0), (1, 4.0)], [1.0, 2.0]),
         (2, [(2, 1.0), (2, 2.0), (4, 4.0)], [1.0, 1.0, 1.0]),
     ],
 )
-def test_gaps_between_tokens_are_those_of_one_sequence(
+def test_gaps_between_tokens_are_measured_per_sequence(
     num_sequences: int, produced: list[tuple[int, float]], gaps: list[float]
 ) -> None:
     async def check() -> None:
@@ -379,7 +379,7 @@ def test_gaps_between_tokens_are_those_of_one_sequence(
     run(check())
 
 
-def test_times_and_sizes_are_the_outputs() -> None:
+def test_times_and_sizes_match_the_output() -> None:
     async def check() -> None:
         metrics = Metrics("tiny", scripted(stats_of()))
         metrics.started("a", 2, SamplingParams(n=2, max_tokens=None))
@@ -407,9 +407,9 @@ def test_times_and_sizes_are_the_outputs() -> None:
     run(check())
 
 
-def test_a_client_of_the_metrics_may_be_anything() -> None:
+def test_the_metrics_answer_any_accept_header() -> None:
     async def check() -> None:
-        metrics, app = served(AsyncLLM(zoo.build("gpt2"), in_process=True, max_model_len=10**6))  # it cannot be loaded
+        metrics, app = served(AsyncLLM(zoo.build("gpt2"), in_process=True, max_model_len=10**6))  # cannot be loaded
         async with client_of(metrics.middleware(app)) as client:
             for accept in (
                 "*/*",
@@ -424,7 +424,7 @@ def test_a_client_of_the_metrics_may_be_anything() -> None:
     run(check())
 
 
-def test_the_manual_has_every_metric_and_no_other() -> None:
+def test_the_manual_lists_exactly_the_exported_metrics() -> None:
     manual = (Path(__file__).parents[3] / "docs" / "operating.md").read_text(encoding="utf-8")
     table = [line for line in manual.splitlines() if re.match(r"\| `(vllm|inflight):", line)]
     told = {name for line in table for name in re.findall(r"`((?:vllm|inflight):\w+)`", line.split("|")[1])}

@@ -1,4 +1,4 @@
-"""All of it together: that each layer sees what it must, and that those who are turned away are seen, too."""
+"""All server layers together: each layer sees what it must, and refused requests are logged and counted."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ async def no_stats() -> EngineStats:
 
 
 def operations(**settings: Any) -> Operations:
-    """With a key, room for one request, and bodies of up to 100 bytes."""
+    """Operations with a key, room for one request, and bodies of up to 100 bytes."""
     given = {"api_keys": ("right",), "max_body_size": 100, "max_requests": 1} | settings
     return Operations(OperatorSettings(**given), "tiny", no_stats)
 
@@ -53,7 +53,7 @@ def log() -> Iterator[StringIO]:
     logger.setLevel(logging.NOTSET)
 
 
-def test_whoever_is_turned_away_is_named_logged_and_counted(log: StringIO) -> None:
+def test_a_refused_request_gets_an_id_and_is_logged_and_counted(log: StringIO) -> None:
     async def check() -> None:
         around, server = operations(), SmallServer()
         names = []
@@ -72,7 +72,7 @@ def test_whoever_is_turned_away_is_named_logged_and_counted(log: StringIO) -> No
             async with client.post(COMPLETIONS, json={"stream": True}, headers=KEY) as stream:
                 await stream.content.readexactly(5)
                 await ask(client, 429, **KEY)
-                await ask(client, 401)  # a stranger does not hear how busy it is
+                await ask(client, 401)  # a request without a key does not learn how busy the server is
                 around.drain.begin()
                 await ask(client, 503, **KEY)
                 async with client.get("/health") as answer:
@@ -93,7 +93,7 @@ def test_whoever_is_turned_away_is_named_logged_and_counted(log: StringIO) -> No
     run(check())
 
 
-def test_who_leaves_before_the_answer_has_a_line(log: StringIO) -> None:
+def test_a_client_that_leaves_before_the_answer_is_logged(log: StringIO) -> None:
     async def check() -> None:
         async with serving(operations().surround(SmallServer().app)) as url:
             async with connected(url) as (_, writer):
@@ -110,7 +110,7 @@ def test_who_leaves_before_the_answer_has_a_line(log: StringIO) -> None:
     run(check())
 
 
-def test_pages_of_other_origins_are_let_in_only_if_that_was_said() -> None:
+def test_other_origins_are_allowed_only_if_configured() -> None:
     asks = {**PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
 
     async def answers(app: ASGIApp) -> list[tuple[int, str | None]]:
@@ -132,7 +132,7 @@ def test_pages_of_other_origins_are_let_in_only_if_that_was_said() -> None:
     run(check())
 
 
-def test_keys_come_from_the_settings_a_file_and_the_environment(tmp_path: Path) -> None:
+def test_keys_are_read_from_the_settings_a_file_and_the_environment(tmp_path: Path) -> None:
     async def check() -> None:
         (tmp_path / "keys").write_text("of-file\n")
         settings = OperatorSettings(api_keys=("given",), api_key_file=str(tmp_path / "keys"))
@@ -148,7 +148,7 @@ def test_keys_come_from_the_settings_a_file_and_the_environment(tmp_path: Path) 
     run(check())
 
 
-def test_traces_are_made_if_there_is_somewhere_to_send_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_are_made_only_if_an_endpoint_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     provider, exporter = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(stack, "exporting_provider", lambda endpoint: provider)
@@ -184,12 +184,12 @@ def test_traces_are_made_if_there_is_somewhere_to_send_them(monkeypatch: pytest.
         ({"api_keys": ("two words",)}, "a key is empty or has spaces"),
     ],
 )
-def test_bad_settings_are_refused_in_a_sentence(settings: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused_with_one_sentence(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         operations(**settings)
 
 
-def test_a_hundred_streams_at_once_are_all_there_to_their_end() -> None:
+def test_a_hundred_concurrent_streams_all_run_to_their_end() -> None:
     async def check() -> None:
         server = SmallServer()
         around = operations(max_requests=None, api_keys=())

@@ -1,4 +1,4 @@
-"""Traces: what a span says, whose child it is, and that a collector gets it."""
+"""Traces: the content of a span, its parent, and its delivery to a collector."""
 
 import asyncio
 import sys
@@ -43,7 +43,7 @@ def output_of(error: str | None = None) -> RequestOutput:
 
 
 def served(tracing: Tracing, **telemetry: Any) -> Any:
-    """A server that tells of two prompts for each request."""
+    """A server that reports two prompts for each request."""
     app = FastAPI(telemetry=telemetry or None)  # type: ignore[arg-type]
 
     async def generate(request: Request) -> Response:
@@ -60,7 +60,7 @@ def served(tracing: Tracing, **telemetry: Any) -> Any:
     return tracing.middleware(app)
 
 
-def test_a_span_says_what_was_asked_and_what_came_of_it(spans: tuple[TracerProvider, InMemorySpanExporter]) -> None:
+def test_a_span_describes_the_request_and_its_result(spans: tuple[TracerProvider, InMemorySpanExporter]) -> None:
     provider, exporter = spans
     tracing = Tracing("tiny", provider)
     tracing.started("a", 2, PARAMS)
@@ -101,7 +101,7 @@ def test_a_span_says_what_was_asked_and_what_came_of_it(spans: tuple[TracerProvi
     assert not tracing._waiting
 
 
-def test_requests_that_end_badly_are_errors(spans: tuple[TracerProvider, InMemorySpanExporter]) -> None:
+def test_failed_requests_have_error_status(spans: tuple[TracerProvider, InMemorySpanExporter]) -> None:
     provider, exporter = spans
     tracing = Tracing("tiny", provider)
     for reason, output in (("refused", None), ("abort", None), ("timeout", None), ("error", output_of("on fire"))):
@@ -114,7 +114,7 @@ def test_requests_that_end_badly_are_errors(spans: tuple[TracerProvider, InMemor
     assert {span.status.status_code for span in exporter.get_finished_spans()} == {StatusCode.ERROR}
 
 
-def test_spans_are_children_of_the_clients(spans: tuple[TracerProvider, InMemorySpanExporter]) -> None:
+def test_spans_are_children_of_the_client_spans(spans: tuple[TracerProvider, InMemorySpanExporter]) -> None:
     provider, exporter = spans
 
     async def ask(client: aiohttp.ClientSession, path: str, **headers: str) -> list[ReadableSpan]:
@@ -139,12 +139,14 @@ def test_spans_are_children_of_the_clients(spans: tuple[TracerProvider, InMemory
                 assert first.parent is None
                 assert first.context.trace_id != second.context.trace_id
             both = await ask(client, "/v1/completions")
-            assert {span.parent for span in both} == {None}  # nothing is left of the one before
+            assert {span.parent for span in both} == {None}  # the previous context is gone
 
     run(check())
 
 
-def test_a_span_of_the_http_request_comes_in_between(spans: tuple[TracerProvider, InMemorySpanExporter]) -> None:
+def test_the_span_of_the_http_request_is_the_parent_of_generation_spans(
+    spans: tuple[TracerProvider, InMemorySpanExporter],
+) -> None:
     provider, exporter = spans
 
     async def check() -> None:
@@ -162,7 +164,7 @@ def test_a_span_of_the_http_request_comes_in_between(spans: tuple[TracerProvider
     assert one.parent == other.parent
 
 
-def test_without_the_library_traces_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_traces_are_refused_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ValueError, match=r"traces need OpenTelemetry .* pip install 'inflight-llm\[tracing\]'"):
         exporting_provider()
@@ -176,7 +178,7 @@ def test_without_the_library_traces_are_refused_in_a_sentence(monkeypatch: pytes
         ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=tales,zone=3"}, "tales"),
     ],
 )
-def test_the_service_is_called_as_the_environment_says(
+def test_the_service_name_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], name: str
 ) -> None:
     endpoints = []
@@ -198,7 +200,7 @@ def test_the_service_is_called_as_the_environment_says(
     assert provider.resource.attributes["telemetry.sdk.language"] == "python"
 
 
-def test_a_collector_gets_them() -> None:
+def test_a_collector_receives_the_spans() -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     bodies = asyncio.Queue[bytes]()
 

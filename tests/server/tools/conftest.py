@@ -1,4 +1,4 @@
-"""Servers that say what tests want, each started once."""
+"""Servers with scripted answers, each started once."""
 
 from collections.abc import Iterator
 
@@ -22,18 +22,18 @@ def trusting_server() -> Iterator[RunningServer]:
 
 @pytest.fixture
 def hermes(hermes_server: RunningServer) -> Iterator[RunningServer]:
-    """Its template tells the model of tools."""
+    """A server whose template describes tools to the model."""
     yield from unscripted(hermes_server)
 
 
 @pytest.fixture
 def trusting(trusting_server: RunningServer) -> Iterator[RunningServer]:
-    """Its own template knows no tools: it takes the one that a request brings."""
+    """A server whose own template does not support tools, and which accepts a template from the request."""
     yield from unscripted(trusting_server)
 
 
 def unscripted(server: RunningServer) -> Iterator[RunningServer]:
-    """Without a script before the test, and idle after it."""
+    """The server without a script before the test, and idle after it."""
     say(server)
     yield server
     server.check_idle()

@@ -1,4 +1,4 @@
-"""Tools for tests, templates that tell of them, and a model that says what a test wants."""
+"""Tools for tests, templates that describe them, and a model with scripted answers."""
 
 import random
 import time
@@ -55,7 +55,7 @@ CALLS_IN_A_TEXT = f"Let me see.\n{CALL}\n{CLOCK} That is all."
 
 
 def cut(text: str, places: Iterable[int]) -> list[str]:
-    """The text in pieces, a new one from each of these places on."""
+    """The text in pieces that begin at these positions."""
     return [text[start:end] for start, end in pairwise([0, *sorted(places), len(text)])]
 
 
@@ -64,8 +64,8 @@ def cut_by_chance(text: str, seed: int) -> list[str]:
 
 
 class ScriptedLLM(AsyncLLM):
-    """Says what it is told to, if it is told, else what the model says, in any order of tests the same; keeps the
-    prompt that it was asked with last."""
+    """Answers with its script, or without one with the model's own answer, independently of the order of tests. Keeps
+    the last prompt."""
 
     script: Sequence[str] | None = None
     prompt: str = ""
@@ -92,7 +92,7 @@ class ScriptedLLM(AsyncLLM):
 
 @contextmanager
 def scripted_server(template: str | None = None, **settings: Any) -> Iterator[RunningServer]:
-    """The embedded model, with this template in place of its own."""
+    """The embedded model with this template instead of its own."""
     llm = ScriptedLLM(num_blocks=2000, in_process=True)
     if template is not None:
         llm.tokenizer.inner.chat_template = template  # type: ignore[union-attr]
@@ -101,12 +101,12 @@ def scripted_server(template: str | None = None, **settings: Any) -> Iterator[Ru
 
 
 def say(server: RunningServer, *script: str) -> None:
-    """Have it say this, piece by piece, from now on; without a script, what the model says."""
+    """Make the model answer with these pieces from now on; without a script, with its own answer."""
     assert isinstance(server.llm, ScriptedLLM)
     server.llm.script = script or None
 
 
 def prompt_of(server: RunningServer) -> str:
-    """What it was asked with last."""
+    """The last prompt that the model got."""
     assert isinstance(server.llm, ScriptedLLM)
     return server.llm.prompt

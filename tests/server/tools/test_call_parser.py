@@ -1,4 +1,4 @@
-"""What is taken for a call, and what is content, however the text was cut into pieces."""
+"""What is parsed as a call and what as content, independently of how the text was split."""
 
 import json
 import string
@@ -19,14 +19,14 @@ Calls = list[tuple[str, str]]
 
 
 def put_together(pieces: Iterable[Piece]) -> tuple[str, Calls]:
-    """Content and calls as a client has them in the end."""
+    """Content and calls as the client finally has them."""
     content, calls, ids = "", [], []
     for piece in pieces:
         if isinstance(piece, str):
             assert piece
             content += piece
             continue
-        if piece.index == len(calls):  # a new one
+        if piece.index == len(calls):  # a new call
             assert piece.name is not None
             assert piece.call_id is not None
             assert piece.arguments == ""
@@ -153,7 +153,7 @@ CASES: dict[str, tuple[CallFormat, str, str, Calls]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_calls_and_content(name: str) -> None:
+def test_calls_are_separated_from_content(name: str) -> None:
     call_format, text, content, calls = CASES[name]
     assert read(call_format, [text]) == (content, calls)
     assert read(call_format, list(text)) == (content, calls)
@@ -188,7 +188,7 @@ FRAGMENTS = [
     st.sampled_from([HERMES, LLAMA3, MISTRAL, PLAIN]),
     st.booleans(),
 )
-def test_pieces_do_not_depend_on_how_a_text_was_cut(
+def test_the_result_does_not_depend_on_how_the_text_was_split(
     text: str, places: list[int], call_format: CallFormat, is_guaranteed: bool
 ) -> None:
     whole = read(call_format, [text], is_guaranteed=is_guaranteed)
@@ -197,7 +197,7 @@ def test_pieces_do_not_depend_on_how_a_text_was_cut(
         read(call_format, cut(text, [min(place, len(text)) for place in places]), is_guaranteed=is_guaranteed) == whole
     )
     if not whole[1]:
-        assert whole[0] == text  # nothing is lost
+        assert whole[0] == text  # no text is lost
 
 
 JSON = st.recursive(
@@ -219,7 +219,7 @@ JSON = st.recursive(
     st.booleans(),
     st.lists(st.integers(0, 500), max_size=30),
 )
-def test_whatever_the_arguments_are_they_come_through(
+def test_any_arguments_are_parsed_unchanged(
     calls: list[tuple[str, dict[str, Any]]], call_format: CallFormat, is_guaranteed: bool, places: list[int]
 ) -> None:
     written = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
@@ -234,7 +234,7 @@ def test_whatever_the_arguments_are_they_come_through(
     assert read(call_format, cut(text, places), is_guaranteed=is_guaranteed) == ("", written)
 
 
-def test_calls_that_are_guaranteed_are_given_out_as_they_come() -> None:
+def test_guaranteed_calls_are_streamed_as_they_arrive() -> None:
     parser = CallParser(HERMES, NAMES, is_guaranteed=True)
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
     *before, (name, arguments) = [(parser.feed(character), character) for character in text[:-1]][-1:], ([], "")
@@ -246,7 +246,7 @@ def test_calls_that_are_guaranteed_are_given_out_as_they_come() -> None:
     assert parser.finish() == []
 
 
-def test_calls_in_free_text_are_given_out_when_they_are_complete() -> None:
+def test_calls_in_free_text_are_reported_once_they_are_complete() -> None:
     parser = CallParser(HERMES, NAMES)
     assert parser.feed("Let me see. ") == ["Let me see."]
     assert parser.feed(HERMES_CALL[:-15]) == []
@@ -255,16 +255,16 @@ def test_calls_in_free_text_are_given_out_when_they_are_complete() -> None:
     assert (first.name, second) == ("weather", CallDelta(0, '{"city": "Rome"}'))
 
 
-def test_what_is_cut_off_in_its_arguments_is_a_call_if_it_was_guaranteed() -> None:
+def test_text_cut_off_inside_arguments_is_a_call_if_it_was_guaranteed() -> None:
     assert read(HERMES, [HERMES_CALL[:50]], is_guaranteed=True) == ("", [("weather", '{"cit')])
 
 
-def test_only_the_first_call_is_wanted() -> None:
+def test_only_the_first_call_is_reported_without_parallel_calls() -> None:
     text = f"{HERMES_CALL} and {HERMES_CALL}"
     assert read(HERMES, [text], is_parallel=False) == (" and", [ROME])
 
 
-def test_ids_are_those_that_the_familys_template_takes() -> None:
+def test_call_ids_fit_the_template_of_the_family() -> None:
     assert HERMES.new_call_id().startswith("call_")
     assert len(MISTRAL.new_call_id()) == 9
     assert MISTRAL.new_call_id().isalnum()
@@ -283,5 +283,5 @@ def test_ids_are_those_that_the_familys_template_takes() -> None:
         ('{{ "[TOOL_CALLS]" + name + "[ARGS]" }}', None),
     ],
 )
-def test_the_family_is_seen_in_the_template(template: str, expected: CallFormat | None) -> None:
+def test_the_family_is_recognised_from_the_template(template: str, expected: CallFormat | None) -> None:
     assert format_of_template(template) is expected

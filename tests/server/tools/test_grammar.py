@@ -1,4 +1,4 @@
-"""Grammars of tool calls: what a model may write under them is read as the calls that its tools take, every time."""
+"""Grammars of tool calls: every text that they allow is parsed as valid calls of the tools."""
 
 import json
 import random
@@ -48,7 +48,7 @@ def grammars(tokenizer: Tokenizer) -> GrammarCompiler:
 
 
 def with_markers(special: bool) -> Tokenizer:
-    """A tokenizer to which the markers of calls are tokens of their own."""
+    """A tokenizer in which each marker of a call is a single token."""
     loaded = read_tokenizer(str(DEMO_MODEL))
     assert loaded is not None
     markers = [marker for each in FORMATS for marker in (each.begin, each.end) if marker]
@@ -69,7 +69,7 @@ def read(call_format: CallFormat, text: str) -> tuple[str, list[tuple[str, str]]
 
 @pytest.mark.parametrize("call_format", FORMATS, ids=lambda each: each.name)
 @pytest.mark.parametrize("is_parallel", [True, False])
-def test_whatever_is_written_is_valid_calls(
+def test_every_text_of_the_grammar_is_parsed_as_valid_calls(
     call_format: CallFormat, is_parallel: bool, tokenizer: Tokenizer, grammars: GrammarCompiler
 ) -> None:
     called: set[str] = set()
@@ -89,7 +89,9 @@ def test_whatever_is_written_is_valid_calls(
 
 
 @pytest.mark.parametrize("call_format", FORMATS, ids=lambda each: each.name)
-def test_content_of_a_schema_or_calls(call_format: CallFormat, tokenizer: Tokenizer, grammars: GrammarCompiler) -> None:
+def test_the_text_is_content_of_a_schema_or_calls(
+    call_format: CallFormat, tokenizer: Tokenizer, grammars: GrammarCompiler
+) -> None:
     content_schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     content_schema["additionalProperties"] = False
     asked = grammar(call_format, is_required=False, content_schema=schema_of(content_schema))
@@ -112,7 +114,9 @@ CALL = {
 
 
 @pytest.mark.parametrize("call_format", [HERMES, MISTRAL, LLAMA3], ids=lambda each: each.name)
-def test_text_is_free_up_to_a_call(call_format: CallFormat, tokenizer: Tokenizer, grammars: GrammarCompiler) -> None:
+def test_text_is_unconstrained_up_to_a_call(
+    call_format: CallFormat, tokenizer: Tokenizer, grammars: GrammarCompiler
+) -> None:
     asked = grammar(call_format, is_required=False)
     call = CALL[call_format.name]
 
@@ -136,7 +140,7 @@ def test_text_is_free_up_to_a_call(call_format: CallFormat, tokenizer: Tokenizer
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("template", ["<tool_call> {{ tools }}", "[TOOL_CALLS] {{ tools }}"])
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_markers_that_are_tokens_of_their_own_can_be_written_as_such(special: bool, template: str, choice: str) -> None:
+def test_a_marker_can_be_written_as_a_single_token(special: bool, template: str, choice: str) -> None:
     tokenizer = with_markers(special)
     asked = ToolFields(tools=[tool("weather", WEATHER, strict=True)], tool_choice=choice)  # type: ignore[list-item,arg-type]
     use = tool_use(asked, None, tokenizer, template)
@@ -159,7 +163,7 @@ def use_of(tokenizer: Tokenizer, content: StructuredOutput | None = None, **fiel
     return tool_use(ToolFields(**fields), content, tokenizer, template)
 
 
-def test_what_is_constrained(tokenizer: Tokenizer) -> None:
+def test_which_requests_are_constrained(tokenizer: Tokenizer) -> None:
     free, strict = tool("f", WEATHER), tool("g", WEATHER, strict=True)
     unenforceable = tool("f", {"not": {}})
 
@@ -206,7 +210,7 @@ def test_what_is_constrained(tokenizer: Tokenizer) -> None:
         ),
     ],
 )
-def test_what_is_refused(tokenizer: Tokenizer, fields: dict[str, Any], message: str) -> None:
+def test_invalid_tool_requests_are_refused(tokenizer: Tokenizer, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ApiError) as refused:
         use_of(tokenizer, **fields)
     assert message in str(refused.value)

@@ -1,4 +1,4 @@
-"""Tools in Anthropic's messages, used with the `anthropic` client."""
+"""Tools in Anthropic's messages with the `anthropic` client."""
 
 import json
 from typing import Any
@@ -39,7 +39,7 @@ def client_of(server: RunningServer) -> anthropic.Anthropic:
 
 
 def both(server: RunningServer, **fields: Any) -> tuple[Message, Message]:
-    """The answer as a whole, and as the client puts it together from a stream."""
+    """The whole answer, and the answer that the client assembles from a stream."""
     asked: dict[str, Any] = {"model": "stories", "messages": HELLO, "tools": TOOLS, "max_tokens": 300, **fields}
     asked = {**asked, "extra_body": {"temperature": 1.0}}
     with client_of(server).messages.stream(**asked) as stream:
@@ -47,7 +47,7 @@ def both(server: RunningServer, **fields: Any) -> tuple[Message, Message]:
     return client_of(server).messages.create(**asked), streamed
 
 
-def test_a_call_is_required(hermes: RunningServer) -> None:
+def test_a_call_can_be_required(hermes: RunningServer) -> None:
     for answer in both(hermes, tool_choice={"type": "any", "disable_parallel_tool_use": True}):
         (block,) = answer.content
         assert isinstance(block, ToolUseBlock)
@@ -56,7 +56,7 @@ def test_a_call_is_required(hermes: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_tool_that_is_named_is_called(hermes: RunningServer, name: str) -> None:
+def test_the_named_tool_is_called(hermes: RunningServer, name: str) -> None:
     for answer in both(hermes, tool_choice={"type": "tool", "name": name}):
         (block,) = answer.content
         assert isinstance(block, ToolUseBlock)
@@ -65,7 +65,7 @@ def test_the_tool_that_is_named_is_called(hermes: RunningServer, name: str) -> N
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_texts_and_calls_are_blocks_in_their_order(hermes: RunningServer, seed: int) -> None:
+def test_texts_and_calls_are_blocks_in_order(hermes: RunningServer, seed: int) -> None:
     say(hermes, *cut_by_chance(CALLS_IN_A_TEXT, seed))
     for answer in both(hermes):
         blocks = [block.model_dump(exclude={"id"}, exclude_none=True) for block in answer.content]
@@ -79,7 +79,7 @@ def test_texts_and_calls_are_blocks_in_their_order(hermes: RunningServer, seed: 
         assert len({block.id for block in answer.content if isinstance(block, ToolUseBlock)}) == 2
 
 
-def test_the_events_of_a_stream(hermes: RunningServer) -> None:
+def test_the_events_of_a_stream_are_complete_and_in_order(hermes: RunningServer) -> None:
     say(hermes, "It ", "is. ", CALL)
     body = {"messages": HELLO, "tools": TOOLS, "max_tokens": 300, "stream": True}
     events = hermes.http.post(MESSAGES, json=body).text.removesuffix("\n\n").split("\n\n")
@@ -100,7 +100,7 @@ def test_the_events_of_a_stream(hermes: RunningServer) -> None:
     ]
 
 
-def test_no_tool_is_called_where_none_may_be(hermes: RunningServer) -> None:
+def test_no_tool_is_called_if_calls_are_not_allowed(hermes: RunningServer) -> None:
     say(hermes, CALL)
     for answer in both(hermes, tool_choice={"type": "none"}):
         assert [block.type for block in answer.content] == ["text"]
@@ -109,14 +109,14 @@ def test_no_tool_is_called_where_none_may_be(hermes: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [5, 45])
-def test_what_is_cut_off(hermes: RunningServer, max_tokens: int) -> None:
+def test_a_call_that_is_cut_off(hermes: RunningServer, max_tokens: int) -> None:
     for answer in both(hermes, tool_choice={"type": "tool", "name": "Weather"}, max_tokens=max_tokens):
         assert answer.stop_reason == "max_tokens"
         (block,) = answer.content
         assert block.type == ("text" if max_tokens == 5 else "tool_use")
 
 
-def test_a_conversation_goes_on_with_results(hermes: RunningServer) -> None:
+def test_a_conversation_continues_with_tool_results(hermes: RunningServer) -> None:
     (called, _) = both(hermes, tool_choice={"type": "tool", "name": "Weather"})
     (call,) = called.content
     assert isinstance(call, ToolUseBlock)
@@ -137,7 +137,7 @@ def test_a_conversation_goes_on_with_results(hermes: RunningServer) -> None:
     assert with_tools > without
 
 
-def test_how_blocks_become_messages() -> None:
+def test_blocks_are_converted_to_messages() -> None:
     calls = [{"type": "tool_use", "id": f"c{i}", "name": f"f{i}", "input": {"x": i}} for i in range(2)]
     results = [{"type": "tool_result", "tool_use_id": f"c{i}", "is_error": True} for i in (1, 0)]
     body = {
@@ -199,7 +199,7 @@ def test_how_blocks_become_messages() -> None:
         ),
     ],
 )
-def test_refusals(hermes: RunningServer, fields: dict[str, Any], message: str) -> None:
+def test_bad_bodies_are_refused(hermes: RunningServer, fields: dict[str, Any], message: str) -> None:
     response = hermes.http.post(MESSAGES, json={"messages": HELLO, "max_tokens": 5, **fields})
     assert response.status_code == 400, response.text
     assert message in response.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""Tools in `/v1/responses`, used with the `openai` client."""
+"""Tools in `/v1/responses` with the `openai` client."""
 
 import json
 from typing import Any
@@ -26,7 +26,7 @@ TOOLS = [{"type": "function", "strict": None, **tool(model)["function"]} for mod
 
 
 def both(server: RunningServer, **fields: Any) -> tuple[Response, Response]:
-    """The answer as a whole, and as the client puts it together from a stream."""
+    """The whole answer, and the answer that the client assembles from a stream."""
     asked: dict[str, Any] = {"model": "stories", "input": ASK, "tools": TOOLS, "max_output_tokens": 300, **fields}
     with server.client.responses.stream(**asked) as stream:
         events = list(stream)
@@ -41,7 +41,7 @@ def call_of(answer: Response) -> ResponseFunctionToolCall:
     return call
 
 
-def test_a_call_is_required(hermes: RunningServer) -> None:
+def test_a_call_can_be_required(hermes: RunningServer) -> None:
     for answer in both(hermes, tool_choice="required", parallel_tool_calls=False):
         call = call_of(answer)
         MODELS[call.name].model_validate_json(call.arguments)
@@ -50,7 +50,7 @@ def test_a_call_is_required(hermes: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_tool_that_is_named_is_called(hermes: RunningServer, name: str) -> None:
+def test_the_named_tool_is_called(hermes: RunningServer, name: str) -> None:
     for answer in both(hermes, tool_choice={"type": "function", "name": name}):
         call = call_of(answer)
         assert call.name == name
@@ -58,7 +58,7 @@ def test_the_tool_that_is_named_is_called(hermes: RunningServer, name: str) -> N
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_texts_and_calls_are_items_in_their_order(hermes: RunningServer, seed: int) -> None:
+def test_texts_and_calls_are_items_in_order(hermes: RunningServer, seed: int) -> None:
     say(hermes, *cut_by_chance(CALLS_IN_A_TEXT, seed))
     for answer in both(hermes):
         before, *calls, after = answer.output
@@ -71,7 +71,7 @@ def test_texts_and_calls_are_items_in_their_order(hermes: RunningServer, seed: i
         assert len({call.call_id for call in calls}) == 2  # type: ignore[union-attr]
 
 
-def test_the_events_of_a_stream(hermes: RunningServer) -> None:
+def test_the_events_of_a_stream_are_complete_and_in_order(hermes: RunningServer) -> None:
     say(hermes, "It ", "is. ", CALL)
     body = {"input": ASK, "tools": TOOLS, "stream": True}
     events = hermes.http.post(RESPONSES, json=body).text.removesuffix("\n\n").split("\n\n")
@@ -98,7 +98,7 @@ def test_the_events_of_a_stream(hermes: RunningServer) -> None:
     assert [item["id"] for item in told[-1]["response"]["output"]] == [told[2]["item"]["id"], ended["id"]]
 
 
-def test_what_is_cut_off(hermes: RunningServer) -> None:
+def test_a_call_that_is_cut_off(hermes: RunningServer) -> None:
     asked: Any = {"model": "stories", "input": ASK, "tools": TOOLS, "max_output_tokens": 45}
     asked["tool_choice"] = {"type": "function", "name": "Weather"}
     *_, last = hermes.client.responses.create(**asked, stream=True)
@@ -116,8 +116,8 @@ def output_of(call: ResponseFunctionToolCall) -> list[dict[str, Any]]:
     return [{"type": "function_call_output", "call_id": call.call_id, "output": "20 C"}]
 
 
-def test_a_conversation_goes_on_with_outputs(hermes: RunningServer) -> None:
-    """By what is kept here, and by what the client sends back."""
+def test_a_conversation_continues_with_tool_outputs(hermes: RunningServer) -> None:
+    """The conversation continues from the stored response, and from what the client sends back."""
     (called, _) = both(hermes, tool_choice={"type": "function", "name": "Weather"})
     call = call_of(called)
     city = Weather.model_validate_json(call.arguments).city
@@ -166,7 +166,7 @@ def test_calls_follow_the_text_of_their_message(hermes: RunningServer) -> None:
         ),
     ],
 )
-def test_refusals(hermes: RunningServer, fields: dict[str, Any], message: str, param: str | None) -> None:
+def test_bad_bodies_are_refused(hermes: RunningServer, fields: dict[str, Any], message: str, param: str | None) -> None:
     response = hermes.http.post(RESPONSES, json={"input": ASK, "max_output_tokens": 5, **fields})
     assert response.status_code == 400, response.text
     error = response.json()["error"]

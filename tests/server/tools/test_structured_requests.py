@@ -1,4 +1,4 @@
-"""What a request may want its text to be, asked with the `openai` client: valid, or cut off and said so."""
+"""Structured output with the `openai` client: the text is valid, or reported as cut off."""
 
 import json
 import re
@@ -22,14 +22,14 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 0, "max_tokens": 200}
 
 
 def chat(server: RunningServer, **fields: Any) -> str:
-    """The answer's text, which is complete."""
+    """The text of the answer, which must be complete."""
     answer = server.client.chat.completions.create(model="stories", messages=HELLO, **{**SAMPLED, **fields})  # type: ignore[call-overload]
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].message.tool_calls is None
     return str(answer.choices[0].message.content)
 
 
-def test_a_pydantic_model_is_what_comes_back(server: RunningServer) -> None:
+def test_the_answer_is_a_pydantic_model(server: RunningServer) -> None:
     for seed in range(3):
         answer = server.client.chat.completions.parse(
             model="stories",
@@ -57,13 +57,13 @@ def json_schema(schema: dict[str, Any] = SCHEMA) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema, "strict": True}}
 
 
-def test_any_object(server: RunningServer) -> None:
+def test_the_answer_can_be_any_json_object(server: RunningServer) -> None:
     text = chat(server, response_format={"type": "json_object"}, logit_bias=towards(server, "}"))
     assert isinstance(json.loads(text), dict)
 
 
 def towards(server: RunningServer, *texts: str) -> dict[str, int]:
-    """A bias that makes these tokens likelier than anything else that is allowed."""
+    """A bias that makes these tokens more likely than any other allowed token."""
     tokenizer = server.llm.tokenizer
     assert tokenizer is not None
     return {str(tokenizer.inner.encode(text, add_special_tokens=False)[0]): 50 for text in texts}
@@ -86,7 +86,7 @@ EXTENSIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", EXTENSIONS)
-def test_both_interfaces_take_the_names_that_clients_know(server: RunningServer, name: str) -> None:
+def test_both_interfaces_accept_the_option_names_of_clients(server: RunningServer, name: str) -> None:
     fields, regex = EXTENSIONS[name]
     fields = {**SAMPLED, "logit_bias": towards(server, "y", "}"), **fields}
     if "json" not in name:
@@ -99,7 +99,7 @@ def test_both_interfaces_take_the_names_that_clients_know(server: RunningServer,
         assert re.fullmatch(regex, text, re.DOTALL), text
 
 
-def test_what_is_cut_off_says_so(server: RunningServer) -> None:
+def test_an_answer_that_is_cut_off_is_reported_as_such(server: RunningServer) -> None:
     with pytest.raises(openai.LengthFinishReasonError):
         server.client.chat.completions.parse(
             model="stories",
@@ -142,7 +142,7 @@ def test_what_is_cut_off_says_so(server: RunningServer) -> None:
         ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "does not support it"),
     ],
 )
-def test_what_is_refused(
+def test_invalid_formats_are_refused(
     server: RunningServer, path: str, stream: bool, fields: dict[str, Any], param: str | None, message: str
 ) -> None:
     prompt = {"prompt": "a"} if path == "/v1/completions" else {"messages": HELLO}

@@ -1,6 +1,6 @@
-"""Tools in chats, used with the `openai` client: the embedded model under grammars, and texts that are made up.
+"""Tools in chats with the `openai` client: the embedded model under grammars, and scripted texts.
 
-The model's own template knows no tools, so requests bring one.
+The model's own template does not support tools, so each request includes a template.
 """
 
 import json
@@ -44,7 +44,7 @@ def options(template: str = "hermes", **fields: Any) -> dict[str, Any]:
 
 
 def check(answer: ChatCompletion, num_choices: int = 1) -> list[str]:
-    """Every choice ended with valid calls; the names of the tools that were called."""
+    """Check that every choice ended with valid calls, and return the names of the called tools."""
     names = []
     assert len(answer.choices) == num_choices
     for choice in answer.choices:
@@ -61,7 +61,7 @@ def check(answer: ChatCompletion, num_choices: int = 1) -> list[str]:
 
 
 def streamed(server: RunningServer, **asked: Any) -> ChatCompletion:
-    """The same as the client puts it together from a stream; and how it came."""
+    """The answer that the client assembles from a stream, and its chunks."""
     with server.client.chat.completions.stream(**asked) as events:
         kinds = [event.type for event in events]
         answer = events.get_final_completion()
@@ -70,7 +70,7 @@ def streamed(server: RunningServer, **asked: Any) -> ChatCompletion:
 
 
 def bias(server: RunningServer, text: str) -> dict[str, int]:
-    """Makes the token that `text` begins with likelier than anything else."""
+    """A bias that makes the first token of `text` more likely than any other."""
     assert server.llm.tokenizer is not None
     return {str(server.llm.tokenizer.inner.encode(text, add_special_tokens=False)[0]): 100}
 
@@ -80,7 +80,7 @@ def bias(server: RunningServer, text: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_call_is_required(server: RunningServer, template: str, is_streamed: bool) -> None:
+def test_a_call_can_be_required(server: RunningServer, template: str, is_streamed: bool) -> None:
     ask = (lambda **asked: streamed(server, **asked)) if is_streamed else server.client.chat.completions.create
     for name in MODELS:
         likely = {"logit_bias": bias(server, name[0]), "parallel_tool_calls": False, "n": 2}
@@ -89,7 +89,7 @@ def test_a_call_is_required(server: RunningServer, template: str, is_streamed: b
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_tool_that_is_named_is_called(server: RunningServer, template: str) -> None:
+def test_the_named_tool_is_called(server: RunningServer, template: str) -> None:
     for name in MODELS:
         choice = {"type": "function", "function": {"name": name}}
         asked = options(template, tool_choice=choice)
@@ -97,7 +97,7 @@ def test_the_tool_that_is_named_is_called(server: RunningServer, template: str) 
         assert check(streamed(server, **asked)) == [name]
 
 
-def test_a_stream_and_a_whole_answer_say_the_same(server: RunningServer) -> None:
+def test_a_stream_and_a_whole_answer_are_equal(server: RunningServer) -> None:
     for template in ("hermes", "llama3"):
         asked = options(template, tool_choice="required", seed=7, max_tokens=120)
         whole = server.client.chat.completions.create(**asked).choices[0]
@@ -129,7 +129,7 @@ def test_the_pieces_of_a_call(server: RunningServer) -> None:
     Weather.model_validate_json(text)
 
 
-def test_log_probabilities_of_every_token_are_told(server: RunningServer) -> None:
+def test_log_probabilities_of_every_token_are_reported(server: RunningServer) -> None:
     choice = {"type": "function", "function": {"name": "Weather"}}
     asked = options(tool_choice=choice, seed=3, logprobs=True)
     (whole,) = server.client.chat.completions.create(**asked).choices
@@ -140,7 +140,7 @@ def test_log_probabilities_of_every_token_are_told(server: RunningServer) -> Non
     assert "".join(told).startswith('<tool_call>\n{"name": "Weather"')
 
 
-def test_pydantic_models_as_tools(server: RunningServer) -> None:
+def test_pydantic_models_can_be_tools(server: RunningServer) -> None:
     tools = [openai.pydantic_function_tool(each) for each in MODELS.values()]
     for seed in range(3):
         asked = options(tools=tools, tool_choice="required", parallel_tool_calls=False, seed=seed)
@@ -160,7 +160,7 @@ def test_strict_tools_are_called_validly_or_not_at_all(server: RunningServer, te
     check(server.client.chat.completions.create(**asked))
 
 
-def test_a_model_of_content_beside_tools(server: RunningServer) -> None:
+def test_a_schema_for_content_can_be_combined_with_tools(server: RunningServer) -> None:
     tools = [openai.pydantic_function_tool(Clock)]
     for template in ("hermes", "llama3"):
         kinds = set()
@@ -173,7 +173,7 @@ def test_a_model_of_content_beside_tools(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [5, 25, 45])
-def test_what_is_cut_off(server: RunningServer, max_tokens: int) -> None:
+def test_a_call_that_is_cut_off(server: RunningServer, max_tokens: int) -> None:
     choice = {"type": "function", "function": {"name": "Weather"}}
     asked = options(tool_choice=choice, max_tokens=max_tokens, seed=1)
     (whole,) = server.client.chat.completions.create(**asked).choices
@@ -211,7 +211,7 @@ def test_calls_in_free_text_are_recognised(
             assert Weather.model_validate_json(call.function.arguments) == ROME
 
 
-def test_what_is_no_call_is_content(server: RunningServer) -> None:
+def test_text_that_is_not_a_call_is_content(server: RunningServer) -> None:
     text = f" \n{CALL.replace('Weather', 'Climate')} "
     say(server, *text)
     for answer in (server.client.chat.completions.create(**options()), streamed(server, **options())):
@@ -220,24 +220,24 @@ def test_what_is_no_call_is_content(server: RunningServer) -> None:
         assert choice.message.tool_calls is None
 
 
-def test_content_comes_as_it_is_said(server: RunningServer) -> None:
+def test_content_is_streamed_as_it_is_generated(server: RunningServer) -> None:
     say(server, "It ", "is ", "warm.")
     chunks = list(server.client.chat.completions.create(**options(), stream=True))
     texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content]
     assert texts == ["It", " is", " warm."]
 
 
-def test_no_tool_is_called_where_none_may_be(server: RunningServer) -> None:
+def test_no_tool_is_called_if_calls_are_not_allowed(server: RunningServer) -> None:
     say(server, CALL)
     answer = server.client.chat.completions.create(**options(tool_choice="none"))
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALL, "stop")
 
 
-# ------------------------------------------------------------------------------------- what the model is told
+# ------------------------------------------------------------------------------------- the prompt of the model
 
 
 def written(server: RunningServer, **fields: Any) -> str:
-    """The prompt of a request."""
+    """The prompt that a request becomes."""
     body = {"chat_template": HERMES_TEMPLATE, "max_tokens": 1, "return_token_ids": True, **fields}
     response = server.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
@@ -245,7 +245,7 @@ def written(server: RunningServer, **fields: Any) -> str:
     return str(server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"])
 
 
-def test_the_template_is_given_tools_and_calls(server: RunningServer) -> None:
+def test_the_template_gets_tools_and_calls(server: RunningServer) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "Weather", "arguments": '{"city": "Rome"}'}}
     chat = [
         {"role": "user", "content": "Is it warm?"},
@@ -268,7 +268,7 @@ def test_the_template_is_given_tools_and_calls(server: RunningServer) -> None:
         assert written(server, messages=chat[:1], **fields) == "<s><|user|>user : Is it warm?<|end|><|assistant|>"
 
 
-def test_a_conversation_with_the_clients_own_messages(server: RunningServer) -> None:
+def test_a_conversation_continues_with_the_messages_of_the_client(server: RunningServer) -> None:
     tools = [openai.pydantic_function_tool(each) for each in MODELS.values()]
     asked = options(tools=tools, tool_choice="required", parallel_tool_calls=False)
     called = server.client.chat.completions.parse(**asked).choices[0].message
@@ -303,7 +303,9 @@ def test_a_conversation_with_the_clients_own_messages(server: RunningServer) -> 
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_refused(server: RunningServer, fields: dict[str, Any], param: str, message: str, stream: bool) -> None:
+def test_invalid_tool_requests_are_refused(
+    server: RunningServer, fields: dict[str, Any], param: str, message: str, stream: bool
+) -> None:
     body = {"messages": HELLO, "chat_template": UNKNOWN_TEMPLATE, "stream": stream, **fields}
     response = server.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
@@ -324,7 +326,7 @@ def test_schemas_of_any_depth_are_answered(server: RunningServer) -> None:
             assert response.status_code == (200 if depth == 10 else 400), response.text
 
 
-def test_the_operator_says_how_calls_are_written(server: RunningServer) -> None:
+def test_the_operator_chooses_the_call_format(server: RunningServer) -> None:
     llm = ScriptedLLM(num_blocks=500, in_process=True)
     with RunningServer(llm, trust_request_chat_template=True, tool_call_parser="llama3") as other:
         say(other, BARE)
@@ -334,7 +336,7 @@ def test_the_operator_says_how_calls_are_written(server: RunningServer) -> None:
     assert call.function.name == "Weather"
 
 
-def test_a_marker_that_is_a_special_token(tmp_path: Path) -> None:
+def test_a_marker_may_be_a_special_token(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -353,6 +355,6 @@ def test_a_marker_that_is_a_special_token(tmp_path: Path) -> None:
         assert check(streamed(server, **asked)) == ["Weather"]
 
 
-def test_a_form_that_is_unknown_is_refused() -> None:
+def test_an_unknown_call_format_is_refused() -> None:
     with pytest.raises(ValueError, match="tool_call_parser is 'xml'; it must be one of 'hermes', 'llama3', 'mistral'"):
         ServerSettings(tool_call_parser="xml")

@@ -1,4 +1,4 @@
-"""The four APIs, as a client asks them and hears their answers."""
+"""The four APIs from a client's side: requests and answers."""
 
 import json
 from collections.abc import Callable
@@ -17,13 +17,13 @@ FLAGS = {
     "required": ["flags"],
     "additionalProperties": False,
 }
-"""Does not fit into the context: who is asked for it goes on until stopped."""
+"""More tokens than the context holds, so the engine generates until it is stopped."""
 
 Json: TypeAlias = dict[str, Any]
 
 
 def question(path: str, prompt: str, max_tokens: int) -> Json:
-    """What is sent. From `LONG` on, an answer that does not end before its limit."""
+    """The body of a request. From `LONG` on, the answer does not end before its limit."""
     body: Json = {"temperature": 0, "max_output_tokens" if path == RESPONSES else "max_tokens": max_tokens}
     if path == COMPLETIONS:
         body["prompt"] = prompt
@@ -42,7 +42,7 @@ def question(path: str, prompt: str, max_tokens: int) -> Json:
 
 
 def text_of(path: str, answer: Json) -> str:
-    """Of a whole answer."""
+    """The text of a whole answer."""
     if path in (COMPLETIONS, CHAT):
         (choice,) = answer["choices"]
         return str(choice["text"] if path == COMPLETIONS else choice["message"]["content"])
@@ -51,7 +51,7 @@ def text_of(path: str, answer: Json) -> str:
 
 
 def piece_of(path: str, event: Json) -> str:
-    """The text in an event of a stream."""
+    """The text in one event of a stream."""
     if path == COMPLETIONS:
         return "".join(choice["text"] for choice in event["choices"])
     if path == CHAT:
@@ -69,9 +69,9 @@ class Answer:
     """What a client got.
 
     Attributes:
-        text: as far as it came.
-        is_whole: whether it came to its own good end.
-        error: what it was told, if something went wrong.
+        text: the text received so far.
+        is_whole: whether the answer ended normally.
+        error: the reported error, if there was one.
     """
 
     status: int
@@ -81,7 +81,7 @@ class Answer:
 
 
 async def ask(client: aiohttp.ClientSession, path: str, body: Json, began: Callable[[], None] = lambda: None) -> Answer:
-    """Ask, and hear the answer to its end; `began` is called when the first of its text has come."""
+    """Send a request and read the answer to its end; `began` is called when its first text has arrived."""
     async with client.post(path, json=body) as response:
         answer = Answer(response.status)
         if response.content_type != "text/event-stream":

@@ -1,4 +1,4 @@
-"""Clients at fault: each does something wrong, and sees that it gets what it deserves."""
+"""Faulty clients: each does something wrong and checks the server's reaction."""
 
 import asyncio
 import json
@@ -17,25 +17,25 @@ from tests.server.under_load.served import KEY, MAX_BODY, MAX_REQUESTS, MAX_SEQS
 
 
 def wire(path: str, body: bytes, *headers: str, key: str = KEY, length: str | None = None) -> bytes:
-    """A request as it is sent."""
+    """A request as sent over the wire."""
     lines = [f"POST {path} HTTP/1.1", "Host: here", "Connection: close", f"Authorization: Bearer {key}", *headers]
     lines += ["Content-Type: application/json", f"Content-Length: {len(body)}" if length is None else length]
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
 
 
 class TurnedAwayError(Exception):
-    """The server was too busy with others for a fault: it is to be tried again."""
+    """The server was too busy with other requests; the fault has to be tried again."""
 
 
 class Faults:
-    """Clients that do something wrong, and see that they get what they deserve.
+    """Clients that do something wrong and check the server's reaction.
 
     Attributes:
-        logged: ids of requests, and what the server's log must say of each: one of these statuses, why it ended.
-        num_begun: how often each fault was begun.
-        num_done: and how often it was done.
-        num_turned_away: requests that were told to come again, by the code of the error.
-        unread: connections that nobody reads.
+        logged: for each request id, what the server's log must say: one of these statuses, and why the request ended.
+        num_begun: how often each fault was started.
+        num_done: how often each fault was completed.
+        num_turned_away: the number of requests that were told to retry, by error code.
+        unread: connections that are never read.
     """
 
     def __init__(self, server: Served) -> None:
@@ -47,7 +47,7 @@ class Faults:
         self.unread: list[socket.socket] = []
 
     async def commit(self, name: str, chance: random.Random) -> None:
-        """One fault, again and again until the server was not too busy for it."""
+        """Commit one fault, and repeat it until the server was not too busy for it."""
         turn = self.num_begun[name]
         self.num_begun[name] += 1
         while True:
@@ -55,22 +55,22 @@ class Faults:
                 await getattr(self, name)(chance, turn)
             except TurnedAwayError as code:
                 self.num_turned_away[str(code)] += 1
-                await asyncio.sleep(0.02)  # as long as such a client waits
+                await asyncio.sleep(0.02)  # the time that such a client waits
             else:
                 self.num_done[name] += 1
                 return
 
     def check_log(self) -> None:
-        """The server has seen what these clients say that they did."""
+        """Check that the server's log agrees with what these clients did."""
         lines = {line["request_id"]: line for line in self.server.lines() if "request_id" in line}
         for name, (statuses, reason) in self.logged.items():
             assert lines[name]["status"] in statuses, lines[name]
             assert reason is None or set(lines[name]["finish_reasons"]) == {reason}, lines[name]
 
-    # Each of these is a fault; it may be of another kind each turn.
+    # Each method is a fault; its details may vary from call to call.
 
     async def leave_in_the_middle(self, chance: random.Random, turn: int) -> None:
-        """Of a stream."""
+        """Leave in the middle of a stream."""
         path, body = _endless(chance, stream=True)
         name, label = self._label({200}, "abort")
         async with connected(self.server.url) as (reader, writer):
@@ -89,7 +89,7 @@ class Faults:
     async def send_garbage(self, chance: random.Random, turn: int) -> None:
         start = b"POST /v1/completions HTTP/1.1\r\nContent-Length: "
         kinds = (
-            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(200),  # somebody wants TLS
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(200),  # a TLS client
             chance.randbytes(chance.randrange(100, 10_000)),
             start + b"-1\r\n\r\n",
             start + b"1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
@@ -107,7 +107,7 @@ class Faults:
             assert (await reader.read()).startswith(b"HTTP/1.1 431")
 
     async def send_half(self, chance: random.Random, turn: int) -> None:
-        """Of a request."""
+        """Send half of a request."""
         path, body = _endless(chance, stream=True)
         whole = wire(path, body)
         async with connected(self.server.url) as (_, writer):
@@ -116,7 +116,7 @@ class Faults:
             _leave(writer, chance)
 
     async def crowd_the_door(self, chance: random.Random, turn: int) -> None:
-        """More than may be inside send half a body; those who are too many hear so."""
+        """More clients than admission allows send half a body; those over the limit are refused."""
         half = wire(CHAT, b'{"mess', length="Content-Length: 100")
         answers = []
         async with AsyncExitStack() as stack:
@@ -133,7 +133,7 @@ class Faults:
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def ask_for_too_many(self, chance: random.Random, turn: int) -> None:
-        """Some sequences are taken in before it is too much, and have to be let go."""
+        """Some sequences are accepted before the limit is exceeded, and have to be released."""
         prompts = [[5, 6, number + 6] for number in range(MAX_SEQS + MAX_WAITING + 20)]
         body = {"prompt": prompts, "max_tokens": ENDLESS, "ignore_eos": True}
         error = await self._refused(COMPLETIONS, json.dumps(body).encode(), 429)
@@ -167,7 +167,7 @@ class Faults:
         await self._refused(*kinds[turn % len(kinds)])
 
     async def read_slowly(self, chance: random.Random, turn: int) -> None:
-        """All of it comes all the same."""
+        """Read slowly, and still get the whole answer."""
         body = {**question(COMPLETIONS, PROMPTS[1], SHORT), "n": 4, "logprobs": 20, "stream": True}
         name, label = self._label({200}, "length")
         reader, writer = await asyncio.open_connection(sock=await self._narrow(), limit=1024)
@@ -177,7 +177,7 @@ class Faults:
             events = b""
             while piece := await reader.read(1024):
                 events += piece
-                await asyncio.sleep(0.001)  # it is slow
+                await asyncio.sleep(0.001)  # this client is slow
         texts = [""] * 4
         for event in re.findall(rb"^data: (\{.*\})\r?$", events, re.MULTILINE):
             for choice in json.loads(event)["choices"]:
@@ -191,22 +191,22 @@ class Faults:
         connection, loop = await self._narrow(), asyncio.get_running_loop()
         await loop.sock_sendall(connection, wire(COMPLETIONS, json.dumps(body).encode(), label))
         if await loop.sock_recv(connection, 12) == b"HTTP/1.1 200":
-            self.unread.append(connection)  # and that was all
+            self.unread.append(connection)  # and then stop reading
         else:
             connection.close()
             self.logged[name] = ({429}, None)
             raise TurnedAwayError("before the first byte")
 
-    # What they have in common.
+    # Shared helpers.
 
     def _label(self, statuses: set[int], reason: str | None = None) -> tuple[str, str]:
-        """An id that the log will be searched for, and the header that has it."""
+        """An id to search the log for, and the header that carries it."""
         name = f"fault-{len(self.logged)}"
         self.logged[name] = (statuses, reason)
         return name, f"X-Request-Id: {name}"
 
     async def _accepted(self, name: str, reader: asyncio.StreamReader) -> None:
-        """Read the head of an answer; it has to be a good one."""
+        """Read the head of an answer, which has to be successful."""
         head = await reader.readuntil(b"\r\n\r\n")
         if head.startswith(b"HTTP/1.1 429"):
             self.logged[name] = ({429}, None)
@@ -214,7 +214,7 @@ class Faults:
         assert head.startswith(b"HTTP/1.1 200"), head
 
     async def _refused(self, path: str, body: bytes, status: int, **how: Any) -> Json:
-        """The error of a request that is answered with this status."""
+        """The error of a request that gets this status."""
         name, label = self._label({status})
         async with connected(self.server.url) as (reader, writer):
             writer.write(wire(path, body, label, **how))
@@ -228,7 +228,7 @@ class Faults:
         return error
 
     async def _narrow(self) -> socket.socket:
-        """A connection that holds little of what is not read."""
+        """A connection with a small receive buffer."""
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.setblocking(False)
@@ -243,7 +243,7 @@ def _endless(chance: random.Random, **more: Any) -> tuple[str, bytes]:
 
 
 def _leave(writer: asyncio.StreamWriter, chance: random.Random) -> None:
-    """Politely, or with a reset."""
+    """Leave with a close or a reset."""
     if chance.random() < 0.5:
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.close()

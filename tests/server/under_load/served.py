@@ -1,4 +1,4 @@
-"""`inflight serve` in a process of its own, with narrow limits, and what it says of itself."""
+"""`inflight serve` in its own process, with tight limits, and what it reports about itself."""
 
 import asyncio
 import json
@@ -29,11 +29,11 @@ LIMITS = {
 
 @dataclass
 class Served:
-    """The command, running.
+    """The running command.
 
     Attributes:
-        right: the text that is right for an API, a prompt, and a number of tokens: what it gives when it is alone (a
-            long one: when nothing goes wrong).
+        right: the correct text for an API, a prompt and a number of tokens, from a run of that request alone (for a
+            long one, a run without faults).
     """
 
     process: asyncio.subprocess.Process
@@ -43,7 +43,7 @@ class Served:
     right: dict[tuple[str, str, int], str] = field(default_factory=dict)
 
     async def learn(self) -> None:
-        """What is right."""
+        """Learn the correct texts."""
 
         async def learn_one(path: str, prompt: str, max_tokens: int) -> None:
             answer = await ask(self.client, path, question(path, prompt, max_tokens))
@@ -60,7 +60,7 @@ class Served:
             return answer.status
 
     async def metrics(self) -> dict[str, float]:
-        """Each summed over its labels."""
+        """All metrics, each summed over its labels."""
         found: dict[str, float] = {}
         async with self.client.get("/metrics") as answer:
             for line in (await answer.text()).splitlines():
@@ -70,22 +70,22 @@ class Served:
         return found
 
     async def num_inside(self) -> float:
-        """Sequences that run or wait."""
+        """The number of sequences that run or wait."""
         metrics = await self.metrics()
         return metrics["vllm:num_requests_running"] + metrics["vllm:num_requests_waiting"]
 
     async def check_idle(self) -> None:
-        """Return once nothing runs and nobody is connected any more; and see that nothing was kept."""
+        """Return once nothing runs and no client is connected, and check that nothing was kept."""
         while await self.num_inside():
             pass
-        while self.num_sockets() > 1:  # it listens
+        while self.num_sockets() > 1:  # the listening socket
             assert await self.health() == 200
         metrics = await self.metrics()
         assert metrics["inflight:engine_up"] == 1
         assert metrics["vllm:kv_cache_usage_perc"] == 0
 
     def num_sockets(self) -> int:
-        """Those that are bound to its port: one listens, and the others are connections of clients."""
+        """The number of sockets bound to the server's port: one listens, the others are client connections."""
         port = f":{int(self.url.rpartition(':')[2]):04X}"
         own = set()
         for path in Path(f"/proc/{self.process.pid}/fd").iterdir():
@@ -95,7 +95,7 @@ class Served:
         return sum(line[1].endswith(port) and f"socket:[{line[9]}]" in own for line in lines)
 
     def engine_pid(self) -> int:
-        """The child of the server's process."""
+        """The process id of the engine, a child of the server."""
         found = []
         for path in Path("/proc").glob("[0-9]*/stat"):
             with suppress(FileNotFoundError, ProcessLookupError):
@@ -105,7 +105,7 @@ class Served:
         return pid
 
     def lines(self) -> list[Json]:
-        """What it has logged."""
+        """The lines that the server has logged."""
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
 
 

@@ -1,6 +1,6 @@
-"""`inflight serve` as it runs for others, while everything goes wrong at once: faulty clients, a dead engine, the end.
+"""`inflight serve` works for honest clients during all faults at once: faulty clients, a dead engine, the shutdown.
 
-One server goes through all of it. What clients saw is held against what the server's log says of the same requests.
+One server goes through all of it. The test compares what clients saw with the server's log of the same requests.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ PLAN = {
     "read_slowly": 4,
     "never_read": 3,
 }
-"""How often each fault is done."""
+"""How often each fault is completed."""
 
 NUM_HONEST, NUM_AT_FAULT = 24, 16
 
 
 async def be_served_while_others_err(server: Served) -> None:
-    """Honest clients of all APIs, as long as the others go on."""
+    """Run honest clients of all APIs while the faulty clients run."""
     faults, num_right, num_turned_away = Faults(server), Counter[str](), 0
     names = [name for name, number in PLAN.items() for _ in range(number)]
     random.Random(0).shuffle(names)
@@ -63,7 +63,7 @@ async def be_served_while_others_err(server: Served) -> None:
             answer = await ask(server.client, path, {**question(path, prompt, SHORT), "stream": stream})
             if answer.status == 429:
                 num_turned_away += 1
-                await asyncio.sleep(0.02)  # told to come again, it does
+                await asyncio.sleep(0.02)  # told to retry, the client does
                 continue
             assert answer == Answer(200, server.right[path, prompt, SHORT], is_whole=True)
             num_served += 1
@@ -86,7 +86,7 @@ async def be_served_while_others_err(server: Served) -> None:
 
 
 def _rest(connection: socket.socket) -> bytes:
-    """What still lies in a connection that was cut."""
+    """The unread rest of a connection that was cut."""
     connection.settimeout(10)
     read = b""
     with suppress(ConnectionResetError):
@@ -96,12 +96,12 @@ def _rest(connection: socket.socket) -> bytes:
 
 
 Started: TypeAlias = list[tuple[str, bool, "asyncio.Task[Answer]"]]
-"""Path, whether it streams, answer."""
+"""The path, whether the answer is a stream, and the answer."""
 
 
 async def begin(server: Served, max_tokens: int, num_each: int) -> Started:
-    """So many streams and as many other requests of each API. All are inside, none is done, and none goes on before the
-    engine is let (SIGCONT)."""
+    """Begin this number of streams and as many other requests of each API. All are admitted, none is done, and none
+    continues before the engine may (SIGCONT)."""
     engine = server.engine_pid()
     for _ in range(5):
         started = await _begin(server, max_tokens, num_each)
@@ -109,13 +109,13 @@ async def begin(server: Served, max_tokens: int, num_each: int) -> Started:
         assert await server.health() == 200
         if not any(task.done() for _, _, task in started):
             return started
-        os.kill(engine, signal.SIGCONT)  # it was quicker than we
+        os.kill(engine, signal.SIGCONT)  # the engine was faster
         await asyncio.gather(*(task for _, _, task in started))
     raise AssertionError("requests were done before all had begun")
 
 
 async def _begin(server: Served, max_tokens: int, num_each: int) -> Started:
-    """The requests, once all are inside or one is done."""
+    """The requests, once all are admitted or one is done."""
 
     def start(path: str, stream: bool, began: Callable[[], None] = lambda: None) -> "asyncio.Task[Answer]":
         body = {**question(path, PROMPTS[0], max_tokens), "stream": stream}
@@ -133,7 +133,7 @@ async def _begin(server: Served, max_tokens: int, num_each: int) -> Started:
 
 
 async def lose_the_engine(server: Served) -> None:
-    """Everybody hears of it, and the next request of each is answered by the next engine."""
+    """Every client is told, and the next engine answers their next requests."""
     started = await begin(server, ENDLESS, 5)
     engine = server.engine_pid()
     os.kill(engine, signal.SIGKILL)
@@ -157,7 +157,7 @@ async def lose_the_engine(server: Served) -> None:
 
 
 async def end(server: Served) -> None:
-    """What runs is finished, what comes is refused, and nothing is left."""
+    """Running requests finish, new ones are refused, and nothing is left."""
     started = await begin(server, LONG, 3)
     engine = server.engine_pid()
     try:
@@ -178,7 +178,7 @@ async def end(server: Served) -> None:
     assert not Path(f"/proc/{engine}").exists()
 
 
-def test_the_server_goes_through_all_of_it(tmp_path: Path) -> None:
+def test_the_server_works_during_and_after_all_faults(tmp_path: Path) -> None:
     async def check() -> None:
         async with served(tmp_path) as server:
             for phase in (Served.learn, be_served_while_others_err, lose_the_engine, end):

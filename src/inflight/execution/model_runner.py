@@ -89,12 +89,12 @@ def _by_span(plan: StepPlan, token_ids: list[int], scores: Mapping[int, TokenSco
     for span in plan.spans:
         chosen, last = first + len(span.scored_ids), first + span.num_logit_rows
         is_finite = INVALID_TOKEN not in token_ids[first:last]
-        prompt_scores, own_scores = (
-            [scores[row] for row in rows if row in scores] if scores else ()
-            for rows in (range(first, chosen), range(chosen, last))
-        )
-        if scores and any(isnan(score.logprob) for score in (*prompt_scores, *own_scores)):
-            is_finite = False
+        prompt_scores: tuple[TokenScore, ...] = ()
+        own_scores: tuple[TokenScore, ...] = ()
+        if scores:
+            prompt_scores = tuple(scores[row] for row in range(first, chosen) if row in scores)
+            own_scores = tuple(scores[row] for row in range(chosen, last) if row in scores)
+            is_finite = is_finite and not any(isnan(each.logprob) for each in prompt_scores + own_scores)
         given.append(SpanTokens(token_ids[chosen:last] if is_finite else [], is_finite, own_scores, prompt_scores))
         first = last
     return given

@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test check format figures census demo-model clean
+.PHONY: demo test soak check format figures census demo-model clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "inflight needs Python 3.11 or newer"'
@@ -19,6 +19,9 @@ demo: $(READY)            ## a dozen prompts through the embedded model at once,
 
 test: $(READY)            ## the whole test suite
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+
+soak: $(READY)            ## the scheduler's invariants in thousands of random worlds (ten minutes on one core)
+	$(BIN)/python -m tests.properties.soak --seed 1 --operations 1_000_000
 
 check: $(READY)           ## style, types, and the floors of the house
 	$(BIN)/ruff check .

@@ -42,6 +42,7 @@ class Setting:
 
 
 def warm_up(methods: Mapping[str, Method], requests: Sequence[LessonRequest]) -> None:
-    """Run two short requests through each method, so that the setup of a first forward pass is not measured."""
+    """Run two short requests through each method, so that the setup of a first forward pass is not measured. Their
+    prompts are reversed: the engine's prefix cache must not find them again."""
     for run in methods.values():
-        run([LessonRequest(request.prompt_token_ids, 2) for request in requests[:2]])
+        run([LessonRequest(request.prompt_token_ids[::-1], 2) for request in requests[:2]])

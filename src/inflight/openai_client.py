@@ -96,7 +96,7 @@ NOTHING = (b"", b"null", b"[]")
 _decode = msgspec.json.Decoder(Chunk).decode
 
 
-class EventStream:
+class EventReader:
     """Cuts server-sent events into chunks. Comments (keep-alive) and fields other than `data` are ignored.
 
     An event's data is assumed to be one line, as all such servers write it.
@@ -193,7 +193,7 @@ class OpenAIClient:
         Raises:
             ServerError: the server cannot be reached or refuses, or the answer ends before it is finished.
         """
-        events, is_finished = EventStream(), False
+        events, is_finished = EventReader(), False
         async with self._request("POST", path, body) as response:
             async for data in response.content.iter_any():
                 chunks = events.feed(data)

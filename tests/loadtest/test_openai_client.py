@@ -9,7 +9,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.openai_client import MAX_REASON, Chunk, EventStream, OpenAIClient, ServerError
+from inflight.openai_client import MAX_REASON, Chunk, EventReader, OpenAIClient, ServerError
 from tests.loadtest.fake_server import Exchange, FakeServer, chat_chunk, text_chunk, usage_chunk
 
 EVENTS = [
@@ -29,7 +29,7 @@ def told(chunks: list[Chunk]) -> list[tuple[str, str, bool, str | None]]:
 
 @given(st.lists(st.integers(0, sum(map(len, EVENTS)))))
 def test_chunks_do_not_depend_on_how_the_stream_arrives(cuts: list[int]) -> None:
-    whole, stream, chunks = b"".join(EVENTS), EventStream(), list[Chunk]()
+    whole, stream, chunks = b"".join(EVENTS), EventReader(), list[Chunk]()
     places = [0, *sorted(cuts), len(whole)]
     for start, end in pairwise(places):
         chunks += stream.feed(whole[start:end])
@@ -56,7 +56,7 @@ def test_chunks_do_not_depend_on_how_the_stream_arrives(cuts: list[int]) -> None
     ],
 )
 def test_bad_events_are_errors(payload: str, reason: str) -> None:
-    stream, good = EventStream(), b"data: " + json.dumps(text_chunk("a")).encode() + b"\n\n"
+    stream, good = EventReader(), b"data: " + json.dumps(text_chunk("a")).encode() + b"\n\n"
     chunks = stream.feed(good + f"data: {payload}\n\n".encode() + good)
     assert [chunk.text for chunk in chunks] == ["a"]
     assert str(stream.failure) == reason
@@ -64,7 +64,7 @@ def test_bad_events_are_errors(payload: str, reason: str) -> None:
 
 @pytest.mark.parametrize("nothing", ["null", "[]"])
 def test_empty_fields_are_not_errors(nothing: str) -> None:
-    (chunk,) = EventStream().feed(f'data: {{"choices": null, "usage": null, "error": {nothing}}}\n'.encode())
+    (chunk,) = EventReader().feed(f'data: {{"choices": null, "usage": null, "error": {nothing}}}\n'.encode())
     assert told([chunk]) == [("", "", False, None)]
 
 

@@ -3,6 +3,7 @@
 Decides where the usage goes. Does not know what a choice looks like.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from inflight.server.serving.event_stream import DONE
 from inflight.server.wire.json_route import to_json
 
 
-class ChunkWriter:
+class ChunkWriter(ABC):
     """Writes the chunks of one answer; see `Events`.
 
     Args:
@@ -42,9 +43,9 @@ class ChunkWriter:
             self._tail = b'],"usage":' + to_json(so_far) + b"}\n\n"
         return b"".join(map(self.events_of, deltas))
 
+    @abstractmethod
     def events_of(self, delta: TextDelta) -> bytes:
         """Return the events for one delta; each endpoint has its own."""
-        raise NotImplementedError
 
     def chunk(self, choice: bytes) -> bytes:
         """Return an event with one choice, which is an encoded JSON object."""

@@ -20,8 +20,9 @@ demo: $(READY)            ## a dozen prompts through the embedded model at once,
 test: $(READY)            ## the whole test suite
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
-soak: $(READY)            ## the scheduler's invariants in thousands of random worlds (ten minutes on one core)
+soak: $(READY)            ## the bookkeeping in random worlds, and broken at every line (fifteen minutes on one core)
 	$(BIN)/python -m tests.properties.soak --seed 1 --operations 1_000_000
+	INFLIGHT_TEST_EVERY_LINE=1 $(BIN)/python -m pytest tests/test_torn_engines.py
 
 check: $(READY)           ## style, types, and the floors of the house
 	$(BIN)/ruff check .

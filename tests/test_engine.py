@@ -96,47 +96,6 @@ def test_an_interrupt_restores_the_state_before_the_step(monkeypatch: pytest.Mon
     assert tokens_of(outputs, "a") == zoo.plain_greedy(zoo.build("llama"), [1, 2, 3], 8)
 
 
-def test_tokens_held_back_by_an_interrupt_are_reported_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-    for number in range(2):
-        submit(engine, str(number), [number + 1] * 5)
-    report, calls = engine._reporter._output_of, iter(range(1_000))
-
-    def interrupted(news: Any) -> SequenceOutput:
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return report(news)
-
-    monkeypatch.setattr(engine._reporter, "_output_of", interrupted)
-    outputs = engine.step()
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    outputs += drain(engine)
-    for number in range(2):
-        assert tokens_of(outputs, str(number)) == zoo.plain_greedy(zoo.build("llama"), [number + 1] * 5, 8)
-
-
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_request_aborted_after_an_interrupt_is_not_reported_again(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    engine = make_engine()
-    submit(engine, "a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=1))
-    submit(engine, "b", [4, 5, 6])
-    report, calls = engine._reporter._output_of, iter(range(1_000))
-
-    def interrupted(news: Any) -> SequenceOutput:
-        if next(calls) == at:
-            raise KeyboardInterrupt
-        return report(news)
-
-    monkeypatch.setattr(engine._reporter, "_output_of", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    engine.abort("a")
-    outputs = drain(engine)
-    assert {output.request_id for output in outputs} == {"b"}
-    assert tokens_of(outputs, "b") == zoo.plain_greedy(zoo.build("llama"), [4, 5, 6], 8)
-
-
 def test_a_failing_tokenizer_ends_only_the_request_that_needed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_level()
     engine = Engine(zoo.build("llama"), EngineConfig(), tokenizer)

@@ -229,16 +229,17 @@ def test_a_request_that_ends_while_its_prompt_is_partly_scored_has_no_prompt_sco
 
 
 def test_a_repeated_step_scores_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interrupt comes after everything was computed and before anything was committed."""
+    """The interrupt comes when everything was computed."""
     llm = make_llm(max_num_batched_tokens=16)
-    engine, commit, calls = llm.engine, llm.engine.scheduler.commit, iter(range(1000))
+    engine, run, calls = llm.engine, llm.engine.runner.run, iter(range(1000))
 
     def interrupted(*args: Any) -> Any:
+        given = run(*args)
         if next(calls) in (2, 4, 12):
             raise KeyboardInterrupt
-        return commit(*args)
+        return given
 
-    monkeypatch.setattr(engine.scheduler, "commit", interrupted)
+    monkeypatch.setattr(engine.runner, "run", interrupted)
     engine.submit(engine.accept("0", PROMPTS[4], SCORED))
     outputs = []
     while engine.has_unfinished_requests:

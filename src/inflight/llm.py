@@ -1,11 +1,17 @@
 """`LLM`: the offline front. Prompts in, texts out, in the caller's process and thread.
 
-Decides how the results of one call are put together. Everything else belongs to the engine, or to `inputs`.
+Decides how the results of one call are put together, and how calls share the engine. Everything else belongs to the
+engine, or to `inputs`.
+
+Several calls may be open at a time: streams that are held, and calls of several threads, of which each steps the engine
+for all. What a step gave a call waits in its `_Stream` until its own caller takes it. So an interrupt loses nothing of
+another call; and if it tears the engine apart, the streams know what has to be told to a new start.
 """
 
 import os
+import threading
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import count
 from numbers import Integral
@@ -28,7 +34,7 @@ from inflight.text.collector import Collector
 
 
 class LLM:
-    """A model that generates for many prompts at once.
+    """A model that generates for many prompts at once. Threads may share it: their calls run in one batch.
 
     Args:
         model: a hub id, a local folder, or a loaded `PreTrainedModel`; None is the small embedded model.
@@ -53,7 +59,11 @@ class LLM:
         self.tokenizer = load_tokenizer(source, tokenizer, config)
         self.engine = Engine(source, config, self.tokenizer)
         self._streams: dict[str, _Stream] = {}
+        self._abandoned: deque[_Stream] = deque()
         self._request_ids = count()
+        self._turn = threading.RLock()  # one thread at a time; the other waits
+        self._inside = threading.Lock()  # held while the engine works; nothing that it calls may call it
+        self._process_id = os.getpid()
 
     @property
     def model_info(self) -> ModelInfo:
@@ -158,8 +168,9 @@ class LLM:
     def _accept(self, stream: "_Stream", index: int, prompt: Prompt, params: SamplingParams, priority: int) -> None:
         text, token_ids, cache_salt = read_prompt(prompt, self.tokenizer)
         request_id = str(next(self._request_ids))
-        accepted = self.engine.accept(request_id, token_ids, params, priority=priority, cache_salt=cache_salt)
-        accepted = self.engine.compile(accepted)
+        with self._turn:
+            accepted = self.engine.accept(request_id, token_ids, params, priority=priority, cache_salt=cache_salt)
+            accepted = self.engine.compile(accepted)
         prompt_token_ids = list(accepted.request.prompt_token_ids)
         stream.accepted.append(accepted)
         stream.collectors[request_id] = Collector(request_id, text, prompt_token_ids, params, self.tokenizer, index)
@@ -167,34 +178,115 @@ class LLM:
     def _run(self, stream: "_Stream") -> Generator[TextDelta, None, None]:
         """Submit a call's requests and step the engine until the last has finished."""
         try:
-            for accepted in stream.accepted:
-                self._streams[accepted.request.request_id] = stream
-                self.engine.submit(accepted)
-            while stream.collectors or stream.deltas:
-                for news in self.engine.step():
-                    self._streams[news.request_id].take_in(news)
-                while stream.deltas:
-                    yield stream.deltas.popleft()
-        finally:
-            for accepted in stream.accepted:
-                self._streams.pop(accepted.request.request_id, None)
-                self.engine.abort(accepted.request.request_id)
+            self._submit(stream)
+            while stream.collectors:
+                if stream.has_news:
+                    yield stream.take_news()
+                else:
+                    self._step(stream)
+        finally:  # in any thread, and wherever the garbage collector may run
+            self._abandoned.append(stream)
+            self._drop_abandoned()
+
+    # ------------------------------------------------------------------------------------- the engine, shared
+
+    def _submit(self, stream: "_Stream") -> None:
+        with self._turn:
+            self._check_caller()
+            with self._inside:
+                self._mend()
+                for accepted in stream.accepted:
+                    self.engine.submit(accepted)
+                    self._streams[accepted.request.request_id] = stream
+
+    def _step(self, stream: "_Stream") -> None:
+        """Run one step for all open calls, unless another thread has run one for this stream meanwhile."""
+        with self._turn:
+            self._check_caller()
+            with self._inside:
+                self._mend()
+                if not stream.has_news:
+                    self.engine.advance()
+                    self._give_out()
+        self._drop_abandoned()
+
+    def _give_out(self) -> None:
+        """Give each stream what has come for it. Nothing is lost or given twice, wherever an exception comes."""
+        outbox = self.engine.outbox
+        while outbox:
+            news = outbox[0]
+            if (stream := self._streams.get(news.request_id)) is not None:
+                stream.hear(news)
+            outbox.popleft()
+
+    def _drop_abandoned(self) -> None:
+        """Abort what is unfinished of calls that have ended. In the middle of a step this is left to its end."""
+        while self._abandoned and not self._inside.locked():
+            with self._turn, self._inside:
+                self._mend()
+                while self._abandoned:
+                    for accepted in self._abandoned[0].accepted:
+                        self._streams.pop(accepted.request.request_id, None)
+                        self.engine.abort(accepted.request.request_id)
+                    self._abandoned.popleft()
+
+    def _mend(self) -> None:
+        """If an exception has torn the engine apart, start over with what the streams have heard."""
+        if self.engine.is_torn:
+            abandoned = set(map(id, self._abandoned))
+            streams = dict.fromkeys(stream for stream in self._streams.values() if id(stream) not in abandoned)
+            self.engine.start_over(live for stream in streams for live in stream.unfinished())
+        else:
+            self._give_out()  # what an interrupt left there
+
+    def _check_caller(self) -> None:
+        """Refuse calls that would wait for ever."""
+        if self._inside.locked():
+            raise RuntimeError("this LLM is in the middle of a step: an observer or a hook cannot call it")
+        if self._process_id != os.getpid():
+            raise RuntimeError(
+                "this process was forked from one that had loaded the model, and the threads that compute were not; "
+                "make the LLM in the child, or start the child with multiprocessing's method 'spawn'"
+            )
 
 
 class _Stream:
-    """The requests of one call, and the deltas that its caller has not taken yet."""
+    """The requests of one call, and what was given to it."""
 
     def __init__(self) -> None:
         self.accepted: list[AcceptedRequest] = []
         self.collectors: dict[str, Collector] = {}
-        self.deltas: deque[TextDelta] = deque()
+        self._heard: list[SequenceOutput] = []  # only grows: what an engine that starts over is told
+        self._num_taken = 0
 
-    def take_in(self, news: SequenceOutput) -> None:
-        """Add what a step gave one of the call's sequences."""
+    @property
+    def has_news(self) -> bool:
+        """Whether its caller has not taken everything yet."""
+        return self._num_taken < len(self._heard)
+
+    def hear(self, news: SequenceOutput) -> None:
+        """Take in what a step gave one of the call's sequences, unless that was the last thing taken in."""
+        if not (self._heard and self._heard[-1] is news):
+            self._heard.append(news)
+
+    def take_news(self) -> TextDelta:
+        """Make the next piece for the caller."""
+        news = self._heard[self._num_taken]
         delta = self.collectors[news.request_id].take_in(news)
-        self.deltas.append(delta)
         if delta.output is not None:
             del self.collectors[news.request_id]
+        self._num_taken += 1
+        return delta
+
+    def unfinished(self) -> Iterator[tuple[AcceptedRequest, list[SequenceOutput]]]:
+        """Its requests that have not ended, each with what was heard of it."""
+        heard: dict[str, list[SequenceOutput]] = {accepted.request.request_id: [] for accepted in self.accepted}
+        for news in self._heard:
+            heard[news.request_id].append(news)
+        for accepted in self.accepted:
+            told = heard[accepted.request.request_id]
+            if sum(news.finish_reason is not None for news in told) < accepted.params.n:
+                yield accepted, told
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

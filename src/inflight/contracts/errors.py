@@ -1,6 +1,6 @@
 """The errors that inflight raises for its callers to read.
 
-All but the last are `ValueError`s: the caller gave something wrong, and one sentence says what, with its value, and
+All but the last two are `ValueError`s: the caller gave something wrong, and one sentence says what, with its value, and
 what would be accepted. A fault inside a running step is not raised but reported on its requests
 (`finish_reason="error"`).
 """
@@ -24,3 +24,12 @@ class ModelError(ValueError):
 
 class EngineDeadError(RuntimeError):
     """The engine died or was stopped before it could answer; the message says how. The next call starts it again."""
+
+
+class TornEngineError(RuntimeError):
+    """An exception has torn an engine's bookkeeping apart. It answers nothing until `Engine.start_over`."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "an exception came in the middle of the engine's bookkeeping, so its state is not known; call start_over()"
+        )

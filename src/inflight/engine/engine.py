@@ -4,8 +4,12 @@ One step: the scheduler plans it, the runner runs it and chooses tokens, the sch
 what came of it. Data goes one way. What goes back, from results to scheduling, goes back here:
 
 - a sequence ends early: by an abort, by its deadline, by a stop string in its text, or because no token could be
-chosen; - a step fails (its sequences end with "error") or is interrupted (it is planned again);
+chosen;
+- a step fails (its sequences end with "error") or its forward pass is interrupted (it is planned again);
 - how long a step took bounds the prefill of the next ones (`PrefillLimit`).
+
+Between two bytecodes of the bookkeeping an exception may leave anything half done. The engine then refuses to go on
+until it is told to start over: with nothing but the model, and what its callers were told.
 
 Knows requests in tokens. Its callers turn prompts into tokens and tokens into text.
 """
@@ -14,17 +18,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Literal
 
 from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import InvalidRequestError, QueueFullError
+from inflight.contracts.errors import InvalidRequestError, QueueFullError, TornEngineError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import StepPlan
+from inflight.contracts.plan import StepPlan, StepTokens
 from inflight.contracts.record import ArrivalRecord, EngineStats, StepRecord
 from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.deadlines import Deadlines
@@ -35,6 +41,7 @@ from inflight.execution.hf.generation_defaults import default_sampling_params
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.model_runner import ModelRunner
 from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.sequence import SoFar
 from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -79,11 +86,25 @@ class Engine:
         self._deadlines = Deadlines()
         self._watch = StepWatch(self.scheduler)
         self._num_steps = self._num_requests = self._num_generated_tokens = 0
+        self._asked_to_abort: deque[str] = deque()
+        # Whoever changes anything says so first, and says when everything is right again. During a forward pass all is
+        # right but for the plan in flight, as it is while the observer looks.
+        self._state: Literal["right", "changing", "running"] = "right"
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether another step would do something."""
         return len(self._reporter) > 0
+
+    @property
+    def outbox(self) -> deque[SequenceOutput]:
+        """The outputs of steps that were not taken yet, in order."""
+        return self._reporter.outbox
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an exception came in the middle of the bookkeeping: then only `start_over` helps."""
+        return self._state == "changing"
 
     def _describe(self) -> ModelInfo:
         """What was found out about the model. If it names no EOS token, the tokenizer's is taken."""
@@ -118,8 +139,7 @@ class Engine:
         Raises:
             InvalidRequestError: something about it is wrong.
         """
-        if request_id in self._reporter:
-            raise InvalidRequestError(f"request_id {request_id!r} is in use by an unfinished request")
+        self._check_id(request_id)
         return self._admission.accept(
             request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt, deadline=deadline
         )
@@ -149,10 +169,17 @@ class Engine:
             raise QueueFullError(f"{num_waiting} sequences wait already, and at most {limit} may; try again later")
 
     def submit(self, accepted: AcceptedRequest) -> None:
-        """Queue a request that was accepted. Raises `QueueFullError` if too many sequences wait already."""
+        """Queue a request that was accepted.
+
+        Raises:
+            QueueFullError: too many sequences wait already.
+            InvalidRequestError: its id is in use.
+        """
         self.check_room(accepted)
         accepted = self.compile(accepted)
         request = accepted.request
+        self._check_id(request.request_id)
+        state = self._begin_change()
         self._reporter.follow(accepted)
         self._num_requests += 1
         self.scheduler.submit(request)
@@ -169,49 +196,112 @@ class Engine:
             )
         if accepted.deadline is not None:
             self._deadlines.add(request.request_id, accepted.deadline)
+        self._state = state
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self._reporter:
+            raise InvalidRequestError(f"request_id {request_id!r} is in use by an unfinished request")
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
-        """End a request's unfinished sequences, and forget it; nothing happens if it is unknown.
+        """End a request's unfinished sequences, forget it, and return their ends; nothing happens if it is unknown.
 
-        What an interrupt kept back about it is not reported any more."""
-        aborted = self.scheduler.abort(request_id)
-        outputs = self._reporter.forget(request_id, aborted)
+        What was not taken of it yet is not reported any more. In the middle of a step (called by the observer, a
+        finaliser, a hook of the model) it is left for the next one, whose outputs the ends are."""
+        if self._state != "right":
+            self._asked_to_abort.append(request_id)
+            return []
+        self._begin_change()
+        outputs = self._abort(request_id)
         self._drop_ended()
+        self._state = "right"
         return outputs
+
+    def _abort(self, request_id: str) -> list[SequenceOutput]:
+        return self._reporter.forget(request_id, self.scheduler.abort(request_id))
+
+    # ------------------------------------------------------------------------------------- starting over
+
+    def _begin_change(self) -> Literal["right", "running"]:
+        """From here on an exception leaves a torn engine. Returns the state to set when all is right again."""
+        if self._state == "changing":
+            raise TornEngineError
+        state, self._state = self._state, "changing"
+        return state
+
+    def start_over(self, requests: Iterable[tuple[AcceptedRequest, SequenceOf[SequenceOutput]]] = ()) -> None:
+        """Forget everything but the model, and go on with some requests as after a preemption.
+
+        What was not taken from the outbox is computed again.
+
+        Args:
+            requests: each with all outputs that were taken of it; the last of its sequences has not ended.
+        """
+        self._state = "changing"
+        self.scheduler.start_over()
+        self._reporter = Reporter(self.scheduler, self.tokenizer)
+        self._watch.start_over()
+        self._deadlines = Deadlines()
+        self._asked_to_abort.clear()
+        if self._constraints is not None:
+            self._constraints.keep_only(self.scheduler.has_sequence)
+        for accepted, told in requests:
+            self._reporter.follow(accepted, told)
+            self.scheduler.resume(accepted.request, _so_far(accepted, told))
+            if accepted.deadline is not None:
+                self._deadlines.add(accepted.request.request_id, accepted.deadline)
+        self._state = "right"
 
     # ------------------------------------------------------------------------------------- the loop
 
     def step(self) -> list[SequenceOutput]:
-        """Run one step; return what it gave every sequence that has new tokens or has ended.
+        """Run one step; return what it gave every sequence that has new tokens or has ended."""
+        self.advance()
+        outputs = []
+        while self.outbox:
+            outputs.append(self.outbox.popleft())
+        return outputs
+
+    def advance(self) -> None:
+        """Run one step, and put what it gave every sequence that has new tokens or has ended into the outbox.
 
         An error in the forward pass ends the sequences of its step with "error"; a row of logits that is not finite
-        ends only its own sequence. The engine goes on. After an interrupt, either the step has not happened, or its
-        outputs come with those of the next.
+        ends only its own sequence. The engine goes on. After an interrupt of the forward pass the step has not
+        happened.
+
+        Raises:
+            TornEngineError: an exception came in the middle of the bookkeeping; see `start_over`.
         """
         start_time = time.monotonic()
+        self._begin_change()
+        self.scheduler.discard()  # the step of a forward pass that was interrupted
+        while self._asked_to_abort:
+            ends = self._abort(self._asked_to_abort.popleft())
+            self.outbox.extend(ends)
         for request_id in self._deadlines.due(start_time):
             self._expire(request_id, start_time)
-        try:
-            plan = self.scheduler.plan()
-            if plan is not None:
-                self._see_assignments(plan, start_time)
-                planned = self._watch.see_plan(plan) if self.observer else None
-                self._run(plan)
-        except BaseException:
-            self.scheduler.discard()
-            raise
+        plan, planned = self.scheduler.plan(), None
+        if plan is not None:
+            self._see_assignments(plan, start_time)
+            planned = self._watch.see_plan(plan) if self.observer else None
+            self._run(plan)
+        num_outputs = len(self.outbox)
         self._reporter.report()
+        self._num_generated_tokens += sum(len(each.new_token_ids) for each in islice(self.outbox, num_outputs, None))
         self._drop_ended()
+        record = None
         if plan is not None:
             self._num_steps += 1
+            duration = time.monotonic() - start_time
             if self.prefill_limit is not None:
-                self._learn(plan, time.monotonic() - start_time)
-            if self.observer and planned is not None:
-                duration = time.monotonic() - start_time
-                self.observer(self._watch.record(planned, self._num_steps - 1, start_time, duration))
-        outputs = self._reporter.take_outputs()
-        self._num_generated_tokens += sum(len(output.new_token_ids) for output in outputs)
-        return outputs
+                self._learn(plan, duration)
+            if planned is not None:
+                record = self._watch.record(planned, self._num_steps - 1, start_time, duration)
+        self._state = "running"  # the observer may abort what others wait for: its end goes into the outbox
+        try:
+            if self.observer and record is not None:
+                self.observer(record)
+        finally:
+            self._state = "right"
 
     def _see_assignments(self, plan: StepPlan, now: float) -> None:
         """Some sequences have moved into slots: note the time, and follow their grammars."""
@@ -224,11 +314,22 @@ class Engine:
         """Run a plan and take in what came of it."""
         constraints = self._constraints
         masks = None if constraints is None else constraints.begin(plan, self._output_of)
+        given: StepTokens | Exception
+        self._state = "running"
         try:
             given = self.runner.run(plan, None if masks is None else masks.result)
         except Exception as error:
             logger.exception("a step of %d tokens failed", plan.num_tokens)
-            self._reporter.add([News(sequence, [], error=repr(error)) for sequence in self.scheduler.fail(plan)])
+            given = error
+        except BaseException:
+            self._begin_change()
+            self.scheduler.discard()
+            self._state = "right"
+            raise
+        self._state = "changing"
+        if isinstance(given, Exception):
+            failed = self.scheduler.fail(plan)
+            self._reporter.add(News(sequence, [], error=repr(given)) for sequence in failed)
             return
         scores = {}
         for span, span_tokens in zip(plan.spans, given, strict=True):
@@ -289,3 +390,19 @@ class Engine:
             num_blocks_cached=pool.num_cached,
             num_blocks_free=pool.num_free,
         )
+
+
+def _so_far(accepted: AcceptedRequest, told: SequenceOf[SequenceOutput]) -> dict[int, SoFar]:
+    """The unfinished sequences of a request, by index, as far as its caller has heard of them."""
+    of_sequence: dict[int, list[SequenceOutput]] = {index: [] for index in range(accepted.params.n)}
+    for output in told:
+        of_sequence[output.index].append(output)
+    so_far = {}
+    for index, outputs in of_sequence.items():
+        if not outputs:
+            so_far[index] = SoFar()
+        elif outputs[-1].finish_reason is None:
+            token_ids = [token_id for output in outputs for token_id in output.new_token_ids]
+            is_scored = any(output.prompt_scores for output in outputs)
+            so_far[index] = SoFar(token_ids, outputs[-1].num_preemptions, outputs[-1].num_cached_tokens, is_scored)
+    return so_far

@@ -1,6 +1,6 @@
 """`Reporter`: what callers are told about their requests, and when a stop string ends a sequence.
 
-A sequence's news waits here until it is reported, so that an interrupt loses no token of any stream.
+A sequence's news waits here until the step is over, and its outputs until a caller takes them.
 """
 
 import logging
@@ -55,6 +55,9 @@ class Reporter:
     Args:
         scheduler: ends the sequences in whose text a stop string has come.
         tokenizer: makes that text.
+
+    Attributes:
+        outbox: outputs that were not taken yet, in order.
     """
 
     def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None) -> None:
@@ -62,7 +65,7 @@ class Reporter:
         self._tokenizer = tokenizer
         self._requests: dict[str, LiveRequest] = {}
         self._news: deque[News] = deque()
-        self._outbox: list[SequenceOutput] = []
+        self.outbox: deque[SequenceOutput] = deque()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -76,13 +79,22 @@ class Reporter:
         live = self._requests.get(request_id)
         return None if live is None else live.accepted
 
-    def follow(self, accepted: AcceptedRequest) -> None:
-        """Report on a request from now on, until its last sequence has ended."""
+    def follow(self, accepted: AcceptedRequest, told: Iterable[SequenceOutput] = ()) -> None:
+        """Report on a request from now on, until its last sequence has ended.
+
+        Args:
+            told: what was reported about it before.
+        """
         request, params = accepted.request, accepted.params
         texts: list[OutputText | None] = [None] * params.n
         if params.stop_strings and self._tokenizer is not None:
             texts = [OutputText.of_request(self._tokenizer, request.prompt_token_ids, params) for _ in texts]
-        self._requests[request.request_id] = LiveRequest(accepted, [None] * params.n, texts)
+        live = LiveRequest(accepted, [None] * params.n, texts)
+        for output in told:
+            live.first_scheduled_times[output.index] = output.first_scheduled_time
+            if (text := texts[output.index]) is not None:
+                text.take_in(output.new_token_ids, output.finish_reason, output.stop_reason)
+        self._requests[request.request_id] = live
 
     def see_assignment(self, assignment: SlotAssignment, now: float) -> AcceptedRequest:
         """A sequence moves into a slot. Returns its request."""
@@ -105,19 +117,13 @@ class Reporter:
     def report(self) -> None:
         """Turn all news into outputs."""
         while self._news:
-            self._outbox.append(self._output_of(self._news[0]))
-            self._news.popleft()
-
-    def take_outputs(self) -> list[SequenceOutput]:
-        """The outputs that were not taken yet."""
-        outputs, self._outbox = self._outbox, []
-        return outputs
+            self.outbox.append(self._output_of(self._news.popleft()))
 
     def forget(self, request_id: str, aborted: Iterable[Sequence]) -> list[SequenceOutput]:
         """Drop a request and everything not yet reported about it; return the ends of its `aborted` sequences."""
         live = self._requests.pop(request_id, None)
         self._news = deque(news for news in self._news if news.sequence.request.request_id != request_id)
-        self._outbox = [output for output in self._outbox if output.request_id != request_id]
+        self.outbox = deque(output for output in self.outbox if output.request_id != request_id)
         return [] if live is None else [_output(sequence, [], live) for sequence in aborted]
 
     def _output_of(self, news: News) -> SequenceOutput:

@@ -23,8 +23,12 @@ class StepWatch:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._owners: list[Sequence | None] = [None] * scheduler.max_num_seqs
         self._arrivals: list[ArrivalRecord] = []
+        self.start_over()
+
+    def start_over(self) -> None:
+        """The scheduler has started over: nobody has a slot."""
+        self._owners: list[Sequence | None] = [None] * self._scheduler.max_num_seqs
 
     def see_arrival(self, arrival: ArrivalRecord) -> None:
         """Put a submitted request into the next record."""

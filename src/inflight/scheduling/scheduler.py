@@ -20,7 +20,7 @@ no tensor, no clock, no randomness.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Self
@@ -31,7 +31,7 @@ from inflight.contracts.outputs import FinishReason
 from inflight.contracts.plan import NO_BLOCK, SlotAssignment, Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.reuse import Reuse
-from inflight.scheduling.sequence import Request, Sequence
+from inflight.scheduling.sequence import Request, Sequence, SoFar
 from inflight.scheduling.service_order import ServiceOrder
 from inflight.scheduling.waiting_queue import WaitingQueue
 
@@ -78,27 +78,31 @@ class Scheduler:
         recompute_beyond: int | None = None,
         can_share_prefixes: bool = True,
     ) -> None:
-        self.block_pool = block_pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
         self.max_scored_tokens = max_scored_tokens
         self.recompute_beyond = recompute_beyond
-        self.reuse = Reuse(block_pool, enable_prefix_caching, recompute_beyond, can_share=can_share_prefixes)
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         """Prompt tokens of all sequences that have had a slot, each counted once."""
         self._order = ServiceOrder(aging_steps)
+        self._next_sequence_id = 0
+        self._num_scorable_tokens = max_scored_tokens  # left in the step that is being planned
+        self._hold_nothing(
+            block_pool, Reuse(block_pool, enable_prefix_caching, recompute_beyond, can_share=can_share_prefixes)
+        )
+
+    def _hold_nothing(self, block_pool: BlockPool, reuse: Reuse) -> None:
+        self.block_pool, self.reuse = block_pool, reuse
         self._waiting = WaitingQueue(self._order)
         self._running: dict[int, Sequence] = {}
         self._of_request: dict[str, dict[int, Sequence]] = {}  # its unfinished sequences
-        num_slots = min(max_num_seqs, max_num_batched_tokens)
+        num_slots = min(self.max_num_seqs, self.max_num_batched_tokens)
         self._free_slots = list(range(num_slots))  # a heap: the lowest is taken first, so lanes stay together
         self._released_slots: set[int] = set()  # that no plan has told of yet
         self._assigned = [NO_SEQUENCE] * num_slots  # the sequence in each slot, as far as plans have told
-        self._next_sequence_id = 0
-        self._num_scorable_tokens = max_scored_tokens  # left in the step that is being planned
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
 
@@ -162,14 +166,36 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue the request's sequences. Admission has made sure that each can run to its end alone in the cache."""
-        sequences = self._of_request[request.request_id] = {}
-        for index in range(request.num_sequences):
-            tables = self.block_pool.new_tables()
-            token_ids = list(request.prompt_token_ids)
-            sequence = Sequence(self._next_sequence_id, request, index, token_ids, self.num_steps, tables)
-            self._next_sequence_id += 1
+        self._queue(request, (self._new_sequence(request, index) for index in range(request.num_sequences)))
+
+    def resume(self, request: Request, so_far: Mapping[int, SoFar]) -> None:
+        """Queue a request that this scheduler had before it started over. Its sequences go on as after a preemption.
+
+        Args:
+            so_far: its unfinished sequences, by index.
+        """
+        self._queue(request, (self._new_sequence(request, index).go_on_from(each) for index, each in so_far.items()))
+
+    def start_over(self) -> None:
+        """Hold nothing any more: neither sequences nor blocks. It does not matter in which state an exception has left
+        them. Counters go on, and the next plan tells the runner that all slots were released."""
+        pool, reuse = BlockPool(self.block_pool.num_blocks, self.block_pool.layout), self.reuse
+        anew = Reuse(pool, reuse.enable_prefix_caching, reuse.recompute_beyond, can_share=reuse.can_share)
+        anew.num_cached_tokens = reuse.num_cached_tokens
+        self._hold_nothing(pool, anew)
+        self._released_slots.update(self._free_slots)
+
+    def _new_sequence(self, request: Request, index: int) -> Sequence:
+        tables, token_ids = self.block_pool.new_tables(), list(request.prompt_token_ids)
+        sequence = Sequence(self._next_sequence_id, request, index, token_ids, self.num_steps, tables)
+        self._next_sequence_id += 1
+        return sequence
+
+    def _queue(self, request: Request, sequences: Iterable[Sequence]) -> None:
+        of_request = self._of_request[request.request_id] = {}
+        for sequence in sequences:
             self.reuse.forget_progress(sequence)
-            sequences[sequence.sequence_id] = sequence
+            of_request[sequence.sequence_id] = sequence
             self._waiting.push(sequence)
 
     def plan(self) -> StepPlan | None:

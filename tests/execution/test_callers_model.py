@@ -3,12 +3,15 @@
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from inflight import LLM, SamplingParams
+from inflight.contracts.config import EngineConfig
+from inflight.execution.hf.load import load_model
 from tests import zoo
 from tests.execution.packed_steps import assert_packed_is_plain, packed_executor, packed_logits
 from tests.execution.prepared_models import every_architecture, plain_logits
@@ -63,3 +66,66 @@ def test_a_model_is_unchanged_after_a_failed_step() -> None:
     assert model.config._attn_implementation == "eager"
     assert torch.equal(plain_logits(model), expected)
     assert_packed_is_plain(model, packed_logits(executor, zoo.sample_sequences()), zoo.sample_sequences())
+
+
+class PassesOn(LlamaForCausalLM):
+    """Names no argument but its tokens."""
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
+class NamedPast(LlamaForCausalLM):
+    """Takes its cache under another name than the one under which it is returned, and ignores what it does not know."""
+
+    def forward(self, input_ids: Any = None, past: Any = None, use_cache: Any = None, **_: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids=input_ids, past_key_values=past, use_cache=use_cache)
+
+
+class ReturnsOnly(LlamaForCausalLM):
+    """Returns a cache, and takes none."""
+
+    def forward(self, input_ids: Any = None, use_cache: Any = None, return_dict: Any = None) -> Any:  # type: ignore[override]
+        return super().forward(input_ids=input_ids, use_cache=use_cache)
+
+
+def timed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator as people write them."""
+
+    def timed_forward(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return timed_forward
+
+
+def decorated(config: Any) -> PreTrainedModel:
+    model = LlamaForCausalLM(config)
+    model.forward = timed(model.forward)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "executor"),
+    [(PassesOn, "packed"), (decorated, "packed"), (NamedPast, "sequential"), (ReturnsOnly, "sequential")],
+)
+def test_a_forward_that_hides_its_cache_gives_no_wrong_token(
+    make: Callable[[Any], PreTrainedModel], executor: str
+) -> None:
+    plain = zoo.build("llama")
+    model = make(plain.config)
+    model.load_state_dict(plain.state_dict())
+    llm = LLM(model.eval(), block_size=4, max_num_batched_tokens=16)
+    assert llm.model_info.executor == executor
+    prompts = zoo.sample_sequences()
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [zoo.plain_greedy(plain, prompt, 8) for prompt in prompts]
+
+
+def test_a_decorated_forward_runs_the_copy() -> None:
+    """What the engine does to its copy of the model, it does to what runs."""
+    model = decorated(zoo.build("llama").config)
+    own = load_model(model, EngineConfig())
+    with torch.no_grad():
+        own.lm_head.weight = torch.nn.Parameter(torch.zeros_like(own.lm_head.weight))
+        assert own(torch.tensor([[1, 2]])).logits.abs().max() == 0
+        assert model(torch.tensor([[1, 2]])).logits.abs().max() > 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from inflight import LLM, ModelError, SamplingParams
 from inflight.contracts.plan import Span, StepPlan
@@ -236,3 +236,62 @@ def test_a_deep_model_that_amplifies_rounding_is_not_refused(dtype: str) -> None
         num_tokens = sum(map(len, outputs))
         num_wrong = sum(len(others.wrong_tokens(model, p, o)) for p, o in zip(prompts(), outputs, strict=True))
         assert num_wrong <= 0.05 * num_tokens
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("roberta", {"is_decoder": True, "max_position_embeddings": 258}),  # `generate` counts positions from 0
+        ("mistral", {"sliding_window": 1}),  # its cache keeps nothing, and `generate` sees other keys
+    ],
+)
+def test_where_generate_differs_from_one_forward_pass_the_notes_say_so(model_type: str, config: Any) -> None:
+    model = tiny_model(model_type, **config)
+    llm = LLM(model, **others.options())
+    assert any(note.startswith("model.generate gives other logits") for note in llm.model_info.notes)
+    for prompt, output in zip(prompts(), generate(llm), strict=True):
+        assert not others.wrong_tokens(model, prompt, output)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3_longrope"])
+def test_where_generate_is_the_same_nothing_is_said(name: str) -> None:
+    assert not any("model.generate" in note for note in LLM(zoo.build(name)).model_info.notes)
+
+
+def test_longrope_outside_phi3_is_said_to_be_the_forward_pass() -> None:
+    """`generate` keeps what it has computed with the short frequencies; the engine computes it anew."""
+    rope = zoo.build("phi3_longrope").config.rope_parameters
+    model = tiny_model("llama", rope_parameters=rope)
+    llm = LLM(model, **others.options())
+    assert any("computed anew, as in one forward pass (LongRoPE)" in note for note in llm.model_info.notes)
+    outgrown = 0
+    for prompt, output in zip(prompts(), generate(llm), strict=True):
+        outgrown += len(prompt) < rope["original_max_position_embeddings"] < len(prompt) + len(output)
+        for number, token_id in enumerate(output):  # each as in a row of its own, which decides the frequencies
+            assert others.plain_logits(model, [*prompt, *output[:number]])[-1].argmax() == token_id
+    assert outgrown
+
+
+def test_doge_is_limited_to_the_keys_that_it_keeps() -> None:
+    llm = LLM(tiny_model("doge", keep_window_size=40), **others.options())
+    assert llm.model_info.max_model_len == 40
+    assert any("the model chooses among its keys by rank" in note for note in llm.model_info.notes)
+
+
+def tiny_model(model_type: str, **config: Any) -> PreTrainedModel:
+    """A model whose context matters."""
+    sizes = {
+        "vocab_size": zoo.VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes | config)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data *= 4
+    return model

@@ -1,6 +1,5 @@
 """`PackedExecutor`: the ragged row through an unchanged `transformers` model; attention alone keeps sequences apart."""
 
-import inspect
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ from inflight.execution.executors.compiled import Forward, compile_forward, why_
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.hf.hook import attend_with, attention_sinks, use_attention
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
+from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class PackedExecutor:
         self._has_parts = any(part.num_parts > 1 for part in grouping.parts)
         self._on_cpu = model.device.type == "cpu"
         self._longrope_length = longrope_length(model.config.get_text_config())
-        takes_logit_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        takes_logit_rows = "logits_to_keep" in forward_parameters(model)
         self._forward = plain_forward(model, takes_logit_rows=takes_logit_rows)
         self._compiled: Forward | None = None
         self._caches: list[KVStorage] = []  # one for each call

@@ -83,6 +83,8 @@ class RowsExecutor:
         self.num_slots = num_slots
         self.in_one_piece = in_one_piece
         self._call = ModelCall(model)
+        if self._call.cache_name is None:
+            raise ModelError("its forward takes no cache")
         self._like = self._own_cache()
         self._cache = RowCache(self._like, 1, 1)
         self._history = TokenHistory()

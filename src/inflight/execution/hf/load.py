@@ -5,7 +5,8 @@ import gc
 import os
 import threading
 from pathlib import Path
-from typing import TypeAlias
+from types import CellType, FunctionType, MethodType
+from typing import Any, TypeAlias
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -164,9 +165,37 @@ def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
         is_same = parameter.dtype == wanted and parameter.device == device
         replaced[id(parameter)] = parameter if is_same else torch.nn.Parameter(parameter.to(device, wanted), False)
     try:
-        return copy.deepcopy(model, replaced).to(device).eval()
+        memo: dict[int, Any] = dict(replaced)
+        own = copy.deepcopy(model, memo)
+        for module in own.modules():
+            for name, value in vars(module).items():
+                if isinstance(value, FunctionType):
+                    vars(module)[name] = _rebound(value, memo)
+        return own.to(device).eval()
     except Exception as error:
         raise ModelError(f"the model given cannot be copied: {_first_line(error)}; give its folder instead") from error
+
+
+def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    """The same function about the copy. (`model.forward = timed(model.forward)` leaves a function in the model that
+    holds the caller's own model, and `deepcopy` takes functions as they are.)
+
+    Args:
+        memo: `deepcopy`'s, with the copies of what is the caller's.
+    """
+
+    def of_the_copy(value: Any) -> Any:
+        if isinstance(value, FunctionType):
+            return _rebound(value, memo)
+        if isinstance(value, MethodType) and id(value.__self__) in memo:
+            return MethodType(of_the_copy(value.__func__), memo[id(value.__self__)])
+        return memo.get(id(value), value) if isinstance(value, torch.nn.Module) else value
+
+    cells = tuple(CellType(of_the_copy(cell.cell_contents)) for cell in function.__closure__ or ())
+    own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    own.__kwdefaults__ = function.__kwdefaults__
+    own.__dict__.update({name: of_the_copy(value) for name, value in vars(function).items()})
+    return own
 
 
 def _dummy_model(

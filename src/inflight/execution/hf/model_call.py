@@ -7,10 +7,23 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from inflight.contracts.errors import ModelError
 from inflight.execution.ragged_batch import to_device
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems")
 """The names that models give their cache, as an argument and as an output."""
+
+
+def forward_parameters(model: PreTrainedModel) -> set[str]:
+    """The names of the arguments that a model's `forward` takes. If it passes on what it does not name (`**kwargs`),
+    it takes what the class's own `forward` does, and after that its base classes': a proof shows whether that is so."""
+    names: set[str] = set()
+    for forward in (model.forward, *(vars(each)["forward"] for each in type(model).__mro__ if "forward" in vars(each))):
+        parameters = inspect.signature(forward).parameters.values()
+        names |= {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        if not any(each.kind == each.VAR_KEYWORD for each in parameters):
+            break
+    return names
 
 
 class ModelCall:
@@ -29,7 +42,7 @@ class ModelCall:
         self.model = model
         self.uses_cache = uses_cache
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        parameters = inspect.signature(model.forward).parameters
+        parameters = forward_parameters(model)
         self.cache_name = next((name for name in CACHE_NAMES if name in parameters), None)
         self._takes_positions = "position_ids" in parameters
         self._takes_mask = "attention_mask" in parameters
@@ -47,10 +60,18 @@ class ModelCall:
         logits: torch.Tensor = self.outputs(token_ids, positions, mask, cache, max(1, num_logit_rows)).logits
         return logits[:, logits.shape[1] - num_logit_rows :]
 
-    @staticmethod
-    def cache_of(outputs: Any) -> Any:
-        """The cache in a model's outputs; None: there is none."""
-        return next((each for name in CACHE_NAMES if (each := getattr(outputs, name, None)) is not None), None)
+    def cache_of(self, outputs: Any) -> Any:
+        """The cache in a model's outputs; None: there is none, or none was asked for. Raises `ModelError` if it could
+        not be given back."""
+        if not self.uses_cache:
+            return None
+        cache = next((each for name in CACHE_NAMES if (each := getattr(outputs, name, None)) is not None), None)
+        if cache is not None and self.cache_name is None:
+            raise ModelError(
+                f"{type(self.model).__name__} returns a cache, but its forward takes none under the name of "
+                f"{', '.join(CACHE_NAMES)}"
+            )
+        return cache
 
     def outputs(self, token_ids: Any, positions: Any, mask: Any, cache: Any, num_logit_rows: int) -> Any:
         """All outputs of the model; the arguments are `__call__`'s. Without positions the model counts its own. A model

@@ -178,8 +178,9 @@ class _Search:
         if executors[0] == "packed":
             in_use = attention_in_use(subject)
             try:
-                prove_packed(subject, self._exact_backend(subject))
-                return Verdict(PACKED)
+                proved = prove_packed(subject, self._exact_backend(subject))
+                restore_attention(subject, in_use)
+                return Verdict(PACKED, generate_difference=proved.with_noise().generate_difference())
             except NotFiniteError:
                 raise
             except ModelError as error:
@@ -195,7 +196,7 @@ class _Search:
             alone = plain()
         except ModelError as error:
             raise ModelError("; ".join([*reasons.values(), str(error)])) from error
-        verdict = find_way(alone, own, reasons, self._failed)
+        verdict = replace(find_way(alone, own, reasons, self._failed), generate_difference=alone.generate_difference())
         if not can_prepack(self._model):
             return verdict
         return replace(verdict, why_not_prepacked=self._why_not_to_prepack(verdict, alone))
@@ -222,6 +223,7 @@ class _Search:
         is_large = self._is_large and proved_on != ITSELF
         if way != PACKED:
             report = prepare_own_attention(model, verdict, is_large=is_large, let_go=self._let_go)
+            report = replace(report, notes=(*report.notes, *_notes_on_generate(verdict)))
             return ChosenExecutor(
                 partial(make_executor, way, model), str(model.config._attn_implementation), proved_on, report
             )
@@ -238,6 +240,7 @@ class _Search:
             is_large=is_large,
             let_go=self._let_go,
         )
+        report = replace(report, notes=(*report.notes, *_notes_on_generate(verdict)))
 
         def make(block_size: int, num_slots: int) -> Executor:
             longest = min(report.max_model_len, config.max_model_len or report.max_model_len)
@@ -246,6 +249,15 @@ class _Search:
             return PackedExecutor(model, attention, grouping, report.modules)
 
         return ChosenExecutor(make, backend(config.block_size).name, proved_on, report)
+
+
+def _notes_on_generate(verdict: Verdict) -> tuple[str, ...]:
+    if verdict.is_as_generate:
+        return ()
+    return (
+        f"model.generate gives other logits (by {verdict.generate_difference:.1e} of their size) than one forward pass "
+        "over the whole sequence, whose results these are",
+    )
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from inflight.contracts.errors import ModelError
 from inflight.execution.attention import AttentionSpec
@@ -31,6 +31,13 @@ def packed_limit(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> tupl
     if longest_row is not None and longest_row < limit:
         limit = longest_row
         notes.append(f"sequences are limited to {limit} tokens: beyond, the model scales attention by place in the row")
+    short = longrope_length(config)
+    starts_over = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    if short is not None and short < limit and not starts_over:
+        notes.append(
+            f"a sequence that outgrows {short} tokens is computed anew, as in one forward pass (LongRoPE); "
+            "model.generate keeps its short keys"
+        )
     return limit, notes
 
 
@@ -42,8 +49,12 @@ def max_row_len(config: PreTrainedConfig) -> int | None:
 
 
 def own_limit(config: PreTrainedConfig) -> tuple[int, list[str]]:
-    """The longest sequence, in tokens, of a model that does its own attention, and a note if that is a guess."""
-    limit = getattr(config, "max_position_embeddings", None)
+    """The longest sequence, in tokens, of a model that does its own attention, and a note if that is a guess, or less
+    than the model's own limit. (Doge keeps the best `keep_window_size` keys. Which are best among equals, and among
+    those that rounding makes so, depends on the whole row.)"""
+    limit, window = getattr(config, "max_position_embeddings", None), getattr(config, "keep_window_size", None)
+    if isinstance(window, int) and isinstance(limit, int) and 0 < window < limit:
+        return window, [f"sequences are limited to {window} tokens: beyond, the model chooses among its keys by rank"]
     if isinstance(limit, int) and limit > 0:
         return limit, []
     return UNNAMED_LIMIT, [f"the model names no limit to its context; {UNNAMED_LIMIT} tokens are taken for one"]

@@ -13,7 +13,6 @@ hold:
 To prepare a model, its weights are prepacked, and the result is compared with the plain one again.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -27,6 +26,7 @@ from inflight.execution.attention import AttentionBackend
 from inflight.execution.attention.grouping import Grouping
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.hf.hook import use_attention
+from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.preparation.agreement import (
     FULL_PRECISION,
     LOW_PRECISION,
@@ -66,15 +66,16 @@ MakeBackend: TypeAlias = Callable[[int], AttentionBackend]
 """Makes a backend for a block size."""
 
 
-def prove_packed(model: PreTrainedModel, make_backend: MakeBackend) -> None:
-    """Prove that `model`, which is ours alone, runs packed. Raises `ModelError` with the reason if it does not. The
-    model is left calling our attention function."""
+def prove_packed(model: PreTrainedModel, make_backend: MakeBackend) -> PlainModel:
+    """Prove that `model`, which is ours alone, runs packed, and return what it gives alone. Raises `ModelError` with
+    the reason if it does not. The model is left calling our attention function."""
     with _refusing(model):
         proof = PackedProof(model, DRY_RUN_LENGTH)
         executor = proof.executor(make_backend)
         proof.require_agreement(executor, precision_of(model))
         packed_limit(model, proof.specs)
         proof.check_neighbours_and_rows(executor)
+        return proof.plain
 
 
 def prepare_packed(
@@ -150,7 +151,7 @@ class PackedProof:
 
     def __init__(self, model: PreTrainedModel, dry_run_length: int, workload: ProofWorkload = IN_A_ROW) -> None:
         name = type(model).__name__
-        if "position_ids" not in inspect.signature(model.forward).parameters:
+        if "position_ids" not in forward_parameters(model):
             raise ModelError(f"{name} takes no position_ids, which a packed row needs to keep sequences apart")
         max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DRY_RUN_LENGTH
         if max_positions <= max(IN_A_ROW.lengths):
@@ -163,12 +164,12 @@ class PackedProof:
             self.specs, self.modules = find_attention_calls(model, min(dry_run_length, max_positions))
         use_attention(model, "eager")
         with watch_outputs(self.modules) as seen:
-            self._plain = PlainModel.of(model, workload)
+            self.plain = PlainModel.of(model, workload)
         use_attention(model, "inflight")
         num_calls = len(seen) // 2
         self._outputs = list(zip(seen[:num_calls], seen[num_calls:], strict=True))
         """For each call of an attention module, what it returned for each prompt, `[L, …]`."""
-        self.vocab_size = self._plain.vocab_size
+        self.vocab_size = self.plain.vocab_size
 
     def executor(self, make_backend: MakeBackend) -> PackedExecutor:
         """The model as a packed row over a small cache."""
@@ -188,7 +189,7 @@ class PackedProof:
             attention_errors.extend(map(relative_error, seen, plain))
             return logits
 
-        logits_error = self._plain.error_of(forward)
+        logits_error = self.plain.error_of(forward)
         attention_error = worst(attention_errors)
         if not (attention_error <= tolerance.attention and logits_error <= tolerance.logits):
             raise ModelError(
@@ -202,7 +203,7 @@ class PackedProof:
         """Raise `ModelError` unless a sequence's logits stay the same when the one before it in the row has other
         tokens, and the model gives the logits of exactly the rows that it is asked for."""
         name, device, tolerance = type(self.model).__name__, self.model.device, precision_of(self.model)
-        (changed, kept), steps = self._plain.prompts, self._plain.workload.steps[:1]
+        (changed, kept), steps = self.plain.prompts, self.plain.workload.steps[:1]
         batch, others = (next(batches_of([each, kept], steps, device)) for each in (changed, changed[::-1]))
         first, second = batch.spans
         logits = executor.forward(batch)

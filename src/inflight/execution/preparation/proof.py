@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from inflight.contracts.errors import ModelError
 from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.executors import Executor
-from inflight.execution.hf.model_call import ModelCall
 from inflight.execution.preparation.agreement import (
     NotFiniteError,
     as_model_error,
@@ -32,6 +30,8 @@ from inflight.execution.ragged_batch import RaggedBatch
 PROOF_BLOCK_SIZE = 4
 NUM_PROOF_BLOCKS = 32
 NUM_PROOF_SLOTS = 2
+PADDING_PLACE = 4
+"""Where proof prompts have the model's padding token, which is a token like any other."""
 NOISE_MARGIN = 20
 """A model rounds in every layer: its logits may differ by this many times what one rounding changes about them."""
 MIN_EFFECT = 20
@@ -118,7 +118,7 @@ class PlainModel:
     def of(cls, model: PreTrainedModel, workload: ProofWorkload = PROOF) -> "PlainModel":
         """Run `model` on a workload's prompts. Raises `NotFiniteError` if its logits are not finite."""
         vocab_size = num_embeddings(model)
-        prompts = draw_prompts(vocab_size, workload.lengths)
+        prompts = tuple(_with_padding(model, each) for each in draw_prompts(vocab_size, workload.lengths))
         logits = tuple(_plain_logits(model, prompt) for prompt in prompts)
         if not all(torch.isfinite(each).all() for each in logits):
             raise NotFiniteError(model)
@@ -136,24 +136,38 @@ class PlainModel:
         if relative_error(begun, logits[:15]) > max(10 * precision_of(self.model).logits, NOISE_MARGIN * plain.noise):
             name = type(self.model).__name__
             raise NotCausalError(f"{name} is no causal language model: later tokens change the logits of earlier ones")
-        changed = (*prompt[:3], (prompt[3] + 1) % num_embeddings(self.model), *prompt[4:])
-        return replace(plain, effect=relative_error(_plain_logits(self.model, changed)[-8:], logits[-8:]))
+        changed = _plain_logits(self.model, self._changed_prompt())
+        return replace(plain, effect=relative_error(changed[-8:], logits[-8:]))
+
+    def _changed_prompt(self) -> tuple[int, ...]:
+        """The first prompt with another token far back."""
+        prompt = self.prompts[0]
+        return (*prompt[:3], (prompt[3] + 1) % num_embeddings(self.model), *prompt[4:])
 
     def as_generated(self) -> "PlainModel":
         """The same, with the logits that `model.generate` sees: the beginning of each prompt at once, the rest token by
         token, over the model's own cache. (State spaces with two ways of computing give others than in one forward
-        pass.) Raises `ModelError` if the model does not run with a cache."""
-        with as_model_error("it does not run with its own cache: "):
-            pairs = zip(self.prompts, self.workload.prefill_lengths, strict=True)
-            logits = tuple(_generated_logits(self.model, prompt, length) for prompt, length in pairs)
-        return replace(self, logits=logits, is_generated=True)
+        pass.) Raises `ModelError` if the model does not generate."""
+        prefills = self.workload.prefill_lengths
+        ends = [_generated_logits(self.model, *each) for each in zip(self.prompts, prefills, strict=True)]
+        beginnings = (logits[: length - 1] for logits, length in zip(self.logits, prefills, strict=True))
+        effect = None
+        if self.effect is not None:
+            changed = _generated_logits(self.model, self._changed_prompt(), prefills[0])
+            effect = relative_error(changed[1:], ends[0][1:])  # of the tokens that need the cache
+        return replace(
+            self, logits=tuple(map(torch.cat, zip(beginnings, ends, strict=True))), effect=effect, is_generated=True
+        )
 
-    def given_by(self, executor: Executor) -> "PlainModel":
-        """The same in short, with the logits that an executor gives."""
-        executor.allocate(NUM_PROOF_BLOCKS)
-        prompts = tuple(prompt[:length] for prompt, length in zip(self.prompts, IN_SHORT.lengths, strict=True))
-        logits = logits_of(executor.forward, batches_of(prompts, IN_SHORT.steps, self.model.device))
-        return replace(self, workload=IN_SHORT, prompts=prompts, logits=logits)
+    def generate_difference(self) -> float:
+        """The relative error of what `model.generate` sees of the first prompt, which is 0 if it is no more than
+        rounding explains, or if the model does not generate at all."""
+        prompt, length = self.prompts[0], self.workload.prefill_lengths[0]
+        try:
+            error = relative_error(_generated_logits(self.model, prompt, length), self.logits[0][length - 1 :])
+        except ModelError:
+            return 0.0
+        return 0.0 if error <= max(precision_of(self.model).logits, NOISE_MARGIN * self.noise) else error
 
     def error_of(self, forward: Forward, slots: Sequence[int] = (0, 1)) -> float:
         """The largest relative error of a span's logits when `forward` runs the workload."""
@@ -205,6 +219,14 @@ def draw_prompts(vocab_size: int, lengths: Sequence[int]) -> tuple[tuple[int, ..
     """Random prompts of these lengths, the same ones every time."""
     generator = torch.Generator().manual_seed(0)
     return tuple(tuple(torch.randint(vocab_size, (each,), generator=generator).tolist()) for each in lengths)
+
+
+def _with_padding(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """The prompt with the model's padding token in it, to which some models give no position (RoBERTa)."""
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    if not isinstance(padding, int) or not 0 <= padding < num_embeddings(model):
+        return prompt
+    return (*prompt[:PADDING_PLACE], padding, *prompt[PADDING_PLACE + 1 :])
 
 
 def batches_of(
@@ -269,12 +291,35 @@ def _rounded_logits(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tens
         hook.remove()
 
 
-@torch.inference_mode()
+class _Dictation(LogitsProcessor):  # type: ignore[misc]
+    """Lets `generate` choose these tokens, one after the other."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = torch.full_like(scores, -torch.inf)
+        length = input_ids.shape[1]
+        chosen[:, self._token_ids[length] if length < len(self._token_ids) else 0] = 0.0
+        return chosen
+
+
 def _generated_logits(model: PreTrainedModel, prompt: Sequence[int], prefill_length: int) -> torch.Tensor:
-    """The logits `[L, V]` of a prompt whose first tokens run at once and the others one by one."""
-    call, cache, logits = ModelCall(model), None, []
-    for start, end in ((0, prefill_length), *((i, i + 1) for i in range(prefill_length, len(prompt)))):
-        outputs = call.outputs(np.array([prompt[start:end]]), None, None, cache, end - start)
-        cache = call.cache_of(outputs)
-        logits.append(outputs.logits[0])
-    return torch.cat(logits)
+    """The logits `[L - prefill_length + 1, V]` after the last tokens of a prompt when `model.generate` is given its
+    beginning and made to choose the rest. Nothing of ours has a part in it. Raises `ModelError` if the model does not
+    generate."""
+    asked = GenerationConfig(
+        max_new_tokens=len(prompt) - prefill_length + 1,
+        do_sample=False,
+        use_cache=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    beginning = torch.tensor([list(prompt[:prefill_length])], device=model.device)
+    of_the_model, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        with as_model_error("it does not generate: "):
+            given = model.generate(beginning, generation_config=asked, logits_processor=[_Dictation(prompt)])
+    finally:
+        model.generation_config = of_the_model
+    return torch.cat(given.logits)

@@ -65,12 +65,20 @@ class Verdict:
         reasons: why better ways are not exact, by the way in words.
         is_generated: whether "exact" means what `model.generate` sees.
         why_not_prepacked: why prepacking would change the results; None: it does not.
+        generate_difference: how far `model.generate` is from one forward pass, as a relative error of logits; 0 if it
+            gives the same.
     """
 
     way: Way
     reasons: dict[str, str] = field(default_factory=dict)
     is_generated: bool = False
     why_not_prepacked: str | None = None
+    generate_difference: float = 0.0
+
+    @property
+    def is_as_generate(self) -> bool:
+        """Whether the engine gives what `model.generate` gives."""
+        return self.is_generated or self.generate_difference == 0.0
 
     def to_json(self) -> str:
         """The verdict in one line."""

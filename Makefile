@@ -20,9 +20,10 @@ demo: $(READY)            ## a dozen prompts through the embedded model at once,
 test: $(READY)            ## the whole test suite
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
-soak: $(READY)            ## the bookkeeping in random worlds, and broken at every line (fifteen minutes on one core)
+soak: $(READY)            ## the bookkeeping in random worlds and broken at every line, operators under a sanitizer (20 minutes)
 	$(BIN)/python -m tests.properties.soak --seed 1 --operations 1_000_000
 	INFLIGHT_TEST_EVERY_LINE=1 $(BIN)/python -m pytest tests/test_torn_engines.py
+	$(BIN)/python -m tests.execution.fuzz_operators --calls 10_000 --sanitize
 
 check: $(READY)           ## style, types, and the floors of the house
 	$(BIN)/ruff check .

@@ -260,7 +260,7 @@ def assert_foreign_memory_does_not_matter(world: World, spec: AttentionSpec, nam
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("backend", FAST_BACKENDS)
+@pytest.mark.parametrize("backend", ["reference", *FAST_BACKENDS])
 def test_nans_of_a_sequence_do_not_reach_other_sequences(backend: str, name: str) -> None:
     """A request whose states have become NaN does not affect other requests in the batch, even of the same size."""
     steps = [[Part(s, 0, 5) for s in range(3)], [Part(s, 5, 6) for s in range(3)], [Part(s, 6, 20) for s in range(3)]]

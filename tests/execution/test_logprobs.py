@@ -56,6 +56,20 @@ def test_the_score_of_a_row_has_the_same_bits_in_any_batch(num_threads: int) -> 
         torch.set_num_threads(before)
 
 
+def test_ties_go_to_lower_ids_however_many_a_neighbour_asks_for() -> None:
+    """In bfloat16 there are ties at almost every place."""
+    logits = random_logits(12).bfloat16()
+    for number in (1, 2, 5, 20):
+        alone = [scores_of(logits, [row], [0], [number])[0] for row in range(12)]
+        assert (
+            scores_of(logits, range(12), [0] * 12, [number if row % 2 else 20 for row in range(12)])[1::2]
+            == alone[1::2]
+        )
+        for row, score in enumerate(alone):
+            by_value = sorted(range(VOCAB_SIZE), key=lambda token_id: (-float(logits[row, token_id]), token_id))
+            assert score.top_token_ids == by_value[:number]
+
+
 def test_more_top_tokens_than_the_vocabulary_has_give_all_tokens() -> None:
     (score,) = scores_of(torch.zeros(1, 4), [0], [2], [1000])
     assert sorted(score.top_token_ids) == [0, 1, 2, 3]

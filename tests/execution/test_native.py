@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from inflight.execution import kernels as native
+from inflight.execution.attention import AttentionSpec
+from inflight.execution.attention.cpu_backend import CpuAttention
+from tests.execution.fuzz_operators import Fuzzer
 
 COMMAND = [sys.executable, "-m", "inflight", "generate", "Once upon a time", "--max-tokens", "12", "--temperature", "0"]
 
@@ -69,3 +73,44 @@ def test_a_cpu_without_avx512_gets_correct_kernels() -> None:
         [*command, *tests], capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2]
     )
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_operators_refuse_arguments_that_do_not_fit() -> None:
+    """`make soak` makes many more such calls under AddressSanitizer."""
+    assert native.kernels_available()
+    fuzzer = Fuzzer(seed=0)
+    fuzzer.run(100)
+    assert fuzzer.num_refused > 300
+    assert fuzzer.num_accepted > 300
+
+
+def test_an_attention_call_keeps_its_step_to_its_memory() -> None:
+    operators = torch.ops.inflight
+    backend = CpuAttention(torch.float32, block_size=4)
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_size=8, value_head_size=8, scale=1.0)
+    cache = backend.allocate(3, spec)
+    lengths = [torch.tensor([6]), torch.tensor([6])]
+    indices, states = torch.arange(6), torch.zeros(6, 1, 8)
+
+    def begin(tables: list[list[int]], **changes: torch.Tensor) -> None:
+        given = {"indices": indices, "block_size": 4} | changes
+        table = torch.tensor(tables, dtype=torch.int32)
+        operators.begin_step(backend._step, given["block_size"], *lengths, [given["indices"]], [table])
+
+    begin([[0, 1]])
+    operators.write(states, states, cache.call)
+    assert operators.attend(torch.zeros(6, 2, 8), None, cache.call).shape == (6, 2, 8)
+    with pytest.raises(RuntimeError, match="a block table is shorter than its sequence"):
+        begin([[0]])
+    for tables, changes in (([[0, 4]], {}), ([[0, 1]], {"indices": indices + 20})):
+        begin(tables, **changes)
+        with pytest.raises(RuntimeError, match="the step names blocks beyond the 4 of the cache"):
+            operators.write(states, states, cache.call)
+    begin([[-1, 1]])
+    with pytest.raises(RuntimeError, match="a block that a query sees was let go"):
+        operators.attend(torch.zeros(6, 2, 8), None, cache.call)
+    begin([[0, 1]])
+    with pytest.raises(RuntimeError, match="the step has 6 tokens, and there are 5 queries"):
+        operators.attend(torch.zeros(5, 2, 8), None, cache.call)
+    with pytest.raises(RuntimeError, match="queries has size 9 in dimension 2, not 8"):
+        operators.attend(torch.zeros(6, 2, 9), None, cache.call)

@@ -71,7 +71,11 @@ def dense_attention(
     weights = torch.softmax(scores, dim=-1)
     if sinks is not None:
         weights = weights[..., :-1]
-    return (weights @ value).to(query.dtype)
+    # 0 times NaN is NaN: a key that is not finite reaches only those who see it.
+    is_broken = ~torch.isfinite(value).all(dim=-1)
+    sees_broken = (allowed.unsqueeze(-3) & is_broken.unsqueeze(-2)).any(dim=-1, keepdim=True)
+    attended = (weights @ value.masked_fill(is_broken.unsqueeze(-1), 0.0)).masked_fill(sees_broken, float("nan"))
+    return attended.to(query.dtype)
 
 
 class ReferenceAttention:

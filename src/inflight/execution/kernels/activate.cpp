@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "checks.h"
 #include "convert.h"
 
 namespace inflight {
@@ -58,12 +59,14 @@ Activation find_activation(std::string_view activation, std::string_view variant
 }
 
 at::Tensor activate(const at::Tensor& x, std::string_view activation, std::string_view variant) {
+  check_strided(x, "activations", std::max<int64_t>(1, x.dim()));
   // Rows at equal distances, as pieces of a wider tensor have them, are read in place.
   bool in_place = x.dim() > 0 && x.stride(-1) == 1;
   for (int64_t dim = 0; dim + 2 < x.dim(); ++dim) in_place &= x.size(dim) == 1;
   const at::Tensor rows = in_place ? x : x.contiguous();
   at::Tensor output = at::empty(x.sizes(), x.options());
   const Activation function = find_activation(activation, variant);
+  TORCH_CHECK(function, "there is nothing to compute");
   if (x.scalar_type() == at::kFloat) {
     activate_rows<float>(rows, output, function);
   } else {

@@ -5,6 +5,7 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "checks.h"
 #include "convert.h"
 #include "parallel.h"
 
@@ -17,6 +18,8 @@ constexpr int64_t kShortSpan = 16;
 constexpr int64_t kRowsTogether = 32;
 // At most this many floats hold results of tiles until they are merged; further spans run their tiles one by one.
 constexpr int64_t kMaxPartialFloats = 1 << 25;
+// Beyond these, products of sizes might not fit their integers.
+constexpr int64_t kMaxBlockSize = 1 << 20, kMaxTokens = 1 << 30;
 
 template <class Kind>
 Storage<Kind> storage_of(const Call& call) {
@@ -46,10 +49,9 @@ float write_vector(const Input* from, int size, typename Kind::Stored* to, int64
 }
 
 template <class Kind, class Input>
-void write_rows(const Call& call, const at::Tensor& key, const at::Tensor& value) {
+void write_rows(const Call& call, const at::Tensor& cache_indices, const at::Tensor& key, const at::Tensor& value) {
   const Shape& shape = call.shape;
   const Storage<Kind> storage = storage_of<Kind>(call);
-  const at::Tensor& cache_indices = call.step->groups[call.group].indices;
   const int64_t* indices = cache_indices.data_ptr<int64_t>();
   const int64_t num_rows = std::min(key.size(0), cache_indices.size(0));
   const int64_t num_heads = shape.num_kv_heads, per_block = shape.stripes_per_block();
@@ -99,9 +101,9 @@ struct Apart {
 template <class Kind, class Input>
 class Attention {
  public:
-  Attention(const Call& call, const at::Tensor& query, const float* sinks, at::Tensor& output)
+  Attention(const Call& call, const Step& step, const at::Tensor& query, const float* sinks, at::Tensor& output)
       : shape_(call.shape),
-        step_(*call.step),
+        step_(step),
         group_(step_.groups[call.group]),
         storage_(storage_of<Kind>(call)),
         query_(query),
@@ -369,39 +371,116 @@ void find_shared_tiles(const Step& step, int block_size, GroupStep& group) {
   }
 }
 
+// One cache group's part of a step whose spans are known.
+GroupStep group_step(const Step& step, const at::Tensor& indices, const at::Tensor& tables) {
+  check_whole(indices, "cache indices", 1, at::kLong);
+  check_whole(tables, "block tables", 2, at::kInt);
+  TORCH_CHECK(tables.size(0) >= int64_t(step.spans.size()), "there are fewer block tables than spans");
+  GroupStep group{indices, tables, -1, -1, {}, {}};
+  const int64_t* index = indices.const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < indices.size(0); ++row) group.last_index = std::max(group.last_index, index[row]);
+  for (size_t s = 0; s < step.spans.size(); ++s) {
+    const int32_t* table = tables.const_data_ptr<int32_t>() + s * tables.size(1);
+    const int64_t num_blocks = (step.spans[s].end + step.block_size - 1) / step.block_size;
+    TORCH_CHECK(num_blocks <= tables.size(1), "a block table is shorter than its sequence");
+    int64_t first = num_blocks;
+    for (int64_t i = 0; i < num_blocks; ++i) group.last_block = std::max<int64_t>(group.last_block, table[i]);
+    while (first > 0 && table[first - 1] >= 0) --first;
+    group.first_blocks.push_back(first);
+  }
+  find_shared_tiles(step, step.block_size, group);
+  return group;
+}
+
+// The step that a call belongs to, if the step's blocks lie in the call's memory.
+std::shared_ptr<const Step> step_of(const Call& call) {
+  std::shared_ptr<const Step> step = call.step->get();
+  TORCH_CHECK(size_t(call.group) < step->groups.size(), "the step has no cache group ", call.group);
+  TORCH_CHECK(step->block_size == call.shape.block_size, "the step has blocks of ", step->block_size, " tokens, not of ",
+              call.shape.block_size);
+  const GroupStep& group = step->groups[call.group];
+  const int64_t num_blocks = call.stored.size(0);
+  TORCH_CHECK(group.last_index < num_blocks * step->block_size && group.last_block < num_blocks,
+              "the step names blocks beyond the ", num_blocks, " of the cache");
+  return step;
+}
+
+void check_heads(const at::Tensor& states, const char* name, int64_t num_heads, int64_t head_size) {
+  check_strided(states, name, 3);
+  check_size(states, name, 1, num_heads);
+  check_size(states, name, 2, head_size);
+}
+
 }  // namespace
 
-void begin_step(Step& step, int block_size, const at::Tensor& query_lens, const at::Tensor& kv_lens,
+void check(const Call& call) {
+  const Shape& shape = call.shape;
+  TORCH_CHECK(shape.num_heads > 0 && shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0,
+              "query heads must be a multiple of key heads");
+  TORCH_CHECK(shape.head_size > 0 && shape.value_head_size > 0 && shape.block_size > 0, "sizes must be positive");
+  TORCH_CHECK(shape.window >= 0 && shape.chunk >= 0 && call.group >= 0, "windows, chunks and groups cannot be negative");
+  check_strided(call.stored, "the cache", 4);
+  TORCH_CHECK(call.stored.is_contiguous(), "the cache must be contiguous");
+  check_size(call.stored, "the cache", 1, shape.num_kv_heads);
+  check_size(call.stored, "the cache", 2, shape.stripes_per_block());
+  dispatch(call.dtype, at::empty({0}, at::kFloat), [&](auto kind, auto) {
+    const int64_t bytes = StripeLayout<decltype(kind)>(shape).end, given = call.stored.size(3) * call.stored.element_size();
+    TORCH_CHECK(given == bytes, "a stripe of the cache has ", given, " bytes, not ", bytes);
+  });
+}
+
+void begin_step(CurrentStep& current, int64_t block_size, const at::Tensor& query_lens, const at::Tensor& kv_lens,
                 const std::vector<at::Tensor>& indices, const std::vector<at::Tensor>& tables) {
-  const int64_t *lengths = query_lens.data_ptr<int64_t>(), *ends = kv_lens.data_ptr<int64_t>();
-  step.spans.clear();
-  int64_t row = 0;
+  check_whole(query_lens, "query lengths", 1, at::kLong);
+  check_whole(kv_lens, "key lengths", 1, at::kLong);
+  check_size(kv_lens, "key lengths", 0, query_lens.size(0));
+  TORCH_CHECK(block_size > 0 && block_size <= kMaxBlockSize, "the block size is ", block_size);
+  TORCH_CHECK(indices.size() == tables.size(), "every cache group needs indices and tables");
+  const int64_t *lengths = query_lens.const_data_ptr<int64_t>(), *ends = kv_lens.const_data_ptr<int64_t>();
+  const auto step = std::make_shared<Step>();
+  step->block_size = int(block_size);
   for (int64_t s = 0; s < query_lens.size(0); ++s) {
-    step.spans.push_back({row, ends[s] - lengths[s], ends[s]});
-    row += lengths[s];
+    TORCH_CHECK(0 < lengths[s] && lengths[s] <= ends[s] && ends[s] <= kMaxTokens, "a span has ", lengths[s], " of ",
+                ends[s], " tokens");
+    step->spans.push_back({step->num_rows, ends[s] - lengths[s], ends[s]});
+    step->num_rows += lengths[s];
   }
-  step.num_rows = row;
-  step.groups.resize(indices.size());
-  for (size_t g = 0; g < indices.size(); ++g) {
-    step.groups[g].indices = indices[g];
-    step.groups[g].tables = tables[g];
-    find_shared_tiles(step, block_size, step.groups[g]);
-  }
+  for (size_t g = 0; g < indices.size(); ++g) step->groups.push_back(group_step(*step, indices[g], tables[g]));
+  current.set(step);
 }
 
 void write(const Call& call, const at::Tensor& key, const at::Tensor& value) {
-  TORCH_CHECK(size_t(call.group) < call.step->groups.size(), "the step has no cache group ", call.group);
+  const auto step = step_of(call);
+  check_heads(key, "keys", call.shape.num_kv_heads, call.shape.head_size);
+  check_heads(value, "values", call.shape.num_kv_heads, call.shape.value_head_size);
+  check_size(value, "values", 0, key.size(0));
+  TORCH_CHECK(value.scalar_type() == key.scalar_type(), "keys and values must be of one dtype");
   const at::Tensor keys = with_whole_heads(key), values = with_whole_heads(value);
-  dispatch(call.dtype, key, [&](auto kind, auto input) { write_rows<decltype(kind), decltype(input)>(call, keys, values); });
+  const at::Tensor& indices = step->groups[call.group].indices;
+  dispatch(call.dtype, key, [&](auto kind, auto input) {
+    write_rows<decltype(kind), decltype(input)>(call, indices, keys, values);
+  });
 }
 
 at::Tensor attend(const Call& call, const at::Tensor& query, const std::optional<at::Tensor>& sinks) {
+  const auto step = step_of(call);
+  check_heads(query, "queries", call.shape.num_heads, call.shape.head_size);
+  TORCH_CHECK(query.size(0) >= step->num_rows, "the step has ", step->num_rows, " tokens, and there are ", query.size(0),
+              " queries");
+  if (sinks) {
+    check_whole(*sinks, "sinks", 1, at::kFloat);
+    check_size(*sinks, "sinks", 0, call.shape.num_heads);
+  }
+  const std::vector<int64_t>& first_blocks = step->groups[call.group].first_blocks;
+  for (size_t s = 0; s < step->spans.size(); ++s)
+    TORCH_CHECK(call.shape.first_visible(step->spans[s].start) / step->block_size >= first_blocks[s],
+                "a block that a query sees was let go");
   const at::Tensor queries = with_whole_heads(query);
   const int64_t num_rows = query.size(0);
   at::Tensor output = at::empty({num_rows, call.shape.num_heads, call.shape.value_head_size}, query.options());
-  if (call.step->num_rows < num_rows) output.slice(0, call.step->num_rows).zero_();
+  if (step->num_rows < num_rows) output.slice(0, step->num_rows).zero_();
   dispatch(call.dtype, query, [&](auto kind, auto input) {
-    Attention<decltype(kind), decltype(input)>(call, queries, sinks ? sinks->data_ptr<float>() : nullptr, output).run();
+    Attention<decltype(kind), decltype(input)>(call, *step, queries, sinks ? sinks->data_ptr<float>() : nullptr, output).run();
   });
   return output;
 }

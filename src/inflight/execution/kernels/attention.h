@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -20,14 +21,34 @@ struct Span {
 // Where one cache group's keys and values of this step lie.
 struct GroupStep {
   at::Tensor indices, tables;  // [T] int64 and [S, max_blocks] int32
+  int64_t last_index, last_block;  // the greatest of each, as far as spans reach; -1: there are none
+  std::vector<int64_t> first_blocks;  // of each span's table: from here on it names a block in every place
   // A number for each whole tile of each span: spans with equal numbers have the same blocks there.
   std::vector<std::vector<int>> tile_owners;
 };
 
 struct Step {
   int64_t num_rows = 0;
+  int block_size = 0;
   std::vector<Span> spans;
   std::vector<GroupStep> groups;
+};
+
+// The step that a backend runs. A call that has begun keeps its step, whatever step another thread begins.
+class CurrentStep {
+ public:
+  std::shared_ptr<const Step> get() const {
+    const std::lock_guard lock(mutex_);
+    return step_;
+  }
+  void set(std::shared_ptr<const Step> step) {
+    const std::lock_guard lock(mutex_);
+    step_ = std::move(step);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::shared_ptr<const Step> step_ = std::make_shared<Step>();
 };
 
 struct Call {
@@ -35,10 +56,13 @@ struct Call {
   int group;
   at::Tensor stored;  // `[N, Hkv, stripes, bytes]` of any dtype
   at::ScalarType dtype;  // of keys and values
-  std::shared_ptr<Step> step;  // of the backend that owns this call
+  std::shared_ptr<CurrentStep> step;  // of the backend that owns this call
 };
 
-void begin_step(Step& step, int block_size, const at::Tensor& query_lens, const at::Tensor& kv_lens,
+// Refuses sizes that do not fit each other, or the memory that is given.
+void check(const Call& call);
+
+void begin_step(CurrentStep& step, int64_t block_size, const at::Tensor& query_lens, const at::Tensor& kv_lens,
                 const std::vector<at::Tensor>& indices, const std::vector<at::Tensor>& tables);
 
 // Store keys `[T, Hkv, Dk]` and values `[T, Hkv, Dv]` at the step's cache indices.

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "checks.h"
 #include "convert.h"
 #include "parallel.h"
 
@@ -50,6 +51,9 @@ at::Tensor gated(const at::Tensor& projected, Activation activation) {
 
 at::Tensor run_experts(const at::Tensor& x, const at::Tensor& chosen, const std::vector<Expert>& experts,
                        Activation activation) {
+  check_rows(x, "tokens");
+  check_strided(chosen, "choices", 2);
+  check_size(chosen, "choices", 0, x.size(0));
   const at::Tensor tokens = x.contiguous(), choices = chosen.contiguous();
   const int64_t num_choices = choices.numel(), num_chosen = choices.size(1), num_experts = int64_t(experts.size());
   const size_t row_bytes = tokens.size(1) * tokens.element_size();

@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
+#include "checks.h"
 #include "convert.h"
 
 namespace inflight {
@@ -64,6 +65,7 @@ void greedy_rows(const at::Tensor& logits, at::Tensor& tokens) {
 }  // namespace
 
 at::Tensor greedy(const at::Tensor& logits) {
+  check_rows(logits, "logits");
   const at::Tensor rows = logits.stride(-1) == 1 ? logits : logits.contiguous();
   at::Tensor tokens = at::empty({rows.size(0)}, rows.options().dtype(at::kLong));
   if (rows.scalar_type() == at::kFloat) {

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "checks.h"
 #include "convert.h"
 #include "parallel.h"
 #include "stored.h"
@@ -305,10 +306,26 @@ Linear::Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, 
       in_features(in_features),
       out_features(out_features),
       activation(activation) {
+  const auto dtype = panels.scalar_type();
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kChar, "panels cannot be ", dtype);
+  const int64_t pack = dtype == at::kFloat ? 1 : dtype == at::kBFloat16 ? 2 : 4;
+  TORCH_CHECK(in_features > 0 && out_features > 0, "a layer must have inputs and outputs");
+  check_whole(panels, "panels", 4, dtype);
+  check_size(panels, "panels", 0, (out_features + kPanelOutputs - 1) / kPanelOutputs);
+  check_size(panels, "panels", 1, (in_features + pack - 1) / pack);
+  check_size(panels, "panels", 2, kPanelOutputs);
+  check_size(panels, "panels", 3, pack);
+  TORCH_CHECK((dtype == at::kChar) == scales.has_value(), "panels of int8, and no others, have scales");
+  if (bias) {
+    check_whole(*bias, "the bias", 1, bias->scalar_type());
+    check_size(*bias, "the bias", 0, out_features);
+  }
   if (scales) {
+    check_whole(*scales, "scales", 1, at::kFloat);
+    check_size(*scales, "scales", 0, out_features);
     offsets = at::zeros({panels.size(0) * kPanelOutputs}, at::kInt);
     const auto* weights = panels.const_data_ptr<int8_t>();
-    const int64_t pack = panels.size(3), panel_size = panels.size(1) * kPanelOutputs * pack;
+    const int64_t panel_size = panels.size(1) * kPanelOutputs * pack;
     auto* sums = offsets.mutable_data_ptr<int32_t>();
     for (int64_t i = 0; i < panels.numel(); ++i)
       sums[i / panel_size * kPanelOutputs + i / pack % kPanelOutputs] += kZeroPoint * weights[i];
@@ -332,6 +349,8 @@ bool has_panels(at::ScalarType dtype) {
 }
 
 at::Tensor apply(const Linear& linear, const at::Tensor& x) {
+  check_strided(x, "activations", std::max<int64_t>(1, x.dim()));
+  check_size(x, "activations", -1, linear.in_features);
   auto sizes = x.sizes().vec();
   sizes.back() = linear.out_features;
   at::Tensor output = at::empty(sizes, x.options());

@@ -40,7 +40,7 @@ class Registry {
   int64_t last_ = 0;
 };
 
-Registry<Step> steps;
+Registry<CurrentStep> steps;
 Registry<Call> calls;
 Registry<Linear> linears;
 struct Experts {
@@ -49,19 +49,23 @@ struct Experts {
 };
 Registry<Experts> mixtures;
 
-int64_t new_step() { return steps.add(std::make_shared<Step>()); }
+int64_t new_step() { return steps.add(std::make_shared<CurrentStep>()); }
 void delete_step(int64_t step) { steps.remove(step); }
 
 void begin_step(int64_t step, int64_t block_size, const Tensor& query_lens, const Tensor& kv_lens,
                 std::vector<Tensor> indices, std::vector<Tensor> tables) {
-  inflight::begin_step(*steps.get(step), int(block_size), query_lens, kv_lens, indices, tables);
+  inflight::begin_step(*steps.get(step), block_size, query_lens, kv_lens, indices, tables);
 }
 
 int64_t new_call(int64_t step, at::IntArrayRef sizes, double scale, double softcap, int64_t group, const Tensor& stored,
                  at::ScalarType dtype) {
+  TORCH_CHECK(sizes.size() == 7, "an attention call has 7 sizes, not ", sizes.size());
+  for (const int64_t size : sizes) TORCH_CHECK(size <= 1 << 24, "a size of ", size, " is too large");
   const inflight::Shape shape{int(sizes[0]), int(sizes[1]), int(sizes[2]), int(sizes[3]), float(scale),
                               sizes[4],      sizes[5],      float(softcap), int(sizes[6])};
-  return calls.add(std::make_shared<Call>(Call{shape, int(group), stored, dtype, steps.get(step)}));
+  const auto call = std::make_shared<Call>(Call{shape, int(group), stored, dtype, steps.get(step)});
+  inflight::check(*call);
+  return calls.add(call);
 }
 void delete_call(int64_t call) { calls.remove(call); }
 
@@ -90,6 +94,7 @@ Tensor linear(const Tensor& x, int64_t linear, int64_t) { return inflight::apply
 int64_t new_experts(at::IntArrayRef ups, at::IntArrayRef downs, std::string_view activation, std::string_view variant) {
   auto mixture = std::make_shared<Experts>(Experts{{}, find_activation(activation, variant)});
   TORCH_CHECK(mixture->activation, "experts need an activation");
+  TORCH_CHECK(ups.size() == downs.size(), "every expert has two projections");
   for (size_t i = 0; i < ups.size(); ++i) {
     const Expert& expert = mixture->experts.emplace_back(Expert{linears.get(ups[i]), linears.get(downs[i])});
     TORCH_CHECK(expert.up->out_features == 2 * expert.down->in_features &&

@@ -9,6 +9,7 @@
 #include <limits>
 #include <vector>
 
+#include "checks.h"
 #include "convert.h"
 
 namespace inflight {
@@ -177,6 +178,16 @@ void sample_rows(const at::Tensor& logits, const std::vector<Parameters>& parame
 
 at::Tensor sample(const at::Tensor& logits, const at::Tensor& temperature, const at::Tensor& top_k,
                   const at::Tensor& top_p, const at::Tensor& min_p, const at::Tensor& uniform) {
+  check_rows(logits, "logits");
+  const auto check_parameter = [&](const at::Tensor& parameter, const char* name, at::ScalarType dtype) {
+    check_whole(parameter, name, 1, dtype);
+    check_size(parameter, name, 0, logits.size(0));
+  };
+  check_parameter(temperature, "temperature", at::kFloat);
+  check_parameter(top_k, "top_k", at::kLong);
+  check_parameter(top_p, "top_p", at::kFloat);
+  check_parameter(min_p, "min_p", at::kFloat);
+  check_parameter(uniform, "uniform", at::kFloat);
   const at::Tensor rows = logits.stride(-1) == 1 ? logits : logits.contiguous();
   std::vector<Parameters> parameters;
   for (int64_t row = 0; row < rows.size(0); ++row)

@@ -66,11 +66,36 @@ def score_rows(logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_to
     normaliser = torch.logsumexp(scored, dim=-1, keepdim=True)
     own = scored.gather(-1, to_device(token_ids, logits.device)[:, None])
     ranks = (scored > own).sum(dim=-1) + 1
-    top = torch.topk(scored, min(int(num_top.max()), scored.shape[-1]), dim=-1)
-    columns = ((own - normaliser)[:, 0], ranks, top.indices, top.values - normaliser)
-    return [
-        TokenScore(logprob, rank, ids[:number], logprobs[:number])
-        for logprob, rank, ids, logprobs, number in zip(
-            *(column.tolist() for column in columns), num_top.tolist(), strict=True
-        )
-    ]
+    columns = ((own - normaliser)[:, 0].tolist(), ranks.tolist(), _likeliest(scored, normaliser, num_top))
+    return [TokenScore(logprob, rank, *top) for logprob, rank, top in zip(*columns, strict=True)]
+
+
+def _likeliest(
+    scored: torch.Tensor, normaliser: torch.Tensor, num_top: IntArray
+) -> list[tuple[list[int], list[float]]]:
+    """For each row of `scored` `[N, V]` its `num_top` `[N]` likeliest tokens, best first, and their log-probabilities.
+
+    Of equally likely tokens those with lower ids come first. (Which of them `topk` names depends on how many are asked
+    for, and so on what other rows of the step ask for.)
+
+    Args:
+        normaliser: `[N, 1]`, of each row.
+    """
+    most = min(int(num_top.max()), scored.shape[-1])
+    if most < 1:
+        return [([], [])] * len(num_top)
+    last = to_device(num_top.clip(1, most) - 1, scored.device)[:, None]
+    threshold = torch.topk(scored, most, dim=-1).values.gather(-1, last)
+    candidate_rows, candidate_ids = (scored >= threshold).nonzero(as_tuple=True)  # by row, then by id
+    order = torch.argsort(scored[candidate_rows, candidate_ids], descending=True, stable=True)
+    order = order[torch.argsort(candidate_rows[order], stable=True)]
+    candidate_rows, candidate_ids = candidate_rows[order], candidate_ids[order]
+    logprobs = (scored[candidate_rows, candidate_ids] - normaliser[candidate_rows, 0]).tolist()
+    ids, top, first = candidate_ids.tolist(), [], 0
+    for number, count in zip(
+        num_top.tolist(), torch.bincount(candidate_rows, minlength=len(num_top)).tolist(), strict=True
+    ):
+        end = first + min(number, count)
+        top.append((ids[first:end], logprobs[first:end]))
+        first += count
+    return top

@@ -1,0 +1,220 @@
+"""Calls our operators with arguments that do not fit: they may refuse, and may not touch memory that is not theirs.
+
+    python -m tests.execution.fuzz_operators --seed 1 --calls 20_000 --sanitize
+
+`--sanitize` builds the kernels with AddressSanitizer and runs the calls in a process that has loaded it.
+"""
+
+import argparse
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from inflight.execution import kernels
+from inflight.execution.weights.panels import panels_of
+
+EXTREMES = (-(2**63), -(2**31), -7, -1, 0, 1, 2, 3, 5, 16, 17, 64, 255, 2**20, 2**31 - 1, 2**31, 2**40, 2**63 - 1)
+
+
+class Fuzzer:
+    """Makes calls that are right, changes some of their arguments, and makes them."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.num_refused = 0
+        self.num_accepted = 0
+        self.operators: list[Callable[[], None]] = [
+            self._greedy,
+            self._sample,
+            self._activate,
+            self._linear,
+            self._experts,
+            self._attention,
+        ]
+
+    def run(self, num_calls: int) -> None:
+        """Make so many calls of each operator."""
+        for _ in range(num_calls):
+            for operator in self.operators:
+                operator()
+
+    def call(self, name: str, *arguments: Any, rate: float = 0.3) -> Any:
+        """Call an operator with some arguments changed; None if it refuses."""
+        changed = [self._changed(each) if self.random.random() < rate else each for each in arguments]
+        try:
+            given = getattr(torch.ops.inflight, name)(*changed)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, OverflowError, IndexError, MemoryError):
+            self.num_refused += 1
+            return None
+        self.num_accepted += 1
+        return given
+
+    # ------------------------------------------------------------------------------------- operators
+
+    def _greedy(self) -> None:
+        self.call("greedy", self._floats(3, 40))
+
+    def _sample(self) -> None:
+        rows = self.random.randint(1, 4)
+        each = [torch.full((rows,), value) for value in (0.7, 0.9, 0.1, 0.5)]
+        top_k = torch.full((rows,), self.random.choice(EXTREMES))
+        self.call("sample", self._floats(rows, 70), each[0], top_k, *each[1:], rate=0.15)
+
+    def _activate(self) -> None:
+        self.call("activate", self._floats(3, 20), self.random.choice(["relu", "gelu", "swish", "none"]), "tanh")
+
+    def _new_linear(self, num_inputs: int, num_outputs: int, activation: str = "none") -> int | None:
+        weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(num_outputs)
+        given = (panels_of(weight), bias, None, num_inputs, num_outputs, activation, "")
+        if self.random.random() < 0.3 and torch.ops.inflight.has_panels(torch.int8):
+            int8 = (weight * 30).clamp(-127, 127).to(torch.int8)
+            given = (panels_of(int8), bias, torch.rand(num_outputs), num_inputs, num_outputs, activation, "")
+        number: int | None = self.call("new_linear", *given, rate=0.1)
+        return number
+
+    def _linear(self) -> None:
+        num_inputs, num_outputs = self.random.randint(1, 70), self.random.randint(1, 70)
+        number = self._new_linear(num_inputs, num_outputs)
+        if number is not None:
+            self.call("linear", self._floats(self.random.randint(1, 40), num_inputs), number, num_outputs)
+            torch.ops.inflight.delete_linear(number)
+
+    def _experts(self) -> None:
+        size, width = self.random.randint(1, 20), self.random.randint(1, 20)
+        ups, downs = ([self._new_linear(*each) for _ in range(3)] for each in ((size, 2 * width), (width, size)))
+        number = self.call("new_experts", [n or 0 for n in ups], [n or 0 for n in downs], "swish", "", rate=0.1)
+        if number is not None:
+            chosen = torch.randint(-1, 4, (5, 2))
+            self.call("experts", self._floats(5, size), chosen, number)
+
+    def _attention(self) -> None:
+        """A cache, a step, a write and a read: each changed by itself, so that wrong steps meet right tensors."""
+        draw, ops = self.random, torch.ops.inflight
+        step, block_size, num_blocks = ops.new_step(), draw.choice([1, 4, 16, 20, 300]), draw.randint(1, 9)
+        heads, head_size, value_size = draw.choice([(4, 2), (2, 2), (3, 1)]), draw.randint(1, 20), draw.randint(1, 20)
+        lanes, dtype = ops.num_lanes(), draw.choice([torch.float32, torch.bfloat16, torch.int8])
+        key_size = head_size + head_size % 2 if dtype == torch.bfloat16 else head_size
+        value_lanes = -(-value_size // lanes) * lanes
+        stripe = lanes * (key_size + value_lanes) * dtype.itemsize + (8 * lanes if dtype == torch.int8 else 0)
+        stored = torch.zeros(num_blocks, heads[1], -(-block_size // lanes), stripe, dtype=torch.int8)
+        sizes = [*heads, head_size, value_size, draw.choice([0, 0, 3]), draw.choice([0, 0, 5]), block_size]
+        if draw.random() < 0.1:
+            sizes[draw.randrange(7)] = draw.choice(EXTREMES)
+        call = self.call("new_call", step, sizes, 0.3, 0.0, draw.choice([0, 0, 0, 1]), stored, dtype, rate=0.03)
+        kv_lens = [draw.randint(1, num_blocks * block_size) for _ in range(draw.randint(1, 3))]
+        query_lens = [draw.randint(1, length) for length in kv_lens]
+        width = max(-(-length // block_size) for length in kv_lens)
+        tables = torch.randint(0, num_blocks, (len(kv_lens), width), dtype=torch.int32)
+        if draw.random() < 0.2:
+            tables[0, : draw.randint(0, width)] = draw.choice([-1, num_blocks, -(2**31), 2**31 - 1])
+        indices = torch.randint(-1, num_blocks * block_size, (sum(query_lens),))
+        lengths = [torch.tensor(query_lens), torch.tensor(kv_lens)]
+        self.call("begin_step", step, block_size, *lengths, [indices], [tables], rate=0.05)
+        if call is not None:
+            tokens = sum(query_lens)
+            sinks = draw.choice([None, torch.zeros(heads[0])])
+            keys, values = self._floats(tokens, heads[1], head_size), self._floats(tokens, heads[1], value_size)
+            self.call("write", keys, values.to(keys.dtype), call, rate=0.1)
+            self.call("attend", self._floats(tokens, heads[0], head_size), sinks, call, rate=0.1)
+            ops.delete_call(call)
+        ops.delete_step(step)
+
+    # ------------------------------------------------------------------------------------- changes
+
+    def _floats(self, *sizes: int) -> torch.Tensor:
+        return torch.randn(sizes).to(self.random.choice([torch.float32, torch.bfloat16]))
+
+    def _changed(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return self._changed_tensor(argument)
+        if isinstance(argument, list):
+            return self._changed_list(argument)
+        if isinstance(argument, bool | str) or argument is None:
+            return self.random.choice(["", "none", "gelu", None, torch.zeros(2)])
+        if isinstance(argument, int):
+            return self.random.choice([argument + 1, argument - 1, *EXTREMES])
+        if isinstance(argument, float):
+            return self.random.choice([0.0, -1.0, math.inf, math.nan, 1e30])
+        return argument
+
+    def _changed_list(self, argument: list[Any]) -> list[Any]:
+        changed = list(argument)
+        if changed and self.random.random() < 0.6:
+            place = self.random.randrange(len(changed))
+            changed[place] = self._changed(changed[place])
+            return changed
+        return changed[:-1] if self.random.random() < 0.5 else changed + changed[-1:]
+
+    def _changed_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        draw = self.random
+        match draw.randrange(9):
+            case 0:
+                return tensor.to(draw.choice([torch.float64, torch.int64, torch.int32, torch.bool, torch.bfloat16]))
+            case 1:
+                return tensor[..., : max(0, tensor.shape[-1] - 1)]
+            case 2:
+                return tensor[: max(0, len(tensor) - 1)] if tensor.dim() else tensor
+            case 3:
+                return torch.cat([tensor, tensor]) if tensor.dim() else tensor
+            case 4:
+                return tensor.flatten()
+            case 5:
+                return tensor[None]
+            case 6:
+                return tensor.to("meta")
+            case 7:
+                return tensor.transpose(0, -1).contiguous().transpose(0, -1) if tensor.dim() > 1 else tensor
+            case _:
+                if tensor.is_floating_point():
+                    return torch.full_like(tensor, draw.choice([math.nan, math.inf, -math.inf, 1e30]))
+                changed = tensor.clone()
+                if changed.numel():
+                    limits = torch.iinfo(tensor.dtype) if tensor.dtype != torch.bool else None
+                    value = draw.choice(EXTREMES)
+                    value = max(limits.min, min(limits.max, value)) if limits else value > 0
+                    changed.view(-1)[draw.randrange(changed.numel())] = value
+                return changed
+
+
+def run_sanitized(arguments: list[str]) -> int:
+    """Run this module again, in a process with AddressSanitizer. Returns its exit status."""
+    compiler, libraries = os.environ.get("CXX", "c++"), []
+    for name in ("libasan.so", "libstdc++.so.6"):  # the second, so that its exceptions can be intercepted
+        asked = [compiler, f"-print-file-name={name}"]
+        libraries.append(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
+    if not all(map(os.path.isabs, libraries)):
+        print(f"{compiler} has no AddressSanitizer")
+        return 1
+    options = {"ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1"}
+    environment = os.environ | options | {"LD_PRELOAD": ":".join(libraries)}
+    command = [sys.executable, "-m", "tests.execution.fuzz_operators", "--inside", *arguments]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--sanitize", action="store_true")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.sanitize:
+        return run_sanitized(["--seed", str(options.seed), "--calls", str(options.calls)])
+    if options.inside:
+        kernels.COMPILER_FLAGS.extend(["-fsanitize=address", "-fno-omit-frame-pointer", "-g1"])
+    if not kernels.kernels_available():
+        return 1
+    fuzzer = Fuzzer(options.seed)
+    fuzzer.run(options.calls)
+    print(f"{fuzzer.num_accepted} calls were accepted, {fuzzer.num_refused} refused")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

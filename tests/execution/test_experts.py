@@ -1,12 +1,15 @@
 """Our kernel runs all experts of a mixture at once and gives the results of one expert after the other."""
 
 import copy
+import random
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from inflight import LLM, SamplingParams
+from inflight.census.tiny_configs import model_class, tiny_config
 from inflight.execution.preparation.agreement import relative_error
 from inflight.execution.weights.experts import PrepackedExperts
 from inflight.execution.weights.formats import PLAIN, WeightFormat
@@ -83,3 +86,35 @@ def test_an_expert_that_does_not_exist_contributes_nothing() -> None:
 @pytest.mark.parametrize(("name", "runs"), [("qwen3_moe", True), ("mixtral", True), ("gpt_oss", False)])
 def test_experts_with_their_own_gate_run_one_by_one(name: str, runs: bool) -> None:
     assert (PrepackedExperts(mixture(name))._number is not None) == runs
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_experts", "is_invariant"),
+    [
+        ("qwen2_moe", 8, True),  # a gate of one output
+        ("qwen2_moe", 64, True),
+        ("deepseek_v3", 4, True),  # sigmoids of narrow rows
+        ("deepseek_v3", 16, True),
+        ("kolibri1", 16, True),  # a sigmoid of the chosen ones
+        ("llama4_text", 16, False),  # experts multiplied as a batch
+    ],
+)
+def test_mixtures_give_the_same_bits_in_any_company(model_type: str, num_experts: int, is_invariant: bool) -> None:
+    config = tiny_config(model_type)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if hasattr(config, name):
+            setattr(config, name, num_experts)
+    torch.manual_seed(0)
+    model = model_class(model_type)(config).eval().float()
+    llm = LLM(model, block_size=4, num_blocks=600, max_num_batched_tokens=256, enable_prefix_caching=False)
+    assert llm.model_info.is_batch_invariant == is_invariant
+    draw = random.Random(1)
+    prompts = [[draw.randrange(3, 100) for _ in range(length)] for length in (3, 17, 40, 9, 64, 1, 23, 130, 33)]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
+
+    def scores(prompts: list[list[int]]) -> list[Any]:
+        return [output.outputs[0].logprobs for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    together = scores(prompts)
+    if is_invariant:
+        assert [scores([prompt])[0] for prompt in prompts] == together

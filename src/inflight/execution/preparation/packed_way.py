@@ -53,15 +53,24 @@ from inflight.execution.preparation.proof import (
 )
 from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.execution.weights.experts import prepack_experts
+from inflight.execution.weights.experts import has_experts_of_its_own, pad_routers, prepack_experts
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.linear_calls import watch_linears
 from inflight.execution.weights.linears import LetGo, prepack_linears
 
-INVARIANCE_LENGTHS = (18, 4)
-ALONE: Sequence[Step] = (((0, 0, 18),),)
-IN_PIECES: Sequence[Step] = (((1, 0, 2), (0, 0, 17)), ((0, 17, 18), (1, 2, 4)))
-"""What must give the first prompt the same bits: to run at once and alone, or in pieces beside a second prompt."""
+INVARIANCE_LENGTHS = (24, 9)
+ALONE: Sequence[Step] = (((0, 0, 24),),)
+IN_COMPANY: Sequence[Step] = (
+    ((1, 0, 3), (0, 0, 8)),
+    ((0, 8, 9), (1, 3, 4)),
+    ((0, 9, 10),),
+    ((1, 4, 7), (0, 10, 13)),
+    ((0, 13, 14), (1, 7, 8)),
+    ((1, 8, 9), (0, 14, 24)),
+)
+IN_COMPANY_IN_SHORT: Sequence[Step] = (((1, 0, 3), (0, 0, 8)), ((0, 8, 9), (1, 3, 4)), ((1, 4, 9), (0, 9, 24)))
+"""What must give the first prompt the same bits as to run at once and alone: to run in pieces of many sizes beside a
+second prompt, and on one thread."""
 MakeBackend: TypeAlias = Callable[[int], AttentionBackend]
 """Makes a backend for a block size."""
 
@@ -110,14 +119,16 @@ def prepare_packed(
         if not is_large:
             proof.check_neighbours_and_rows(executor)
         prepacks = weight_format.why_unusable(model) is None
-        is_batch_invariant = not prepacks and _is_batch_invariant(executor, proof.vocab_size)
+        is_batch_invariant = not prepacks and _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)
     if prepacks:
         try:
             prepack_experts(model, weight_format, let_go)
             prepack_linears(model, proof.linear_calls, weight_format, let_go)
             is_exact = tolerance is FULL_PRECISION and weight_format.is_lossless
             attention_error, logits_error = proof.require_agreement(executor, tolerance if is_exact else ROUNDED_ANEW)
-            is_batch_invariant = _is_batch_invariant(executor, proof.vocab_size)
+            is_batch_invariant = _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)
+            if executor.backend.is_batch_invariant and not is_batch_invariant and pad_routers(model):
+                is_batch_invariant = _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)
         except Exception as error:
             raise RuntimeError(f"the weights of {type(model).__name__} could not be prepacked") from error
     return PreparationReport(
@@ -219,10 +230,15 @@ class PackedProof:
             raise ModelError(f"{name} gives other rows of logits than those it is asked for")
 
 
-def _is_batch_invariant(executor: PackedExecutor, vocab_size: int) -> bool:
+def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: bool) -> bool:
     """Whether a sequence gets the same bits of logits alone and in company, as far as a short one shows it."""
-    if not executor.backend.is_batch_invariant:
+    if not executor.backend.is_batch_invariant or has_experts_of_its_own(executor.model):
         return False
     prompts, device = draw_prompts(vocab_size, INVARIANCE_LENGTHS), executor.model.device
-    alone, pieces = (logits_of(executor.forward, batches_of(prompts, steps, device))[0] for steps in (ALONE, IN_PIECES))
-    return torch.equal(alone, pieces)
+    in_company, num_threads = IN_COMPANY_IN_SHORT if is_large else IN_COMPANY, torch.get_num_threads()
+    alone = logits_of(executor.forward, batches_of(prompts, ALONE, device))[0]
+    torch.set_num_threads(1)
+    try:
+        return torch.equal(alone, logits_of(executor.forward, batches_of(prompts, in_company, device))[0])
+    finally:
+        torch.set_num_threads(num_threads)

@@ -8,6 +8,7 @@ own choice, so that a token gets the same bits in any company. Routers pass a tw
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
 from inflight.execution.weights.formats import PLAIN, WeightFormat
+from inflight.execution.weights.layers import STEP, is_narrow, rows_apart
 from inflight.execution.weights.linear_calls import ACTIVATIONS, is_linear
 from inflight.execution.weights.linears import LetGo
 from inflight.execution.weights.panels import PanelLinear
@@ -148,7 +150,8 @@ class RouterWeight(nn.Parameter):
             rows = x.reshape(-1, x.shape[-1])
             padded = rows if len(rows) >= MIN_ROWS else rows.expand(MIN_ROWS, -1)
             out: torch.Tensor = self.prepacked[self.dtype](padded)[: len(rows)]
-            return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
+            out = (out if bias is None else out + bias).view(*x.shape[:-1], -1)
+            return rows_apart(out) if is_narrow(out.shape[-1]) else out
 
 
 def prepack_experts(model: PreTrainedModel, weight_format: WeightFormat = PLAIN, let_go: LetGo | None = None) -> None:
@@ -168,3 +171,41 @@ def prepack_experts(model: PreTrainedModel, weight_format: WeightFormat = PLAIN,
             weight = module._parameters.get("weight")
             if weight is not None and weight.dim() == 2 and not (is_linear(module) or isinstance(module, nn.Embedding)):
                 module._parameters["weight"] = RouterWeight.of(weight)
+
+
+def has_experts_of_its_own(model: PreTrainedModel) -> bool:
+    """Whether a model multiplies with the matrices of all its experts at once, in its own way (Llama 4). torch's
+    batched products choose their order of summation by the number of rows."""
+    return any(
+        parameter is not None and parameter.dim() == 3 and len(parameter) == getattr(module, "num_experts", None)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+    )
+
+
+def pad_routers(model: PreTrainedModel) -> bool:
+    """Let the routers of `model` run with multiples of `STEP` rows from now on: some compute with the numbers of the
+    experts that they have chosen, and torch computes the end of a few numbers in another way. False if there is none.
+    """
+    routers = [module for module in model.modules() if isinstance(module._parameters.get("weight"), RouterWeight)]
+    for router in routers:
+        router.forward = partial(_run_padded, router.forward)
+    return bool(routers)
+
+
+def _run_padded(forward: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run a router's `forward` on tokens `[…, T, hidden]`, and return the first T rows of what it gives."""
+    num_rows = hidden_states.shape[-2]
+    num_missing = -num_rows % STEP
+    if num_missing == 0 or hidden_states.numel() != num_rows * hidden_states.shape[-1] or torch.compiler.is_compiling():
+        return forward(hidden_states, *args, **kwargs)
+    rows = hidden_states.reshape(num_rows, -1)
+    padded = torch.cat([rows, rows[-1:].expand(num_missing, -1)])
+    given = forward(padded.view(*hidden_states.shape[:-2], num_rows + num_missing, -1), *args, **kwargs)
+
+    def cut(output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or num_rows + num_missing not in output.shape:
+            return output
+        return output.narrow(output.shape.index(num_rows + num_missing), 0, num_rows)
+
+    return tuple(map(cut, given)) if isinstance(given, tuple) else cut(given)

@@ -1,4 +1,4 @@
-"""The modules that stand in a model for its own: activations, and linear layers that run as one."""
+"""The modules that stand in a model for its own: activations, linear layers that run as one, and narrow ones."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,39 @@ from torch import nn
 
 from inflight.execution.weights.linear_calls import ACTIVATIONS
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
+
+STEP = 64
+"""torch's elementwise operators take a multiple of so many elements at once, and compute the rest by another routine,
+with other bits."""
+MAX_NARROW = 512
+"""Rows of more elements are not made apart: of what reads them, activations have operators of ours."""
+
+
+def is_narrow(size: int) -> bool:
+    """Whether rows of so many elements could get other bits from what stands beside them."""
+    return size % STEP != 0 and size < MAX_NARROW
+
+
+def rows_apart(x: torch.Tensor) -> torch.Tensor:
+    """The same rows `[…, n]`, with a gap after each: what torch does with them (a sigmoid, say), it then does row by
+    row, so that their bits do not depend on how many rows there are."""
+    if torch.compiler.is_compiling():
+        return x
+    apart = x.new_empty(*x.shape[:-1], x.shape[-1] + 1)[..., :-1]
+    return apart.copy_(x)
+
+
+class NarrowLinear(nn.Module):
+    """A prepacked layer of few outputs, in rows apart."""
+
+    def __init__(self, linear: PrepackedLinear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[…, in]` to `[…, out]`."""
+        return rows_apart(self.linear(x))
 
 
 class RowActivation(nn.Module):

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from inflight.execution.kernels import kernels_available
 from inflight.execution.weights.formats import PLAIN, WeightFormat
-from inflight.execution.weights.layers import RowActivation, SiblingLinear, SiblingLinears
+from inflight.execution.weights.layers import NarrowLinear, RowActivation, SiblingLinear, SiblingLinears, is_narrow
 from inflight.execution.weights.linear_calls import ACTIVATIONS, LinearCalls, is_linear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 from inflight.execution.weights.tied_embedding import share_prepacked_weight
@@ -65,7 +65,8 @@ def prepack_linears(
             shared[id(module)] = weight_format.prepack_linear(*_weight_and_bias(module), *kind)
             if activation:
                 _replace(model, activation, nn.Identity())
-        _replace(model, name, shared[id(module)])
+        linear = shared[id(module)]
+        _replace(model, name, NarrowLinear(linear) if is_narrow(linear.out_features) else linear)
         if module is head and is_tied:
             share_prepacked_weight(embedding, shared[id(module)])
         if module._parameters:

@@ -1,6 +1,7 @@
 """The offline `LLM`: prompts in, texts out."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight import LLM, SamplingParams
+from inflight import LLM, InvalidRequestError, SamplingParams
 from inflight.text import Tokenizer
 from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level
@@ -273,3 +274,48 @@ def test_the_generation_config_of_the_model_sets_the_defaults(monkeypatch: pytes
 def test_the_progress_bar_shows_tokens_per_second(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(PROMPTS, GREEDY)
     assert re.search(r"5/5 .*60 tokens, \d+ tokens/s", capsys.readouterr().err)
+
+
+def test_half_a_surrogate_pair_and_a_bare_priority_are_refused_in_a_sentence(llm: LLM) -> None:
+    for prompt in ("half \ud800", {"prompt": "half \ud800"}):
+        with pytest.raises(
+            InvalidRequestError, match=r"has '\\ud800' at place 5; it must be text that UTF-8 can encode"
+        ):
+            llm.generate(prompt, GREEDY)
+    with pytest.raises(InvalidRequestError, match="priority is 1; it must be a list"):
+        llm.generate(PROMPTS[0], GREEDY, priority=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="n is 16385"):
+        SamplingParams(n=16385)
+
+
+def test_an_id_that_was_accepted_twice_is_submitted_once(llm: LLM) -> None:
+    first, second = (llm.engine.accept("twice", [1, 2, 3], GREEDY) for _ in range(2))
+    llm.engine.submit(first)
+    with pytest.raises(InvalidRequestError, match="request_id 'twice' is in use"):
+        llm.engine.submit(second)
+    llm.engine.abort("twice")
+    assert not llm.engine.has_unfinished_requests
+
+
+def test_many_sequences_take_no_more_work_for_each() -> None:
+    """What is looked at for one sequence does not grow with the number of its siblings."""
+    llm = LLM(zoo.build("llama"), max_num_seqs=8)
+    num_looks: list[int] = []
+    for n in (100, 400):
+        lines = 0
+
+        def count(frame: Any, event: str, _: Any) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            return (
+                count if frame.f_code.co_filename.endswith(("scheduler.py", "collector.py", "reporting.py")) else None
+            )
+
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            llm.generate([[1, 2, 3]], SamplingParams(n=n, max_tokens=2), use_tqdm=False)
+        finally:
+            sys.settrace(before)
+        num_looks.append(lines)
+    assert num_looks[1] < 6 * num_looks[0]

@@ -52,7 +52,7 @@ def test_a_bad_sampling_parameter_is_refused_by_name_with_its_value(name: str, v
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"n": 0}, "n is 0; it must be an integer from 1 to 2147483647"),
+        ({"n": 0}, "n is 0; it must be an integer from 1 to 16384"),
         ({"temperature": NAN}, "temperature is nan; it must be a finite number of at least 0"),
         ({"top_p": 0}, "top_p is 0; it must be a number above 0 and at most 1"),
         ({"top_k": -2}, "top_k is -2; it must be an integer from -1 to 2147483647"),

@@ -21,6 +21,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None
     if isinstance(prompt, str):
         if not prompt:  # even if the tokenizer would add tokens
             raise InvalidRequestError("the prompt is empty; it must have at least one character")
+        _check_text(prompt)
         return prompt, _needed(tokenizer, "text").encode(prompt), None
     if isinstance(prompt, Mapping):
         kind = next((key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt), None)
@@ -38,6 +39,17 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None
     if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
         return None, prompt, None
     raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; it must be text, token ids, or a dict")
+
+
+def _check_text(text: str) -> None:
+    """Raise `InvalidRequestError` for text with half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        character = text[error.start]
+        raise InvalidRequestError(
+            f"the text has {character!r} at place {error.start}; it must be text that UTF-8 can encode"
+        ) from None
 
 
 def check_chat(messages: object) -> None:

@@ -37,7 +37,9 @@ class LLM:
     """A model that generates for many prompts at once. Threads may share it: their calls run in one batch.
 
     Args:
-        model: a hub id, a local folder, or a loaded `PreTrainedModel`; None is the small embedded model.
+        model: a hub id, a local folder, or a loaded `PreTrainedModel`; None is the small embedded model. Once it is
+            loaded, nothing that happens to its files changes anything. A loaded model stays the caller's; when its
+            weights are changed, requests are refused until `reload_weights`.
         tokenizer: a hub id, a folder, or a loaded tokenizer; None: the one in the model's folder or repository. Without
             a tokenizer (a loaded model has none) prompts are token ids, and texts stay empty.
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
@@ -57,6 +59,7 @@ class LLM:
         if isinstance(source, str):
             check_source(source, config)
         self.tokenizer = load_tokenizer(source, tokenizer, config)
+        self._source = source
         self.engine = Engine(source, config, self.tokenizer)
         self._streams: dict[str, _Stream] = {}
         self._abandoned: deque[_Stream] = deque()
@@ -69,6 +72,23 @@ class LLM:
     def model_info(self) -> ModelInfo:
         """What was found out about the model at load, and how it is run."""
         return self.engine.model_info
+
+    def reload_weights(self) -> None:
+        """Load the model anew: from its folder, or from the loaded model as it is now (after a step of training, say).
+        The prefix cache is empty afterwards. Meanwhile there are two models in memory.
+
+        Raises:
+            RuntimeError: a stream has not ended.
+            ModelError: the model cannot be loaded; the old one stays.
+        """
+        with self._turn:
+            self._check_caller()
+            self._drop_abandoned()
+            if self._streams:
+                raise RuntimeError("the weights cannot be reloaded while a stream runs; let it end, or close it")
+            engine = Engine(self._source, self.engine.config, self.tokenizer)
+            engine.observer = self.engine.observer
+            self.engine = engine
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters used when none are given: the model's `generation_config`, else `SamplingParams()`."""
@@ -155,6 +175,8 @@ class LLM:
                 f"{len(many)} prompts came with {len(sampling_params)} sampling_params; give one for all, or one each"
             )
         priority = [0] * len(many) if priority is None else priority
+        if not isinstance(priority, Sequence):
+            raise InvalidRequestError(f"priority is {priority!r}; it must be a list with one priority for each prompt")
         if len(priority) != len(many):
             raise InvalidRequestError(f"{len(many)} prompts came with {len(priority)} priorities; give one each")
         stream = _Stream()

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from importlib import import_module
 from typing import Literal
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
+from inflight import LLM, SamplingParams
 from inflight.contracts.config import QUANTIZATIONS, EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.engine.engine import Engine
@@ -258,3 +261,41 @@ def test_every_quantization_option_has_a_format() -> None:
 def test_int8_is_refused_if_it_would_overflow() -> None:
     with pytest.raises(ModelError, match="needs a CPU that sums int8 in 32 bits"):
         Engine(zoo.build("llama"), EngineConfig(num_blocks=20, quantization="int8"))
+
+
+def shared_block(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+def shared_layer(model: PreTrainedModel) -> None:
+    model.model.layers[1].self_attn.k_proj = model.model.layers[1].self_attn.v_proj
+
+
+def hooked_linear(model: PreTrainedModel) -> None:
+    model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda module, given, output: output * 2)
+
+
+def hooked_input(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
+
+
+def hooked_activation(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda module, given, output: output * 2)
+
+
+def own_forward(model: PreTrainedModel) -> None:
+    layer = model.model.layers[1].mlp.down_proj
+    layer.forward = lambda x: 2 * type(layer).forward(layer, x)
+
+
+@pytest.mark.parametrize(
+    "change", [shared_block, shared_layer, hooked_linear, hooked_input, hooked_activation, own_forward]
+)
+def test_layers_that_are_shared_or_watched_keep_what_they_do(change: Callable[[PreTrainedModel], None]) -> None:
+    model = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
+    change(model)
+    llm = LLM(model)
+    assert llm.model_info.executor == "packed"
+    prompts = zoo.sample_sequences()
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [zoo.plain_greedy(model, prompt, 6) for prompt in prompts]

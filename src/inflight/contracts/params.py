@@ -7,6 +7,8 @@ from inflight.contracts.options import check_integer, check_number, check_switch
 from inflight.contracts.structured_output import StructuredOutput
 
 MAX_SEED = 2**63 - 1
+MAX_SEQUENCES = 16384
+"""The most sequences of one request (vLLM's limit)."""
 MAX_COUNT = 2**31 - 1
 MAX_LOGPROBS = 1000
 MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256
@@ -75,7 +77,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        check_integer("n", self.n, 1, MAX_COUNT)
+        check_integer("n", self.n, 1, MAX_SEQUENCES)
         check_number("temperature", self.temperature, "a finite number of at least 0", 0.0, float("inf"))
         check_number("top_p", self.top_p, "a number above 0 and at most 1", 0.0, 1.0, above=True)
         check_integer("top_k", self.top_k, -1, MAX_COUNT)

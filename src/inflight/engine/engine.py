@@ -25,6 +25,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
+from transformers import PreTrainedModel
+
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import InvalidRequestError, QueueFullError, TornEngineError
 from inflight.contracts.model_info import ModelInfo
@@ -39,6 +41,7 @@ from inflight.engine.reporting import News, Reporter
 from inflight.engine.step_watch import StepWatch
 from inflight.execution.hf.generation_defaults import default_sampling_params
 from inflight.execution.hf.load import ModelSource
+from inflight.execution.hf.watched_weights import WatchedWeights
 from inflight.execution.model_runner import ModelRunner
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import SoFar
@@ -70,6 +73,7 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.runner = ModelRunner(model, config)
+        self._watched = WatchedWeights(model) if isinstance(model, PreTrainedModel) else None
         self.model_info = info = self._describe()
         self.scheduler = Scheduler.of(
             config,
@@ -140,6 +144,11 @@ class Engine:
             InvalidRequestError: something about it is wrong.
         """
         self._check_id(request_id)
+        if self._watched is not None and self._watched.have_changed:
+            raise InvalidRequestError(
+                "the weights of the model given have been changed since it was loaded, and the engine has most of them "
+                "in a layout of its own; LLM.reload_weights() takes the new ones"
+            )
         return self._admission.accept(
             request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt, deadline=deadline
         )

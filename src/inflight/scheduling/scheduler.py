@@ -423,10 +423,14 @@ class Scheduler:
 
     def _siblings(self, sequence: Sequence) -> Iterator[Sequence]:
         """The other running sequences of its request whose blocks it can share."""
-        if sequence.request.num_sequences > 1:
-            for sibling in self._of_request[sequence.request.request_id].values():
-                if sibling is not sequence and sibling.slot is not None and sibling.root == sequence.root:
-                    yield sibling
+        request = sequence.request
+        if request.num_sequences == 1:
+            return
+        of_request = self._of_request[request.request_id]
+        for other in (of_request if len(of_request) < len(self._running) else self._running).values():
+            is_running = other.slot is not None and other is not sequence
+            if is_running and other.request is request and other.root == sequence.root:
+                yield other
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         """Whether an earlier sibling is computing the prompt for both."""

@@ -51,6 +51,7 @@ class Collector:
         self._texts: list[OutputText] = []
         if tokenizer is not None:
             self._texts = [OutputText.of_request(tokenizer, prompt_token_ids, params) for _ in completions]
+        self._num_unfinished = params.n
         self._num_preemptions = [0] * params.n
 
     def take_in(self, news: SequenceOutput) -> TextDelta:
@@ -66,7 +67,8 @@ class Collector:
                 completion.text = text.text
         completion.finish_reason, completion.stop_reason = news.finish_reason, news.stop_reason
         self.output.error = self.output.error or news.error
-        self.output.finished = all(other.finish_reason is not None for other in self.output.outputs)
+        self._num_unfinished -= news.finish_reason is not None
+        self.output.finished = self._num_unfinished == 0
         self._measure(news)
         return TextDelta(
             prompt_index=self._prompt_index,
@@ -131,7 +133,7 @@ class Collector:
             metrics.last_token_time = now
         if self.output.finished:
             metrics.finished_time = now
+        metrics.num_preemptions += news.num_preemptions - self._num_preemptions[news.index]
         self._num_preemptions[news.index] = news.num_preemptions
-        metrics.num_preemptions = sum(self._num_preemptions)
         if news.index == 0:
             metrics.num_cached_tokens = news.num_cached_tokens

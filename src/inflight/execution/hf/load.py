@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
-from inflight.execution.mapped_memory import give_back_freed_memory
 
 CACHE_SHARE_OF_GPU = 0.9
 CACHE_SHARE_OF_HOST = 0.25
@@ -135,13 +134,30 @@ def _host_memory() -> int:
     return min(memory, int(limit)) if limit.isdigit() else memory
 
 
-def release_checkpoint(model: PreTrainedModel) -> None:
-    """Release the checkpoint's file, in which parameters that were not prepacked still lie, and return the memory that
-    prepacking has freed to the system. Only for a model that nobody else holds."""
-    for parameter in model.parameters():
-        if type(parameter) is torch.nn.Parameter:
-            parameter.data = parameter.data.clone()
-    give_back_freed_memory()
+def own_tensors(model: PreTrainedModel, max_bytes: int | None = None) -> None:
+    """Copy the parameters and buffers of `model`, which is ours alone, so that nothing that happens to a checkpoint's
+    file, or to a caller's model, changes them.
+
+    Args:
+        max_bytes: larger ones stay where they are; None: all are copied.
+    """
+    copies: dict[int, torch.Tensor] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in (torch.nn.Parameter, torch.nn.Buffer, torch.Tensor):
+            return tensor  # it has its own memory, or knows how to read it
+        if max_bytes is not None and tensor.numel() * tensor.element_size() > max_bytes:
+            return tensor
+        if id(tensor) not in copies:
+            own = tensor.detach().clone()
+            copies[id(tensor)] = torch.nn.Parameter(own, False) if isinstance(tensor, torch.nn.Parameter) else own
+        return copies[id(tensor)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = copied(tensor)
 
 
 def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
@@ -163,7 +179,8 @@ def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
         converts = dtype is not None and parameter.is_floating_point() and not kept.intersection(name.split("."))
         wanted = dtype if converts else parameter.dtype
         is_same = parameter.dtype == wanted and parameter.device == device
-        replaced[id(parameter)] = parameter if is_same else torch.nn.Parameter(parameter.to(device, wanted), False)
+        own = parameter.detach() if is_same else parameter.to(device, wanted)
+        replaced[id(parameter)] = torch.nn.Parameter(own, requires_grad=False)
     try:
         memo: dict[int, Any] = dict(replaced)
         own = copy.deepcopy(model, memo)

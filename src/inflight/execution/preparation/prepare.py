@@ -8,11 +8,14 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
 from inflight.execution.executors import Executor
-from inflight.execution.hf.load import ModelSource, load_model, release_checkpoint
-from inflight.execution.mapped_memory import let_go_of_file_pages
+from inflight.execution.hf.load import ModelSource, load_model, own_tensors
+from inflight.execution.mapped_memory import give_back_freed_memory, let_go_of_file_pages
 from inflight.execution.preparation.choice import choose_executor
 from inflight.execution.preparation.describe import describe
 from inflight.execution.weights.formats import find_format
+
+MAX_COPIED = 2**26
+"""Parameters of a caller's model up to so many bytes are copied; larger ones are shared, and watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,10 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
     is_loaded_here = model.device.type == "cpu" and not isinstance(source, PreTrainedModel)  # no caller's memory
     choice = choose_executor(model, config, let_go_of_file_pages if is_loaded_here else None)
     if is_loaded_here:
-        release_checkpoint(model)
+        own_tensors(model)
+        give_back_freed_memory()
+    elif model.device.type == "cpu":
+        own_tensors(model, MAX_COPIED)
     executor = choice.make_executor(config.block_size, config.max_num_seqs)
     info = describe(model, executor, choice, config, num_parameters)
     executor.allocate(info.num_blocks)

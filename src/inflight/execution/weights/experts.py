@@ -123,8 +123,8 @@ class RouterWeight(nn.Parameter):
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> "RouterWeight":
-        """A weight `[out, in]` as one of these; the memory is shared."""
-        router_weight = torch.Tensor._make_subclass(cls, weight.detach(), False)
+        """A copy of a weight `[out, in]` as one of these."""
+        router_weight = torch.Tensor._make_subclass(cls, weight.detach().clone(), False)
         router_weight.prepacked = {}
         return router_weight
 

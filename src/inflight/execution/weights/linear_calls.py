@@ -69,9 +69,12 @@ def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
         else:
             readers.append((args[0], [name]))
 
+    modules = list(model.named_modules(remove_duplicate=False))
+    num_names = Counter(id(module) for _, module in modules)
+    alone = {name for name, module in modules if num_names[id(module)] == 1 and not is_watched(module)}
     hooks = [
         module.register_forward_hook(partial(see, name))
-        for name, module in model.named_modules(remove_duplicate=False)
+        for name, module in modules
         if is_linear(module) or type(module) in ACTIVATIONS
     ]
     try:
@@ -79,7 +82,7 @@ def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
     finally:
         for hook in hooks:
             hook.remove()
-    once = {name for name, number in num_calls.items() if number == 1}
+    once = {name for name, number in num_calls.items() if number == 1 and name in alone}
     calls.siblings = [tuple(names) for _, names in readers if len(names) > 1 and once.issuperset(names)]
     together = {name for names in calls.siblings for name in names}
     calls.activations = {
@@ -92,6 +95,11 @@ def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
 def is_linear(module: nn.Module) -> bool:
     """Whether it is exactly one of the two linear layers that models are made of; a subclass may compute otherwise."""
     return type(module) in (nn.Linear, Conv1D)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a caller has hooks on it, or a `forward` of his own in it, which another module would not run."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _pattern(name: str) -> str:

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from inflight.execution.kernels import kernels_available
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.layers import NarrowLinear, RowActivation, SiblingLinear, SiblingLinears, is_narrow
-from inflight.execution.weights.linear_calls import ACTIVATIONS, LinearCalls, is_linear
+from inflight.execution.weights.linear_calls import ACTIVATIONS, LinearCalls, is_linear, is_watched
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 from inflight.execution.weights.tied_embedding import share_prepacked_weight
 
@@ -55,11 +55,15 @@ def prepack_linears(
         module = modules.pop(name)
         if isinstance(model.get_submodule(name), nn.Identity | SiblingLinear):
             continue
+        if is_watched(module):
+            continue
         if type(module) in ACTIVATIONS and kernels_available():
             _replace(model, name, RowActivation(module))
-        if not is_linear(module) or not module.weight.is_floating_point() or not calls.include(name):
+        if not is_linear(module) or not calls.include(name):
             continue
         if id(module) not in shared:
+            if not module.weight.is_floating_point():
+                continue
             activation = calls.activations.get(name)
             kind = ACTIVATIONS[type(originals[activation])] if activation else ("none", "none")
             shared[id(module)] = weight_format.prepack_linear(*_weight_and_bias(module), *kind)

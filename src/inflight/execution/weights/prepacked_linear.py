@@ -50,7 +50,7 @@ class PrepackedLinear(nn.Module, ABC):
 
     Args:
         weight: `[out, in]`, float32 or bfloat16; not kept.
-        bias: `[out]` or None.
+        bias: `[out]` or None; copied.
         activation: "none", "relu", "swish", or "gelu" with the variant "none" or "tanh".
 
     Attributes:
@@ -66,7 +66,7 @@ class PrepackedLinear(nn.Module, ABC):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.weight = torch.empty_like(weight, device="meta")  # for those who ask for its dtype: it has no elements
-        self.bias = bias
+        self.bias = None if bias is None else bias.clone()  # not in a checkpoint's file, nor a caller's model
         self.activation, self.variant = activation, variant
         self.scales: torch.Tensor | None = None
         self._prepack(weight)

@@ -1,0 +1,36 @@
+"""`WatchedWeights`: whether a caller has changed the weights of the model that an engine was made from.
+
+An engine has most weights in a layout of its own, and shares a few large ones. After a step of training it would run a
+mixture of old and new.
+"""
+
+import weakref
+from contextlib import suppress
+
+import torch
+from transformers import PreTrainedModel
+
+
+class WatchedWeights:
+    """The state of a model's parameters. It keeps neither the model nor its memory.
+
+    Changes through `parameter.data`, in place, go unseen: torch does not count them.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._seen: list[tuple[weakref.ref[torch.nn.Parameter], int, int]] = []
+        for parameter in model.parameters():
+            with suppress(RuntimeError):  # torch counts no changes of tensors that were made in inference mode
+                self._seen.append((weakref.ref(parameter), parameter._version, parameter.data_ptr()))
+        self._kind = (model.dtype, model.device)
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether any parameter was written to or replaced. (A model that was moved or converted has not changed.)"""
+        for reference, version, address in self._seen:
+            parameter = reference()
+            if parameter is None or (parameter.dtype, parameter.device) != self._kind:
+                continue
+            if parameter._version != version or parameter.data_ptr() != address:
+                return True
+        return False

@@ -1,0 +1,79 @@
+"""A loaded model is the engine's alone: neither its files nor the caller's model change what it gives."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from inflight import LLM, InvalidRequestError, SamplingParams
+from tests import zoo
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(zoo.sample_sequences(), GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def expected(model: PreTrainedModel) -> list[list[int]]:
+    return [zoo.plain_greedy(model, prompt, 12) for prompt in zoo.sample_sequences()]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "qwen3_moe", "stablelm"])
+def test_what_happens_to_the_files_changes_nothing(name: str, tmp_path: Path) -> None:
+    model = zoo.build(name)
+    model.save_pretrained(tmp_path)
+    llm = LLM(tmp_path, dtype="float32")
+    (file,) = tmp_path.glob("*.safetensors")
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    with file.open("r+b") as written:  # in place, as `cp` does
+        written.seek(header)
+        written.write(bytes(file.stat().st_size - header))
+    assert tokens(llm) == expected(model)
+    with file.open("r+b") as cut:
+        cut.truncate(0)
+    assert tokens(llm) == expected(model)
+
+
+def trained(model: PreTrainedModel) -> None:
+    """One step with a large rate."""
+    model.requires_grad_(True)
+    model(torch.tensor(zoo.sample_sequences()[:1]), use_cache=False).logits.square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=10.0).step()
+    model.requires_grad_(False)
+
+
+def test_after_training_requests_are_refused_until_the_weights_are_reloaded() -> None:
+    model = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
+    llm, before = LLM(model), expected(model)
+    assert tokens(llm) == before
+    trained(model)
+    with pytest.raises(InvalidRequestError, match=r"have been changed since it was loaded.*reload_weights\(\)"):
+        tokens(llm)
+    llm.reload_weights()
+    assert tokens(llm) == expected(model) != before
+
+
+def test_a_model_that_is_moved_or_let_go_changes_nothing() -> None:
+    model = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
+    llm, before = LLM(model), expected(model)
+    model.to(torch.float64)
+    assert tokens(llm) == before
+    del model
+    assert tokens(llm) == before
+
+
+def test_weights_are_reloaded_from_a_folder(tmp_path: Path) -> None:
+    zoo.build("llama", seed=0).save_pretrained(tmp_path)
+    llm = LLM(tmp_path, dtype="float32")
+    stream = llm.stream([[1, 2, 3]], GREEDY)
+    next(stream)
+    with pytest.raises(RuntimeError, match="while a stream runs"):
+        llm.reload_weights()
+    stream.close()
+    zoo.build("llama", seed=1).save_pretrained(tmp_path)
+    assert tokens(llm) == expected(zoo.build("llama", seed=0))
+    llm.reload_weights()
+    assert tokens(llm) == expected(zoo.build("llama", seed=1))

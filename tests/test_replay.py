@@ -106,15 +106,15 @@ def test_no_cache_is_kept_for_sequences_that_have_ended(name: str, monkeypatch: 
     caches: list[weakref.ref[Any]] = []
     cache_of = ModelCall.cache_of
 
-    def watched(outputs: Any) -> Any:
-        cache = cache_of(outputs)
+    def watched(call: ModelCall, outputs: Any) -> Any:
+        cache = cache_of(call, outputs)
         tensors = cache if isinstance(cache, list | tuple) else [cache]
         caches.extend(weakref.ref(each) for each in tensors[:1])
         return cache
 
     model = zoo.build(name) if name == "gpt2" else others.build(name)
     engine = Engine(model, EngineConfig(executor="sequential", max_num_seqs=4, num_blocks=200))
-    monkeypatch.setattr(ModelCall, "cache_of", staticmethod(watched))
+    monkeypatch.setattr(ModelCall, "cache_of", watched)
 
     def num_held() -> int:
         gc.collect()

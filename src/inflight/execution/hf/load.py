@@ -89,15 +89,22 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, model_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype of this name; "auto" is the checkpoint's own, but on a CPU bfloat16 if that is fast, else float32."""
+    """The dtype of this name; "auto" is the checkpoint's own, but on a CPU one of 16 bits becomes bfloat16 where that is
+    fast, else float32."""
     if dtype != "auto":
         chosen: torch.dtype = getattr(torch, dtype)
         check_dtype(chosen, device)
         return chosen
-    if device.type == "cpu":
-        return torch.bfloat16 if has_fast_bfloat16() else torch.float32
-    own = getattr(model_config.get_text_config(), "dtype", None) or torch.float32
-    return getattr(torch, own) if isinstance(own, str) else own
+    own = dtype_of_checkpoint(model_config)
+    if device.type != "cpu":
+        return own
+    return torch.bfloat16 if own in (torch.bfloat16, torch.float16) and has_fast_bfloat16() else torch.float32
+
+
+def dtype_of_checkpoint(model_config: PreTrainedConfig) -> torch.dtype:
+    """The dtype that a checkpoint was made to run in, as its configuration says; float32 if it says nothing."""
+    own = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
+    return getattr(torch, own) if isinstance(own, str) else own or torch.float32
 
 
 def has_fast_bfloat16() -> bool:

@@ -8,7 +8,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
 from inflight.execution.executors import Executor
-from inflight.execution.hf.load import ModelSource, load_model, release_checkpoint
+from inflight.execution.hf.load import ModelSource, check_source, dtype_of_checkpoint, load_model, release_checkpoint
 from inflight.execution.mapped_memory import let_go_of_file_pages
 from inflight.execution.preparation.choice import choose_executor
 from inflight.execution.preparation.describe import describe
@@ -30,6 +30,10 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
     Raises:
         ModelError: it cannot be loaded, no allowed executor runs it exactly, or there is too little memory.
     """
+    if isinstance(source, PreTrainedModel):
+        checkpoint_dtype = source.dtype
+    else:
+        checkpoint_dtype = dtype_of_checkpoint(check_source(source, config))
     model = load_model(source, config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     why_not = find_format(config.quantization).why_unusable(model)
@@ -40,7 +44,7 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
     if is_loaded_here:
         release_checkpoint(model)
     executor = choice.make_executor(config.block_size, config.max_num_seqs)
-    info = describe(model, executor, choice, config, num_parameters)
+    info = describe(model, executor, choice, config, num_parameters, checkpoint_dtype)
     executor.allocate(info.num_blocks)
     if config.compile != "off":
         reason = executor.compile(config.compile)

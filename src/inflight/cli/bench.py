@@ -5,12 +5,13 @@ import platform
 import click
 
 from inflight.cli.bench_serve import serve
+from inflight.cli.help import Group
 from inflight.cli.options import quiet_libraries
 
 
-@click.group()
+@click.group(cls=Group)
 def bench() -> None:
-    """Measure: methods side by side on this machine, or a server under load."""
+    """Measure methods side by side on this machine, or a server under load."""
     quiet_libraries()
 
 
@@ -19,11 +20,11 @@ def bench() -> None:
 @click.option("--dtype", type=click.Choice(("float32", "bfloat16")), default="float32", help="For weights and cache.")
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads; default: torch's choice.")
 def static(rounds: int, dtype: str, threads: int | None) -> None:
-    """Compare static waves, padded and ragged batches and the engine: GPT-2 (124 M parameters, random weights), 8
-    slots, greedy.
+    """Compare static waves, padded and ragged batches and the engine on this machine.
 
-    First 32 requests of 7 tokens, of which every eighth generates 100 tokens and the others 10. Then 32 requests that
-    share 512 tokens, have 16 of their own and generate 32. The generated tokens are compared, too.
+    The model is GPT-2's shape (124 M parameters, random weights) with 8 slots, greedy. First 32 requests of 7 tokens,
+    of which every eighth generates 100 tokens and the others 10. Then 32 requests that share 512 tokens, have 16 of
+    their own and generate 32. The generated tokens are compared, too.
     """
     import torch
     import transformers

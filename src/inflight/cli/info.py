@@ -6,15 +6,16 @@ from typing import Any
 
 import click
 
-from inflight.cli.options import engine_options, engine_values, quiet_libraries
+from inflight.cli.help import Command
+from inflight.cli.options import engine_options, engine_values, model_argument, quiet_libraries
 
 
-@click.command()
-@click.argument("model", required=False)
+@click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@model_argument
 @engine_options
 def info(model: str | None, as_json: bool, **options: Any) -> None:
-    """Load MODEL (default: the small embedded model), prove it, and print what was found."""
+    """Load a model, prove it, and print what was found. MODEL means the same as --model MODEL."""
     quiet_libraries()
     from rich.console import Console
     from rich.table import Table

@@ -6,14 +6,14 @@ from typing import Any
 
 import click
 
-from inflight.cli.options import config_options, engine_values, quiet_libraries
-from inflight.demo_model import DEMO_MODEL
+from inflight.cli.help import Command
+from inflight.cli.options import config_options_with, engine_values, model_option, quiet_libraries
 
+DEFAULTS = {"max_num_seqs": 8, "dtype": "float32"}
 METHODS = ("static", "padded", "ragged", "engine")
 
 
-@click.command()
-@click.option("--model", "-m", default=str(DEMO_MODEL), show_default="the embedded model", help="Hub id or folder.")
+@click.command(cls=Command)
 @click.option("--requests", "num_requests", type=click.IntRange(min=1), default=24, help="Requests to run.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=120, help="Most tokens for the longest requests.")
 @click.option("--seed", type=int, default=0, help="Seed of prompts and lengths.")
@@ -23,9 +23,10 @@ METHODS = ("static", "padded", "ragged", "engine")
 @click.option("--verbose", "-v", is_flag=True, help="Log which request takes which slot.")
 @click.option("--html", type=Path, help="Write timelines and table as one self-contained page.")
 @click.option("--png", type=Path, help="Write the timelines as a picture.")
-@config_options
+@model_option
+@config_options_with(**DEFAULTS)
 def race(
-    model: str,
+    model: str | None,
     num_requests: int,
     max_tokens: int,
     seed: int,
@@ -35,10 +36,10 @@ def race(
     png: Path | None,
     **options: Any,
 ) -> None:
-    """Run the same requests of mixed lengths through every method: live, then as a timeline of the slots and a table.
+    """Run the same requests through static waves, padded and ragged batches, and the engine.
 
-    Prompts are random, and every request runs to its own limit. The default dtype is float32, so that all methods give
-    the same tokens.
+    They are shown live, then as timelines of the slots and a table. Prompts are random, and every request runs to its
+    own limit. The default dtype is float32, so that all methods give the same tokens.
     """
     quiet_libraries()
     from rich.console import Console
@@ -46,8 +47,9 @@ def race(
     from inflight.contracts.config import EngineConfig
     from inflight.lessons.methods import Setting
     from inflight.lessons.race import mixed_requests, run_race, write_html, write_png
+    from inflight.sources import model_source
 
-    setting = Setting(model, EngineConfig(**{"max_num_seqs": 8, "dtype": "float32", **engine_values(options)}))
+    setting = Setting(model_source(model), EngineConfig(**{**DEFAULTS, **engine_values(options)}))
     methods = {name: method for name, method in setting.methods.items() if not names or name in names}
     requests = mixed_requests(num_requests, max_tokens, setting.engine.model_info.vocab_size, seed)
     console = Console()

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from inflight.cli.options import engine_options, engine_values, quiet_libraries
+from inflight.cli.help import Command
+from inflight.cli.options import engine_options_with, engine_values, model_option, quiet_libraries
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 PAGE_SIZE = 400
@@ -16,14 +17,14 @@ CACHE_MEMORY = 2**30
 """Bytes. Plenty for a few prompts, although the definition of attention keeps a second cache of the same size."""
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("prompts", nargs=-1, required=True)
-@click.option("--model", "-m", help="Hub id or local folder; default: the small embedded model.")
 @click.option("--step", type=click.IntRange(min=0), default=3, help="Which step; the first is 0.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=16, help="Tokens to generate for each prompt.")
 @click.option("--html", type=FILE, help="Write the step as one self-contained page.")
 @click.option("--png", type=FILE, help="Write the mask as a picture (needs matplotlib).")
-@engine_options
+@model_option
+@engine_options_with(dtype="float32", max_num_seqs="one for each prompt", kv_cache_memory="1GiB")
 def show(
     prompts: tuple[str, ...],
     model: str | None,

@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
+from inflight.cli.help import Command
 from inflight.cli.options import engine_values, scheduling_options
 
 FILE = click.Path(path_type=Path)
 LOAD = ("num_requests", "rate", "shared_prefix_tokens", "shared_prefix_share", "num_prefixes", "seed")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--trace", type=FILE, help="Simulate the requests of a recording (inflight generate --record).")
 @click.option("--synthetic", is_flag=True, help="Simulate synthetic requests, described by the next options.")
 @click.option("--num-requests", type=click.IntRange(min=1), default=1000, help="Number of requests.")
@@ -39,9 +40,10 @@ def simulate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Run requests through the real scheduler on a virtual clock: throughput, latencies, preemptions, prefix hits.
+    """Predict how this machine would serve a load, by the real scheduler on a virtual clock.
 
-    Engine options default to those of the trace, or of the first --fit. Step costs default to a fit to the trace.
+    The report has throughput, latencies, preemptions and prefix hits. Engine options default to those of the trace, or
+    of the first --fit. Step costs default to a fit to the trace.
     """
     if (trace is None) != synthetic:
         raise click.UsageError("give either --trace FILE or --synthetic")

@@ -89,8 +89,8 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, model_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype of this name; "auto" is the checkpoint's own, but on a CPU one of 16 bits becomes bfloat16 where that is
-    fast, else float32."""
+    """The dtype of this name; "auto" is the checkpoint's own, but on a CPU 16 bits become bfloat16 where that is fast,
+    else float32."""
     if dtype != "auto":
         chosen: torch.dtype = getattr(torch, dtype)
         check_dtype(chosen, device)

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from inflight.cli import HEADINGS, app
-from inflight.cli.options import SIZE
+from inflight.cli.options import size
 from inflight.contracts.config import EngineConfig
 from tests.command import Command
 
@@ -49,7 +49,7 @@ def test_options_of_the_engine_stand_under_headings_and_show_their_defaults(name
     assert order == sorted(order)
     if name == "simulate":  # its defaults are those of the recording
         return
-    shown = {"race": "8", "show": "one for each prompt", "profile": "--num-seqs"}.get(name, "64")
+    shown = {"race": "8", "show": "one less than there are prompts", "profile": "--num-seqs"}.get(name, "64")
     assert re.search(rf"--max-num-seqs INTEGER [^\[]*\[default: {shown}\]", text)
     assert f"[default: {EngineConfig().max_num_batched_tokens}]" in text
     assert re.search(r"--kv-cache-memory SIZE [^\[]*\[default: ", text)
@@ -83,7 +83,7 @@ def test_a_chat_has_one_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
+    ("text", "num_bytes"),
     [
         ("1000000", 1_000_000),
         ("2G", 2 * 2**30),
@@ -94,8 +94,8 @@ def test_a_chat_has_one_answer() -> None:
         ("7B", 7),
     ],
 )
-def test_sizes_have_units(text: str, size: int) -> None:
-    assert SIZE.convert(text, None, None) == size
+def test_sizes_have_units(text: str, num_bytes: int) -> None:
+    assert size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "2X", "G", "-1G", "1.5.5G", "2iB", "two"])

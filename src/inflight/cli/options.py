@@ -24,22 +24,14 @@ Options = Callable[[Command], Command]
 """A decorator that adds options to a command."""
 
 
-class Size(click.ParamType[int]):
-    """A number of bytes: 1000000, 2G or 2GiB (1024 each), 2GB (1000 each)."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?B)?|B)?", value.strip(), re.IGNORECASE)
-        if match is None:
-            self.fail(f"{value!r} is not a size; give bytes, or a number with a unit, such as 2G, 512MiB or 1.5GB")
-        base = 1000 if (match[3] or "").upper() == "B" else 1024
-        return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
-
-
-SIZE = Size()
+def size(text: str) -> int:
+    """A number of bytes: 1000000, 2G or 2GiB (1024 each), 2GB (1000 each). Raises `click.BadParameter`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?B)?|B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        message = f"{text!r} is not a size; give bytes, or a number with a unit, such as 2G, 512MiB or 1.5GB"
+        raise click.BadParameter(message)
+    base = 1000 if (match[3] or "").upper() == "B" else 1024
+    return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +120,7 @@ _BLOCKS = (
 _CACHE_MEMORY = (
     Shared(
         ("--kv-cache-memory",),
-        SIZE,
+        size,
         "Memory for keys and values: bytes, or such as 2G, 512MiB.",
         "a quarter of this machine's, 90 % of a GPU's",
     ),

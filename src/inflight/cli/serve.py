@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from inflight.cli.help import Command
-from inflight.cli.options import SIZE, engine_options, engine_values, model_argument, quiet_libraries, values_for
+from inflight.cli.options import engine_options, engine_values, model_argument, quiet_libraries, size, values_for
 from inflight.contracts.errors import EngineDeadError
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.serving.settings import ServerSettings
@@ -40,7 +40,7 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
     help="How the model writes tool calls, if its chat template does not show it.",
 )
 @click.option("--api-key-file", type=click.Path(), help=f"API keys, one per line (besides those in {KEYS_VARIABLE}).")
-@click.option("--max-body-size", type=SIZE, help="Most bytes of a request's body; units such as 4MiB are known.")
+@click.option("--max-body-size", type=size, help="Most bytes of a request's body; units such as 4MiB are known.")
 @click.option("--max-requests", type=int, help="Most HTTP requests served at once; more are refused.")
 @click.option("--grace-period", type=float, help="Seconds that running requests have to finish after SIGTERM.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="For people, or one JSON object per line.")

@@ -107,7 +107,7 @@ def test_a_run_in_which_nobody_joins_shows_a_step_that_mixes_kinds_or_else_its_l
         (["x", ""], "inflight: prompt 1: the prompt is empty; it must have at least one character\n"),
         (["x", "--step", "-1"], "'-1' are no steps; give their numbers, such as 3, 2-4 or 1,3-5"),
         (["x", "--max-tokens", "4,0"], "'4,0' are no numbers of tokens"),
-        (["x", "--max-tokens", "4,1"], "--max-tokens has 2 numbers for 1 prompts"),
+        (["x", "--max-tokens", "4,1"], "--max-tokens has 2 numbers for 1 prompt"),
         (["x", "--model", "/nowhere/at/all"], "there is no model folder '/nowhere/at/all'"),
         (["x", "--html", "/nowhere/at/all.html"], "the file '/nowhere/at/all.html' cannot be written"),
     ],

@@ -34,6 +34,21 @@ def size(text: str) -> int:
     return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
 
 
+def tokens(text: str) -> tuple[int, ...]:
+    """How many tokens prompts may get: one number for all, or one for each. Raises `click.BadParameter`."""
+    if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
+        raise click.BadParameter(f"{text!r} are no numbers of tokens; give one, or one for each prompt, such as 4,8,12")
+    return tuple(map(int, text.split(",")))
+
+
+def one_each(caps: tuple[int, ...], num_prompts: int) -> tuple[int, ...]:
+    """`--max-tokens` for each of so many prompts. Raises `click.UsageError`."""
+    if len(caps) not in (1, num_prompts):
+        noun = "prompt" if num_prompts == 1 else "prompts"
+        raise click.UsageError(f"--max-tokens has {len(caps)} numbers for {num_prompts} {noun}")
+    return caps if len(caps) == num_prompts else caps * num_prompts
+
+
 @dataclass(frozen=True, slots=True)
 class Shared:
     """An option of several commands that sets one field.

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from inflight.cli.help import Command
-from inflight.cli.options import engine_options_with, engine_values, model_option, quiet_libraries
+from inflight.cli.options import engine_options_with, engine_values, model_option, one_each, quiet_libraries, tokens
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 PAGE_SIZE = 400
@@ -34,13 +34,6 @@ def steps(text: str) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """How many tokens each prompt may get: one number for all, or one for each. Raises `click.BadParameter`."""
-    if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
-        raise click.BadParameter(f"{text!r} are no numbers of tokens; give one, or one for each prompt, such as 4,8,12")
-    return tuple(map(int, text.split(",")))
-
-
 @click.command(cls=Command)
 @click.argument("prompts", nargs=-1)
 @click.option(
@@ -52,7 +45,7 @@ def numbers(text: str) -> tuple[int, ...]:
 @click.option(
     "--max-tokens",
     "caps",
-    type=numbers,
+    type=tokens,
     help=f"Most tokens for each prompt: one number, or one for each.  [default: {CAP},{2 * CAP},{3 * CAP}, …]",
 )
 @click.option("--ignore-eos", is_flag=True, help="Continue past the model's end tokens.")
@@ -77,11 +70,7 @@ def show(
     prefill shares a row with the others' decodes. A small --max-num-batched-tokens shows chunks.
     """
     prompts = prompts or PROMPTS
-    caps = caps or tuple(CAP * number for number in range(1, len(prompts) + 1))
-    if len(caps) not in (1, len(prompts)):
-        raise click.UsageError(
-            f"--max-tokens has {len(caps)} numbers for {len(prompts)} prompts; give one, or one each"
-        )
+    caps = one_each(caps or tuple(CAP * number for number in range(1, len(prompts) + 1)), len(prompts))
     quiet_libraries()
     from rich.console import Console
 
@@ -100,7 +89,7 @@ def show(
     capture = StepCapture(llm.engine.runner.witness_attention(), wanted, token_text)
     llm.engine.observer = capture.see
     params = [SamplingParams(temperature=0, max_tokens=cap, ignore_eos=ignore_eos) for cap in caps]
-    with closing(llm.stream(prompts, params * (len(prompts) // len(params)))) as deltas:
+    with closing(llm.stream(prompts, params)) as deltas:
         for delta in deltas:
             if delta.output is not None and delta.output.error is not None:
                 raise click.ClickException(delta.output.error)

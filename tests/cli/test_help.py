@@ -77,6 +77,13 @@ def test_the_model_has_one_option_and_may_stand_alone_where_nothing_else_does(re
         assert "there is no model folder '/nowhere/at/all'" in refused(*arguments).stderr
 
 
+def test_an_option_of_another_engine_is_answered_with_ours(refused: Command) -> None:
+    for command in ("generate", "serve", "info"):
+        done = refused(command, "x", "--gpu-memory-utilization", "0.9")
+        assert "--gpu-memory-utilization; --kv-cache-memory says how many bytes keys and values may take" in done.stderr
+    assert "--no-such-thing" in refused("info", "--no-such-thing").stderr
+
+
 def test_a_chat_has_one_answer() -> None:
     assert "--n " not in help_of("chat")
     assert "--n " in help_of("generate")

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from inflight.contracts.foreign_names import hint
+
 OWN = "Options"
 """The heading of the options that a command does not share with others."""
 
@@ -29,6 +31,15 @@ class Command(click.Command):
     def __init__(self, *args: Any, settings: tuple[type[Any], ...] = (), **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self._defaults = {field.name: field.default for owner in settings for field in fields(owner)}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            meaning = hint(error.option_name.lstrip("-").replace("-", "_"), _flag)
+            if meaning is None:
+                raise
+            raise click.UsageError(f"No such option: {error.option_name}; {meaning}", ctx) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         records: dict[str, list[tuple[str, str]]] = {OWN: []}
@@ -66,6 +77,10 @@ class Group(click.Group):
 
     def get_short_help_str(self, limit: int = 0) -> str:
         return first_sentence(self.help or "")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def first_sentence(text: str) -> str:

@@ -17,7 +17,6 @@ from transformers import DynamicCache, PreTrainedModel
 from inflight.lessons.run import LessonRequest, Options, Run
 from inflight.lessons.static_batching import greedy, last_logits, left_pad
 
-
 MOST_COLUMNS = 80
 """Columns of a rectangle in the log."""
 

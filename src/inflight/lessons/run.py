@@ -7,7 +7,6 @@ from typing import TypedDict
 
 from inflight.observe.timeline import Lane, SlotUse
 
-
 MOST_LOGGED, MOST_LOGGED_IDS = 60, 10
 """Characters of a text, and ids of tokens, in a line of the log."""
 

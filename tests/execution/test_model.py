@@ -180,9 +180,7 @@ def test_a_file_is_not_accepted_as_a_folder(saved: Path) -> None:
 def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "tiny.Q4_K_M.gguf").write_bytes(b"GGUF")
     for source in (tmp_path / "tiny.Q4_K_M.gguf", str(tmp_path / "not-there.GGUF"), tmp_path):
-        with pytest.raises(
-            ModelError, match="is in GGUF, which is not read here; give the checkpoint that"
-        ):
+        with pytest.raises(ModelError, match="is in GGUF, which is not read here; give the checkpoint that"):
             load_model(source, EngineConfig())
 
 

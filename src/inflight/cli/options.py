@@ -281,6 +281,9 @@ def quiet_libraries() -> None:
     logging.basicConfig(level=logging.WARNING, format="inflight: %(message)s", stream=sys.stderr)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    import huggingface_hub.utils.logging  # adds a handler of its own beside ours, so that every message came twice
+
+    logging.getLogger(huggingface_hub.__name__).handlers.clear()
 
 
 def _given(options: dict[str, Any], names: set[str]) -> dict[str, Any]:

@@ -3,12 +3,16 @@
 import copy
 import gc
 import os
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
@@ -37,7 +41,7 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
     try:
         dtype = resolve_dtype(config.dtype, model_config, device)
         is_dummy = config.load_format == "dummy"
-        with ONE_AT_A_TIME:
+        with ONE_AT_A_TIME, _bars_that_leave():
             if is_dummy:
                 model = _dummy_model(model_config, dtype, device, config)
             else:
@@ -194,6 +198,20 @@ def _dummy_model(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
+
+
+@contextmanager
+def _bars_that_leave() -> Iterator[None]:
+    """Inside, the progress bars of `transformers` are drawn on terminals only, and leave when they are full."""
+
+    def draw(bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return bar(*args, **{**options, "leave": False, "disable": options.get("disable") or not sys.stderr.isatty()})
+
+    before = logging.set_tqdm_hook(draw)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
 
 
 def _pretrained_model(name: str, dtype: torch.dtype, config: EngineConfig) -> PreTrainedModel:

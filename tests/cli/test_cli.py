@@ -201,9 +201,9 @@ def test_info_shows_what_preparation_found(command: Command, folder: Path) -> No
     assert lines["model"].startswith("LlamaForCausalLM, ")
     assert lines["context"] == f"{found['max_model_len']} tokens"
     assert "a token" in lines["cache"]
-    other = command("info", folder, "--dtype", "bfloat16", "--kv-cache-memory", "1MiB").stdout
+    other = command("info", folder, "--dtype", "bfloat16", "--num-blocks", 10).stdout
     assert re.search(r"^weights .* in bfloat16; the checkpoint is in float32 *$", other, re.MULTILINE)
-    assert re.search(r"^cache +1 MiB: ", other, re.MULTILINE)
+    assert re.search(r"^cache +60 KiB: 10 blocks of 16 tokens, 384 bytes a token", other, re.MULTILINE)
 
 
 @pytest.mark.skipif(not has_fast_bfloat16(), reason="bfloat16 is not faster on this CPU")

@@ -9,6 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from inflight.cli import app
+from inflight.demo_model import DEMO_MODEL
+from inflight.lessons import static_bench
+from tests import zoo
 from tests.command import Command
 
 STORY = Path(__file__).parents[2] / "docs" / "how-it-works.md"
@@ -85,3 +88,21 @@ def test_a_picture_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> Non
     arguments = ["race", "--requests", "2", "--max-tokens", "2", "--png", str(tmp_path / "no" / "race.png")]
     with pytest.raises(ValueError, match="cannot be written"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_the_static_benchmark_runs_any_model_with_as_many_requests_as_asked_for(command: Command) -> None:
+    done = command("bench", "static", "-m", DEMO_MODEL, "--rounds", 2, "--requests", 3)
+    assert done.returncode == 0
+    assert "3 requests, 100 new tokens for every eighth" in done.stdout
+    assert re.search(r"^model\.generate .* equal", done.stdout, re.MULTILINE)
+    assert re.search(r"^shared prefix .* equal", done.stdout, re.MULTILINE)
+    assert len(re.findall(r"^round [12] of 2: \S+", done.stderr, re.MULTILINE)) == 2 * (5 + 2)
+
+
+def test_a_benchmark_tells_of_every_token_of_every_round() -> None:
+    comparison = static_bench.compare_rungs(zoo.build("llama"), num_requests=3)
+    told: list[int] = []
+    static_bench.measure(comparison, 2, lambda line: None, told.append)
+    assert comparison.num_tokens == 120
+    assert sum(told) == 2 * 5 * 120
+    assert len(told) > 2 * 5 * 20, "it is told as they are generated"

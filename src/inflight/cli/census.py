@@ -53,7 +53,7 @@ def census(
 
     findings = run_census(classes, timeout, jobs, peer, tell)
     print(summary(findings), file=sys.stderr)
-    text = to_json(findings, versions()) if as_json else to_markdown(findings, versions())
+    text = to_json(findings, versions()) if as_json else to_markdown(findings, versions(), names)
     if output is None:
         print(text)
     else:

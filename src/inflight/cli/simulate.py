@@ -51,7 +51,7 @@ def simulate(
 
     from inflight.contracts.config import EngineConfig
     from inflight.observe.recorder import Recorder, read_recording
-    from inflight.simulate import Lengths, StepCost, SyntheticLoad, fit_cost, replay
+    from inflight.simulate import Lengths, StepCost, SyntheticLoad, WatchedCost, fit_cost, replay
     from inflight.simulate import simulate as run
 
     recorded = None if trace is None else read_recording(trace)
@@ -61,6 +61,7 @@ def simulate(
     like = recorded or next(iter(learned_from), None)
     config = EngineConfig(**engine_values(options)) if like is None else replace(like.config, **engine_values(options))
     cost = fit_cost(learned_from) if step_cost is None else StepCost.parse(step_cost)
+    watched = WatchedCost.of(cost, learned_from) if step_cost is None else None
     requests = replay(recorded) if recorded else SyntheticLoad(
         **{name: options[name] for name in LOAD},
         prompt_tokens=Lengths.parse(options["prompt_tokens"]),
@@ -69,8 +70,12 @@ def simulate(
     )  # fmt: skip
     with ExitStack() as stack:
         observer = stack.enter_context(Recorder(record, config)).see if record else None
-        report = run(requests, config, cost, model=like.model if like else None, observer=observer)
+        report = run(requests, config, watched or cost, model=like.model if like else None, observer=observer)
+    beyond = {} if watched is None else {"num_extrapolated_steps": watched.num_beyond}
     if as_json:
-        print(json.dumps({**report.as_dict(), "step_cost": cost.as_dict()}))
-    else:
-        Console().print(report.table())
+        print(json.dumps({**report.as_dict(), "step_cost": cost.as_dict(), **beyond}))
+        return
+    console = Console(highlight=False)
+    console.print(report.table())
+    if watched is not None and watched.warning:
+        console.print(f"\n{watched.warning}")

@@ -11,6 +11,7 @@ from inflight.execution.weights.panels import has_panels
 from tests import zoo
 from tests.command import Command
 
+README = Path(__file__).parents[2] / "README.md"
 PROMPTS = ("Once upon a time", "One morning", "In a quiet village there lived a clever fox named Felix")
 
 
@@ -33,6 +34,13 @@ def test_without_options_a_newcomers_prefill_joins_anothers_decode_in_the_slot_t
     assert re.match(r"C  PREFILL\(9\)  slot 0  0 cached  <s> In ·a ·quiet ·village", last[2])
     assert "B ·sun     ####### ........." in last
     assert "C ·fox     ....... #########" in last
+
+
+def test_the_picture_in_the_readme_is_what_is_printed(command: Command) -> None:
+    (picture,) = re.findall(r"```\n(slot 0 .*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    printed = iter(line.rstrip() for line in command("show", COLUMNS="200").stdout.splitlines())
+    for line in filter(None, picture.splitlines()):
+        assert line in printed, f"{line!r} is not printed, or not there"
 
 
 def test_the_users_own_prompts_hand_over_a_slot_too(command: Command) -> None:

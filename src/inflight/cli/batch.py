@@ -44,7 +44,7 @@ async def answer(llm: "AsyncLLM", lines: Sequence[PromptLine], take: Callable[[i
 
 async def _answer_line(app: "FastAPI", line: PromptLine) -> dict[str, Any]:
     status, body = await _post(app, line.url or "", json.dumps(line.body).encode())
-    response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": json.loads(body)}
+    response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": json.loads(body or "null")}
     return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
 
 

@@ -260,7 +260,7 @@ def _answer_batch(
 
         def take(number: int, answer: dict[str, Any]) -> None:
             results.take(number, json.dumps(answer, ensure_ascii=False) + "\n")
-            usage = answer["response"]["body"].get("usage") or {}
+            usage = (answer["response"]["body"] or {}).get("usage") or {}
             bar.count(usage.get("completion_tokens") or usage.get("output_tokens") or 0, 1)
 
         asyncio.run(batch.answer(llm, lines, take))

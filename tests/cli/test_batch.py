@@ -1,12 +1,17 @@
 """OpenAI's batch files through `inflight generate`."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.command import Command
+from tests.interrupts import heed_interrupts
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -47,6 +52,34 @@ def test_every_line_is_answered_in_openais_form_and_in_order(command: Command, t
     assert bodies[3]["error"]["param"] == "temperature"
     plain = command("generate", "Once upon a time", "--temperature", 0, "--max-tokens", 40)
     assert bodies[0]["choices"][0]["text"] == plain.stdout.removesuffix("\n")
+
+
+def test_an_interrupt_writes_the_finished_answers(tmp_path: Path) -> None:
+    file = tmp_path / "batch.jsonl"
+    short, long = ({"prompt": "Once", "max_tokens": count, "ignore_eos": True} for count in (2, 900))
+    bodies = [short, long, short, *[long] * 300]
+    file.write_text(as_lines(*(request(str(number), COMPLETION, **body) for number, body in enumerate(bodies))))
+    command = [sys.executable, "-m", "inflight", "generate", "-f", str(file), "--quiet", "--max-num-seqs", "4"]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=heed_interrupts,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            rest, errors = process.communicate(timeout=300)
+        finally:
+            process.kill()
+    ended = [json.loads(line)["custom_id"] for line in (first + rest).splitlines()]
+    assert process.returncode == 130
+    assert ended[0] == "0"
+    assert len(ended) < 303
+    assert errors.strip() == "inflight: interrupted"
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def _answer_batch(
     from inflight.async_llm import AsyncLLM
     from inflight.observe.progress import ProgressBar
 
-    llm = AsyncLLM(model, in_process=True, **engine)
+    llm = AsyncLLM(model, **engine)
     with closing(_InOrder(out)) as results, closing(ProgressBar(0 if quiet else len(lines))) as bar:
 
         def take(number: int, answer: dict[str, Any]) -> None:

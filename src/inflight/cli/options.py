@@ -54,14 +54,14 @@ class Shared:
     """An option of several commands that sets one field.
 
     Attributes:
-        flags: its names, as click takes them.
+        flag: its name; the names of both directions of a switch have a slash between them.
         type: what its text becomes; None: it is a switch.
         help: its meaning.
         unset: what applies if neither caller nor field has a value, in words.
         field: the field that it sets, if it is not named like the option.
     """
 
-    flags: tuple[str, ...]
+    flag: str
     type: Any
     help: str
     unset: str = ""
@@ -70,34 +70,32 @@ class Shared:
 
     def under(self, heading: str, defaults: Mapping[str, Any]) -> Options[Any]:
         """The option as a decorator; `defaults` are shown, and apply because the option's own value is None."""
-        name = self.field or self.flags[0].split("/")[0].removeprefix("--").replace("-", "_")
+        name = self.field or self.flag.split("/")[0].removeprefix("--").replace("-", "_")
         default = defaults.get(name)
-        shown = self.unset if default is None else str(default)
-        if self.type is None:
-            shown = ("on" if default else "off") if "/" in self.flags[0] and name in defaults else ""
+        shown = self.unset if default is None else {"True": "on", "False": ""}.get(str(default), str(default))
         text = f"{self.help}  [default: {shown}]" if shown else self.help
         attributes: dict[str, Any] = {"is_flag": True, "default": None} if self.type is None else {"type": self.type}
         if self.multiple:
             attributes["multiple"] = True
-        return click.option(*self.flags, name, cls=Option, heading=heading, help=text, show_default=False, **attributes)
+        return click.option(self.flag, name, cls=Option, heading=heading, help=text, show_default=False, **attributes)
 
 
 def _one_of(flag: str, values: tuple[str, ...], meaning: str, unset: str = "") -> Shared:
-    return Shared((flag,), click.Choice(values), meaning, unset)
+    return Shared(flag, click.Choice(values), meaning, unset)
 
 
 MODEL, RUNNING, BATCHING, CACHE = "Model", "How the model runs", "Batching", "Cache"
 CHOOSING, ENDING, STRUCTURE = "How tokens are chosen", "How much is generated", "What the output must be"
 
-_TOKENIZER = (Shared(("--tokenizer",), str, "Hub id or folder of the tokenizer.", "the model's own"),)
+_TOKENIZER = (Shared("--tokenizer", str, "Hub id or folder of the tokenizer.", "the model's own"),)
 _LOADING = (
-    Shared(("--revision",), str, "Branch, tag or commit of a hub repository.", "main"),
+    Shared("--revision", str, "Branch, tag or commit of a hub repository.", "main"),
     _one_of("--load-format", config.LOAD_FORMATS, "auto: the checkpoint's weights. dummy: random ones."),
-    Shared(("--trust-remote-code",), None, "Allow code that comes with the model."),
+    Shared("--trust-remote-code", None, "Allow code that comes with the model."),
 )
 _RUNNING = (
     _one_of("--dtype", config.DTYPES, "Of weights, activations and cache. auto: the checkpoint's own."),
-    Shared(("--device",), str, "auto (CUDA, else MPS, else CPU), or a device such as cuda:1."),
+    Shared("--device", str, "auto (CUDA, else MPS, else CPU), or a device such as cuda:1."),
     _one_of("--quantization", config.QUANTIZATIONS, "Quantize weights while loading.", "none"),
     _one_of("--compile", config.COMPILE_MODES, "Use torch.compile: starts later, runs faster."),
     _one_of("--kv-cache-dtype", config.KV_CACHE_DTYPES, "Of keys and values. auto: the model's."),
@@ -106,78 +104,78 @@ _RUNNING = (
 )
 _BATCHING = (
     Shared(
-        ("--max-model-len",),
+        "--max-model-len",
         int,
         "Most tokens of a sequence, prompt and output together.",
         "what the model was made for",
     ),
-    Shared(("--max-num-seqs",), int, "Most sequences that run at once: the number of slots."),
-    Shared(("--max-num-batched-tokens",), int, "Most tokens in a step; longer prompts run in chunks."),
+    Shared("--max-num-seqs", int, "Most sequences that run at once: the number of slots."),
+    Shared("--max-num-batched-tokens", int, "Most tokens in a step; longer prompts run in chunks."),
     Shared(
-        ("--max-prefill-tokens-per-step",),
+        "--max-prefill-tokens-per-step",
         int,
         "Most prefill tokens in a step that has decodes.",
         "no limit; a server derives one from how fast steps are",
     ),
     _one_of("--policy", config.POLICIES, "Which requests are served first."),
-    Shared(("--aging-steps",), int, "Steps after which a request's priority improves by one."),
-    Shared(("--max-num-waiting",), int, "Most sequences that may wait; more are refused.", "no limit"),
+    Shared("--aging-steps", int, "Steps after which a request's priority improves by one."),
+    Shared("--max-num-waiting", int, "Most sequences that may wait; more are refused.", "no limit"),
 )
 _BLOCKS = (
     Shared(
-        ("--enable-prefix-caching/--no-prefix-caching",),
+        "--enable-prefix-caching/--no-prefix-caching",
         None,
         "Reuse cached blocks of common prompt prefixes.",
     ),
-    Shared(("--block-size",), int, "Tokens in a block of the cache."),
-    Shared(("--num-blocks",), int, "Blocks in the cache.", "as many as fit into --kv-cache-memory"),
+    Shared("--block-size", int, "Tokens in a block of the cache."),
+    Shared("--num-blocks", int, "Blocks in the cache.", "as many as fit into --kv-cache-memory"),
 )
 _CACHE_MEMORY = (
     Shared(
-        ("--kv-cache-memory",),
+        "--kv-cache-memory",
         size,
         "Memory for keys and values: bytes, or such as 2G, 512MiB.",
         "a quarter of this machine's, 90 % of a GPU's",
     ),
 )
 _CHOOSING = (
-    Shared(("--temperature",), float, "0 always takes the most likely token."),
-    Shared(("--top-p",), float, "Keep the likeliest tokens whose probabilities reach this sum."),
-    Shared(("--top-k",), int, "Keep the k likeliest tokens; 0 keeps all."),
-    Shared(("--min-p",), float, "Drop tokens below this share of the likeliest one's probability."),
-    Shared(("--seed",), int, "Seed of the random numbers.", "differs from request to request"),
+    Shared("--temperature", float, "0 always takes the most likely token."),
+    Shared("--top-p", float, "Keep the likeliest tokens whose probabilities reach this sum."),
+    Shared("--top-k", int, "Keep the k likeliest tokens; 0 keeps all."),
+    Shared("--min-p", float, "Drop tokens below this share of the likeliest one's probability."),
+    Shared("--seed", int, "Seed of the random numbers.", "differs from request to request"),
 )
 _CHANGING = (
-    Shared(("--presence-penalty",), float, "Subtracted from the logits of tokens that the output has."),
-    Shared(("--frequency-penalty",), float, "The same, once for each time that the output has them."),
-    Shared(("--repetition-penalty",), float, "Divides the logits of tokens that prompt or output have."),
-    Shared(("--bad-word",), str, "A text that is never generated; may be repeated.", field="bad_words", multiple=True),
+    Shared("--presence-penalty", float, "Subtracted from the logits of tokens that the output has."),
+    Shared("--frequency-penalty", float, "The same, once for each time that the output has them."),
+    Shared("--repetition-penalty", float, "Divides the logits of tokens that prompt or output have."),
+    Shared("--bad-word", str, "A text that is never generated; may be repeated.", field="bad_words", multiple=True),
 )
-_NUMBER = (Shared(("--n",), int, "Sequences to generate for each prompt."),)
+_NUMBER = (Shared("--n", int, "Sequences to generate for each prompt."),)
 _ENDING = (
-    Shared(("--max-tokens",), int, "Most tokens to generate.", "until a stop or a full context"),
-    Shared(("--min-tokens",), int, "Fewest tokens before a stop."),
-    Shared(("--stop",), str, "A string that ends the text; may be repeated.", multiple=True),
+    Shared("--max-tokens", int, "Most tokens to generate.", "until a stop or a full context"),
+    Shared("--min-tokens", int, "Fewest tokens before a stop."),
+    Shared("--stop", str, "A string that ends the text; may be repeated.", multiple=True),
     Shared(
-        ("--stop-token-id",),
+        "--stop-token-id",
         int,
         "A token id that ends the sequence; may be repeated.",
         field="stop_token_ids",
         multiple=True,
     ),
-    Shared(("--ignore-eos",), None, "Continue past the model's end tokens."),
-    Shared(("--truncate-prompt-tokens",), int, "Keep only this many tokens from a prompt's end.", "all"),
+    Shared("--ignore-eos", None, "Continue past the model's end tokens."),
+    Shared("--truncate-prompt-tokens", int, "Keep only this many tokens from a prompt's end.", "all"),
 )
 _SCORES = (
-    Shared(("--logprobs",), int, "Report log-probabilities: each token's own, and so many of the likeliest.", "none"),
-    Shared(("--prompt-logprobs",), int, "The same for the prompt's tokens.", "none"),
+    Shared("--logprobs", int, "Report log-probabilities: each token's own, and so many of the likeliest.", "none"),
+    Shared("--prompt-logprobs", int, "The same for the prompt's tokens.", "none"),
 )
 _STRUCTURE = (
-    Shared(("--json-schema",), str, "JSON that this schema accepts: a file, or the schema itself."),
-    Shared(("--json-object",), None, "Any JSON object."),
-    Shared(("--regex",), str, "Text that this regular expression matches as a whole."),
-    Shared(("--choice",), str, "One of these texts; repeat it for each.", multiple=True),
-    Shared(("--grammar",), str, "Text of this grammar (Lark or GBNF): a file, or the grammar itself."),
+    Shared("--json-schema", str, "JSON that this schema accepts: a file, or the schema itself."),
+    Shared("--json-object", None, "Any JSON object."),
+    Shared("--regex", str, "Text that this regular expression matches as a whole."),
+    Shared("--choice", str, "One of these texts; repeat it for each.", multiple=True),
+    Shared("--grammar", str, "Text of this grammar (Lark or GBNF): a file, or the grammar itself."),
 )
 
 _OF_ENGINE = {field.name: field.default for field in fields(config.EngineConfig)}
@@ -220,8 +218,8 @@ def config_options_with(**defaults: Any) -> Options[Any]:
     return _together(_OF_ENGINE | defaults, *_CONFIG)
 
 
-scheduling_options = _together({}, *_SCHEDULING)
-"""Those of `EngineConfig`'s options that say how requests are batched, without their defaults."""
+scheduling_options = _together(dict.fromkeys(_OF_ENGINE, "the recording's"), *_SCHEDULING)
+"""Those of `EngineConfig`'s options that say how requests are batched, for what begins with a recording's."""
 
 choice_options = _together(_OF_SAMPLING | {"temperature": 0}, (CHOOSING, _CHOOSING))
 """Options for how tokens are chosen; greedily by default."""

@@ -1,4 +1,4 @@
-"""Runs a thousand concurrent streams on the embedded model, round after round: do all finish, is memory constant?
+"""Runs a thousand concurrent streams on the embedded model in bfloat16, in rounds: do all finish, is memory constant?
 
 python benchmarks/many_streams.py --output-folder benchmarks/results
 """
@@ -14,7 +14,7 @@ from benchmarks.compare import LOGS, RESULTS, describe_machine
 from benchmarks.peers.protocol import resident_memory
 from benchmarks.serving import Server
 
-COMMAND = [sys.executable, "-m", "inflight", "serve", "--port", "{port}"]
+COMMAND = [sys.executable, "-m", "inflight", "serve", "--dtype", "bfloat16", "--port", "{port}"]
 MEBIBYTE = 2**20
 
 
@@ -31,7 +31,8 @@ def main() -> None:
     lines = [
         f"# {arguments.streams} streams at once, {arguments.rounds} rounds",
         "",
-        f"`python benchmarks/many_streams.py`: embedded model, prompts of 30 tokens, answers of 24. {machine}.",
+        "`python benchmarks/many_streams.py`: embedded model in bfloat16, prompts of 30 tokens, answers of 24. "
+        f"{machine}.",
         "",
         "| round | finished | failed | tokens/s | server CPU s | resident MiB |",
         "|---:|---:|---:|---:|---:|---:|",

@@ -1,4 +1,4 @@
-"""Many concurrent streams of `AsyncLLM` on the embedded model: tokens per second, and the cost for the caller.
+"""Many concurrent streams of `AsyncLLM`, embedded model in bfloat16: tokens per second, and the cost for the caller.
 
 python benchmarks/streams.py
 """
@@ -14,7 +14,7 @@ NUM_TOKENS = 24
 
 
 async def main() -> None:
-    async with AsyncLLM(max_num_seqs=64) as llm:
+    async with AsyncLLM(dtype="bfloat16", max_num_seqs=64) as llm:
         await read(llm, 0)
         for num_streams in NUM_STREAMS:
             start, start_of_process = time.perf_counter(), time.process_time()

@@ -22,6 +22,7 @@ def model_info(max_model_len: int = 20, num_blocks: int = 10, block_size: int = 
     return ModelInfo(
         model_class="TinyForCausalLM",
         num_parameters=1,
+        checkpoint_dtype="float32",
         dtype="float32",
         device="cpu",
         executor="packed",

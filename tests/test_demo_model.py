@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from inflight import LLM, SamplingParams
+from tests import zoo
 from tools.story_cast import SLOTS
 from tools.story_grammar import draw_request, generate_chat, generate_story, parses, split_sentences
 from tools.story_rules import RULES
@@ -40,6 +42,13 @@ def test_the_folder_is_small() -> None:
 
 def test_weights_load_as_float32() -> None:
     assert {parameter.dtype for parameter in model().parameters()} == {torch.float32}
+
+
+def test_without_any_option_its_greedy_tokens_are_the_plain_models() -> None:
+    prompts = ["Once upon a time", "In a quiet village", "One morning, a fox", "Long ago, there was a brave owl"]
+    outputs = LLM().generate(prompts, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == zoo.plain_greedy(model(), tokenizer()(prompt)["input_ids"], 60)
 
 
 def test_generation_config_ends_at_both_tokens() -> None:

@@ -42,6 +42,7 @@ from inflight.engine.process.supervisor import Supervisor
 INFO = ModelInfo(
     model_class="Model",
     num_parameters=1,
+    checkpoint_dtype="float32",
     dtype="float32",
     device="cpu",
     executor="packed",

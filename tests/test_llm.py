@@ -161,6 +161,17 @@ def test_chat_uses_the_chat_template(llm: LLM, tokenizer: Tokenizer) -> None:
         llm.chat(messages, GREEDY, use_tqdm=False)
 
 
+def test_a_chat_without_parameters_ends_where_the_context_is_full() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = byte_level()
+    llm = LLM(zoo.build("gpt2"), tokenizer.inner, max_model_len=60)
+    (answer,) = llm.chat([{"role": "user", "content": WORDS}], use_tqdm=False, chat_template=template)
+    assert answer.outputs[0].finish_reason == "length"
+    assert len(answer.prompt_token_ids) + len(answer.outputs[0].token_ids) == 60
+    (text,) = llm.generate(WORDS, use_tqdm=False)
+    assert len(text.outputs[0].token_ids) == SamplingParams().max_tokens
+
+
 def test_truncate_prompt_tokens_keeps_the_last_tokens(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, truncate_prompt_tokens=4)
     (output,) = llm.generate(list(range(10, 40)), params, use_tqdm=False)

@@ -2,12 +2,14 @@
 
 import pickle
 from dataclasses import FrozenInstanceError, fields, replace
+from string import Formatter
 from typing import Any
 
 import pytest
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import UnknownOptionError
+from inflight.contracts.foreign_names import FOREIGN_NAMES
 from inflight.contracts.params import MAX_SEED, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
@@ -223,7 +225,14 @@ both = pytest.mark.parametrize("options", [SamplingParams, EngineConfig])
     [
         (SamplingParams, "max_token", "did you mean 'max_tokens'?"),
         (SamplingParams, "temprature", "did you mean 'temperature'?"),
-        (SamplingParams, "best_of", "it accepts bad_words, frequency_penalty, ignore_eos, "),
+        (SamplingParams, "logits", "did you mean 'logit_bias'?"),
+        (SamplingParams, "beams", "it accepts bad_words, frequency_penalty, ignore_eos, "),
+        (SamplingParams, "max_new_tokens", "max_tokens is the most tokens to generate"),
+        (SamplingParams, "guided_json", "structured_output takes a schema, "),
+        (EngineConfig, "gpu_memory_utilization", "kv_cache_memory says how many bytes keys and values may take"),
+        (EngineConfig, "tensor_parallel_size", "a model runs on one device here"),
+        (EngineConfig, "swap_space", "nothing is swapped or offloaded here"),
+        (EngineConfig, "max_batched_tokens", "max_num_batched_tokens is the most tokens of a step"),
         (EngineConfig, "max_seqs", "did you mean 'max_num_seqs'?"),
         (EngineConfig, "blocksize", "did you mean 'block_size'?"),
         (EngineConfig, "gpus", "it accepts aging_steps, attention_backend, block_size, "),
@@ -233,6 +242,14 @@ def test_an_unknown_option_is_refused_with_a_hint(options: type, name: str, hint
     with pytest.raises(UnknownOptionError) as caught:
         options(**{name: 1})
     assert str(caught.value).startswith(f"{options.__name__} has no option {name!r}; {hint}")
+
+
+def test_what_other_engines_call_otherwise_is_explained_with_options_that_exist() -> None:
+    ours = {field.name for options in (EngineConfig, SamplingParams) for field in fields(options)}
+    assert not ours & FOREIGN_NAMES.keys()
+    for name, text in FOREIGN_NAMES.items():
+        assert {named for _, named, _, _ in Formatter().parse(text) if named is not None} <= ours, name
+        assert is_one_sentence(f"EngineConfig has no option {name!r}; {text}")
 
 
 @both

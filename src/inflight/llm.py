@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import count
 from numbers import Integral
 from typing import Any
@@ -130,6 +131,8 @@ class LLM:
 
         Args:
             messages: one chat or many, each a list of dicts with "role" and "content".
+            sampling_params: for all, or one for each chat; None: the model's own defaults, without a limit of tokens:
+                an answer ends where the model ends it, or where its context is full.
             template_options: `chat_template` (Jinja, instead of the tokenizer's), `tools` (JSON schemas),
                 `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs` (variables of the template).
         """
@@ -138,6 +141,8 @@ class LLM:
         is_one = isinstance(messages[0], Mapping)
         chats = [messages] if is_one else messages
         prompts = [{"messages": chat, **template_options} for chat in chats]
+        if sampling_params is None:
+            sampling_params = replace(self.get_default_sampling_params(), max_tokens=None)
         return self.generate(prompts[0] if is_one else prompts, sampling_params, use_tqdm)
 
     def stream(

@@ -61,6 +61,15 @@ def test_the_document_does_not_depend_on_the_order_of_findings() -> None:
     assert document.index("## Exact") < document.index("## Not exact") < document.index("## Not built")
 
 
+def test_a_census_of_some_classes_says_which() -> None:
+    document = to_markdown(FINDINGS[:1], VERSIONS, ["gpt2", "BloomForCausalLM"])
+    assert "Made by `inflight census --class gpt2 --class BloomForCausalLM`; not edited" in document
+    assert "For `gpt2`, `BloomForCausalLM`, out of the classes that" in document
+    assert "every class" not in document
+    stored = Path(__file__).parents[2] / "docs" / "census.md"
+    assert stored.read_text(encoding="utf-8").startswith(to_markdown([], VERSIONS).partition("torch 2,")[0])
+
+
 def test_json_has_every_finding() -> None:
     read = json.loads(to_json(FINDINGS, VERSIONS))
     assert read["versions"] == VERSIONS

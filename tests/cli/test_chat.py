@@ -4,16 +4,19 @@ import asyncio
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 from aiohttp import web
 
 from inflight import LLM, SamplingParams
+from inflight.demo_model import DEMO_MODEL
 from tests.command import Command, Done
 from tests.interrupts import heed_interrupts
 from tests.loadtest.fake_server import Exchange, FakeServer, chat_chunk, refuse
@@ -296,6 +299,62 @@ def test_the_chat_with_its_own_engine_answers_like_the_library(chat: Chat) -> No
     assert done.stdout == "".join(f"{text}\n" for text in expected)
     assert done.stderr.count("(cut: max_tokens") >= 1
     assert "SamplingParams has no option 'top_pp'; did you mean 'top_p'?" in done.stderr
+
+
+TEMPLATE = """{% if messages[0].role == "system" %}{{ raise_exception("System role not supported") }}{% endif %}
+{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"""
+
+
+@pytest.fixture
+def without_system_role(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_a_system_prompt_that_the_template_refuses_changes_nothing(without_system_role: Path) -> None:
+    terminal = Terminal("-m", str(without_system_role), "--max-tokens", "2", "--temperature", "0")
+    terminal.until("> ")
+    terminal.type("/system Be kind.\n")
+    terminal.until("inflight: there can be no system prompt: ")
+    terminal.until("System role not supported")
+    terminal.until("> ")
+    terminal.type("Tell me a story.\n")
+    terminal.until("(cut: max_tokens")
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.end() == 0
+
+
+def test_a_system_prompt_of_the_command_line_is_refused_at_once(chat: Chat, without_system_role: Path) -> None:
+    done = chat("-m", without_system_role, "--system", "Be kind.", lines=["hello"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there can be no system prompt" in done.stderr
+
+
+def test_a_server_that_refuses_a_system_prompt_can_go_on_without(chat: Chat, server: FakeServer) -> None:
+    async def behave(exchange: Exchange) -> web.Response | None:
+        if exchange.body["messages"][0]["role"] == "system":
+            return refuse(400, "no system role")
+        await repeat(exchange)
+        return None
+
+    server.behave = behave
+    terminal = Terminal("--url", server.url, "--system", "Be kind.")
+    terminal.until("> ")
+    terminal.type("hello\n")
+    terminal.until("/system without a text goes on without one")
+    terminal.until("no system role")
+    terminal.until("> ")
+    terminal.type("/system\n")
+    terminal.until("> ")
+    terminal.type("again\n")
+    terminal.until("again\r\n")  # the echo
+    terminal.until("again\r\n")  # the answer
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.end() == 0
 
 
 def test_ctrl_c_stops_an_answer_of_its_own_engine() -> None:

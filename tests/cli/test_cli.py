@@ -1,10 +1,15 @@
 """The command as a user runs it, in its own process with pipes if that makes a difference."""
 
+import fcntl
 import json
 import os
+import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,8 @@ import pytest
 from transformers import AutoConfig
 
 from inflight.cli import app
+from inflight.demo_model import DEMO_MODEL
+from inflight.execution.hf.load import has_fast_bfloat16
 from tests import zoo
 from tests.command import Command
 from tests.interrupts import heed_interrupts
@@ -185,7 +192,62 @@ def test_info_shows_what_preparation_found(command: Command, folder: Path) -> No
     assert found["model_class"] == "LlamaForCausalLM"
     assert found["executor"] == "packed"
     assert found["attention_calls"] == ["3 x 4 heads over 2 key/value heads of size 16"]
-    assert "LlamaForCausalLM" in command("info", folder).stdout
+    assert (found["checkpoint_dtype"], found["dtype"]) == ("float32", "float32")
+    assert found["cache_bytes"] == found["num_blocks"] * found["block_size"] * found["kv_bytes_per_token"]
+    assert found["has_chat_template"] is False
+    lines = dict(
+        line.split(maxsplit=1) for line in map(str.rstrip, command("info", folder).stdout.splitlines()) if line
+    )
+    assert lines["model"].startswith("LlamaForCausalLM, ")
+    assert lines["context"] == f"{found['max_model_len']} tokens"
+    assert "a token" in lines["cache"]
+    other = command("info", folder, "--dtype", "bfloat16", "--num-blocks", 10).stdout
+    assert re.search(r"^weights .* in bfloat16; the checkpoint is in float32 *$", other, re.MULTILINE)
+    assert re.search(r"^cache +60 KiB: 10 blocks of 16 tokens, 384 bytes a token", other, re.MULTILINE)
+
+
+@pytest.mark.skipif(not has_fast_bfloat16(), reason="bfloat16 is not faster on this CPU")
+def test_info_says_where_bfloat16_is_faster(command: Command) -> None:
+    assert "--dtype bfloat16" in command("info").stdout
+    assert "--dtype bfloat16" not in command("info", "--dtype", "bfloat16").stdout
+
+
+def test_messages_of_a_failed_download_come_once() -> None:
+    code = """
+from inflight.cli.options import quiet_libraries
+quiet_libraries()
+from huggingface_hub.utils import logging
+logging.get_logger("huggingface_hub.utils._http").warning("Retrying in 1s")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    assert done.stderr == "inflight: Retrying in 1s\n"
+
+
+def test_loading_prints_nothing_into_a_pipe_and_leaves_nothing_on_a_terminal() -> None:
+    code = f"from inflight import LLM; llm = LLM({str(DEMO_MODEL)!r}, num_blocks=8); llm.generate([]); dir(llm)"
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    assert (piped.stdout, piped.stderr) == ("", "")
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    try:
+        subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True, env=ENVIRONMENT | {"TERM": "xterm"})
+        os.write(theirs, b"end")
+        seen = b""
+        while not seen.endswith(b"end"):
+            seen += os.read(ours, 65536)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert b"Loading weights" in seen
+    assert seen.rpartition(b"\r")[2] == b"end", "the last line was wiped"
+    assert b"\n" not in seen
+
+
+def test_the_public_names_are_listed() -> None:
+    import inflight as package
+
+    assert dir(package) == sorted(package.__all__)
+    assert all(hasattr(package, name) for name in package.__all__)
 
 
 def test_demo_runs_to_its_end_without_a_terminal(command: Command) -> None:

@@ -66,6 +66,19 @@ def test_synthetic_requests_use_the_costs_of_a_recorded_machine(recording: Path,
     assert len(simulated.steps) == values["num_steps"]
 
 
+def test_steps_beyond_the_recording_are_said_to_be_extrapolated(recording: Path) -> None:
+    assert report("--trace", recording)["num_extrapolated_steps"] == 0
+    assert "extrapolated" not in simulate("--trace", recording).stdout
+    large = ("--synthetic", "--num-requests", 9, "--prompt-tokens", 90, "--output-tokens", 4, "--fit", recording)
+    more = (*large, "--max-num-seqs", 9, "--max-num-batched-tokens", 500, "--num-blocks", 900)
+    values = report(*more)
+    assert 0 < values["num_extrapolated_steps"] <= values["num_steps"]
+    text = " ".join(simulate(*more).stdout.split())
+    assert f"extrapolated: {values['num_extrapolated_steps']} of {values['num_steps']} steps are beyond" in text
+    assert "up to 500 tokens (10 recorded)" in text
+    assert "num_extrapolated_steps" not in report("--synthetic", "--num-requests", 2, "--step-cost", LINEAR)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

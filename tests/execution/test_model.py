@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.execution.hf.load import available_cache_memory, has_fast_bfloat16, load_model, resolve_device
+from inflight.execution.preparation.prepare import prepare
 from tests import zoo
 
 FAST_DTYPE = torch.bfloat16 if has_fast_bfloat16() else torch.float32
@@ -176,6 +177,13 @@ def test_a_file_is_not_accepted_as_a_folder(saved: Path) -> None:
         load_model(saved / "model.safetensors", EngineConfig())
 
 
+def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "tiny.Q4_K_M.gguf").write_bytes(b"GGUF")
+    for source in (tmp_path / "tiny.Q4_K_M.gguf", str(tmp_path / "not-there.GGUF"), tmp_path):
+        with pytest.raises(ModelError, match="is in GGUF, which is not read here; give the checkpoint that"):
+            load_model(source, EngineConfig())
+
+
 @pytest.mark.parametrize("device", ["nonesuch", "", "cuda:99"])
 def test_an_unavailable_device_is_refused_by_name(saved: Path, device: str) -> None:
     for source in (str(saved), zoo.build("llama")):
@@ -190,7 +198,7 @@ def test_an_unavailable_device_is_refused_by_name(saved: Path, device: str) -> N
 @pytest.mark.parametrize(
     ("checkpoint", "asked", "given"),
     [
-        (torch.float32, "auto", FAST_DTYPE),
+        (torch.float32, "auto", torch.float32),
         (torch.bfloat16, "auto", FAST_DTYPE),
         (torch.float16, "auto", FAST_DTYPE),
         (torch.float32, "bfloat16", torch.bfloat16),
@@ -198,7 +206,7 @@ def test_an_unavailable_device_is_refused_by_name(saved: Path, device: str) -> N
         (torch.float16, "bfloat16", torch.bfloat16),
     ],
 )
-def test_a_checkpoint_on_a_cpu_gets_the_requested_dtype_or_the_fastest_one(
+def test_a_checkpoint_on_a_cpu_gets_the_requested_dtype_or_its_own(
     tmp_path: Path, checkpoint: torch.dtype, asked: str, given: torch.dtype
 ) -> None:
     zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(checkpoint).save_pretrained(tmp_path)
@@ -206,6 +214,25 @@ def test_a_checkpoint_on_a_cpu_gets_the_requested_dtype_or_the_fastest_one(
     assert {parameter.dtype for parameter in model.parameters()} == {given}
     expected = zoo.build("llama").model.layers[0].mlp.up_proj.weight.to(checkpoint).to(given)
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, expected)
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+def test_what_is_found_names_the_dtype_of_the_checkpoint_beside_the_one_in_use(
+    tmp_path: Path, own: torch.dtype
+) -> None:
+    model = zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(own)
+    model.save_pretrained(tmp_path)
+    for source in (str(tmp_path), model):
+        info = prepare(source, EngineConfig(device="cpu", dtype="float32", num_blocks=8)).info
+        assert (info.checkpoint_dtype, info.dtype) == (str(own).removeprefix("torch."), "float32")
+
+
+def test_a_checkpoint_that_names_no_dtype_runs_in_float32(tmp_path: Path) -> None:
+    zoo.build("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model(tmp_path, EngineConfig(device="cpu")).dtype == torch.float32
 
 
 def test_float16_on_a_cpu_is_refused(saved: Path) -> None:
@@ -256,7 +283,7 @@ def test_dummy_weights_do_not_change_the_random_state_of_the_caller(config_only:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("asked", "given"), [("auto", FAST_DTYPE), ("float32", torch.float32)])
+@pytest.mark.parametrize(("asked", "given"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_dummy_weights_have_the_requested_dtype(config_only: Path, asked: str, given: torch.dtype) -> None:
     model = load_model(config_only, EngineConfig(load_format="dummy", dtype=asked, device="cpu"))
     assert {parameter.dtype for parameter in model.parameters()} == {given}

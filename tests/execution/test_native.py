@@ -1,8 +1,11 @@
 """Kernels are built once and kept on disk, and everything works without them."""
 
+import io
 import os
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,37 @@ def test_a_built_library_is_found_again() -> None:
     library = native.cache_folder() / f"kernels-{native._digest()}.so"
     assert library.exists()
     assert native._built_library() == library
+
+
+class Terminal(io.StringIO):
+    """Written to as a terminal; says when the seconds have run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_moved = threading.Event()
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self.getvalue().count("\r") >= 2:
+            self.has_moved.set()
+        return written
+
+
+def test_the_seconds_of_a_build_run_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, pipe = Terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with native._timed("building …", interval=0.001):
+        assert terminal.has_moved.wait(60)
+    assert re.fullmatch(r"building …(\rbuilding … \d+ s){3,}\n", terminal.getvalue())
+    monkeypatch.setattr(sys, "stderr", pipe)
+    with native._timed("building …", interval=0.001):
+        pass
+    with pytest.raises(OSError, match="no"), native._timed("building …"):
+        raise OSError("no")
+    assert re.fullmatch(r"building … \d+ s\nbuilding … failed\n", pipe.getvalue())
 
 
 def test_another_cpu_gets_another_library() -> None:

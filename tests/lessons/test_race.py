@@ -89,7 +89,7 @@ def test_the_terminal_shows_idle_slots_and_padding_within_its_width(result: race
 def test_the_bench_counts_steps_which_do_not_depend_on_the_machine() -> None:
     config = GPT2Config(vocab_size=128, n_positions=640, n_embd=16, n_layer=1, n_head=2)
     model, lines = GPT2LMHeadModel(config).eval(), list[str]()
-    measured = static_bench.measure_rungs(model, 2, lines.append)
+    measured = static_bench.measure(static_bench.compare_rungs(model, 32), 2, lines.append)
     assert {name: each.num_steps for name, each in measured.items()} == {
         "static": 400,
         "padded": 132,
@@ -99,6 +99,6 @@ def test_the_bench_counts_steps_which_do_not_depend_on_the_machine() -> None:
     }
     assert {each.num_differing for each in measured.values()} == {0}
     assert [len(each.seconds) for each in measured.values()] == [2] * 5
-    shared = static_bench.measure_shared_prefix(model, 1, lines.append)
+    shared = static_bench.measure(static_bench.compare_shared_prefix(model, 32), 1, lines.append)
     assert shared["shared prefix"].num_differing == 0
     assert len(lines) == 2 * 5 + 2

@@ -154,10 +154,12 @@ def test_static_reports_how_many_tokens_of_each_row_were_useful() -> None:
     lines: list[str] = []
     requests = [LessonRequest([1, 2], 10), LessonRequest([3], 4)]
     static_batching.run(zoo.build("llama"), requests, 2, log=lines.append)
+    first = " ".join(map(str, zoo.plain_greedy(zoo.build("llama"), [1, 2], 10)))
+    second = " ".join(map(str, zoo.plain_greedy(zoo.build("llama"), [3], 4)))
     assert lines == [
-        "slot 0 <- req 0 (10 token cap): 2 prompt tokens",
-        "slot 1 <- req 1 (4 token cap): 1 prompt tokens",
-        "slot 0: req 0 finished: 10/10 tokens useful",
-        "slot 1: req 1 finished: 4/10 tokens useful",
+        "slot 0 <- req 0 (10 token cap): 2 prompt tokens: 1 2",
+        "slot 1 <- req 1 (4 token cap): 1 prompt tokens: 3",
+        f"slot 0: req 0 is done, 10 of 10 tokens useful: {first}",
+        f"slot 1: req 1 is done, 4 of 10 tokens useful: {second}",
         "--- barrier: wave 0 is done ---",
     ]

@@ -16,11 +16,12 @@ MIXED = ([7, 8, 9], list(range(10, 19)), list(range(20, 50)))
 def captured(prompts: Any = MIXED, step: int = 1, name: str = "llama", n: int = 1, **options: Any) -> StepView:
     build = zoo.build if name in zoo.ARCHITECTURES else others.build
     engine = Engine(build(name), EngineConfig(**{"max_num_batched_tokens": 10, **options}))
-    capture = StepCapture(engine.runner.witness_attention(), step)
+    capture = StepCapture(engine.runner.witness_attention(), [step])
     engine.observer = capture.see
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=step + 1, n=n)
         engine.submit(engine.accept(str(number), prompt, params))
-    while capture.view is None:
+    while not capture.is_complete:
         engine.step()
-    return capture.view
+    (view,) = capture.views
+    return view

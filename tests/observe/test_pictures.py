@@ -65,7 +65,7 @@ def test_a_page_is_self_contained(tmp_path: Path) -> None:
 
 def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"pip install 'inflight-llm\[pictures\]'"):
+    with pytest.raises(ValueError, match=r"pip install matplotlib"):
         new_figure(3, 2)
 
 

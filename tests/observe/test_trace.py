@@ -13,6 +13,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.record import PreemptionRecord, SpanKind, SpanRecord, StepRecord
 from inflight.observe.pictures import save_png
 from inflight.observe.recorder import Recording, read_recording
+from inflight.observe.timeline import MARKS
 from inflight.observe.trace import Stretch, chrome_events, stretches, write_chrome_trace
 from inflight.observe.trace_figure import trace_figure
 from inflight.observe.trace_page import page_data, write_page
@@ -192,6 +193,25 @@ def test_the_picture_is_a_valid_image(recording: Recording, tmp_path: Path) -> N
     assert boxes == len(stretches(recording.steps))
     save_png(figure, tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_slots_that_never_ran_have_no_lane(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    steps = [step(0, (0, "a", 0, 5, "prefill"), (1, "b", 0, 5, "prefill")), step(1, (1, "b", 5, 1, "decode"))]
+    few = Recording(EngineConfig(max_num_seqs=64), None, {}, steps)
+    assert page_data(few)["slots"] == 2
+    assert {e["tid"] for e in chrome_events(few) if e["ph"] == "M" and e["name"] == "thread_name"} == {0, 1}
+    lanes, _, queue = trace_figure(few).axes
+    assert lanes.get_ylim() == (1.5, -0.5)
+    assert lanes.get_title(loc="left") == "2 of 64 slots were ever in use"
+    assert queue.get_ylim()[1] >= 1, "nobody waits, and the axis counts sequences"
+    assert all(float(tick).is_integer() for tick in queue.get_yticks())
+    write_page(few, tmp_path / "page.html", "few")
+    assert "2 of 64 slots were ever in use" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_timeline_without_colours_tells_all_uses_apart() -> None:
+    assert len({mark for mark, _ in MARKS.values()}) == len(MARKS)
 
 
 def test_a_failure_to_draw_or_write_is_reported_in_one_sentence(recording: Recording, tmp_path: Path) -> None:

@@ -1,19 +1,25 @@
 """How measured times become parts of a step, and the least work of a step. These tests read no clock."""
 
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
+from inflight.contracts.config import EngineConfig
+from inflight.engine.engine import Engine
 from inflight.execution.attention import AttentionSpec, CpuAttention, ReferenceAttention
 from inflight.execution.kernels import kernels_available
 from inflight.execution.weights.formats import PLAIN
 from inflight.profiling import Machine
 from inflight.profiling.operators import OperatorTimes
 from inflight.profiling.phases import PhaseTimes, timed_calls
-from inflight.profiling.step_profile import split_forward, take_apart
+from inflight.profiling.step_profile import StepProfile, split_forward, take_apart
+from inflight.profiling.table import profile_table
 from inflight.profiling.work import StepWork, decode_work, has_prepacked_linears
+from tests import zoo
 
 MACHINE = Machine(read_bytes_per_second=1000.0, operations_per_second=1e6)
 WORK = StepWork(weight_bytes=500, linear_operations=100, cache_bytes=100)
@@ -39,6 +45,31 @@ def test_floors_are_the_greater_of_reading_and_arithmetic() -> None:
     parts, _ = take_apart(5.0, PHASES, OPERATORS, MACHINE, replace(WORK, linear_operations=2_000_000))
     assert parts[0].floor_seconds == 2.0
     assert parts[0].times_floor == pytest.approx(parts[0].seconds / 2.0)
+
+
+def printed(profile: StepProfile) -> str:
+    console = Console(file=StringIO(), width=200)
+    console.print(profile_table(profile))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_time_below_its_floor_is_no_figure() -> None:
+    info = Engine(zoo.build("llama"), EngineConfig(num_blocks=8)).model_info
+    parts, correction = take_apart(5.0, PHASES, OPERATORS, MACHINE, WORK)
+    profile = StepProfile(info, 1, 2, 3.0, 4, 5.0, parts, correction, MACHINE, WORK)
+    assert profile.below_floor == []
+    assert "less than the floor" not in printed(profile)
+    assert profile.times_floor == pytest.approx(5.0 / 0.6)
+    slow = replace(profile, machine=replace(MACHINE, read_bytes_per_second=100.0))
+    assert slow.below_floor == ["the step"]
+    assert slow.as_dict()["times_floor"] is None
+    text = printed(slow)
+    assert "the step took less than the floor, which therefore is none" in text
+    assert "0.83" not in text
+    linears = replace(parts[0], floor_seconds=10.0)
+    assert replace(profile, parts=(linears, *parts[1:])).below_floor == ["linears"]
+    assert linears.times_floor is None
+    assert replace(linears, floor_seconds=linears.seconds * 1.001).times_floor == pytest.approx(1.0, abs=1e-2)
 
 
 @pytest.mark.parametrize("forward", [0.5, 1.4, 1.5, 2.6, 10.0])

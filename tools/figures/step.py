@@ -21,15 +21,14 @@ def mixed_step() -> Drawing:
     assert tokenizer is not None
     capture = StepCapture(
         llm.engine.runner.witness_attention(),
-        STEP,
+        [STEP],
         lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False),
     )
     llm.engine.observer = capture.see
     llm.generate(list(PROMPTS), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
-    view = capture.view
-    assert view is not None, "the run has such a step"
+    (view,) = capture.views
     numbers = {
-        "command": f"inflight show --max-num-batched-tokens {BUDGET} --step {STEP} "
+        "command": f"inflight show --max-num-seqs {len(PROMPTS)} --max-num-batched-tokens {BUDGET} --step {STEP} "
         + " ".join(f'"{prompt}"' for prompt in PROMPTS),
         "spans": [[span.letter, span.kind, len(span.tokens), span.num_cached] for span in view.spans],
         "queries": view.total_q,

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -17,11 +18,7 @@ EXECUTORS = ("packed", "rows", "sequential")
 NO_CAUSAL_LM: tuple[Outcome, ...] = ("not causal", "not built")
 
 INTRODUCTION = """\
-# Census of causal language models
-
-Made by `inflight census --output docs/census.md`; not edited by hand.
-
-For every class that `transformers` maps to a causal language model: a tiny model with random weights, rescaled until
+For {classes}: a tiny model with random weights, rescaled until
 its next token depends on tokens far back, runs a ragged workload (eight greedy requests with prompts of 1 to 60 tokens,
 chunked, preempted, mixed) through `LLM(model)` in float32. **Exact**: every token is the argmax of the plain model's
 logits, computed without a cache in one forward pass over everything, or within 1e-4 of their range of it, or the argmax
@@ -46,14 +43,18 @@ def to_json(findings: Iterable[Finding], made_with: dict[str, str]) -> str:
     return json.dumps({"versions": made_with, "findings": [asdict(each) for each in _ordered(findings)]}, indent=2)
 
 
-def to_markdown(findings: Iterable[Finding], made_with: dict[str, str]) -> str:
-    """Return the document: versions, summary, and a table for each kind of outcome."""
+def to_markdown(findings: Iterable[Finding], made_with: dict[str, str], names: Sequence[str] = ()) -> str:
+    """Return the document: versions, summary, and a table for each kind of outcome.
+
+    Args:
+        names: the classes and model types that were asked for; none: all were.
+    """
     findings = _ordered(findings)
     causal = [each for each in findings if each.outcome not in NO_CAUSAL_LM]
     inexact = [each for each in causal if each.outcome != "exact"]
     num_tokens, num_ties = sum(each.num_tokens for each in findings), sum(each.num_near_ties for each in findings)
     parts = [
-        INTRODUCTION,
+        _introduction(names),
         ", ".join(f"{name} {value}" for name, value in made_with.items()) + "\n",
         f"**{summary(findings)}**\n",
         f"{num_tokens:,} tokens were compared; {num_ties} of them are not the argmax of the one pass, but as good.\n",
@@ -68,6 +69,17 @@ def to_markdown(findings: Iterable[Finding], made_with: dict[str, str]) -> str:
     if others := [each for each in findings if each.outcome == "not built"]:
         parts += ["## Not built\n", _short_table(others)]
     return "\n".join(parts)
+
+
+def _introduction(names: Sequence[str]) -> str:
+    options = "".join(f" --class {name}" for name in names) or " --output docs/census.md"
+    classes = "every class that `transformers` maps to a causal language model"
+    if names:
+        classes = f"{', '.join(f'`{name}`' for name in names)}, out of the classes that `transformers` maps to causal "
+        classes += "language models"
+    text = textwrap.fill(INTRODUCTION.format(classes=classes), 120, break_long_words=False, break_on_hyphens=False)
+    made = f"Made by `inflight census{options}`; not edited by hand."
+    return f"# Census of causal language models\n\n{made}\n\n{text}\n"
 
 
 def summary(findings: Sequence[Finding]) -> str:

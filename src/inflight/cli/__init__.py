@@ -10,6 +10,7 @@ from inflight.cli.census import census
 from inflight.cli.chat import chat
 from inflight.cli.demo import demo
 from inflight.cli.generate import generate
+from inflight.cli.help import Group
 from inflight.cli.info import info
 from inflight.cli.profile import profile
 from inflight.cli.race import race
@@ -18,11 +19,24 @@ from inflight.cli.show import show
 from inflight.cli.simulate import simulate
 from inflight.cli.trace import trace
 
+HEADINGS = {
+    "Run a model": ("generate", "chat", "serve", "info"),
+    "See how it works": ("demo", "show", "race", "trace"),
+    "Measure and plan": ("bench", "profile", "simulate", "census"),
+}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+
+@click.group(
+    cls=Group,
+    headings=HEADINGS,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110},
+)
 @click.version_option(__version__, prog_name="inflight")
 def app() -> None:
-    """Continuous batching for Hugging Face causal language models."""
+    """Continuous batching for Hugging Face causal language models.
+
+    Where a command runs a model, `-m MODEL` names it: a hub id or a folder; without it the small embedded model runs.
+    """
 
 
 for command in (generate, serve, chat, info, demo, show, race, bench, profile, trace, simulate, census):

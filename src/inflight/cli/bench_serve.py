@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from inflight.cli.help import Command
+
 if TYPE_CHECKING:
     from inflight.loadtest.load_test import LoadPlan, LoadResult
 
@@ -28,7 +30,7 @@ NOT_WITH = {
 """Options that are sources of requests, each with the options that it makes meaningless."""
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--base-url", default="http://127.0.0.1:8000", help="The server's URL, with or without /v1.")
 @click.option("--model", "-m", help="The model's name on the server; default: the first one listed.")
 @click.option("--endpoint", type=click.Choice(("completions", "chat")), default="completions", help="Endpoint.")
@@ -61,9 +63,9 @@ NOT_WITH = {
 @click.option("--json", "as_json", is_flag=True, help="Print the report, and every request, as JSON.")
 @click.option("--png", type=FILE, help="Draw the run (needs matplotlib).")
 def serve(base_url: str, as_json: bool, png: Path | None, **options: Any) -> None:
-    """Send requests to a server when they are due, and report throughput and latencies.
+    """Put load on a server, and report throughput and latencies.
 
-    The load is open: requests arrive however busy the server is, and latencies count from when they were due.
+    The load is open: requests arrive when they are due, however busy the server is, and latencies count from then.
     """
     from rich.console import Console
 

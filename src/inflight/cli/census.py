@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
+from inflight.cli.help import Command
 from inflight.cli.options import quiet_libraries
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--class", "names", multiple=True, help="Only this class or model type; may be repeated.")
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here, not to standard output."
@@ -32,9 +33,10 @@ def census(
     peer: bool,
     min_exact: int | None,
 ) -> None:
-    """Build a tiny model of every causal language model class, run it, and compare each token with the plain model.
+    """Find which of transformers' causal language models run exactly.
 
-    Each class runs in a process of its own, so this takes a while. Progress goes to standard error.
+    A tiny model of every class is built and run, and each token compared with the plain model's. Each class runs in a
+    process of its own, so this takes a while. Progress goes to standard error.
     """
     quiet_libraries()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -51,7 +53,7 @@ def census(
 
     findings = run_census(classes, timeout, jobs, peer, tell)
     print(summary(findings), file=sys.stderr)
-    text = to_json(findings, versions()) if as_json else to_markdown(findings, versions())
+    text = to_json(findings, versions()) if as_json else to_markdown(findings, versions(), names)
     if output is None:
         print(text)
     else:

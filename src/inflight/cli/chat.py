@@ -8,21 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from inflight.cli.options import engine_options, engine_values, quiet_libraries, sampling_options, sampling_values
+from inflight.cli.help import Command
+from inflight.cli.options import (
+    chat_options,
+    engine_options,
+    engine_values,
+    model_argument,
+    quiet_libraries,
+    sampling_values,
+)
 
 if TYPE_CHECKING:
     from inflight.cli.chat_session import Answerer
 
 
-@click.command()
-@click.argument("model", required=False)
-@click.option("--url", help="An OpenAI-compatible server, such as http://127.0.0.1:8000, where MODEL is a name.")
+@click.command(cls=Command)
+@click.option("--url", help="An OpenAI-compatible server, such as http://127.0.0.1:8000, where --model is a name.")
 @click.option("--api-key", envvar="OPENAI_API_KEY", show_envvar=True, help="Sent to the server as a bearer token.")
 @click.option("--system", help="The system prompt.")
-@sampling_options
+@model_argument
+@chat_options
 @engine_options
 def chat(model: str | None, url: str | None, api_key: str | None, system: str | None, **options: Any) -> None:
-    """Chat with MODEL (default: the small embedded model), or with a server.
+    """Chat with a model, or with a server. MODEL means the same as --model MODEL.
 
     Each line is a message, answers are streamed, and the conversation is remembered. /help lists the commands; Ctrl-C
     stops an answer, Ctrl-D ends the chat. Messages may be piped in: then standard output has only the answers, and the

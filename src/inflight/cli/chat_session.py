@@ -42,6 +42,9 @@ class Answerer(Protocol):
     def check(self, params: Mapping[str, Any]) -> None:
         """Raise `ValueError` for a parameter that is known to be wrong."""
 
+    def check_system(self, text: str) -> None:
+        """Raise `ValueError` if it is known that there can be no system prompt."""
+
     def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
         """Show the answer piece by piece and return why it ended. Raises `AnswerError`, `ValueError`."""
 
@@ -55,6 +58,10 @@ class EngineAnswerer:
 
     def check(self, params: Mapping[str, Any]) -> None:
         self._params(params)
+
+    def check_system(self, text: str) -> None:
+        if self._llm.tokenizer is not None:
+            self._llm.tokenizer.chat([{"role": "system", "content": text}, {"role": "user", "content": "?"}])
 
     def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
         finish_reason = None
@@ -82,6 +89,9 @@ class ServerAnswerer:
         self.name = f"{self._model} at {base_url}"
 
     def check(self, params: Mapping[str, Any]) -> None:
+        pass
+
+    def check_system(self, text: str) -> None:
         pass
 
     def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
@@ -145,12 +155,25 @@ class ChatSession:
             case "/reset":
                 self.messages.clear()
             case "/system":
-                self.system = rest.strip() or None
+                self._set_system(rest.strip())
             case "/params":
                 self._set(rest.strip())
             case _:
                 raise ValueError(f"there is no command {command}; /help lists all")
         return True
+
+    def __post_init__(self) -> None:
+        if self.system is not None:
+            self._set_system(self.system)
+
+    def _set_system(self, text: str) -> None:
+        """Use this system prompt from now on, or none; one that cannot be used changes nothing."""
+        if text:
+            try:
+                self.answerer.check_system(text)
+            except ValueError as error:
+                raise ValueError(f"there can be no system prompt: {error}") from error
+        self.system = text or None
 
     def _say(self, text: str) -> None:
         """Send a message and show the answer. The shown part of a stopped answer is kept; a failed answer is
@@ -169,6 +192,10 @@ class ChatSession:
             is_kept = True
         except KeyboardInterrupt:
             is_kept = any(pieces)
+            raise
+        except (AnswerError, ValueError):
+            if system and not any(pieces):
+                tell("(if it is for the system prompt: /system without a text goes on without one)")
             raise
         finally:
             if any(pieces):

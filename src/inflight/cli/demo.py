@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import click
 
+from inflight.cli.help import Command
 from inflight.cli.options import quiet_libraries
 from inflight.demo_model import DEMO_MODEL
 
@@ -30,12 +31,15 @@ PROMPTS = (
 """Prompts, and how many tokens each may generate."""
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--slots", type=click.IntRange(min=1), default=5, help="Sequences that run at once.")
 @click.option("--slow", is_flag=True, help="Pause a little after each step, to watch it.")
 def demo(slots: int, slow: bool) -> None:
-    """Run a dozen prompts of different lengths through the embedded model at once, with a live view of the slots; then
-    the same number of requests through static waves, padded and ragged batches, and the engine."""
+    """Watch a dozen prompts run at once, live, then a short race.
+
+    The prompts have different lengths and run through the embedded model. The race puts the same number of requests
+    through static waves, padded and ragged batches, and the engine.
+    """
     quiet_libraries()
     from rich.console import Console
     from rich.live import Live

@@ -1,37 +1,47 @@
 """`inflight generate`: prompts from arguments, files or standard input; streamed text or JSON lines out."""
 
+import asyncio
 import json
 import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 import click
 
-from inflight.cli.options import engine_options, engine_values, quiet_libraries, sampling_options, sampling_values
+from inflight.cli import batch, structure
+from inflight.cli.help import Command
+from inflight.cli.options import (
+    engine_options,
+    engine_values,
+    model_option,
+    quiet_libraries,
+    sampling_options,
+    sampling_values,
+)
 from inflight.cli.prompts import PromptLine, read_prompts
 from inflight.contracts.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from inflight.contracts.outputs import RequestOutput, TextDelta
+    from inflight.contracts.outputs import RequestOutput, TextDelta, TokenLogprobs
     from inflight.contracts.params import SamplingParams
     from inflight.llm import LLM
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("prompts", nargs=-1)
-@click.option("--model", "-m", help="Hub id or folder of the model; default: the small embedded model.")
 @click.option(
-    "--file", "-f", type=Path, help="Prompts from a file: one per line, or JSON lines (.jsonl) with parameters."
+    "--file", "-f", type=Path, help="Prompts from a file: one per line, or JSON lines (.jsonl), with parameters."
 )
 @click.option("--output", "-o", type=Path, help="Write JSON lines here instead of to standard output.")
 @click.option("--jsonl", is_flag=True, help="Write JSON lines even for a single prompt.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a message to answer, through the chat template.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
 @click.option("--record", type=Path, help="Record every step to a file, for inflight trace and simulate.")
+@model_option
 @sampling_options
 @engine_options
 def generate(
@@ -45,22 +55,33 @@ def generate(
     record: Path | None,
     **options: Any,
 ) -> None:
-    """Generate text for PROMPTS: streamed for a single prompt, as JSON lines in the prompts' order for several.
+    """Generate text for prompts. The text of a single prompt is streamed; several give JSON lines in their order.
 
     Without PROMPTS and --file, or for "-", prompts are read from standard input. A line of a JSON lines file is a
     string, a list of token ids, or an object with "prompt", "prompt_token_ids" or "messages" and, if wanted, sampling
     parameters. (Standard input is treated as JSON lines if it begins with an object.)
+
+    Lines of OpenAI's batch files (custom_id, method, url, body) are answered in OpenAI's form.
     """
     lines = read_prompts(prompts, file)
+    sampling = sampling_values(options) | structure_values(options)
+    is_batch = any(line.body is not None for line in lines)
+    if is_batch:
+        _check_batch(lines, [*sampling, *(["chat"] if chat else []), *(["record"] if record else [])])
     out = _open(output)
     quiet_libraries()
+    if is_batch:
+        with out:
+            _answer_batch(model, engine_values(options), lines, out, quiet)
+        return
     from inflight.llm import LLM
     from inflight.observe.progress import with_progress
 
     llm = LLM(model, **engine_values(options))
     inputs = [_input(line, chat) for line in lines]
-    params = [_params(llm, sampling_values(options), line) for line in lines]
-    if len(lines) == 1 and params[0].n == 1 and not jsonl and output is None and llm.tokenizer is not None:
+    params = [_params(llm, sampling, line) for line in lines]
+    is_plain = len(lines) == 1 and params[0].n == 1 and not params[0].asks_for_scores
+    if is_plain and not jsonl and output is None and llm.tokenizer is not None:
         with _recorded(llm, record), closing(llm.stream(inputs[0], params)) as deltas:
             for delta in deltas:
                 print(delta.text, end="", flush=True)
@@ -70,6 +91,12 @@ def generate(
         return
     with out, _recorded(llm, record), closing(llm.stream(inputs, params)) as deltas, _interrupts_between_steps(llm):
         _write_in_order(deltas if quiet else with_progress(deltas, len(lines)), lines, out)
+
+
+def structure_values(options: dict[str, Any]) -> dict[str, Any]:
+    """The flags for structured output as a field of `SamplingParams`, if any is given."""
+    wanted = structure.from_flags(options)
+    return {} if wanted is None else {"structured_output": wanted}
 
 
 def _open(output: Path | None) -> TextIO:
@@ -95,7 +122,10 @@ def _input(line: PromptLine, chat: bool) -> Any:
 def _params(llm: "LLM", sampling: dict[str, Any], line: PromptLine) -> "SamplingParams":
     """Return the model's defaults without a token limit, overridden by the command's options, then by the line's."""
     try:
-        return replace(llm.get_default_sampling_params(), **{"max_tokens": None, **sampling, **line.sampling})
+        own = dict(line.sampling)
+        if "structured_output" in own:
+            own["structured_output"] = structure.from_json(own["structured_output"])
+        return replace(llm.get_default_sampling_params(), **{"max_tokens": None, **sampling, **own})
     except ValueError as error:
         raise InvalidRequestError(f"{line.where}: {error}" if line.where else str(error)) from error
 
@@ -142,23 +172,40 @@ def _interrupts_between_steps(llm: "LLM") -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+class _InOrder:
+    """Writes results as soon as all before them are written; when it is closed, all that are left."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+        self._finished: dict[int, str] = {}
+        self._next = 0
+
+    def take(self, index: int, text: str) -> None:
+        """Take the lines of prompt `index`."""
+        self._finished[index] = text
+        while self._next in self._finished:
+            self._out.write(self._finished.pop(self._next))
+            self._next += 1
+        self._out.flush()
+
+    def close(self) -> None:
+        """Write what waits for something that did not come."""
+        self._out.writelines(self._finished[index] for index in sorted(self._finished))
+        self._out.flush()
+
+
 def _write_in_order(deltas: "Iterable[TextDelta]", lines: list[PromptLine], out: IO[str]) -> None:
-    """Write each result as soon as all before it are written; if interrupted, all finished results."""
-    finished: dict[int, RequestOutput] = {}
-    next_index = 0
-    try:
+    with closing(_InOrder(out)) as results:
         for delta in deltas:
             if delta.output is not None:
-                finished[delta.prompt_index] = delta.output
-            while next_index in finished:
-                _write(next_index, finished.pop(next_index), lines[next_index], out)
-                next_index += 1
-    finally:
-        for index in sorted(finished):
-            _write(index, finished[index], lines[index], out)
+                index = delta.prompt_index
+                results.take(index, _lines_of(index, delta.output, lines[index]))
 
 
-def _write(prompt_index: int, request: "RequestOutput", line: PromptLine, out: IO[str]) -> None:
+def _lines_of(prompt_index: int, request: "RequestOutput", line: PromptLine) -> str:
+    """A request's sequences as lines of JSON."""
+    scores = request.prompt_logprobs
+    text = ""
     for completion in request.outputs:
         record = {
             "prompt_index": prompt_index,
@@ -167,13 +214,53 @@ def _write(prompt_index: int, request: "RequestOutput", line: PromptLine, out: I
             "prompt": request.prompt,
             "text": completion.text,
             "token_ids": completion.token_ids,
+            "logprobs": None if completion.logprobs is None else [_at_position(each) for each in completion.logprobs],
+            "prompt_logprobs": None if scores is None else [each and _at_position(each) for each in scores],
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
             "error": request.error,
             "num_prompt_tokens": len(request.prompt_token_ids),
             "num_output_tokens": len(completion.token_ids),
         }
-        out.write(
-            json.dumps({key: value for key, value in record.items() if value is not None}, ensure_ascii=False) + "\n"
+        given = {key: value for key, value in record.items() if value is not None}
+        text += json.dumps(given, ensure_ascii=False) + "\n"
+    return text
+
+
+def _at_position(scores: "TokenLogprobs") -> list[dict[str, Any]]:
+    """The log-probabilities at one position: first the token that is there, then the likeliest ones."""
+    return [{"token_id": token_id, **asdict(score)} for token_id, score in scores.items()]
+
+
+# ------------------------------------------------------------------------------------------- OpenAI's batch files
+
+
+def _check_batch(lines: list[PromptLine], given: list[str]) -> None:
+    """Raise `InvalidRequestError` for what cannot stand beside requests that say everything themselves."""
+    other = next((line for line in lines if line.body is None), None)
+    if other is not None:
+        raise InvalidRequestError(
+            f"{other.where or 'an argument'} is a prompt, and other lines are requests of OpenAI's batch format; give "
+            "one or the other"
         )
-    out.flush()
+    if given:
+        raise InvalidRequestError(
+            f"{given[0]} is given as an option, but requests of OpenAI's batch format say everything in their bodies"
+        )
+
+
+def _answer_batch(
+    model: str | None, engine: dict[str, Any], lines: list[PromptLine], out: IO[str], quiet: bool
+) -> None:
+    from inflight.async_llm import AsyncLLM
+    from inflight.observe.progress import ProgressBar
+
+    llm = AsyncLLM(model, **engine)
+    with closing(_InOrder(out)) as results, closing(ProgressBar(0 if quiet else len(lines))) as bar:
+
+        def take(number: int, answer: dict[str, Any]) -> None:
+            results.take(number, json.dumps(answer, ensure_ascii=False) + "\n")
+            usage = (answer["response"]["body"] or {}).get("usage") or {}
+            bar.count(usage.get("completion_tokens") or usage.get("output_tokens") or 0, 1)
+
+        asyncio.run(batch.answer(llm, lines, take))

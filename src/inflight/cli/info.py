@@ -2,31 +2,109 @@
 
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from inflight.cli.options import engine_options, engine_values, quiet_libraries
+from inflight.cli.help import Command
+from inflight.cli.options import engine_options, engine_values, model_argument, quiet_libraries
+
+if TYPE_CHECKING:
+    from inflight.llm import LLM
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-@click.command()
-@click.argument("model", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@model_argument
 @engine_options
 def info(model: str | None, as_json: bool, **options: Any) -> None:
-    """Load MODEL (default: the small embedded model), prove it, and print what was found."""
+    """Load a model, prove it, and print what was found. MODEL means the same as --model MODEL."""
     quiet_libraries()
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from inflight.llm import LLM
 
-    found = asdict(LLM(model, **engine_values(options)).model_info)
+    llm = LLM(model, **engine_values(options))
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps({**asdict(llm.model_info), **_around(llm)}, indent=2))
         return
-    table = Table(show_header=False, box=None)
-    for name, value in found.items():
-        lines = value if isinstance(value, tuple) else (value,)
-        table.add_row(name, "\n".join(f"{line:.1e}" if isinstance(line, float) else str(line) for line in lines))
-    Console().print(table)
+    table = Table.grid(Column(style="dim", no_wrap=True), "", padding=(0, 2))
+    for name, words in _for_people(llm).items():
+        if words:
+            table.add_row(name, words)
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    if _gains_from_bfloat16(llm):
+        console.print("\nOn this CPU --dtype bfloat16 takes half of the memory and is faster, but it is not exact.")
+
+
+def _around(llm: "LLM") -> dict[str, Any]:
+    """What a model's own information lacks: threads, memory in bytes, and whether it can chat."""
+    import torch
+
+    info = llm.model_info
+    per_parameter = 1 if info.quantization == "int8" else BYTES.get(info.dtype, 4)
+    per_block = info.kv_bytes_per_token * info.block_size // len(info.cache_groups)
+    return {
+        "num_threads": torch.get_num_threads(),
+        "weight_bytes": info.num_parameters * per_parameter,
+        "cache_bytes": info.num_blocks * per_block,
+        "has_chat_template": llm.tokenizer is not None and bool(llm.tokenizer.inner.chat_template),
+    }
+
+
+def _for_people(llm: "LLM") -> dict[str, str]:
+    """The same in words, line by line."""
+    info, around = llm.model_info, _around(llm)
+    own = "" if info.checkpoint_dtype == info.dtype else f"; the checkpoint is in {info.checkpoint_dtype}"
+    quantized = f", quantized to {info.quantization}" if info.quantization else ""
+    errors = f"logits differ by at most {info.logits_error:.1e} of their range"
+    if info.attention_error is not None:
+        errors += f", attention by {info.attention_error:.1e}"
+    tokenizer = llm.tokenizer
+    ends = info.eos_token_ids if tokenizer is None else [tokenizer.decode([i], False) for i in info.eos_token_ids]
+    return {
+        "model": f"{info.model_class}, {_count(info.num_parameters)} parameters, a vocabulary of {info.vocab_size:,}",
+        "weights": f"{_size(around['weight_bytes'])}, in {info.dtype}{quantized}{own}",
+        "runs": f"on {info.device} with {around['num_threads']} threads, {info.executor}, attention by "
+        f"{info.attention_backend}, {'not compiled' if info.compile == 'off' else f'compiled ({info.compile})'}",
+        "proved": f"on {info.proved_on}: {errors}",
+        "same bits": "alone and in any company" if info.is_batch_invariant else "not promised in other company",
+        "attention": "\n".join(info.attention_calls),
+        "context": f"{info.max_model_len:,} tokens"
+        + (f"; the cache holds {info.max_cached_len:,}" if info.max_cached_len < info.max_model_len else ""),
+        "cache": f"{_size(around['cache_bytes'])}: {info.num_blocks:,} blocks of {info.block_size} tokens, "
+        f"{_size(info.kv_bytes_per_token)} a token"
+        + ("" if info.can_share_prefixes else "; prefixes cannot be shared"),
+        "ends at": ", ".join(map(str, ends)) or "nothing: give --max-tokens",
+        "chat template": "yes" if around["has_chat_template"] else "none: it completes texts, and cannot chat",
+        "notes": "\n".join(info.notes),
+    }
+
+
+def _gains_from_bfloat16(llm: "LLM") -> bool:
+    from inflight.execution.hf.load import has_fast_bfloat16
+
+    info = llm.model_info
+    return info.device == "cpu" and info.dtype == "float32" and info.quantization is None and has_fast_bfloat16()
+
+
+def _size(num_bytes: int) -> str:
+    """A number of bytes with a unit."""
+    size, unit = float(num_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "bytes" or size >= 100 else f"{size:.3g} {unit}"
+
+
+def _count(number: int) -> str:
+    """A number of parameters in words."""
+    for name, power in (("billion", 10**9), ("million", 10**6)):
+        if number >= power:
+            return f"{number / power:.3g} {name}"
+    return f"{number:,}"

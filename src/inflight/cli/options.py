@@ -1,102 +1,261 @@
 """Options that several sub-commands share, with their help texts; and `quiet_libraries`.
 
 An option that is not given is None and left to `EngineConfig` and `SamplingParams`, so each default is written only
-once.
+once; help texts show it from there.
 """
 
+import functools
 import logging
 import os
+import re
 import sys
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import click
 
+from inflight.cli.help import Option
 from inflight.contracts import config
 from inflight.contracts.params import SamplingParams
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Options = Callable[[Command], Command]
+"""A decorator that adds options to a command."""
 
 
-def _one_of(name: str, values: tuple[str, ...], meaning: str) -> Callable[[Command], Command]:
-    return click.option(name, type=click.Choice(values), help=meaning)
+def size(text: str) -> int:
+    """A number of bytes: 1000000, 2G or 2GiB (1024 each), 2GB (1000 each). Raises `click.BadParameter`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?B)?|B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        message = f"{text!r} is not a size; give bytes, or a number with a unit, such as 2G, 512MiB or 1.5GB"
+        raise click.BadParameter(message)
+    base = 1000 if (match[3] or "").upper() == "B" else 1024
+    return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
 
 
-_TOKENIZER = (click.option("--tokenizer", help="Hub id or folder of the tokenizer, if it is not the model's own."),)
+def tokens(text: str) -> tuple[int, ...]:
+    """How many tokens prompts may get: one number for all, or one for each. Raises `click.BadParameter`."""
+    if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
+        raise click.BadParameter(f"{text!r} are no numbers of tokens; give one, or one for each prompt, such as 4,8,12")
+    return tuple(map(int, text.split(",")))
+
+
+def one_each(caps: tuple[int, ...], num_prompts: int) -> tuple[int, ...]:
+    """`--max-tokens` for each of so many prompts. Raises `click.UsageError`."""
+    if len(caps) not in (1, num_prompts):
+        noun = "prompt" if num_prompts == 1 else "prompts"
+        raise click.UsageError(f"--max-tokens has {len(caps)} numbers for {num_prompts} {noun}")
+    return caps if len(caps) == num_prompts else caps * num_prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """An option of several commands that sets one field.
+
+    Attributes:
+        flag: its name; the names of both directions of a switch have a slash between them.
+        type: what its text becomes; None: it is a switch.
+        help: its meaning.
+        unset: what applies if neither caller nor field has a value, in words.
+        field: the field that it sets, if it is not named like the option.
+    """
+
+    flag: str
+    type: Any
+    help: str
+    unset: str = ""
+    field: str | None = None
+    multiple: bool = False
+
+    def under(self, heading: str, defaults: Mapping[str, Any]) -> Options[Any]:
+        """The option as a decorator; `defaults` are shown, and apply because the option's own value is None."""
+        name = self.field or self.flag.split("/")[0].removeprefix("--").replace("-", "_")
+        default = defaults.get(name)
+        shown = self.unset if default is None else {"True": "on", "False": ""}.get(str(default), str(default))
+        text = f"{self.help}  [default: {shown}]" if shown else self.help
+        attributes: dict[str, Any] = {"is_flag": True, "default": None} if self.type is None else {"type": self.type}
+        if self.multiple:
+            attributes["multiple"] = True
+        return click.option(self.flag, name, cls=Option, heading=heading, help=text, show_default=False, **attributes)
+
+
+def _one_of(flag: str, values: tuple[str, ...], meaning: str, unset: str = "") -> Shared:
+    return Shared(flag, click.Choice(values), meaning, unset)
+
+
+MODEL, RUNNING, BATCHING, CACHE = "Model", "How the model runs", "Batching", "Cache"
+CHOOSING, ENDING, STRUCTURE = "How tokens are chosen", "How much is generated", "What the output must be"
+
+_TOKENIZER = (Shared("--tokenizer", str, "Hub id or folder of the tokenizer.", "the model's own"),)
 _LOADING = (
-    _one_of("--dtype", config.DTYPES, "Dtype of weights, activations and cache."),
-    click.option("--device", help="auto (CUDA, else MPS, else CPU), or a device such as cuda:1."),
-    _one_of("--load-format", config.LOAD_FORMATS, "dummy: random weights, made from the config."),
-    click.option("--trust-remote-code", is_flag=True, default=None, help="Allow code that comes with the model."),
-    click.option("--revision", help="Branch, tag or commit of a hub repository."),
-    _one_of("--executor", config.EXECUTORS, "How the model is run; it is proved in any case."),
-    _one_of("--attention-backend", config.ATTENTION_BACKENDS, "How attention is computed."),
-    _one_of("--kv-cache-dtype", config.KV_CACHE_DTYPES, "Dtype of keys and values: the model's, or int8."),
-    _one_of("--quantization", config.QUANTIZATIONS, "Quantize weights while loading."),
+    Shared("--revision", str, "Branch, tag or commit of a hub repository.", "main"),
+    _one_of("--load-format", config.LOAD_FORMATS, "auto: the checkpoint's weights. dummy: random ones."),
+    Shared("--trust-remote-code", None, "Allow code that comes with the model."),
+)
+_RUNNING = (
+    _one_of("--dtype", config.DTYPES, "Of weights, activations and cache. auto: the checkpoint's own."),
+    Shared("--device", str, "auto (CUDA, else MPS, else CPU), or a device such as cuda:1."),
+    _one_of("--quantization", config.QUANTIZATIONS, "Quantize weights while loading.", "none"),
     _one_of("--compile", config.COMPILE_MODES, "Use torch.compile: starts later, runs faster."),
+    _one_of("--kv-cache-dtype", config.KV_CACHE_DTYPES, "Of keys and values. auto: the model's."),
+    _one_of("--executor", config.EXECUTORS, "How a step runs. auto: the first way that is proved exact."),
+    _one_of("--attention-backend", config.ATTENTION_BACKENDS, "How attention is computed. auto: the best one here."),
 )
-_SCHEDULING = (
-    click.option("--max-model-len", type=int, help="Most tokens of a sequence, prompt and output together."),
-    click.option("--max-num-seqs", type=int, help="Most sequences that run at once: the number of slots."),
-    click.option("--max-num-batched-tokens", type=int, help="Most tokens in a step; longer prompts run in chunks."),
-    click.option("--max-prefill-tokens-per-step", type=int, help="Most prefill tokens in a step that has decodes."),
-    _one_of("--policy", config.POLICIES, "Which requests are served first."),
-    click.option("--aging-steps", type=int, help="Steps after which a request's priority improves by one."),
-    click.option("--max-num-waiting", type=int, help="Most sequences that may wait; more are refused."),
-    click.option(
-        "--enable-prefix-caching/--no-prefix-caching",
-        default=None,
-        help="Reuse cached blocks of common prompt prefixes.",
+_BATCHING = (
+    Shared(
+        "--max-model-len",
+        int,
+        "Most tokens of a sequence, prompt and output together.",
+        "what the model was made for",
     ),
-    click.option("--block-size", type=int, help="Tokens in a block of the cache."),
-    click.option("--num-blocks", type=int, help="Blocks in the cache; default: as many as fit into memory."),
+    Shared("--max-num-seqs", int, "Most sequences that run at once: the number of slots."),
+    Shared("--max-num-batched-tokens", int, "Most tokens in a step; longer prompts run in chunks."),
+    Shared(
+        "--max-prefill-tokens-per-step",
+        int,
+        "Most prefill tokens in a step that has decodes.",
+        "no limit; a server derives one from how fast steps are",
+    ),
+    _one_of("--policy", config.POLICIES, "Which requests are served first."),
+    Shared("--aging-steps", int, "Steps after which a request's priority improves by one."),
+    Shared("--max-num-waiting", int, "Most sequences that may wait; more are refused.", "no limit"),
 )
-_CACHE_MEMORY = (click.option("--kv-cache-memory", type=int, help="Bytes for keys and values."),)
-_CONFIG = _LOADING + _SCHEDULING + _CACHE_MEMORY
-_CHOICE = (
-    click.option("--temperature", type=float, help="0 always takes the most likely token."),
-    click.option("--top-p", type=float, help="Keep the likeliest tokens whose probabilities reach this sum."),
-    click.option("--top-k", type=int, help="Keep the k likeliest tokens; 0 keeps all."),
-    click.option("--min-p", type=float, help="Drop tokens below this fraction of the likeliest one's probability."),
-    click.option("--seed", type=int, help="Seed of the random numbers."),
+_BLOCKS = (
+    Shared(
+        "--enable-prefix-caching/--no-prefix-caching",
+        None,
+        "Reuse cached blocks of common prompt prefixes.",
+    ),
+    Shared("--block-size", int, "Tokens in a block of the cache."),
+    Shared("--num-blocks", int, "Blocks in the cache.", "as many as fit into --kv-cache-memory"),
 )
-_SAMPLING = (
-    click.option("--n", type=int, help="Sequences to generate for each prompt."),
-    click.option("--max-tokens", type=int, help="Most tokens to generate; default: until a stop or a full context."),
-    click.option("--min-tokens", type=int, help="Fewest tokens before a stop."),
-    *_CHOICE,
-    click.option("--stop", multiple=True, help="A string that ends the text; may be repeated."),
-    click.option("--ignore-eos", is_flag=True, default=None, help="Continue past the model's end tokens."),
-    click.option("--truncate-prompt-tokens", type=int, help="Keep only this many tokens from a prompt's end."),
+_CACHE_MEMORY = (
+    Shared(
+        "--kv-cache-memory",
+        size,
+        "Memory for keys and values: bytes, or such as 2G, 512MiB.",
+        "a quarter of this machine's, 90 % of a GPU's",
+    ),
+)
+_CHOOSING = (
+    Shared("--temperature", float, "0 always takes the most likely token."),
+    Shared("--top-p", float, "Keep the likeliest tokens whose probabilities reach this sum."),
+    Shared("--top-k", int, "Keep the k likeliest tokens; 0 keeps all."),
+    Shared("--min-p", float, "Drop tokens below this share of the likeliest one's probability."),
+    Shared("--seed", int, "Seed of the random numbers.", "differs from request to request"),
+)
+_CHANGING = (
+    Shared("--presence-penalty", float, "Subtracted from the logits of tokens that the output has."),
+    Shared("--frequency-penalty", float, "The same, once for each time that the output has them."),
+    Shared("--repetition-penalty", float, "Divides the logits of tokens that prompt or output have."),
+    Shared("--bad-word", str, "A text that is never generated; may be repeated.", field="bad_words", multiple=True),
+)
+_NUMBER = (Shared("--n", int, "Sequences to generate for each prompt."),)
+_ENDING = (
+    Shared("--max-tokens", int, "Most tokens to generate.", "until a stop or a full context"),
+    Shared("--min-tokens", int, "Fewest tokens before a stop."),
+    Shared("--stop", str, "A string that ends the text; may be repeated.", multiple=True),
+    Shared(
+        "--stop-token-id",
+        int,
+        "A token id that ends the sequence; may be repeated.",
+        field="stop_token_ids",
+        multiple=True,
+    ),
+    Shared("--ignore-eos", None, "Continue past the model's end tokens."),
+    Shared("--truncate-prompt-tokens", int, "Keep only this many tokens from a prompt's end.", "all"),
+)
+_SCORES = (
+    Shared("--logprobs", int, "Report log-probabilities: each token's own, and so many of the likeliest.", "none"),
+    Shared("--prompt-logprobs", int, "The same for the prompt's tokens.", "none"),
+)
+_STRUCTURE = (
+    Shared("--json-schema", str, "JSON that this schema accepts: a file, or the schema itself."),
+    Shared("--json-object", None, "Any JSON object."),
+    Shared("--regex", str, "Text that this regular expression matches as a whole."),
+    Shared("--choice", str, "One of these texts; repeat it for each.", multiple=True),
+    Shared("--grammar", str, "Text of this grammar (Lark or GBNF): a file, or the grammar itself."),
+)
+
+_OF_ENGINE = {field.name: field.default for field in fields(config.EngineConfig)}
+_OF_SAMPLING = {field.name: field.default for field in fields(SamplingParams)} | {"max_tokens": None}
+_OF_MODEL = _OF_SAMPLING | {
+    name: f"the model's own, else {_OF_SAMPLING[name]}" for name in ("temperature", "top_p", "top_k", "min_p")
+}
+_SCHEDULING = ((BATCHING, _BATCHING), (CACHE, _BLOCKS))
+_CONFIG = (
+    (MODEL, _LOADING),
+    (RUNNING, _RUNNING),
+    (BATCHING, _BATCHING),
+    (CACHE, _BLOCKS + _CACHE_MEMORY),
 )
 
 
-def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Return a decorator that adds several options to a command."""
+def _together(defaults: Mapping[str, Any], *groups: tuple[str, tuple[Shared, ...]]) -> Options[Any]:
+    """A decorator that adds several options to a command, under their headings."""
 
     def add(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
+        for heading, options in reversed(groups):
+            for option in reversed(options):
+                command = option.under(heading, defaults)(command)
         return command
 
     return add
 
 
-engine_options = _together(*_TOKENIZER, *_CONFIG)
+engine_options = _together(_OF_ENGINE, (MODEL, _TOKENIZER), *_CONFIG)
 """Options for loading and batching: those that `LLM` takes."""
 
-config_options = _together(*_CONFIG)
-"""The same without a tokenizer: those that `EngineConfig` takes."""
 
-scheduling_options = _together(*_SCHEDULING)
-"""Those of `EngineConfig`'s options that say how requests are batched."""
+def engine_options_with(**defaults: Any) -> Options[Any]:
+    """The same for a command that has defaults of its own."""
+    return _together(_OF_ENGINE | defaults, (MODEL, _TOKENIZER), *_CONFIG)
 
-choice_options = _together(*_CHOICE)
-"""Options for how tokens are chosen."""
 
-sampling_options = _together(*_SAMPLING)
-"""Options for how tokens are chosen and when a sequence ends."""
+def config_options_with(**defaults: Any) -> Options[Any]:
+    """The same without a tokenizer: those that `EngineConfig` takes."""
+    return _together(_OF_ENGINE | defaults, *_CONFIG)
+
+
+scheduling_options = _together(dict.fromkeys(_OF_ENGINE, "the recording's"), *_SCHEDULING)
+"""Those of `EngineConfig`'s options that say how requests are batched, for what begins with a recording's."""
+
+choice_options = _together(_OF_SAMPLING | {"temperature": 0}, (CHOOSING, _CHOOSING))
+"""Options for how tokens are chosen; greedily by default."""
+
+chat_options = _together(_OF_MODEL, (CHOOSING, _CHOOSING + _CHANGING), (ENDING, _ENDING))
+"""Options for how one answer's tokens are chosen, and when it ends."""
+
+sampling_options = _together(
+    _OF_MODEL, (CHOOSING, _CHOOSING + _CHANGING), (ENDING, _NUMBER + _ENDING + _SCORES), (STRUCTURE, _STRUCTURE)
+)
+"""All options that `SamplingParams` has here."""
+
+
+def model_option(command: Command) -> Command:
+    """Add `--model`, which every command that runs a model has. Its value is None for the embedded model."""
+    return click.option(
+        "--model",
+        "-m",
+        cls=Option,
+        heading=MODEL,
+        help="Hub id or folder of the model.  [default: the small embedded model]",
+    )(command)
+
+
+def model_argument(command: Command) -> Command:
+    """Add `--model`, and an argument that means the same, to a command that has no other arguments."""
+
+    @click.argument("model_argument", metavar="[MODEL]", required=False)
+    @model_option
+    @functools.wraps(command)
+    def with_model(*args: Any, model: str | None, model_argument: str | None, **options: Any) -> Any:
+        if model is not None and model_argument is not None:
+            raise click.UsageError(f"there are two models: {model_argument!r}, and {model!r} with --model")
+        return command(*args, model=model_argument if model is None else model, **options)
+
+    return with_model  # type: ignore[return-value]
 
 
 def engine_values(options: dict[str, Any]) -> dict[str, Any]:
@@ -120,6 +279,9 @@ def quiet_libraries() -> None:
     logging.basicConfig(level=logging.WARNING, format="inflight: %(message)s", stream=sys.stderr)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    import huggingface_hub.utils.logging  # adds a handler of its own beside ours, so that every message came twice
+
+    logging.getLogger(huggingface_hub.__name__).handlers.clear()
 
 
 def _given(options: dict[str, Any], names: set[str]) -> dict[str, Any]:

@@ -5,20 +5,28 @@ from typing import Any
 
 import click
 
-from inflight.cli.options import choice_options, config_options, engine_values, quiet_libraries, sampling_values
+from inflight.cli.help import Command
+from inflight.cli.options import (
+    choice_options,
+    config_options_with,
+    engine_values,
+    model_argument,
+    quiet_libraries,
+    sampling_values,
+)
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
-@click.command()
-@click.argument("model", required=False)
+@click.command(cls=Command)
 @click.option("--num-seqs", type=click.IntRange(min=1), default=8, help="Sequences that decode together.")
 @click.option("--context", type=click.IntRange(min=1), default=128, help="Cached tokens of each sequence.")
 @click.option("--steps", type=click.IntRange(min=1), default=30, help="Steps to measure of each of three kinds.")
 @click.option("--png", type=FILE, help="Draw the profile (needs matplotlib).")
 @click.option("--json", "json_file", type=FILE, help="Write the whole profile as JSON.")
+@model_argument
 @choice_options
-@config_options
+@config_options_with(max_num_seqs="--num-seqs")
 def profile(
     model: str | None,
     num_seqs: int,
@@ -28,8 +36,11 @@ def profile(
     json_file: Path | None,
     **options: Any,
 ) -> None:
-    """Profile a decode step of MODEL (default: the small embedded model): linear layers, attention, small operators,
-    sampler, scheduler, packing, Python. Tokens are chosen greedily unless a temperature is given.
+    """Show where a decode step's time goes, beside the least that this machine needs. MODEL means the same as --model
+    MODEL.
+
+    The parts are linear layers, attention, small operators, sampler, scheduler, packing, Python. Tokens are chosen
+    greedily unless a temperature is given.
 
     Next to each part's time is the least that this machine needs for it, from its memory and arithmetic speed, measured
     in the same run. The machine should have nothing else to do.

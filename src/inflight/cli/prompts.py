@@ -1,4 +1,4 @@
-"""Reads prompts for the command line: from arguments, text files, JSON lines and standard input."""
+"""Reads prompts for the command line: from arguments, text files, JSON lines (ours and OpenAI's) and standard input."""
 
 import json
 import sys
@@ -14,14 +14,23 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One prompt: text, token ids or chat messages; its own sampling parameters; its id in the output; and where it was
-    read, for error messages."""
+    """One prompt.
+
+    Attributes:
+        prompt, messages: text, token ids, or a chat.
+        sampling: its own sampling parameters.
+        custom_id: its id in the output.
+        where: where it was read, for error messages.
+        url, body: instead of all that, a request to the server's API: a line of one of OpenAI's batch files.
+    """
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     custom_id: str | None = None
     where: str = ""
+    url: str | None = None
+    body: dict[str, Any] | None = None
 
 
 def read_prompts(arguments: Iterable[str], file: Path | None) -> list[PromptLine]:
@@ -71,10 +80,27 @@ def _parse_json(line: str, where: str) -> PromptLine:
         raise InvalidRequestError(f"{where} is not JSON: {error}") from error
     if isinstance(value, str | list):
         return PromptLine(value)
+    if isinstance(value, dict) and "body" in value:
+        return _parse_batch(value, where)
     if not isinstance(value, dict) or sum(key in value for key in PROMPT_KEYS) != 1:
         raise InvalidRequestError(
-            f"{where} must be a string, a list of token ids, or an object with one of {PROMPT_KEYS}"
+            f"{where} must be a string, a list of token ids, an object with one of {PROMPT_KEYS}, or a request of "
+            "OpenAI's batch format (custom_id, method, url, body)"
         )
     sampling = {key: entry for key, entry in value.items() if key not in (*PROMPT_KEYS, "custom_id")}
     prompt = value.get("prompt", value.get("prompt_token_ids"))
     return PromptLine(prompt, value.get("messages"), sampling, value.get("custom_id"), where)
+
+
+def _parse_batch(value: dict[str, Any], where: str) -> PromptLine:
+    """A line of one of OpenAI's batch files; what its body may have is the endpoint's affair."""
+    extra = sorted(value.keys() - {"custom_id", "method", "url", "body"})
+    url, body = value.get("url"), value["body"]
+    if extra or value.get("method", "POST") != "POST" or not isinstance(url, str) or not isinstance(body, dict):
+        raise InvalidRequestError(
+            f'{where} must have a custom_id, the method "POST", a url such as "/v1/chat/completions", a body that is '
+            f"an object, and nothing else{f'; it has {extra}' if extra else ''}"
+        )
+    if body.get("stream"):
+        raise InvalidRequestError(f"{where}: a request of a batch cannot stream")
+    return PromptLine(custom_id=value.get("custom_id"), where=where, url=url, body=body)

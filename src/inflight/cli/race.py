@@ -1,33 +1,55 @@
 """`inflight race`: runs the same requests through static waves, padded and ragged batches, and the engine."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from inflight.cli.options import config_options, engine_values, quiet_libraries
-from inflight.demo_model import DEMO_MODEL
+from inflight.cli.help import Command
+from inflight.cli.options import config_options_with, engine_values, model_option, one_each, quiet_libraries, tokens
+from inflight.cli.prompts import PromptLine, read_prompts
+from inflight.contracts.errors import InvalidRequestError
 
+if TYPE_CHECKING:
+    from inflight.engine.engine import Engine
+    from inflight.lessons.run import LessonRequest
+    from inflight.text.tokenizer import Tokenizer
+
+DEFAULTS = {"max_num_seqs": 8, "dtype": "float32"}
 METHODS = ("static", "padded", "ragged", "engine")
+CAP = 120
 
 
-@click.command()
-@click.option("--model", "-m", default=str(DEMO_MODEL), show_default="the embedded model", help="Hub id or folder.")
-@click.option("--requests", "num_requests", type=click.IntRange(min=1), default=24, help="Requests to run.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=120, help="Most tokens for the longest requests.")
-@click.option("--seed", type=int, default=0, help="Seed of prompts and lengths.")
+@click.command(cls=Command)
+@click.argument("prompts", nargs=-1)
+@click.option(
+    "--file", "-f", type=Path, help="Prompts from a file: one per line, or JSON lines (.jsonl), with max_tokens."
+)
+@click.option("--requests", "num_requests", type=click.IntRange(min=1), default=24, help="Random prompts, if none.")
+@click.option(
+    "--max-tokens",
+    "caps",
+    type=tokens,
+    default=str(CAP),
+    help="Most tokens for each prompt: one number, or one for each; for the longest of random ones.",
+)
+@click.option("--seed", type=int, default=0, help="Seed of random prompts and lengths.")
 @click.option(
     "--method", "names", type=click.Choice(METHODS), multiple=True, help="Run only this one; may be repeated."
 )
-@click.option("--verbose", "-v", is_flag=True, help="Log which request takes which slot.")
+@click.option("--verbose", "-v", is_flag=True, help="Log what is in which slot, and pictures of merges and filters.")
 @click.option("--html", type=Path, help="Write timelines and table as one self-contained page.")
 @click.option("--png", type=Path, help="Write the timelines as a picture.")
-@config_options
+@model_option
+@config_options_with(**DEFAULTS)
 def race(
-    model: str,
+    prompts: tuple[str, ...],
+    model: str | None,
+    file: Path | None,
     num_requests: int,
-    max_tokens: int,
+    caps: tuple[int, ...],
     seed: int,
     names: tuple[str, ...],
     verbose: bool,
@@ -35,26 +57,66 @@ def race(
     png: Path | None,
     **options: Any,
 ) -> None:
-    """Run the same requests of mixed lengths through every method: live, then as a timeline of the slots and a table.
+    """Run the same requests through static waves, padded and ragged batches, and the engine.
 
-    Prompts are random, and every request runs to its own limit. The default dtype is float32, so that all methods give
-    the same tokens.
+    They are shown live, then as timelines of the slots and a table. PROMPTS, and those of a file, end where the model
+    ends them or at their limits. Without any, prompts are random and each runs to its own limit. In float32, the
+    default here, all methods give the same tokens.
     """
+    lines = read_prompts(prompts, file) if prompts or file is not None else []
     quiet_libraries()
     from rich.console import Console
 
     from inflight.contracts.config import EngineConfig
     from inflight.lessons.methods import Setting
     from inflight.lessons.race import mixed_requests, run_race, write_html, write_png
+    from inflight.lessons.run import Options
+    from inflight.sources import load_tokenizer, model_source
 
-    setting = Setting(model, EngineConfig(**{"max_num_seqs": 8, "dtype": "float32", **engine_values(options)}))
+    source, config = model_source(model), EngineConfig(**{**DEFAULTS, **engine_values(options)})
+    tokenizer = load_tokenizer(source, None, config) if lines else None
+    setting = Setting(source, config)
+    log: Options = {"log": lambda line: print(line, file=sys.stderr)} if verbose else {}
+    if lines:
+        requests = _requests(lines, one_each(caps, len(lines)), setting.engine, tokenizer)
+        log["eos_token_ids"] = setting.engine.model_info.eos_token_ids
+        if tokenizer is not None:
+            log["text_of"] = tokenizer.decode
+    else:
+        (most,) = one_each(caps, 1)
+        requests = mixed_requests(num_requests, most, setting.engine.model_info.vocab_size, seed)
     methods = {name: method for name, method in setting.methods.items() if not names or name in names}
-    requests = mixed_requests(num_requests, max_tokens, setting.engine.model_info.vocab_size, seed)
     console = Console()
-    log = (lambda line: print(line, file=sys.stderr)) if verbose else None
-    result = run_race(methods, requests, setting.num_slots, console, log)
+    result = run_race(methods, requests, setting.num_slots, console, **log)
     console.print(result)
     if html:
         write_html(result, html)
     if png:
         write_png(result, png)
+
+
+def _requests(
+    lines: Sequence[PromptLine], caps: Sequence[int], engine: "Engine", tokenizer: "Tokenizer | None"
+) -> "list[LessonRequest]":
+    """Prompts as requests that fit into the model's context. Raises `InvalidRequestError`."""
+    from inflight.contracts.params import SamplingParams
+    from inflight.inputs import read_prompt
+    from inflight.lessons.run import LessonRequest
+
+    requests = []
+    for number, (line, cap) in enumerate(zip(lines, caps, strict=True)):
+        extra = sorted(line.sampling.keys() - {"max_tokens"}) or (["body"] if line.body is not None else [])
+        if extra:
+            raise InvalidRequestError(
+                f"{line.where}: a race is greedy; besides a prompt it takes max_tokens, not {extra}"
+            )
+        try:
+            params = SamplingParams(temperature=0, max_tokens=line.sampling.get("max_tokens", cap))
+            prompt = {"messages": line.messages} if line.messages is not None else line.prompt or ""
+            accepted = engine.accept(str(number), read_prompt(prompt, tokenizer)[1], params)
+        except ValueError as error:
+            raise InvalidRequestError(f"{line.where or f'prompt {number}'}: {error}") from error
+        token_ids = accepted.request.prompt_token_ids
+        room = engine.model_info.max_model_len - len(token_ids)
+        requests.append(LessonRequest(token_ids, min(params.max_tokens or room, room)))
+    return requests

@@ -6,15 +6,17 @@ from typing import Any
 
 import click
 
-from inflight.cli.options import engine_options, engine_values, quiet_libraries, values_for
+from inflight.cli.help import Command
+from inflight.cli.options import engine_options, engine_values, model_argument, quiet_libraries, size, values_for
 from inflight.contracts.errors import EngineDeadError
+from inflight.server.operations.settings import OperatorSettings
+from inflight.server.serving.settings import ServerSettings
 from inflight.server.tools.call_format import CALL_FORMATS
 
 KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 
 
-@click.command()
-@click.argument("model", required=False)
+@click.command(cls=Command, settings=(ServerSettings, OperatorSettings))
 @click.option("--host", default="127.0.0.1", help="The address to listen on; 0.0.0.0: all of this machine's.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: any free port.")
 @click.option(
@@ -38,7 +40,7 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
     help="How the model writes tool calls, if its chat template does not show it.",
 )
 @click.option("--api-key-file", type=click.Path(), help=f"API keys, one per line (besides those in {KEYS_VARIABLE}).")
-@click.option("--max-body-size", type=int, help="Most bytes of a request's body.")
+@click.option("--max-body-size", type=size, help="Most bytes of a request's body; units such as 4MiB are known.")
 @click.option("--max-requests", type=int, help="Most HTTP requests served at once; more are refused.")
 @click.option("--grace-period", type=float, help="Seconds that running requests have to finish after SIGTERM.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="For people, or one JSON object per line.")
@@ -47,15 +49,14 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
     "--cors-origin", "cors_origins", multiple=True, help="Allow calls from web pages of this origin; may be repeated."
 )
 @click.option("--traces-endpoint", help="An OpenTelemetry collector's URL for traces (OTLP over HTTP).")
+@model_argument
 @engine_options
 def serve(model: str | None, host: str, port: int, served_model_names: tuple[str, ...], **options: Any) -> None:
-    """Serve MODEL (a hub id or a folder; default: the small embedded model) over HTTP, with OpenAI's API."""
+    """Serve a model over HTTP, with OpenAI's API. MODEL means the same as --model MODEL."""
     quiet_libraries()
     from inflight.async_llm import AsyncLLM
     from inflight.server.operations.logs import set_up_logging
-    from inflight.server.operations.settings import OperatorSettings
     from inflight.server.run import listen, serve_until_told
-    from inflight.server.serving.settings import ServerSettings
 
     name, *aliases = _names(model, served_model_names)
     settings = ServerSettings(model_name=name, model_aliases=tuple(aliases), **values_for(ServerSettings, options))

@@ -1,12 +1,14 @@
-"""`inflight show PROMPT …`: prints one step of a run: its tokens, its mask, and a check against the definition."""
+"""`inflight show PROMPT …`: prints steps of a run: their tokens, their masks, and a check against the definition."""
 
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import click
 
-from inflight.cli.options import engine_options, engine_values, quiet_libraries
+from inflight.cli.help import Command
+from inflight.cli.options import engine_options_with, engine_values, model_option, one_each, quiet_libraries, tokens
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 PAGE_SIZE = 400
@@ -15,28 +17,60 @@ PAGE_SIZE = 400
 CACHE_MEMORY = 2**30
 """Bytes. Plenty for a few prompts, although the definition of attention keeps a second cache of the same size."""
 
+PROMPTS = ("Once upon a time", "One morning", "In a quiet village there lived a fox")
+CAP = 4
+"""Without other limits the first prompt gets so many tokens, the second twice as many, and so on: slots become free one
+after the other."""
 
-@click.command()
-@click.argument("prompts", nargs=-1, required=True)
-@click.option("--model", "-m", help="Hub id or local folder; default: the small embedded model.")
-@click.option("--step", type=click.IntRange(min=0), default=3, help="Which step; the first is 0.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=16, help="Tokens to generate for each prompt.")
-@click.option("--html", type=FILE, help="Write the step as one self-contained page.")
-@click.option("--png", type=FILE, help="Write the mask as a picture (needs matplotlib).")
-@engine_options
+
+def steps(text: str) -> tuple[int, ...]:
+    """Numbers of steps: 3, 2-4, or 1,3-5. Raises `click.BadParameter`."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None:
+            raise click.BadParameter(f"{text!r} are no steps; give their numbers, such as 3, 2-4 or 1,3-5")
+        numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(numbers))
+
+
+@click.command(cls=Command)
+@click.argument("prompts", nargs=-1)
+@click.option(
+    "--step",
+    "wanted",
+    type=steps,
+    help="Which steps, from 0: 3, 2-4 or 1,3-5.  [default: where a newcomer joins others, and the one before]",
+)
+@click.option(
+    "--max-tokens",
+    "caps",
+    type=tokens,
+    help=f"Most tokens for each prompt: one number, or one for each.  [default: {CAP},{2 * CAP},{3 * CAP}, …]",
+)
+@click.option("--ignore-eos", is_flag=True, help="Continue past the model's end tokens.")
+@click.option("--html", type=FILE, help="Write the steps as one self-contained page.")
+@click.option("--png", type=FILE, help="Write the masks as a picture (needs matplotlib).")
+@model_option
+@engine_options_with(dtype="float32", max_num_seqs="one less than there are prompts", kv_cache_memory="1GiB")
 def show(
     prompts: tuple[str, ...],
     model: str | None,
-    step: int,
-    max_tokens: int,
+    wanted: tuple[int, ...] | None,
+    caps: tuple[int, ...] | None,
+    ignore_eos: bool,
     html: Path | None,
     png: Path | None,
     **options: Any,
 ) -> None:
-    """Run PROMPTS together, greedily, and print one step: the packed row, and which tokens attend to which.
+    """Look into steps of a run: which tokens lie in the row, and which of them attend to which.
 
-    All prompts run at once unless --max-num-seqs is less; a small --max-num-batched-tokens shows chunks.
+    PROMPTS run greedily; without any, three beginnings of stories do. There is one slot less than prompts, so the last
+    one waits until another is done: the picture is of the step in which it takes the slot that became free, and its
+    prefill shares a row with the others' decodes. A small --max-num-batched-tokens shows chunks.
     """
+    prompts = prompts or PROMPTS
+    caps = one_each(caps or tuple(CAP * number for number in range(1, len(prompts) + 1)), len(prompts))
     quiet_libraries()
     from rich.console import Console
 
@@ -47,23 +81,34 @@ def show(
     from inflight.observe.step_drawing import StepDrawing
     from inflight.observe.step_figure import step_figure
 
-    defaults = {"max_num_seqs": len(prompts), "kv_cache_memory": CACHE_MEMORY, "dtype": "float32"}
+    num_slots = max(len(prompts) - 1, min(len(prompts), 2))
+    defaults = {"max_num_seqs": num_slots, "kv_cache_memory": CACHE_MEMORY, "dtype": "float32"}
     llm = LLM(model, **{**defaults, **engine_values(options)})
     tokenizer = llm.tokenizer
     token_text = str if tokenizer is None else lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)
-    capture = StepCapture(llm.engine.runner.witness_attention(), step, token_text)
+    capture = StepCapture(llm.engine.runner.witness_attention(), wanted, token_text)
     llm.engine.observer = capture.see
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    params = [SamplingParams(temperature=0, max_tokens=cap, ignore_eos=ignore_eos) for cap in caps]
     with closing(llm.stream(prompts, params)) as deltas:
         for delta in deltas:
             if delta.output is not None and delta.output.error is not None:
                 raise click.ClickException(delta.output.error)
-            if capture.view is not None:
+            if capture.is_complete:
                 break
-    if capture.view is None:
-        raise ValueError(f"the run has {capture.num_steps} steps, the first is 0: there is no step {step}")
-    Console().print(StepDrawing(capture.view))
+    views = capture.views
+    missing = sorted(set(wanted or ()) - {view.step for view in views})
+    if missing:
+        raise ValueError(f"the run has {capture.num_steps} steps, the first is 0: there is no step {missing[0]}")
+    capture.lanes.marked = [view.step for view in views]
+    console = Console()
+    console.print(capture.lanes)
+    for view in views:
+        console.print()
+        console.print(StepDrawing(view))
     if html is not None:
-        write_html(html, f"inflight: step {step}", [to_html(StepDrawing(capture.view, PAGE_SIZE), PAGE_SIZE)])
+        drawings = [to_html(capture.lanes, PAGE_SIZE)]
+        drawings += [to_html(StepDrawing(view, PAGE_SIZE), PAGE_SIZE) for view in views]
+        title = f"inflight: {'step' if len(views) == 1 else 'steps'} {', '.join(str(view.step) for view in views)}"
+        write_html(html, title, drawings)
     if png is not None:
-        save_png(step_figure(capture.view), png)
+        save_png(step_figure(*views), png)

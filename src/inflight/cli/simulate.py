@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
+from inflight.cli.help import Command
 from inflight.cli.options import engine_values, scheduling_options
 
 FILE = click.Path(path_type=Path)
 LOAD = ("num_requests", "rate", "shared_prefix_tokens", "shared_prefix_share", "num_prefixes", "seed")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--trace", type=FILE, help="Simulate the requests of a recording (inflight generate --record).")
 @click.option("--synthetic", is_flag=True, help="Simulate synthetic requests, described by the next options.")
 @click.option("--num-requests", type=click.IntRange(min=1), default=1000, help="Number of requests.")
@@ -39,9 +40,10 @@ def simulate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Run requests through the real scheduler on a virtual clock: throughput, latencies, preemptions, prefix hits.
+    """Predict how this machine would serve a load, by the real scheduler on a virtual clock.
 
-    Engine options default to those of the trace, or of the first --fit. Step costs default to a fit to the trace.
+    The report has throughput, latencies, preemptions and prefix hits. Engine options default to those of the trace, or
+    of the first --fit. Step costs default to a fit to the trace.
     """
     if (trace is None) != synthetic:
         raise click.UsageError("give either --trace FILE or --synthetic")
@@ -49,7 +51,7 @@ def simulate(
 
     from inflight.contracts.config import EngineConfig
     from inflight.observe.recorder import Recorder, read_recording
-    from inflight.simulate import Lengths, StepCost, SyntheticLoad, fit_cost, replay
+    from inflight.simulate import Lengths, StepCost, SyntheticLoad, WatchedCost, fit_cost, replay
     from inflight.simulate import simulate as run
 
     recorded = None if trace is None else read_recording(trace)
@@ -59,6 +61,7 @@ def simulate(
     like = recorded or next(iter(learned_from), None)
     config = EngineConfig(**engine_values(options)) if like is None else replace(like.config, **engine_values(options))
     cost = fit_cost(learned_from) if step_cost is None else StepCost.parse(step_cost)
+    watched = WatchedCost.of(cost, learned_from) if step_cost is None else None
     requests = replay(recorded) if recorded else SyntheticLoad(
         **{name: options[name] for name in LOAD},
         prompt_tokens=Lengths.parse(options["prompt_tokens"]),
@@ -67,8 +70,12 @@ def simulate(
     )  # fmt: skip
     with ExitStack() as stack:
         observer = stack.enter_context(Recorder(record, config)).see if record else None
-        report = run(requests, config, cost, model=like.model if like else None, observer=observer)
+        report = run(requests, config, watched or cost, model=like.model if like else None, observer=observer)
+    beyond = {} if watched is None else {"num_extrapolated_steps": watched.num_beyond}
     if as_json:
-        print(json.dumps({**report.as_dict(), "step_cost": cost.as_dict()}))
-    else:
-        Console().print(report.table())
+        print(json.dumps({**report.as_dict(), "step_cost": cost.as_dict(), **beyond}))
+        return
+    console = Console(highlight=False)
+    console.print(report.table())
+    if watched is not None and watched.warning:
+        console.print(f"\n{watched.warning}")

@@ -4,16 +4,18 @@ from pathlib import Path
 
 import click
 
+from inflight.cli.help import Command
+
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("recording", type=click.Path(path_type=Path))
 @click.option("--chrome", type=FILE, help="Write a trace for chrome://tracing or ui.perfetto.dev (JSON).")
 @click.option("--html", type=FILE, help="Write a zoomable timeline as one self-contained page.")
 @click.option("--png", type=FILE, help="Write the timeline as a picture (needs matplotlib).")
 def trace(recording: Path, chrome: Path | None, html: Path | None, png: Path | None) -> None:
-    """Show a run that was recorded with --record: as a table, and as timelines in files.
+    """Show a recorded run: a table, and timelines in files. `inflight generate --record` records one.
 
     Each slot has a lane with its prefills, chunks, decodes, waits and preemptions; blocks and queue are below.
     """

@@ -10,6 +10,7 @@ class ModelInfo:
     """What preparation found out about a model, and what was decided from it.
 
     Attributes:
+        checkpoint_dtype, dtype: what the checkpoint (or the loaded model) is in, and what it runs in.
         executor: how the model is run: "packed", "rows" or "sequential", proved exact.
         proved_on: what the proof was done on: the model itself, or a small float32 copy of its class.
         compile: how the model is compiled: "off", "auto" or "max".
@@ -31,6 +32,7 @@ class ModelInfo:
 
     model_class: str
     num_parameters: int
+    checkpoint_dtype: str
     dtype: str
     device: str
     executor: str

@@ -8,19 +8,21 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from inflight.contracts.errors import UnknownOptionError
+from inflight.contracts.foreign_names import hint
 
 T = TypeVar("T")
 MAX_FLOAT = sys.float_info.max
 
 
 def refuse_unknown_options(names: Iterable[str], accepted: Iterable[str], owner: str) -> None:
-    """Raise `UnknownOptionError` for the first of `names` that is not `accepted`, with the closest accepted name."""
+    """Raise `UnknownOptionError` for the first of `names` that is not `accepted`, with what another engine's name means
+    here, or the closest accepted name."""
     accepted = sorted(accepted)
     for name in names:
         if name not in accepted:
             close = difflib.get_close_matches(name, accepted, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it accepts {', '.join(accepted)}."
-            raise UnknownOptionError(f"{owner} has no option {name!r}; {hint}")
+            suggestion = f"did you mean {close[0]!r}?" if close else f"it accepts {', '.join(accepted)}."
+            raise UnknownOptionError(f"{owner} has no option {name!r}; {hint(name) or suggestion}")
 
 
 def strict_options(cls: type[T]) -> type[T]:

@@ -12,15 +12,15 @@ from inflight.lessons.run import LessonRequest, Options, Run
 def run(engine: Engine, requests: Sequence[LessonRequest], **options: Unpack[Options]) -> Run:
     """Generate greedily for all requests; the engine's own `max_num_seqs` is the number of slots."""
     account = Run(requests, **options)
-    admitted: set[int] = set()
+    slots: dict[int, int] = {}
 
     def see(record: StepRecord) -> None:
         spans = {}
         for span in record.spans:
             request = int(span.request_id)
-            if request not in admitted:
-                admitted.add(request)
+            if request not in slots:
                 account.admit(request, span.slot)
+            slots[request] = span.slot
             spans[span.slot] = (request, span.length, span.start + span.length)
         account.ragged(spans)
 
@@ -39,7 +39,7 @@ def run(engine: Engine, requests: Sequence[LessonRequest], **options: Unpack[Opt
                 for token in news.new_token_ids:
                     account.add(int(news.request_id), token)
                 if news.finish_reason is not None:
-                    account.log(f"req {news.request_id} is done ({news.finish_reason})")
+                    account.log_end(int(news.request_id), slots[int(news.request_id)])
     finally:
         engine.observer = before
     return account

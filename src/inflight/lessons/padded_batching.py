@@ -17,6 +17,9 @@ from transformers import DynamicCache, PreTrainedModel
 from inflight.lessons.run import LessonRequest, Options, Run
 from inflight.lessons.static_batching import greedy, last_logits, left_pad
 
+MOST_COLUMNS = 80
+"""Columns of a rectangle in the log."""
+
 
 @dataclass(slots=True)
 class Batch:
@@ -50,11 +53,17 @@ def run(model: PreTrainedModel, requests: Sequence[LessonRequest], num_slots: in
             admitted = [queue.popleft() for _ in range(min(len(queue), len(free_slots)))]
             fresh = init_batch(model, account, admitted, [free_slots.pop(0) for _ in admitted])
             generate_next_token(model, fresh, account)
-            batch = fresh if batch is None else merge_batches(batch, fresh)
+            if batch is not None:
+                merged = merge_batches(batch, fresh)
+                log_picture(account, "merge", [batch, fresh], merged)
+            batch = fresh if batch is None else merged
         else:
             assert batch is not None
             generate_next_token(model, batch, account)
+        before = batch
         batch, removed = filter_batch(batch, account)
+        if removed:
+            log_picture(account, "filter", [before], batch)
         free_slots = sorted(free_slots + removed)
     return account
 
@@ -117,8 +126,7 @@ def filter_batch(batch: Batch, account: Run) -> tuple[Batch | None, list[int]]:
     removed = [slot for row, slot in enumerate(batch.slots) if row not in kept]
     for row, slot in enumerate(batch.slots):
         if row not in kept:
-            request = batch.requests[row]
-            account.log(f"slot {slot}: req {request} is done after {len(account.answers[request].token_ids)} tokens")
+            account.log_end(batch.requests[row], slot)
     if not removed:
         return batch, []
     if not kept:
@@ -138,3 +146,22 @@ def filter_batch(batch: Batch, account: Run) -> tuple[Batch | None, list[int]]:
         tokens_remaining=[batch.tokens_remaining[row] for row in kept],
     )
     return left, removed
+
+
+def log_picture(account: Run, what: str, before: Sequence[Batch], after: Batch | None) -> None:
+    """Log the rectangles before and after a merge or a filter: `#` is a token, `.` padding."""
+    if not account.is_logged:
+        return
+    lines = [f"{what}:"]
+    for sign, batches in ((" ", before[:1]), ("+", before[1:]), ("=", [after] if after is not None else [])):
+        for batch in batches:
+            rows = [f"slot {slot} req {request}" for slot, request in zip(batch.slots, batch.requests, strict=True)]
+            width = max(map(len, rows))
+            marks = ["".join(".#"[kept] for kept in row) for row in batch.attention_mask.tolist()]
+            lines += [f"{sign} {row:{width}}  {_middle_cut(mark)}" for row, mark in zip(rows, marks, strict=True)]
+    account.log("\n".join(lines if after is not None else [*lines, "= nothing"]))
+
+
+def _middle_cut(marks: str) -> str:
+    half = MOST_COLUMNS // 2
+    return marks if len(marks) <= MOST_COLUMNS else f"{marks[:half]}…{marks[1 - half :]}"

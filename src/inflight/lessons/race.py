@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
 from inflight.lessons.methods import Method, warm_up
-from inflight.lessons.run import LessonRequest, Run
+from inflight.lessons.run import LessonRequest, Options, Run
 from inflight.lessons.scores import Scores, scores_table
 from inflight.observe import pictures
 from inflight.observe.timeline import Timeline, legend
@@ -52,6 +52,8 @@ class Race:
         return Group(*self.timelines, legend(), "", scores_table(self.scores), "", self._verdict())
 
     def _verdict(self) -> str:
+        if len(self.runs) == 1:
+            return ""
         differing = {name: count for name, count in self.differing.items() if count}
         if not differing:
             return "All methods gave the same tokens."
@@ -64,7 +66,7 @@ def run_race(
     requests: Sequence[LessonRequest],
     num_slots: int,
     console: Console,
-    log: Callable[[str], None] | None = None,
+    **options: Unpack[Options],
 ) -> Race:
     """Run `requests` through each of `methods`, one after the other, and show the growing timelines on `console`."""
     warm_up(methods, requests)
@@ -72,7 +74,10 @@ def run_race(
     with Live(console=console, auto_refresh=False, transient=True) as live:
         for name, method in methods.items():
             watch = _show(live, name, num_slots, requests)
-            runs[name] = method(requests, log=log, watch=watch)
+            if log := options.get("log"):
+                log(f"=== {name} ===")
+            own: Options = {**options, "watch": watch}
+            runs[name] = method(requests, **own)
     return Race(runs, num_slots)
 
 

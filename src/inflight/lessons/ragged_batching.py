@@ -53,7 +53,7 @@ def run(model: PreTrainedModel, requests: Sequence[LessonRequest], num_slots: in
         for (slot, stream), token in zip(list(slots.items()), next_ids, strict=True):
             stream.pending = [token]
             if account.add(stream.request, token):
-                account.log(f"slot {slot}: req {stream.request} is done")
+                account.log_end(stream.request, slot)
                 del slots[slot]
     return account
 

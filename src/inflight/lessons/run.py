@@ -7,6 +7,9 @@ from typing import TypedDict
 
 from inflight.observe.timeline import Lane, SlotUse
 
+MOST_LOGGED, MOST_LOGGED_IDS = 60, 10
+"""Characters of a text, and ids of tokens, in a line of the log."""
+
 
 @dataclass(frozen=True, slots=True)
 class LessonRequest:
@@ -31,6 +34,7 @@ class Options(TypedDict, total=False):
     eos_token_ids: Sequence[int]
     log: Callable[[str], None] | None
     watch: Callable[["Run"], None] | None
+    text_of: Callable[[Sequence[int]], str] | None
 
 
 class Run:
@@ -41,6 +45,7 @@ class Run:
         eos_token_ids: tokens that end an answer early.
         log: receives lines such as "slot 2 <- req 5 (10 token cap)"; None: no log.
         watch: called after each step, with this account.
+        text_of: returns the text of tokens, for the log; None: the log shows their ids.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class Run:
         eos_token_ids: Sequence[int] = (),
         log: Callable[[str], None] | None = None,
         watch: Callable[["Run"], None] | None = None,
+        text_of: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.requests = requests
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -56,7 +62,9 @@ class Run:
         self.steps: list[dict[int, Lane]] = []
         self.start_time = time.perf_counter()
         self.log = log or (lambda line: None)
+        self.is_logged = log is not None
         self._watch = watch or (lambda run: None)
+        self._text_of = text_of
 
     @property
     def num_generated(self) -> int:
@@ -78,8 +86,27 @@ class Run:
         admitted = self.requests[request]
         self.log(
             f"slot {slot} <- req {request} ({admitted.max_new_tokens} token cap): "
-            f"{len(admitted.prompt_token_ids)} prompt tokens"
+            f"{len(admitted.prompt_token_ids)} prompt tokens{self._shown(admitted.prompt_token_ids)}"
         )
+
+    def log_end(self, request: int, slot: int, of: int | None = None) -> None:
+        """Log that a request leaves its slot, with its answer.
+
+        Args:
+            of: for how many tokens the slot was computing; None: for no more than the answer has.
+        """
+        token_ids = self.answers[request].token_ids
+        how_many = f"{len(token_ids)} tokens" if of is None else f"{len(token_ids)} of {of} tokens useful"
+        self.log(f"slot {slot}: req {request} is done, {how_many}{self._shown(token_ids)}")
+
+    def _shown(self, token_ids: Sequence[int]) -> str:
+        """Tokens for the log, shortened: their text, or their ids."""
+        if not self.is_logged:
+            return ""
+        if self._text_of is not None:
+            text = self._text_of(token_ids)
+            return f": {text if len(text) <= MOST_LOGGED else text[: MOST_LOGGED - 1] + '…'!r}"
+        return f": {' '.join(map(str, token_ids[:MOST_LOGGED_IDS]))}{' …' * (len(token_ids) > MOST_LOGGED_IDS)}"
 
     def rectangle(self, slots: Mapping[int, int], width: int, num_keys: int) -> None:
         """Record a forward pass over a rectangle: a row of `width` tokens and `num_keys` keys for each slot's request.

@@ -35,8 +35,7 @@ def run_wave(model: PreTrainedModel, wave: Sequence[int], account: Run) -> None:
     generate_together(model, account, wave, input_ids, attention_mask, DynamicCache(), greedy)
     num_steps = len(account.steps) - num_steps_before
     for slot, request in enumerate(wave):
-        num_useful = len(account.answers[request].token_ids)
-        account.log(f"slot {slot}: req {request} finished: {num_useful}/{num_steps} tokens useful")
+        account.log_end(request, slot, of=num_steps)
 
 
 def generate_together(

@@ -17,15 +17,19 @@ from rich.table import Column, Table
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from inflight.contracts.config import EngineConfig
+from inflight.execution.hf.load import ModelSource, load_model
 from inflight.lessons import shared_prefix, static_batching
 from inflight.lessons.methods import Method, Setting, warm_up
-from inflight.lessons.run import LessonRequest
+from inflight.lessons.run import LessonRequest, Run
 from inflight.lessons.static_batching import left_pad
 
-NUM_REQUESTS, NUM_SLOTS = 32, 8
+NUM_SLOTS = 8
 NUM_PREFIX_TOKENS, NUM_SUFFIX_TOKENS, NUM_SHARED_NEW_TOKENS = 512, 16, 32
 
-Contestant: TypeAlias = Callable[[], tuple[int, list[list[int]]]]
+Advance: TypeAlias = Callable[[int], None]
+"""Is told of generated tokens as they are made."""
+
+Contestant: TypeAlias = Callable[[Advance], tuple[int, list[list[int]]]]
 """Runs all requests once; returns the number of forward passes, and the tokens of each request."""
 
 
@@ -51,49 +55,79 @@ def gpt2_with_random_weights(dtype: torch.dtype) -> PreTrainedModel:
         return GPT2LMHeadModel(GPT2Config()).to(dtype).eval()
 
 
-def long_and_short_requests(vocab_size: int) -> list[LessonRequest]:
-    """Return 32 requests of 7 random tokens: every eighth asks for 100 new tokens, the others for 10."""
+def without_generation_defaults(source: ModelSource, dtype: str) -> PreTrainedModel:
+    """Load a model without the defaults of its `model.generate`: EOS ends no request, and nothing is sampled."""
+    model = load_model(source, EngineConfig(dtype=dtype))
+    model.generation_config = GenerationConfig()
+    return model
+
+
+def long_and_short_requests(count: int, vocab_size: int) -> list[LessonRequest]:
+    """Return requests of 7 random tokens: every eighth asks for 100 new tokens, the others for 10."""
     rng = random.Random(0)
-    prompts = [[rng.randrange(vocab_size) for _ in range(7)] for _ in range(NUM_REQUESTS)]
+    prompts = [[rng.randrange(vocab_size) for _ in range(7)] for _ in range(count)]
     return [LessonRequest(prompt, 100 if number % 8 == 0 else 10) for number, prompt in enumerate(prompts)]
 
 
-def sharing_requests(vocab_size: int) -> list[LessonRequest]:
-    """Return 32 requests that share 512 tokens, have 16 of their own, and ask for 32 new tokens each."""
+def sharing_requests(count: int, vocab_size: int) -> list[LessonRequest]:
+    """Return requests that share 512 tokens, have 16 of their own, and ask for 32 new tokens each."""
     rng = random.Random(0)
     prefix = [rng.randrange(vocab_size) for _ in range(NUM_PREFIX_TOKENS)]
-    suffixes = [[rng.randrange(vocab_size) for _ in range(NUM_SUFFIX_TOKENS)] for _ in range(NUM_REQUESTS)]
+    suffixes = [[rng.randrange(vocab_size) for _ in range(NUM_SUFFIX_TOKENS)] for _ in range(count)]
     return [LessonRequest(prefix + suffix, NUM_SHARED_NEW_TOKENS) for suffix in suffixes]
 
 
-def measure_rungs(model: PreTrainedModel, rounds: int, say: Callable[[str], None]) -> dict[str, Measured]:
-    """Measure every rung on the long and short requests, and plain `model.generate` over the same waves."""
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Methods that run the same requests.
+
+    Attributes:
+        num_tokens: tokens that one method generates in one round.
+    """
+
+    contestants: Mapping[str, Contestant]
+    num_tokens: int
+
+
+def compare_rungs(model: PreTrainedModel, num_requests: int) -> Comparison:
+    """Every rung on the long and short requests, and plain `model.generate` over the same waves. Warms them up."""
     setting = Setting(model, EngineConfig(max_num_seqs=NUM_SLOTS))
-    requests = long_and_short_requests(model.config.get_text_config().vocab_size)
+    requests = long_and_short_requests(num_requests, model.config.get_text_config().vocab_size)
     warm_up(setting.methods, requests)
     contestants = {name: partial(_run, method, requests) for name, method in setting.methods.items()}
-    return measure({**contestants, "model.generate": partial(_generate_waves, model, requests)}, rounds, say)
+    return _comparison({**contestants, "model.generate": partial(_generate_waves, model, requests)}, requests)
 
 
-def measure_shared_prefix(model: PreTrainedModel, rounds: int, say: Callable[[str], None]) -> dict[str, Measured]:
-    """Measure static waves, and one batch that computes the common prefix once."""
-    requests = sharing_requests(model.config.get_text_config().vocab_size)
+def compare_shared_prefix(model: PreTrainedModel, num_requests: int) -> Comparison:
+    """Static waves, and one batch that computes the common prefix once."""
+    requests = sharing_requests(num_requests, model.config.get_text_config().vocab_size)
     num_chunks = NUM_PREFIX_TOKENS // shared_prefix.CHUNK_SIZE
     methods: dict[str, Method] = {
-        "static": partial(static_batching.run, model, num_slots=NUM_REQUESTS),
+        "static": partial(static_batching.run, model, num_slots=num_requests),
         "shared prefix": partial(shared_prefix.generate_many, model, n_prefix_chunks=num_chunks),
     }
-    return measure({name: partial(_run, method, requests) for name, method in methods.items()}, rounds, say)
+    return _comparison({name: partial(_run, method, requests) for name, method in methods.items()}, requests)
 
 
-def measure(contestants: Mapping[str, Contestant], rounds: int, say: Callable[[str], None]) -> dict[str, Measured]:
-    """Run all contestants in turn, `rounds` times, so that changes in the machine's speed affect all alike."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+def _comparison(contestants: Mapping[str, Contestant], requests: Sequence[LessonRequest]) -> Comparison:
+    return Comparison(contestants, sum(request.max_new_tokens for request in requests))
+
+
+def measure(
+    comparison: Comparison, rounds: int, say: Callable[[str], None], advance: Advance = lambda num_tokens: None
+) -> dict[str, Measured]:
+    """Run all methods in turn, `rounds` times, so that changes in the machine's speed affect all alike.
+
+    Args:
+        say: is told of each run that has ended.
+        advance: is told of tokens as they are generated.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in comparison.contestants}
     results: dict[str, tuple[int, list[list[int]]]] = {}
     for number in range(rounds):
-        for name, run in contestants.items():
+        for name, run in comparison.contestants.items():
             start = time.perf_counter()
-            results[name] = run()
+            results[name] = run(advance)
             seconds[name].append(time.perf_counter() - start)
             say(f"round {number + 1} of {rounds}: {name} {seconds[name][-1]:.2f} s")
     expected = next(iter(results.values()))[1]
@@ -121,12 +155,22 @@ def table_of(measured: Mapping[str, Measured]) -> Table:
     return table
 
 
-def _run(method: Method, requests: Sequence[LessonRequest]) -> tuple[int, list[list[int]]]:
-    account = method(requests)
+def _run(method: Method, requests: Sequence[LessonRequest], advance: Advance) -> tuple[int, list[list[int]]]:
+    told = 0
+
+    def watch(run: Run) -> None:
+        nonlocal told
+        advance(run.num_generated - told)
+        told = run.num_generated
+
+    account = method(requests, watch=watch)
+    watch(account)
     return len(account.steps), account.token_ids
 
 
-def _generate_waves(model: PreTrainedModel, requests: Sequence[LessonRequest]) -> tuple[int, list[list[int]]]:
+def _generate_waves(
+    model: PreTrainedModel, requests: Sequence[LessonRequest], advance: Advance
+) -> tuple[int, list[list[int]]]:
     """Does what a user of plain `transformers` would: `model.generate` over one left-padded wave after the other."""
     num_steps, token_ids = 0, []
     for first in range(0, len(requests), NUM_SLOTS):
@@ -138,4 +182,5 @@ def _generate_waves(model: PreTrainedModel, requests: Sequence[LessonRequest]) -
         rows = output[:, input_ids.shape[1] :].tolist()
         token_ids += [row[: request.max_new_tokens] for row, request in zip(rows, wave, strict=True)]
         num_steps += longest
+        advance(sum(request.max_new_tokens for request in wave))
     return num_steps, token_ids

@@ -34,7 +34,7 @@ def new_figure(width_inches: float, height_inches: float) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("pictures need matplotlib: pip install 'inflight-llm[pictures]'") from None
+        raise ValueError("pictures need matplotlib: pip install matplotlib") from None
     return Figure(figsize=(width_inches, height_inches), layout="constrained")
 
 

@@ -8,13 +8,31 @@ from tqdm.auto import tqdm
 from inflight.contracts.outputs import TextDelta
 
 
+class ProgressBar:
+    """A progress bar on standard error, drawn until it is closed; of no prompts none is drawn."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self._bar = tqdm(total=num_prompts, unit="prompt", disable=num_prompts == 0)
+        self._num_tokens, self._start = 0, time.monotonic()
+
+    def count(self, num_tokens: int, num_finished: int) -> None:
+        """Add generated tokens and finished prompts."""
+        self._num_tokens += num_tokens
+        speed = self._num_tokens / max(time.monotonic() - self._start, 1e-9)
+        self._bar.set_postfix_str(f"{self._num_tokens} tokens, {speed:.0f} tokens/s", refresh=False)
+        self._bar.update(num_finished)
+
+    def close(self) -> None:
+        """Draw the bar for the last time."""
+        self._bar.close()
+
+
 def with_progress(deltas: Iterable[TextDelta], num_prompts: int) -> Iterator[TextDelta]:
     """Yield `deltas` unchanged and draw a progress bar of `num_prompts` prompts on standard error."""
-    num_tokens, start = 0, time.monotonic()
-    with tqdm(total=num_prompts, unit="prompt") as bar:
+    bar = ProgressBar(num_prompts)
+    try:
         for delta in deltas:
-            num_tokens += len(delta.token_ids)
-            speed = num_tokens / max(time.monotonic() - start, 1e-9)
-            bar.set_postfix_str(f"{num_tokens} tokens, {speed:.0f} tokens/s", refresh=False)
-            bar.update(delta.output is not None)
+            bar.count(len(delta.token_ids), delta.output is not None)
             yield delta
+    finally:
+        bar.close()

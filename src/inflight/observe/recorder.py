@@ -187,6 +187,7 @@ def _model_info(values: dict[str, Any] | None) -> ModelInfo | None:
     known = {  # defaults for older recordings
         "can_share_prefixes": True,
         "proved_on": "",
+        "checkpoint_dtype": values["dtype"],
         "max_cached_len": values["max_model_len"],
         "kv_bytes_per_lasting_token": values["kv_bytes_per_token"],
         "cache_groups": [asdict(ALL_TOKENS)],

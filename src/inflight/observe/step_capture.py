@@ -1,54 +1,101 @@
-"""`StepCapture`: an observer of a running engine that keeps one step of it as a `StepView`."""
+"""`StepCapture`: an observer of a running engine that keeps some of its steps as `StepView`s."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from inflight.contracts.record import StepRecord
 from inflight.execution.attention.witness import WitnessedAttention
+from inflight.observe.lanes import Lanes
 from inflight.observe.step_view import StepView, view_span, view_step
 
 
 class StepCapture:
-    """Keeps one step; `see` must be called with the record of every step of an engine, from its first on.
+    """Keeps steps; `see` must be called with the record of every step of an engine, from its first on.
 
     Args:
         witness: runs the engine's attention.
-        step: the number of the step to keep.
+        steps: the numbers of the steps to keep. None: the first step in which a sequence begins in a slot that another
+            one has left, beside decodes of others, and the step before; or else the first step that mixes prefill and
+            decodes; or else the last one.
         token_text: returns a token id's text; without a tokenizer, the id itself.
 
     Attributes:
-        view: the step, once it has run.
         num_steps: how many steps have run.
+        lanes: which sequence had which slot in which step so far.
     """
 
-    def __init__(self, witness: WitnessedAttention, step: int, token_text: Callable[[int], str] = str) -> None:
-        self.view: StepView | None = None
+    def __init__(
+        self,
+        witness: WitnessedAttention,
+        steps: Collection[int] | None = None,
+        token_text: Callable[[int], str] = str,
+    ) -> None:
         self.num_steps = 0
+        self.lanes = Lanes()
+        self._kept: list[StepView] = []
+        self._before: StepView | None = None  # without `steps`: the last step
+        self._mixed: StepView | None = None  # and the first that mixes kinds
+        self._is_complete = False
         self._witness = witness
-        self._step = step
+        self._steps = steps
         self._token_text = token_text
         self._numbers: dict[tuple[str, int], int] = {}
+        self._holders: dict[int, int] = {}  # for each slot, the sequence that had it last
         self._cached: dict[int, int] = {}  # the token at each place of the cache, of whichever sequence
         self._known: dict[int, dict[int, int]] = {}  # for each sequence, the tokens seen in the cache, by position
-        witness.comparing = step == 0
+        witness.comparing = self._may_keep(0)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no later step will be kept."""
+        return self._is_complete
+
+    @property
+    def views(self) -> list[StepView]:
+        """The steps that are kept, in order."""
+        if self._steps is not None or self._is_complete:
+            return self._kept
+        return [view for view in [self._mixed or self._before] if view is not None]
 
     def see(self, record: StepRecord) -> None:
-        """Track which token is where in the cache; keep the step if it is the wanted one, and ignore later steps."""
+        """Track which token is where in the cache; keep the step if it is a wanted one."""
         batch = self._witness.batch
         assert batch is not None, "a step has run"
-        self.num_steps = record.step + 1
-        if self.view is not None:
+        if self._is_complete:
             return
-        self._witness.comparing = self.num_steps == self._step
+        self.num_steps = record.step + 1
+        self._witness.comparing = self._may_keep(self.num_steps)
         self._follow_copies()
         self._cached.update(zip(batch.groups[0].cache_indices.tolist(), batch.input_ids.tolist(), strict=True))
         spans = []
         for span, table in zip(record.spans, batch.groups[0].block_tables_host.tolist(), strict=True):
             number = self._numbers.setdefault((span.request_id, span.index), len(self._numbers))
+            before = self._holders.get(span.slot, number)
+            self._holders[span.slot] = number
             keys = self._keys(number, table, span.start + span.length)
-            if record.step == self._step:
-                spans.append(view_span(number, span, keys, self._token_text))
+            if self._may_keep(record.step):
+                predecessor = None if before == number else before
+                spans.append(view_span(number, span, keys, self._token_text, predecessor))
+        self.lanes.add(
+            {span.slot: (self._numbers[span.request_id, span.index], span.kind) for span in record.spans},
+            record.num_waiting,
+        )
         if spans:
-            self.view = view_step(record, spans, batch, self._witness.calls, self._witness.name)
+            self._keep(view_step(record, spans, batch, self._witness.calls, self._witness.name))
+
+    def _may_keep(self, step: int) -> bool:
+        return self._steps is None or step in self._steps
+
+    def _keep(self, view: StepView) -> None:
+        if self._steps is not None:
+            self._kept.append(view)
+            self._is_complete = view.step >= max(self._steps)
+            return
+        if view.is_handover:
+            self._kept = [each for each in (self._before, view) if each is not None]
+            self._is_complete = True
+        elif view.mixes_kinds and self._mixed is None:
+            self._mixed = view
+        self._before = view
 
     def _follow_copies(self) -> None:
         size = self._witness.block_size

@@ -31,6 +31,8 @@ class StepDrawing:
         view = self._view
         waiting = f"; {view.num_waiting} waiting" if view.num_waiting else ""
         yield Text(f"step {view.step}: {view.sizes}{waiting}", style="bold")
+        if view.handovers:
+            yield Text(view.handovers)
         yield self._sequences()
         yield Text(f"\n{LEGEND}", style="dim")
         for mask in view.masks:

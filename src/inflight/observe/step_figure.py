@@ -24,18 +24,24 @@ CACHED, OWN, OTHER = 0.45, 0.1, 0.0
 another sequence. A visible new key has all of it."""
 
 
-def step_figure(view: StepView) -> "Figure":
-    """Draw the masks of a step below each other: rows are the tokens fed, columns are the keys.
+def step_figure(*views: StepView) -> "Figure":
+    """Draw the masks of steps below each other: rows are the tokens fed, columns are the keys.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
-    num_keys = view.total_q + view.total_kv
-    width, height = np.clip(num_keys * CELL, 6.5, 16), np.clip(view.total_q * CELL, 1, 16)
-    figure = new_figure(width + 1.5, (height + 1.7) * len(view.masks) + 0.9)
-    figure.suptitle(f"step {view.step}: {view.sizes}\n{view.agreement}", fontsize=9)
-    for axes, mask in zip(figure.subplots(len(view.masks), squeeze=False).flat, view.masks, strict=True):
+    drawn = [(view, mask) for view in views for mask in view.masks]
+    width = np.clip(max(view.total_q + view.total_kv for view in views) * CELL, 6.5, 16)
+    heights = [np.clip(view.total_q * CELL, 1, 16) + 1.7 for view, _ in drawn]
+    figure = new_figure(width + 1.5, sum(heights) + 0.5 + 0.4 * len(views))
+    titles = [f"step {view.step}: {view.sizes}\n{view.handovers or view.agreement}" for view in views]
+    if len(views) == 1:
+        figure.suptitle(titles[0], fontsize=9)
+    rows = figure.subplots(len(drawn), squeeze=False, gridspec_kw={"height_ratios": heights}).flat
+    for axes, (view, mask) in zip(rows, drawn, strict=True):
         _draw(axes, view, mask)
+        if len(views) > 1:
+            axes.set_title(f"{titles[views.index(view)]}\n{mask.heading}", fontsize=9, loc="left")
     _add_legend(figure)
     return figure
 

@@ -32,6 +32,7 @@ class SpanView:
         kind, slot, request_id: see `SpanRecord`.
         num_cached: how many of its keys were in the cache before the step.
         keys: the texts of all tokens up to the step's last one, including those of the step.
+        predecessor: the number of the sequence that had the slot before, if this is the sequence's first step there.
     """
 
     number: int
@@ -40,6 +41,7 @@ class SpanView:
     request_id: str
     num_cached: int
     keys: tuple[str, ...]
+    predecessor: int | None = None
 
     @property
     def letter(self) -> str:
@@ -115,6 +117,28 @@ class StepView:
         return f"total_q {self.total_q} fed, total_kv {self.total_kv} cached: {self.total_q} queries over {keys} keys"
 
     @property
+    def mixes_kinds(self) -> bool:
+        """Whether a prefill, or a chunk of one, shares the row with decodes of other sequences."""
+        return len({span.kind == "decode" for span in self.spans}) == 2
+
+    @property
+    def is_handover(self) -> bool:
+        """Whether a sequence begins in a slot that another one has left, beside decodes of others."""
+        return self.mixes_kinds and any(span.predecessor is not None for span in self.spans)
+
+    @property
+    def handovers(self) -> str:
+        """A sentence for each sequence that begins in a slot which another one has left."""
+        decoding = [span.letter for span in self.spans if span.kind == "decode"]
+        decodes = f"the decode{'s' if len(decoding) > 1 else ''} of {_listed(decoding)}"
+        beside = f", and its tokens share this row with {decodes}" if decoding else ""
+        return "\n".join(
+            f"{span.letter} takes slot {span.slot}, which {letters(span.predecessor)} has left{beside}"
+            for span in self.spans
+            if span.predecessor is not None
+        )
+
+    @property
     def agreement(self) -> str:
         """A sentence that compares the backend with the definition."""
         return (
@@ -124,11 +148,15 @@ class StepView:
 
 
 def view_span(
-    number: int, record: SpanRecord, key_token_ids: Sequence[int | None], token_text: Callable[[int], str]
+    number: int,
+    record: SpanRecord,
+    key_token_ids: Sequence[int | None],
+    token_text: Callable[[int], str],
+    predecessor: int | None = None,
 ) -> SpanView:
     """Return a span to draw; `key_token_ids` are its sequence's tokens up to the span's end, None where unknown."""
     keys = tuple("…" if token_id is None else visible(token_text(token_id)) for token_id in key_token_ids)
-    return SpanView(number, record.kind, record.slot, record.request_id, record.start, keys)
+    return SpanView(number, record.kind, record.slot, record.request_id, record.start, keys, predecessor)
 
 
 def view_step(
@@ -166,6 +194,10 @@ def _heading(numbers: Sequence[int], num_calls: int, window: int | None, chunk: 
     what = [f"window {window}"] if window is not None else []
     what += [f"chunks of {chunk}"] if chunk is not None else []
     return f"{who}: {', '.join(what) or 'the whole past'}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), *words[-1:]] if len(words) > 1 else words)
 
 
 def letters(number: int) -> str:

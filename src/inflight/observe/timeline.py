@@ -14,7 +14,8 @@ from rich.text import Text
 SlotUse: TypeAlias = Literal["prefill", "decode", "padding"]
 """What a slot does in a step; "padding" is useless work."""
 
-MARKS = {"prefill": ("█", "yellow"), "decode": ("█", "green"), "padding": ("░", "red"), "idle": (" ", "default")}
+MARKS = {"prefill": ("█", "yellow"), "decode": ("▄", "green"), "padding": ("░", "red"), "idle": (" ", "default")}
+"""Characters and colours; without colours the characters still differ."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,11 @@ def start_of(recording: Recording) -> float:
     return min([*(arrival.time for arrival in recording.arrivals), *first_steps], default=0.0)
 
 
+def num_lanes(recording: Recording) -> int:
+    """How many lanes to draw: one for each slot up to the last that ever ran a sequence, at least one."""
+    return 1 + max((span.slot for step in recording.steps for span in step.spans), default=0)
+
+
 # ----------------------------------------------------------------------------------------------- Chrome trace events
 
 
@@ -149,7 +154,7 @@ def write_chrome_trace(recording: Recording, path: Path) -> None:
 def _names(recording: Recording) -> Iterator[Event]:
     for pid, name in ((SLOTS, "slots"), (REQUESTS, "queue")):
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
-    for slot in range(recording.config.max_num_seqs):
+    for slot in range(num_lanes(recording)):
         yield {"ph": "M", "name": "thread_name", "pid": SLOTS, "tid": slot, "args": {"name": f"slot {slot}"}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": SLOTS, "tid": slot, "args": {"sort_index": slot}}
 

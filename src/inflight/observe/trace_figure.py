@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from inflight.observe.pictures import new_figure
 from inflight.observe.recorder import Recording
-from inflight.observe.trace import COLOURS, start_of, stretches
+from inflight.observe.trace import COLOURS, num_lanes, start_of, stretches
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,7 +15,7 @@ LANE_INCHES, MOST_LANE_INCHES = 0.16, 9.0
 
 def trace_figure(recording: Recording) -> "Figure":
     """Return the timeline of a recording. Raises `ValueError` without the extra, or if no step was recorded."""
-    steps, num_slots, begin = recording.steps, recording.config.max_num_seqs, start_of(recording)
+    steps, num_slots, begin = recording.steps, num_lanes(recording), start_of(recording)
     if not steps:
         raise ValueError("the recording has no steps")
     lanes_height = min(LANE_INCHES * num_slots, MOST_LANE_INCHES) + 0.3
@@ -24,6 +24,7 @@ def trace_figure(recording: Recording) -> "Figure":
     lanes, blocks, queue = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": heights})
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
     starts = [step.start_time - begin for step in steps]
     ends = [step.start_time + step.duration - begin for step in steps]
@@ -42,6 +43,8 @@ def trace_figure(recording: Recording) -> "Figure":
     lanes.set_xlim(0, ends[-1])
     lanes.set_ylim(num_slots - 0.5, -0.5)
     lanes.set_ylabel("slot", fontsize=8)
+    lanes.set_title(f"{num_slots} of {recording.config.max_num_seqs} slots were ever in use", loc="left", fontsize=8)
+    lanes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
     used = [step.num_blocks_used for step in steps]
     held = [step.num_blocks_used + step.num_blocks_cached for step in steps]
@@ -51,8 +54,9 @@ def trace_figure(recording: Recording) -> "Figure":
     queue.fill_between(starts, [step.num_waiting for step in steps], step="post", color=WAITING, linewidth=0)
     queue.set_ylabel("waiting", fontsize=8)
     queue.set_xlabel("seconds", fontsize=8)
-    for panel in (blocks, queue):
-        panel.set_ylim(bottom=0)
+    for panel, values in ((blocks, held), (queue, [step.num_waiting for step in steps])):
+        panel.set_ylim(0, max(1, *values) * 1.05)
+        panel.yaxis.set_major_locator(MaxNLocator(integer=True))
     for panel in (lanes, blocks, queue):
         panel.tick_params(labelsize=7, length=2)
         panel.spines[["top", "right"]].set_visible(False)

@@ -8,7 +8,7 @@ from typing import Any
 from inflight.observe.pictures import to_html, write_html
 from inflight.observe.recorder import Recording
 from inflight.observe.run_report import report_of
-from inflight.observe.trace import COLOURS, start_of, stretches
+from inflight.observe.trace import COLOURS, num_lanes, start_of, stretches
 
 SCRIPT = Path(__file__).with_name("trace_page.js")
 WIDTH = 110
@@ -20,7 +20,8 @@ def write_page(recording: Recording, path: Path, title: str) -> None:
     legend = "".join(f'<span style="color:{colour}">&#9632;</span> {kind} &nbsp; ' for kind, colour in COLOURS.items())
     data = json.dumps(page_data(recording), separators=(",", ":")).replace("<", "\\u003c")
     bodies = [
-        f"<p>{legend} (nothing: idle)<br>wheel: zoom, drag: move, double click: all</p>",
+        f"<p>{legend} (nothing: idle; {num_lanes(recording)} of {recording.config.max_num_seqs} slots were ever in use)"
+        "<br>wheel: zoom, drag: move, double click: all</p>",
         '<canvas id="timeline" style="width:min(96vw,1800px);display:block"></canvas>\n<p id="told">&nbsp;</p>',
         to_html(report_of(recording).table(), WIDTH),
         f"<p>{escape(', '.join(f'{name} {value}' for name, value in recording.machine.items()))}</p>",
@@ -41,7 +42,7 @@ def page_data(recording: Recording) -> dict[str, Any]:
         for one in stretches(steps)
     ]
     return {
-        "slots": recording.config.max_num_seqs,
+        "slots": num_lanes(recording),
         "kinds": KINDS,
         "colours": list(COLOURS.values()),
         "requests": list(requests),

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from inflight.observe.pictures import new_figure
-from inflight.profiling.step_profile import StepProfile
+from inflight.profiling.step_profile import StepProfile, times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +23,8 @@ def profile_figure(profile: StepProfile) -> "Figure":
     axes.barh(places, [1e3 * value for value in floors], color=FLOOR, height=0.4, label="this machine's floor")
     for place, value, floor in zip(places, seconds, floors, strict=True):
         text = f" {1e3 * value:.2f} ms, {value / profile.step_seconds:.0%}"
-        text += f", {value / floor:.2f} x floor" if floor else ""
+        ratio = times(value, floor)
+        text += "" if ratio is None else f", {ratio:.2f} x floor"
         axes.text(1e3 * max(value, floor), place, text, va="center", fontsize=8)
     axes.set_yticks(places, names, fontsize=8)
     axes.invert_yaxis()

@@ -21,6 +21,16 @@ from inflight.profiling.operators import OperatorTimes
 from inflight.profiling.phases import PhaseTimes
 from inflight.profiling.work import StepWork
 
+LEAST = 0.995
+"""A time of so many floors or more counts as one that is not below its floor."""
+
+
+def times(seconds: float, floor_seconds: float | None) -> float | None:
+    """How many times its floor a time is. None without a floor, and below it: nothing is faster than it can be, so the
+    floor is wrong (the weights fit the processor's caches, or the machine was busy when it was measured)."""
+    ratio = seconds / floor_seconds if floor_seconds else 0.0
+    return ratio if ratio >= LEAST else None
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -36,8 +46,8 @@ class Part:
 
     @property
     def times_floor(self) -> float | None:
-        """How many times longer than its floor the part takes."""
-        return self.seconds / self.floor_seconds if self.floor_seconds else None
+        """How many times longer than its floor the part takes; see `times`."""
+        return times(self.seconds, self.floor_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +81,16 @@ class StepProfile:
         return self.work.num_bytes / self.machine.read_bytes_per_second
 
     @property
-    def times_floor(self) -> float:
-        """How many times longer a step takes than reading weights and cache once."""
-        return self.step_seconds / self.floor_seconds
+    def times_floor(self) -> float | None:
+        """How many times longer a step takes than reading weights and cache once; see `times`."""
+        return times(self.step_seconds, self.floor_seconds)
+
+    @property
+    def below_floor(self) -> list[str]:
+        """What took less than its floor, so that the floor is none."""
+        measured = [("the step", self.step_seconds, self.floor_seconds)]
+        measured += [(part.name, part.seconds, part.floor_seconds or 0.0) for part in self.parts]
+        return [name for name, seconds, floor in measured if floor and times(seconds, floor) is None]
 
     def share(self, part: Part) -> float:
         """Return the part's share of the step's time."""

@@ -30,6 +30,12 @@ def profile_table(profile: StepProfile) -> RenderableType:
     )
     if abs(profile.correction - 1) > NOTABLE_CORRECTION:
         setting.add_row("beware", f"parts were scaled by {profile.correction:.2f} to fit: was the machine busy?")
+    if below := profile.below_floor:
+        setting.add_row(
+            "beware",
+            f"{', '.join(below)} took less than the floor, which therefore is none: the weights fit the processor's "
+            "caches, or the machine was busy while it was measured",
+        )
     return Group(setting, "", _parts(profile))
 
 
@@ -61,4 +67,4 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}"
+    return "" if ratio is None else f"{max(ratio, 1.0):.2f}"

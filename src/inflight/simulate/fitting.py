@@ -4,7 +4,9 @@ If the engine has work left, a step lasts until the next one starts, so that the
 Decides where the knots are: at powers of two, as far as there were steps between them.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -41,6 +43,58 @@ def fit_cost(recordings: Sequence[Recording]) -> StepCost:
         tuple((tokens, float(level)) for tokens, level in zip(knots, levels, strict=True)),
         *(float(rate) for rate in solution[len(knots) :]),
     )
+
+
+NOTHING = StepLoad(0, 0, 0, 0)
+
+
+@dataclass(slots=True)
+class WatchedCost:
+    """A fitted cost that counts the steps which it was not fitted to.
+
+    Attributes:
+        fewest_tokens, most: the range of loads in the recordings: the fewest tokens of a step, and the most of
+            everything.
+        largest: the most of everything that the cost was asked for.
+        num_steps, num_beyond: how often it was asked, and how often for a load outside of that range.
+    """
+
+    cost: StepCost
+    fewest_tokens: int
+    most: StepLoad
+    largest: StepLoad = NOTHING
+    num_steps: int = 0
+    num_beyond: int = 0
+
+    @classmethod
+    def of(cls, cost: StepCost, recordings: Sequence[Recording]) -> "WatchedCost":
+        """Watch a cost that was fitted to these recordings."""
+        loads = [load_of(step) for recording in recordings for step in recording.steps]
+        return cls(cost, min(load.num_tokens for load in loads), StepLoad(*map(max, zip(*loads, strict=True))))
+
+    def seconds(self, load: StepLoad) -> float:
+        """See `StepCost`."""
+        self.num_steps += 1
+        self.largest = StepLoad(*map(max, zip(self.largest, load, strict=True)))
+        is_within = all(map(operator.le, load, self.most)) and load.num_tokens >= self.fewest_tokens
+        self.num_beyond += not is_within
+        return self.cost.seconds(load)
+
+    @property
+    def warning(self) -> str:
+        """A sentence about steps outside of what was recorded; empty if there were none."""
+        if not self.num_beyond:
+            return ""
+        names = ("tokens", "rows of logits", "tokens of context", "attended keys")
+        larger = [
+            f"up to {asked:,} {name} ({recorded:,} recorded)"
+            for name, asked, recorded in zip(names, self.largest, self.most, strict=True)
+            if asked > recorded
+        ] or [f"fewer than {self.fewest_tokens:,} tokens"]
+        return (
+            f"extrapolated: {self.num_beyond:,} of {self.num_steps:,} steps are beyond those that the cost was fitted "
+            f"to: {', '.join(larger)}"
+        )
 
 
 def timed_steps(steps: Iterable[StepRecord]) -> list[tuple[StepRecord, float]]:

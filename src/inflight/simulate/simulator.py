@@ -21,7 +21,7 @@ from inflight.observe.run_report import RunLog, RunReport
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request, Sequence
 from inflight.simulate.requests import SimulatedRequest
-from inflight.simulate.step_cost import StepCost, StepLoad
+from inflight.simulate.step_cost import Cost, StepLoad
 
 DEFAULT_MODEL_LEN = 4096
 LARGEST_TOKEN = 0x7FFFFFFF
@@ -30,7 +30,7 @@ LARGEST_TOKEN = 0x7FFFFFFF
 def simulate(
     requests: Iterable[SimulatedRequest],
     config: EngineConfig,
-    cost: StepCost,
+    cost: Cost,
     *,
     model: ModelInfo | None = None,
     observer: Callable[[StepRecord], None] | None = None,
@@ -74,7 +74,7 @@ class Simulation:
         self,
         requests: Iterable[SimulatedRequest],
         config: EngineConfig,
-        cost: StepCost,
+        cost: Cost,
         model: ModelInfo | None,
         observer: Callable[[StepRecord], None] | None,
     ) -> None:

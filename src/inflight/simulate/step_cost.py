@@ -13,7 +13,7 @@ import bisect
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from inflight.contracts.options import check_number, refuse_unknown_options
 
@@ -38,6 +38,13 @@ class StepLoad(NamedTuple):
             num_context_tokens += start + length
             num_attended_keys += length * start + length * (length + 1) // 2
         return cls(num_tokens, num_logit_rows, num_context_tokens, num_attended_keys)
+
+
+class Cost(Protocol):
+    """Says how long steps take."""
+
+    def seconds(self, load: StepLoad) -> float:
+        """Return the seconds of a step with this load."""
 
 
 @dataclass(frozen=True, slots=True)

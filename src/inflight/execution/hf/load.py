@@ -3,13 +3,17 @@
 import copy
 import gc
 import os
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
@@ -37,7 +41,7 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
     try:
         dtype = resolve_dtype(config.dtype, model_config, device)
         is_dummy = config.load_format == "dummy"
-        with ONE_AT_A_TIME:
+        with ONE_AT_A_TIME, _bars_that_leave():
             if is_dummy:
                 model = _dummy_model(model_config, dtype, device, config)
             else:
@@ -56,15 +60,26 @@ def check_source(source: str | os.PathLike[str], config: EngineConfig) -> PreTra
     """The configuration of a folder or a hub repository. Raises `ModelError`, before anything large is loaded, if there
     is none."""
     name = os.path.expanduser(source)
+    is_folder = Path(name).is_dir()
+    if name.lower().endswith(".gguf") or (is_folder and not Path(name, "config.json").exists() and _has_gguf(name)):
+        raise ModelError(
+            f"{name!r} is in GGUF, which is not read here; give the checkpoint that it was made from: a folder with a "
+            "config.json and safetensors, or a hub id (org/model)"
+        )
     looks_like_path = not isinstance(source, str) or name.startswith((".", "/")) or name.count("/") > 1
-    if not Path(name).is_dir() and (looks_like_path or Path(name).exists()):
+    if not is_folder and (looks_like_path or Path(name).exists()):
         raise ModelError(
             f"there is no model folder {name!r}; give a folder with a config.json, or a hub id (org/model)"
         )
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
     except Exception as error:
-        raise ModelError(f"the model {name!r} cannot be loaded: {_first_line(error)}") from error
+        gguf = "; GGUF is not read here" if "gguf" in name.lower() else ""
+        raise ModelError(f"the model {name!r} cannot be loaded: {_first_line(error)}{gguf}") from error
+
+
+def _has_gguf(folder: str) -> bool:
+    return any(path.suffix.lower() == ".gguf" for path in Path(folder).iterdir())
 
 
 def _first_line(error: Exception) -> str:
@@ -89,15 +104,22 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, model_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype of this name; "auto" is the checkpoint's own, but on a CPU bfloat16 if that is fast, else float32."""
+    """The dtype of this name; "auto" is the checkpoint's own, but on a CPU 16 bits become bfloat16 where that is fast,
+    else float32."""
     if dtype != "auto":
         chosen: torch.dtype = getattr(torch, dtype)
         check_dtype(chosen, device)
         return chosen
-    if device.type == "cpu":
-        return torch.bfloat16 if has_fast_bfloat16() else torch.float32
-    own = getattr(model_config.get_text_config(), "dtype", None) or torch.float32
-    return getattr(torch, own) if isinstance(own, str) else own
+    own = dtype_of_checkpoint(model_config)
+    if device.type != "cpu":
+        return own
+    return torch.bfloat16 if own in (torch.bfloat16, torch.float16) and has_fast_bfloat16() else torch.float32
+
+
+def dtype_of_checkpoint(model_config: PreTrainedConfig) -> torch.dtype:
+    """The dtype that a checkpoint was made to run in, as its configuration says; float32 if it says nothing."""
+    own = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
+    return getattr(torch, own) if isinstance(own, str) else own or torch.float32
 
 
 def has_fast_bfloat16() -> bool:
@@ -222,6 +244,20 @@ def _dummy_model(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
+
+
+@contextmanager
+def _bars_that_leave() -> Iterator[None]:
+    """Inside, the progress bars of `transformers` are drawn on terminals only, and leave when they are full."""
+
+    def draw(bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return bar(*args, **{**options, "leave": False, "disable": options.get("disable") or not sys.stderr.isatty()})
+
+    before = logging.set_tqdm_hook(draw)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
 
 
 def _pretrained_model(name: str, dtype: torch.dtype, config: EngineConfig) -> PreTrainedModel:

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,24 +82,42 @@ def _built_library() -> Path:
 def _build(library: Path) -> None:
     from torch.utils import cpp_extension  # slow to import, and rarely needed
 
-    start = time.monotonic()
-    print("inflight: building its CPU kernels for this machine, once …", end="", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder, _ninja_on_path():
-        try:
-            cpp_extension.load(
-                "inflight_kernels",
-                [str(source) for source in sorted(SOURCES.glob("*.cpp"))],
-                extra_cflags=[*COMPILER_FLAGS, _native_flag()],
-                extra_ldflags=["-fopenmp"],
-                build_directory=folder,
-                is_python_module=False,
-                is_standalone=False,
-            )
-        except BaseException:
-            print(" failed", file=sys.stderr)
-            raise
+    said = "inflight: building its CPU kernels for this machine, once …"
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder, _ninja_on_path(), _timed(said):
+        cpp_extension.load(
+            "inflight_kernels",
+            [str(source) for source in sorted(SOURCES.glob("*.cpp"))],
+            extra_cflags=[*COMPILER_FLAGS, _native_flag()],
+            extra_ldflags=["-fopenmp"],
+            build_directory=folder,
+            is_python_module=False,
+            is_standalone=False,
+        )
         os.replace(Path(folder) / "inflight_kernels.so", library)
-    print(f" {time.monotonic() - start:.0f} s", file=sys.stderr)
+
+
+@contextmanager
+def _timed(said: str, interval: float = 1.0) -> Iterator[None]:
+    """Print a line to standard error, and at the end how long it took; meanwhile the seconds run, on a terminal."""
+    start, ended = time.monotonic(), threading.Event()
+
+    def run() -> None:
+        while not ended.wait(interval):
+            print(f"\r{said} {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
+
+    print(said, end="", file=sys.stderr, flush=True)
+    clock = threading.Thread(target=run, daemon=True)
+    if is_terminal := sys.stderr.isatty():
+        clock.start()
+    how = "failed"
+    try:
+        yield
+        how = f"{time.monotonic() - start:.0f} s"
+    finally:
+        ended.set()
+        if is_terminal:
+            clock.join()
+        print(f"\r{said} {how}" if is_terminal else f" {how}", file=sys.stderr)
 
 
 def _digest() -> str:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from inflight.contracts.cache_layout import ALL_TOKENS, CacheLayout
@@ -23,12 +24,18 @@ def cache_layout(executor: Executor, config: EngineConfig) -> CacheLayout:
 
 
 def describe(
-    model: PreTrainedModel, executor: Executor, choice: ChosenExecutor, config: EngineConfig, num_parameters: int
+    model: PreTrainedModel,
+    executor: Executor,
+    choice: ChosenExecutor,
+    config: EngineConfig,
+    num_parameters: int,
+    checkpoint_dtype: torch.dtype,
 ) -> ModelInfo:
     """What was found out about `model`, and how it is run, uncompiled.
 
     Args:
         num_parameters: how many it had before its weights were prepacked.
+        checkpoint_dtype: what it would run in without being asked for another.
 
     Raises:
         ModelError: `config` asks for longer sequences or rows than the model runs exactly, or for too little cache.
@@ -42,6 +49,7 @@ def describe(
     return ModelInfo(
         model_class=type(model).__name__,
         num_parameters=num_parameters,
+        checkpoint_dtype=str(checkpoint_dtype).removeprefix("torch."),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         executor=executor.name,

@@ -8,7 +8,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
 from inflight.execution.executors import Executor
-from inflight.execution.hf.load import ModelSource, load_model, own_tensors
+from inflight.execution.hf.load import ModelSource, check_source, dtype_of_checkpoint, load_model, own_tensors
 from inflight.execution.mapped_memory import give_back_freed_memory, let_go_of_file_pages
 from inflight.execution.preparation.choice import choose_executor
 from inflight.execution.preparation.describe import describe
@@ -33,6 +33,10 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
     Raises:
         ModelError: it cannot be loaded, no allowed executor runs it exactly, or there is too little memory.
     """
+    if isinstance(source, PreTrainedModel):
+        checkpoint_dtype = source.dtype
+    else:
+        checkpoint_dtype = dtype_of_checkpoint(check_source(source, config))
     model = load_model(source, config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     why_not = find_format(config.quantization).why_unusable(model)
@@ -46,7 +50,7 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
     elif model.device.type == "cpu":
         own_tensors(model, MAX_COPIED)
     executor = choice.make_executor(config.block_size, config.max_num_seqs)
-    info = describe(model, executor, choice, config, num_parameters)
+    info = describe(model, executor, choice, config, num_parameters, checkpoint_dtype)
     executor.allocate(info.num_blocks)
     if config.compile != "off":
         reason = executor.compile(config.compile)

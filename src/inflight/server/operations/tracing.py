@@ -44,7 +44,8 @@ def exporting_provider(endpoint: str | None = None) -> "TracerProvider":
         exporters = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     except ImportError as error:
         raise ValueError(
-            f"traces need OpenTelemetry with its OTLP exporter: pip install 'inflight-llm[tracing]' ({error})"
+            "traces need OpenTelemetry with its OTLP exporter: pip install opentelemetry-sdk "
+            f"opentelemetry-exporter-otlp-proto-http ({error})"
         ) from error
     own = Resource.create({SERVICE_NAME: "inflight", SERVICE_VERSION: __version__})
     provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()))  # OpenTelemetry's variables win

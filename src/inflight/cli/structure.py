@@ -1,0 +1,46 @@
+"""Structured output as the command line takes it: from flags, and from a JSON line's `structured_output`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.structured_output import StructuredOutput
+
+FLAGS = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
+def from_flags(options: Mapping[str, Any]) -> StructuredOutput | None:
+    """What the flags ask for; None if none is given. Raises `ValueError`."""
+    given = {name: options[name] for name in FLAGS if options[name] not in (None, ())}
+    if not given:
+        return None
+    if "json_schema" in given:
+        given["json_schema"] = _text_or_file("--json-schema", given["json_schema"], mark="{")
+    if "grammar" in given:
+        given["grammar"] = _text_or_file("--grammar", given["grammar"], mark=":")
+    return StructuredOutput(**given)
+
+
+def from_json(value: object) -> StructuredOutput | None:
+    """What an object such as `{"regex": "[0-9]{4}"}` asks for; a schema may be an object or its text. Raises
+    `ValueError`."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f'structured_output is {value!r}; it must be an object such as {{"regex": "[0-9]+"}}')
+    given = dict(value)
+    if isinstance(given.get("json_schema"), dict | bool):
+        given["json_schema"] = json.dumps(given["json_schema"])
+    return StructuredOutput(**given)
+
+
+def _text_or_file(flag: str, value: str, mark: str) -> str:
+    """The value itself if it has the `mark` that every such text has and hardly a file's name, else the file's text."""
+    if mark in value:
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"{flag}: the file {value!r} cannot be read: {error}") from error

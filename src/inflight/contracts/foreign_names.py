@@ -1,0 +1,92 @@
+"""What options of other engines are called here. A name in braces is one of ours."""
+
+from collections.abc import Callable
+
+_ONE_DEVICE = "a model runs on one {device} here"
+_NO_SWAPPING = "nothing is swapped or offloaded here: a preempted sequence is computed again"
+_CACHE = "{kv_cache_memory} says how many bytes keys and values may take"
+_BUDGET = "{max_num_batched_tokens} is the most tokens of a step"
+_CONTEXT = "{max_model_len} is the most tokens of a sequence"
+_CHUNKS = "prompts are always chunked: {max_num_batched_tokens} and {max_prefill_tokens_per_step} say how"
+_SLOTS = "{max_num_seqs} is the most sequences that run at once"
+_INT8 = "{quantization} may be 'int8'"
+_THREADS = "the environment's OMP_NUM_THREADS says how many threads compute"
+_STRUCTURE = "{structured_output} takes a schema, a regular expression, a choice or a grammar"
+_GREEDY = "{temperature} 0 takes the likeliest token, and any other samples"
+
+FOREIGN_NAMES = {
+    "gpu_memory_utilization": _CACHE,
+    "kv_cache_memory_bytes": _CACHE,
+    "mem_fraction_static": _CACHE,
+    "num_gpu_blocks_override": "{num_blocks} is the number of blocks in the cache",
+    "swap_space": _NO_SWAPPING,
+    "cpu_offload_gb": _NO_SWAPPING,
+    "tensor_parallel_size": _ONE_DEVICE,
+    "pipeline_parallel_size": _ONE_DEVICE,
+    "data_parallel_size": _ONE_DEVICE,
+    "device_map": _ONE_DEVICE,
+    "max_batched_tokens": _BUDGET,
+    "max_batch_tokens": _BUDGET,
+    "max_num_tokens": _BUDGET,
+    "max_batch_prefill_tokens": _BUDGET,
+    "max_batch_total_tokens": _BUDGET,
+    "chunked_prefill_size": _BUDGET,
+    "enable_chunked_prefill": _CHUNKS,
+    "long_prefill_token_threshold": _CHUNKS,
+    "max_num_partial_prefills": _CHUNKS,
+    "max_batch_size": _SLOTS,
+    "max_running_requests": _SLOTS,
+    "max_concurrent_requests": _SLOTS,
+    "parallel": _SLOTS,
+    "context_length": _CONTEXT,
+    "max_seq_len": _CONTEXT,
+    "max_total_tokens": _CONTEXT,
+    "n_ctx": _CONTEXT,
+    "ctx_size": _CONTEXT,
+    "enforce_eager": "{compile} is off by default",
+    "compilation_config": "{compile} may be 'auto' or 'max'",
+    "torch_compile": "{compile} may be 'auto' or 'max'",
+    "scheduling_policy": "{policy} may be 'fcfs' or 'priority'",
+    "torch_dtype": "{dtype} is that of weights, activations and cache",
+    "load_in_8bit": _INT8,
+    "load_in_4bit": _INT8,
+    "n_threads": _THREADS,
+    "threads": _THREADS,
+    "download_dir": "the environment's HF_HOME says where checkpoints are kept",
+    "max_new_tokens": "{max_tokens} is the most tokens to generate",
+    "min_new_tokens": "{min_tokens} is the fewest tokens before a stop",
+    "do_sample": _GREEDY,
+    "use_beam_search": _GREEDY,
+    "num_return_sequences": "{n} is the number of sequences for each prompt",
+    "best_of": "{n} is the number of sequences for each prompt, and all of them are returned",
+    "stop_words": "{stop} takes strings that end the text",
+    "stop_strings": "{stop} takes strings that end the text",
+    "eos_token_id": "{stop_token_ids} end a sequence besides the model's own",
+    "guided_decoding": _STRUCTURE,
+    "structured_outputs": _STRUCTURE,
+    "guided_json": _STRUCTURE,
+    "guided_regex": _STRUCTURE,
+    "guided_choice": _STRUCTURE,
+    "guided_grammar": _STRUCTURE,
+    "response_format": _STRUCTURE,
+}
+
+
+class _Spelled(dict[str, str]):
+    """Every name, as a caller spells it."""
+
+    def __init__(self, spell: Callable[[str], str]) -> None:
+        self._spell = spell
+
+    def __missing__(self, name: str) -> str:
+        return self._spell(name)
+
+
+def hint(name: str, spell: Callable[[str], str] = str) -> str | None:
+    """What an option that another engine calls `name` is here; None if it is not known.
+
+    Args:
+        spell: how the caller writes one of our options.
+    """
+    text = FOREIGN_NAMES.get(name)
+    return None if text is None else text.format_map(_Spelled(spell))

@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from itertools import chain, count
@@ -247,8 +248,7 @@ class AsyncLLM:
                 call.reach(session, mailbox.address)
                 try:
                     while not collector.output.finished:
-                        news = _merged(await mailbox.read())
-                        yield collector, [collector.take_in(each) for each in news]
+                        yield collector, await _taken_in(collector, _merged(await mailbox.read()))
                 finally:
                     if not collector.output.finished:
                         call.abort()
@@ -335,6 +335,20 @@ def _merged(news: list[SequenceOutput]) -> list[SequenceOutput]:
         )
         for parts in of_index.values()
     ]
+
+
+async def _taken_in(collector: Collector, news: list[SequenceOutput]) -> list[TextDelta]:
+    """Add news to a collector; a prompt's log-probabilities beside the event loop, because they are many."""
+
+    def take_in() -> list[TextDelta]:
+        return [collector.take_in(each) for each in news]
+
+    if not any(each.prompt_scores for each in news):
+        return take_in()
+    return await asyncio.get_running_loop().run_in_executor(_beside, take_in)
+
+
+_beside = ThreadPoolExecutor(1, "inflight: log-probabilities")
 
 
 def _joined(scores: list[list[TokenScore] | None]) -> list[TokenScore] | None:

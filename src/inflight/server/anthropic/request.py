@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.openai.chat_request import TextPart, text_of
+from inflight.server.openai.chat_request import MAX_MESSAGES, TextPart, text_of
 from inflight.server.openai.sampling_fields import MAX_STOP_STRINGS
 from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
 from inflight.server.tools.in_templates import with_names
@@ -76,12 +76,6 @@ class Turn(StrictModel):
 
     role: Literal["user", "assistant", "system"]
     content: str | Many[Annotated[Block, of_type("parts", "text", "tool_use", "tool_result")]]
-
-    @property
-    def num_characters(self) -> int:
-        blocks = [] if isinstance(self.content, str) else self.content
-        texts = [block.text if isinstance(block, TextBlock) else str(block) for block in blocks]
-        return sum(map(len, texts)) if blocks else len(self.content)
 
     def for_template(self, where: str) -> Iterator[dict[str, Any]]:
         """Yield each block as a message of its own. Raises `ApiError` for blocks that the role cannot have."""
@@ -211,16 +205,12 @@ class CountRequest(StrictModel):
     }
 
     model: str | None = None
-    messages: Annotated[Many[Turn], Field(min_length=1)]
+    messages: Annotated[Many[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Text | None = None
     tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
-
-    @property
-    def num_characters(self) -> int:
-        return sum(turn.num_characters for turn in self.messages) + len(text_of(self.system))
 
     @property
     def tool_fields(self) -> ToolFields:

@@ -15,6 +15,8 @@ from inflight.server.tools.in_templates import call_for_template, with_names
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import Many, StrictModel, of_type
 
+MAX_MESSAGES = 2**14
+
 
 class TextPart(StrictModel):
     """A part of a message's content."""
@@ -108,15 +110,11 @@ class TemplateFields(StrictModel):
         chat_template_kwargs: further variables of the template, such as `enable_thinking`.
     """
 
-    messages: Annotated[Many[Message], Field(min_length=1)]
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    @property
-    def num_characters(self) -> int:
-        return sum(len(text_of(message.content)) for message in self.messages)
 
     def for_template(self, settings: ServerSettings) -> dict[str, Any]:
         """Return the chat as a prompt of `AsyncLLM`. Raises `ApiError` if the chat template cannot take it."""

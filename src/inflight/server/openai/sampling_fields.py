@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from inflight.contracts.params import MAX_SEED, SamplingParams
+from inflight.contracts.params import MAX_BAD_WORDS, MAX_SEED, SamplingParams
 from inflight.server.openai.output_format import OutputFormatFields
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError
@@ -18,6 +18,9 @@ from inflight.server.wire.strict_model import Many, StrictModel
 
 MAX_STOP_STRINGS = 64
 """Every token's text is searched for each of them."""
+
+MAX_STOP_TOKEN_IDS = 4096
+MAX_LOGIT_BIASES = 4096
 
 NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
@@ -65,14 +68,14 @@ class SamplingFields(OutputFormatFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: Many[str] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    bad_words: Annotated[Many[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | Annotated[Many[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Many[int] | None = None
+    stop_token_ids: Annotated[Many[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from inflight.contracts.options import check_integer
 from inflight.contracts.params import MAX_COUNT, SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.openai.chat_request import text_of
+from inflight.server.openai.chat_request import MAX_MESSAGES, text_of
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
 from inflight.server.tools.in_templates import call_for_template
@@ -218,7 +218,7 @@ class ResponsesRequest(StrictModel):
     }
 
     model: str | None = None
-    input: str | Annotated[Many[InputItem], Field(min_length=1)]
+    input: str | Annotated[Many[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS)] | None = None

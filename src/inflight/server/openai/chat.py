@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
+from msgspec import Raw
 from starlette.responses import Response
 
 from inflight.contracts.model_info import ModelInfo
@@ -91,7 +92,7 @@ def _answer(prepared: _PreparedChat, output: RequestOutput) -> Response:
     answer = {
         **prepared.head,
         "object": "chat.completion",
-        "choices": [_choice(prepared, completion) for completion in output.outputs],
+        "choices": [Raw(to_json(_choice(prepared, completion))) for completion in output.outputs],  # one at a time
         "usage": usage_of([output]),
         "system_fingerprint": None,
     }

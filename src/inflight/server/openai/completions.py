@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
+from msgspec import Raw
 from starlette.responses import Response
 
 from inflight.contracts.model_info import ModelInfo
@@ -124,10 +125,10 @@ def _echoes(
 
 
 def _answer(prepared: _PreparedCompletion, outputs: Sequence[RequestOutput]) -> Response:
-    choices: list[dict[str, Any]] = []
+    choices: list[Raw] = []
     for output, echo in zip(outputs, prepared.echoes, strict=True):
         for completion in _best(output.outputs, prepared.body):
-            choices.append(_choice(prepared, len(choices), output, completion, echo))
+            choices.append(Raw(to_json(_choice(prepared, len(choices), output, completion, echo))))  # one at a time
     usage = usage_of(outputs, num_left_out=int(prepared.body.generates_nothing))
     answer = {**prepared.head, "choices": choices, "usage": usage, "system_fingerprint": None}
     return Response(to_json(answer), media_type="application/json")

@@ -21,6 +21,7 @@ MAX_STOP_STRINGS = 64
 
 MAX_STOP_TOKEN_IDS = 4096
 MAX_LOGIT_BIASES = 4096
+MAX_METADATA = 1024
 
 NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
@@ -85,7 +86,7 @@ class SamplingFields(OutputFormatFields):
     return_token_ids: bool | None = None
     # For the client's own use; nothing here depends on them.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 

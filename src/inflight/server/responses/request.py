@@ -14,6 +14,7 @@ from inflight.contracts.options import check_integer
 from inflight.contracts.params import MAX_COUNT, SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.server.openai.chat_request import MAX_MESSAGES, text_of
+from inflight.server.openai.sampling_fields import MAX_METADATA
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
 from inflight.server.tools.in_templates import call_for_template
@@ -235,7 +236,7 @@ class ResponsesRequest(StrictModel):
     truncation: Literal["auto", "disabled"] | None = None
     include: Many[Addition] | None = None
     # For the client's own use; nothing here depends on them.
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -133,9 +133,10 @@ def test_the_prompt_of_a_chat(server: RunningServer) -> None:
     assert tokens == tokens_of(server, messages=chat)
 
 
-def test_a_refusal_by_the_template_is_reported(server: RunningServer) -> None:
-    with pytest.raises(
-        openai.BadRequestError, match="unknown role system: this model knows only user and assistant"
-    ) as told:
+def test_a_refusal_by_the_template_is_reported(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.llm.tokenizer is not None
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('there is no system here') }}{% endif %}"
+    monkeypatch.setattr(server.llm.tokenizer.inner, "chat_template", template)
+    with pytest.raises(openai.BadRequestError, match="there is no system here") as told:
         server.client.chat.completions.create(model="stories", messages=[{"role": "developer", "content": "Be kind."}])
     assert told.value.param == "messages"

@@ -44,6 +44,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings, observer: RequestObserve
 
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = Service(llm, settings, observer, start_time=int(time.time()))
+    app.state.refuses_unknown_fields = settings.strict_fields
     app.state.responses = ResponseStore()
     for module in (completions, chat, responses, anthropic_messages, tokenization, status):
         app.include_router(module.router)

@@ -31,6 +31,8 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logits_processors": (),
+    "max_length": (),
+    "max_new_tokens": (),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
@@ -39,6 +41,10 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": (),
 }
 """Fields that other servers of this API support and this one does not, with the values that change nothing."""
+
+
+IGNORED = frozenset({"guided_decoding_backend", "service_tier", "store"})
+"""Those of these fields that concern how, where and for whom the work is done, but not its result."""
 
 
 class StreamOptions(StrictModel):
@@ -50,6 +56,7 @@ class StreamOptions(StrictModel):
     """
 
     NOT_SUPPORTED: ClassVar = {"include_obfuscation": (False,)}
+    IGNORED: ClassVar = {"include_obfuscation"}
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

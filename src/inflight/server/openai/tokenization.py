@@ -33,6 +33,7 @@ class TokenizeRequest(TemplateFields):
     """
 
     NOT_SUPPORTED: ClassVar = {"tools": ([],)}
+    MAY_HAVE_MORE = True
 
     model: str | None = None
     prompt: str | None = None
@@ -43,6 +44,8 @@ class TokenizeRequest(TemplateFields):
 
 class DetokenizeRequest(StrictModel):
     """Token ids."""
+
+    MAY_HAVE_MORE = True
 
     model: str | None = None
     tokens: Many[int]

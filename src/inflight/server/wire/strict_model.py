@@ -8,7 +8,7 @@ be; any other would change the answer silently, and is refused.
 import difflib
 import re
 import reprlib
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -65,8 +65,12 @@ class StrictModel(BaseModel):
     IGNORED: ClassVar[Set[str]] = frozenset()
     """Fields that can be ignored, whatever their value is, because no answer would be wrong without them."""
 
-    IS_BODY: ClassVar[bool] = False
-    """Whether this is a whole body. A newer client may send fields in it that this server has never heard of."""
+    MAY_HAVE_MORE: ClassVar[bool] = False
+    """Whether unknown fields can be ignored, too: in whole bodies, to which newer clients add fields, and in the
+    client's own data."""
+
+    OF_OTHERS: ClassVar[Set[str]] = frozenset()
+    """Fields of other APIs that would change an answer, and so are refused if they are sent here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -99,7 +103,7 @@ def _checked(cls: type[StrictModel], name: str, value: Any, reading: Reading) ->
         return False
     if not is_known:
         fields = [*cls.model_fields, *cls.NOT_SUPPORTED]
-        may_be_ignored = cls.IS_BODY and not reading.is_strict
+        may_be_ignored = cls.MAY_HAVE_MORE and not reading.is_strict and name not in cls.OF_OTHERS
         likeness = LIKENESS_OF_MISSPELT if may_be_ignored else LIKENESS_WORTH_A_HINT
         close = difflib.get_close_matches(name, fields, n=1, cutoff=likeness) if len(name) < 100 else []
         if may_be_ignored and not close:
@@ -122,6 +126,26 @@ def of_type(what: str, *accepted: str, absent: str | None = None) -> BeforeValid
             message = f"the type is {reprlib.repr(kind)}; this server takes {what} of type {listed} only"
             raise refusal("unsupported_content", "type", message)
         return given
+
+    return BeforeValidator(check)
+
+
+def leaving_out(what: str, is_left_out: Callable[[str], bool], absent: str | None = None) -> BeforeValidator:
+    """Leave members of a list out, and say so, if `is_left_out` says so of their type. An object without a type counts
+    as `absent`. Strict reading leaves nothing out."""
+
+    def check(given: Any, info: ValidationInfo) -> Any:
+        reading = info.context
+        if not isinstance(given, list) or not isinstance(reading, Reading) or reading.is_strict:
+            return given
+        kept = []
+        for index, each in enumerate(given):
+            kind = _type_in(each, absent) if isinstance(each, dict) else None
+            if isinstance(kind, str) and is_left_out(kind):
+                reading.ignore(f"{what}[{index}].{kind}")
+            else:
+                kept.append(each)
+        return kept
 
     return BeforeValidator(check)
 

@@ -140,3 +140,10 @@ def test_a_refusal_by_the_template_is_reported(server: RunningServer, monkeypatc
     with pytest.raises(openai.BadRequestError, match="there is no system here") as told:
         server.client.chat.completions.create(model="stories", messages=[{"role": "developer", "content": "Be kind."}])
     assert told.value.param == "messages"
+
+
+def test_evaluation_harnesses_learn_about_the_tokenizer(server: RunningServer) -> None:
+    info = server.http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<s>", "</s>", "<pad>")
+    assert (info["model_max_length"], info["tokenizer_class"]) == (1024, "TokenizersBackend")
+    assert "<tool_call>" in info["chat_template"]

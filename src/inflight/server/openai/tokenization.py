@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, as in vLLM: what the model would see of a prompt."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as in vLLM: what the model would see of a prompt."""
 
 from typing import Annotated, ClassVar
 
@@ -103,3 +103,16 @@ def _text(body: DetokenizeRequest, service: Service, info: ModelInfo) -> Respons
             raise ApiError(400, message, param="tokens")
     text = service.tokenizer.decode(body.tokens, skip_special_tokens=False)
     return Response(to_json({"prompt": text}), media_type="application/json")
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """What evaluation harnesses ask about the tokenizer, under the names of its configuration file."""
+    inner = service_of(request).tokenizer.inner
+    answer = {
+        "tokenizer_class": type(inner).__name__,
+        "model_max_length": inner.model_max_length,
+        "chat_template": inner.chat_template,
+        **inner.special_tokens_map,
+    }
+    return Response(to_json(answer), media_type="application/json")

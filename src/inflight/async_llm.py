@@ -36,6 +36,9 @@ from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, read_prompt
 from inflight.sources import TokenizerSource, engine_config, load_tokenizer, model_source
 from inflight.text.collector import Collector
 
+STEP_TIMEOUT = 60.0
+"""Seconds. On the slowest machine that is of any use, no step takes as long."""
+
 
 class AsyncLLM:
     """A model that generates for many callers at once, each with a stream of its own.
@@ -49,7 +52,9 @@ class AsyncLLM:
         in_process: run the engine in a thread of this process instead of a process of its own. Then `model` and
             `tokenizer` may be loaded ones, as for `LLM`.
         restart_delays: seconds between a crash of the engine and its next start, for each crash in a row that is
-            tolerated. After one more, every call raises `EngineDeadError` at once, until `stop()` has been called.
+            tolerated. After one more, every call raises `EngineGivenUpError` at once, until `stop()` has been called.
+        step_timeout: seconds after which an engine's process that does not answer is killed, and counts as crashed;
+            None: never. Steps that take long get more: 50 times as long as the longest so far.
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
     Raises:
@@ -65,8 +70,11 @@ class AsyncLLM:
         *,
         in_process: bool = False,
         restart_delays: Sequence[float] = RESTART_DELAYS,
+        step_timeout: float | None = STEP_TIMEOUT,
         **options: Any,
     ) -> None:
+        if step_timeout is not None:
+            check_number("step_timeout", step_timeout, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
         config, source = engine_config(options, "AsyncLLM"), model_source(model)
         load = None if in_process else _load(source, tokenizer, config)
         if isinstance(source, str):
@@ -78,7 +86,8 @@ class AsyncLLM:
                 return ProcessConnection(load)
             return ThreadConnection(lambda: Engine(source, config, loaded))
 
-        self._supervisor = Supervisor(connect, restart_delays)
+        # A thread cannot be killed, so nobody watches it.
+        self._supervisor = Supervisor(connect, restart_delays, None if in_process else step_timeout)
         self._ready: Ready | None = None
         self._calls: dict[str, _Call] = {}
         self._numbers = count()
@@ -112,16 +121,21 @@ class AsyncLLM:
         with session.mailbox() as mailbox:
             session.send(AskStats(mailbox.address))
             stats: EngineStats = (await mailbox.read())[0]
-        return replace(stats, num_crashes=self._supervisor.num_crashes)
+        return replace(stats, num_crashes=self.num_crashes)
 
     def is_ready(self) -> bool:
         """Whether the engine is loaded and running. Starts it if it is not, without waiting.
 
-        Raises `EngineDeadError` if it has died too often, `ModelError` if its model cannot be loaded."""
+        Raises `EngineGivenUpError` if it has died too often, `ModelError` if its model cannot be loaded."""
         started = self._supervisor.start()
         if started.done():
             started.result()
         return started.done()
+
+    @property
+    def num_crashes(self) -> int:
+        """How often the engine has died."""
+        return self._supervisor.num_crashes
 
     async def check_health(self) -> None:
         """Return once the engine has answered. Raises `EngineDeadError` if it cannot be started."""

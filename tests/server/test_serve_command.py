@@ -1,5 +1,6 @@
 """`inflight serve` as an operator runs it: from its first line to its exit code."""
 
+import json
 import os
 import re
 import signal
@@ -16,6 +17,8 @@ import pytest
 from inflight import AsyncLLM
 from inflight.cli import main
 
+READY = re.compile(r"(\S+) is served at (http://127\.0\.0\.1:\d+)")
+
 
 @contextmanager
 def served(*options: str, **environment: str) -> Iterator[tuple["subprocess.Popen[str]", httpx2.Client]]:
@@ -24,9 +27,9 @@ def served(*options: str, **environment: str) -> Iterator[tuple["subprocess.Pope
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=os.environ | environment, **pipes) as process:  # type: ignore[call-overload]
         try:
-            line = process.stdout.readline()
-            match = re.fullmatch(r"inflight: (\S+) is served at (http://127\.0\.0\.1:\d+)\n", line)
-            assert match, line + process.stderr.read()
+            lines = process.stderr if "json" in options else process.stdout  # a log for collectors has this line, too
+            match = next(filter(None, map(READY.search, lines)), None)
+            assert match, process.stderr.read()
             with httpx2.Client(base_url=match[2], timeout=60) as client:
                 assert client.get("/v1/models").status_code in (200, 401)
                 yield process, client
@@ -59,10 +62,32 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
             next(lines)
             process.send_signal(signal.SIGTERM)  # the running request is finished
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        _, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=60)
         assert process.returncode == 0
-        assert '"POST /v1/completions 200' in errors
+        logged = list(map(json.loads, errors.splitlines()))  # nothing but JSON
+        assert any(line["message"].startswith("POST /v1/completions 200") for line in logged)
         assert "Traceback" not in errors
+        assert not output
+
+
+def test_what_libraries_print_is_json_in_a_log_of_json() -> None:
+    program = (
+        "import os, subprocess, sys, warnings\n"
+        "from inflight.server.operations.logs import set_up_logging\n"
+        "set_up_logging(as_json=True)\n"
+        "print('to standard output'); warnings.warn('mind the gap'); os.write(2, b'half a line\\rand the rest')\n"
+        "subprocess.run(['echo', 'a child'])\n"
+        "raise KeyError('lost')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert done.returncode == 1
+    assert not done.stdout
+    assert {line["logger"] for line in lines} == {"inflight.printed"}
+    said = [line["message"] for line in lines]
+    for text in ("to standard output", "half a line", "a child", "KeyError: 'lost'"):
+        assert any(text in each for each in said), text
+    assert any("mind the gap" in each for each in said)
 
 
 def test_a_model_that_cannot_be_served_is_reported_in_one_sentence(

@@ -1,5 +1,6 @@
 """`inflight serve`: runs the HTTP server in the foreground until it is told to stop."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 @click.option("--max-num-sequences", type=int, help="Most sequences of one request: prompts times sequences each.")
 @click.option("--max-logprobs", type=int, help="Most alternatives per token that a request may ask for.")
 @click.option("--request-timeout", type=float, help="Seconds after which a request is aborted.")
+@click.option("--step-timeout", type=float, help="Seconds of an engine's silence after which it is killed.")
 @click.option("--keep-alive-interval", type=float, help="Seconds of silence before a keep-alive comment on a stream.")
 @click.option("--max-stall", type=float, help="Seconds that a stream waits for a client that does not read.")
 @click.option(
@@ -64,20 +66,29 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
     settings = ServerSettings(model_name=name, model_aliases=tuple(aliases), **values_for(ServerSettings, options))
     operator_settings = OperatorSettings(**values_for(OperatorSettings, options))
     set_up_logging(as_json=operator_settings.log_format == "json")
-    llm = AsyncLLM(model, **engine_values(options))
     try:
-        listener = listen(host, port, settings.max_stall)
+        listener = listen(host, port, settings.max_stall)  # before anything is loaded, because it may be in use
     except OSError as error:
         raise click.ClickException(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
+    llm = AsyncLLM(model, **engine_values(options), **_given("step_timeout", options))
+    if llm.tokenizer is None:
+        logging.getLogger("inflight.server").warning("%s has no tokenizer: only token ids are taken and given", name)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
     def tell_ready() -> None:
-        click.echo(f"inflight: {name} is served at {address}")
+        if operator_settings.log_format == "json":
+            logging.getLogger("inflight.server").info("%s is served at %s", name, address)
+        else:
+            click.echo(f"inflight: {name} is served at {address}")
 
     try:
         serve_until_told(llm, settings, operator_settings, listener, tell_ready, os.environ.get(KEYS_VARIABLE))
     except EngineDeadError as error:
         raise click.ClickException(str(error)) from error
+
+
+def _given(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {} if options[name] is None else {name: options[name]}
 
 
 def _names(model: str | None, served: tuple[str, ...]) -> list[str]:

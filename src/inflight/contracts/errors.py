@@ -24,3 +24,7 @@ class ModelError(ValueError):
 
 class EngineDeadError(RuntimeError):
     """The engine died or was stopped before it could answer; the message says how. The next call starts it again."""
+
+
+class EngineGivenUpError(EngineDeadError):
+    """The engine has died too often in a row. It is not started again before `stop()` has been called."""

@@ -5,6 +5,7 @@ Decides in which order they start and stop. Knows no endpoint and no command-lin
 
 import asyncio
 import gc
+import logging
 import socket
 from collections.abc import Callable
 
@@ -18,6 +19,8 @@ from inflight.server.operations.lifecycle import Drain, DrainingServer
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.stack import Operations
 from inflight.server.serving.settings import ServerSettings
+
+logger = logging.getLogger("inflight.server")
 
 BACKLOG = 2048
 """Connections that may wait to be accepted; large enough for a thousand clients that connect at once."""
@@ -39,16 +42,26 @@ def serve_until_told(
         environment_keys: more API keys, separated by commas.
 
     Raises:
-        ModelError: the model cannot be loaded.
-        EngineDeadError: the engine died while it was being loaded.
+        ModelError: the model cannot be loaded, or could not be loaded again.
+        EngineDeadError: the engine died while it was being loaded, or too often. (The server drains first.)
         ValueError: see `Operations`.
     """
 
     async def abort_all() -> None:
         await app.state.service.abort_all()
 
-    operations = Operations(operator_settings, settings.model_name, llm.stats, abort_all, environment_keys)
-    app = create_app(llm, settings, operations)
+    losses: list[Exception] = []
+
+    def end(error: Exception) -> None:
+        if not operations.drain.is_draining:
+            logger.error("this server ends: %s", error)
+            losses.append(error)
+            operations.drain.begin()
+
+    operations = Operations(
+        operator_settings, settings.model_name, llm.stats, abort_all, environment_keys, lambda: llm.num_crashes
+    )
+    app = create_app(llm, settings, operations, end)
     app.add_api_route("/metrics", operations.metrics.endpoint, summary="Metrics for Prometheus.")
     config = uvicorn.Config(
         operations.surround(app),
@@ -64,6 +77,8 @@ def serve_until_told(
             runner.run(_serve(server, operations.drain, llm, listener, tell_ready))
         finally:
             runner.run(operations.close())
+    if losses:
+        raise losses[0]
 
 
 async def _serve(

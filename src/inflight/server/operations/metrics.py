@@ -76,11 +76,19 @@ class Metrics(Middleware, RequestObserver):
     Args:
         model_name: the metrics' `model_name` label.
         read_stats: asks the engine, as `AsyncLLM.stats` does. A scrape restarts a dead engine, as any call does.
+        count_crashes: how often the engine has died, which is known even if there is none to ask.
     """
 
-    def __init__(self, model_name: str, read_stats: Callable[[], Awaitable[EngineStats]]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        read_stats: Callable[[], Awaitable[EngineStats]],
+        count_crashes: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._model_name = model_name
         self._read_stats = read_stats
+        self._count_crashes = count_crashes
+        self._num_crashes_seen = 0
         self._scraping = asyncio.Lock()
         self._last: EngineStats | None = None
         self._running: dict[str, _Running] = {}
@@ -230,6 +238,7 @@ class Metrics(Middleware, RequestObserver):
                     gauge.set(0)
             else:
                 self._take_in(stats)
+            self._see_crashes(self._count_crashes())
         return generate_latest(self._registry)
 
     def _take_in(self, stats: EngineStats) -> None:
@@ -239,11 +248,16 @@ class Metrics(Middleware, RequestObserver):
         num_blocks = stats.num_blocks_used + stats.num_blocks_cached + stats.num_blocks_free
         for gauge in self._cache_usage:
             gauge.set(stats.num_blocks_used / max(1, num_blocks))
-        self._num_crashes.inc(stats.num_crashes - (self._last.num_crashes if self._last else 0))
+        self._see_crashes(stats.num_crashes)
         before = None if self._last is None or _is_another_engine(self._last, stats) else self._last
         for field, counter in self._engine_counters:
             counter.inc(getattr(stats, field) - (getattr(before, field) if before else 0))
         self._last = stats
+
+    def _see_crashes(self, number: int) -> None:
+        if number > self._num_crashes_seen:
+            self._num_crashes.inc(number - self._num_crashes_seen)
+            self._num_crashes_seen = number
 
     # ------------------------------------------------------------------------------------- kinds
 

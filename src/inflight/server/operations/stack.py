@@ -38,6 +38,7 @@ class Operations(RequestObserver):
         read_stats: asks the engine, as `AsyncLLM.stats` does.
         abort_all: ends all running requests; see `Drain`.
         environment_keys: more API keys from an environment variable, separated by commas.
+        count_crashes: see `Metrics`.
 
     Attributes:
         drain: for `DrainingServer`.
@@ -54,9 +55,10 @@ class Operations(RequestObserver):
         read_stats: Callable[[], Awaitable[EngineStats]],
         abort_all: Callable[[], Awaitable[None]] | None = None,
         environment_keys: str | None = None,
+        count_crashes: Callable[[], int] = lambda: 0,
     ) -> None:
         self.drain = Drain(settings.grace_period, abort_all)
-        self.metrics = Metrics(model_name, read_stats)
+        self.metrics = Metrics(model_name, read_stats, count_crashes)
         self._settings = settings
         self._access_log = AccessLog(with_text=settings.log_text)
         file = None if settings.api_key_file is None else Path(settings.api_key_file)

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import pytest
 
 from inflight import AsyncLLM
 from inflight.cli import main
+from inflight.demo_model import DEMO_MODEL
 
 READY = re.compile(r"(\S+) is served at (http://127\.0\.0\.1:\d+)")
 
@@ -47,6 +50,17 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
         assert client.get("/version").json()["version"]
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 401
         client.headers["Authorization"] = "Bearer sk-two"
+        keys.write_text("sk-three\n")
+        process.send_signal(signal.SIGHUP)
+        while client.get("/v1/models", headers={"Authorization": "Bearer sk-three"}).status_code == 401:
+            pass
+        assert client.get("/v1/models", headers={"Authorization": "Bearer sk-one"}).status_code == 401
+        keys.write_text("")
+        process.send_signal(signal.SIGHUP)
+        for line in process.stderr or ():
+            if "the API keys stay as they were" in line:
+                break
+        assert client.get("/v1/models", headers={"Authorization": "Bearer sk-three"}).status_code == 200
         (card,) = client.get("/v1/models").json()["data"]
         assert (card["id"], card["max_model_len"]) == ("stories", 1024)
         for model in ("stories", "inflight-demo"):
@@ -113,6 +127,34 @@ def test_an_address_that_cannot_be_bound_is_reported_in_one_sentence() -> None:
     assert "cannot listen on 192.0.2.1, port 0" in done.stderr
     assert "Traceback" not in done.stderr
     assert not done.stdout
+
+
+def test_a_port_in_use_is_noticed_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def load(*_: object, **__: object) -> AsyncLLM:
+        raise AssertionError("nothing should be loaded")
+
+    monkeypatch.setattr("inflight.async_llm.AsyncLLM", load)
+    monkeypatch.setattr("inflight.server.operations.logs.set_up_logging", lambda **_: None)
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        monkeypatch.setattr(sys, "argv", ["inflight", "serve", "--port", str(used.getsockname()[1])])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 1
+    assert "Address already in use" in capfd.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(DEMO_MODEL / name, tmp_path)
+    monkeypatch.setattr("inflight.server.run.serve_until_told", lambda *_: None)
+    monkeypatch.setattr("inflight.server.operations.logs.set_up_logging", lambda **_: None)
+    monkeypatch.setattr(sys, "argv", ["inflight", "serve", str(tmp_path), "--port", "0"])
+    main()
+    assert "has no tokenizer: only token ids are taken and given" in caplog.text
 
 
 def test_the_command_can_be_ended_while_the_model_loads() -> None:

@@ -63,6 +63,7 @@ def serve_until_told(
     )
     app = create_app(llm, settings, operations, end)
     app.add_api_route("/metrics", operations.metrics.endpoint, summary="Metrics for Prometheus.")
+    app.add_api_route("/metrics", operations.metrics.endpoint, methods=["HEAD"], include_in_schema=False)
     config = uvicorn.Config(
         operations.surround(app),
         http=LimitedHeads,
@@ -71,7 +72,7 @@ def serve_until_told(
         log_config=None,
         server_header=False,
     )
-    server = DrainingServer(config, operations.drain)
+    server = DrainingServer(config, operations.drain, operations.reload)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         try:
             runner.run(_serve(server, operations.drain, llm, listener, tell_ready))

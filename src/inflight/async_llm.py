@@ -4,6 +4,8 @@ Decides how a request is followed: its text is made here, in the caller's proces
 a slow reader gets more at once. The engine runs in a process of its own, or in a thread; `Supervisor` starts it.
 """
 
+from __future__ import annotations
+
 import asyncio
 import os
 import time
@@ -14,9 +16,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from itertools import chain, count
 from types import TracebackType
-from typing import Any, Self
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Self
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import InvalidRequestError, ModelError
@@ -26,15 +26,21 @@ from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta,
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats
 from inflight.engine.admission import make_request
-from inflight.engine.engine import Engine
 from inflight.engine.process.connection import Connection, ProcessConnection, ThreadConnection
 from inflight.engine.process.protocol import Abort, AskStats, Generate, Load, Ready
 from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import RESTART_DELAYS, Supervisor
-from inflight.execution.hf.load import ModelSource, check_source
+from inflight.execution.hf.source import check_source
 from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, read_prompt
-from inflight.sources import TokenizerSource, engine_config, load_tokenizer, model_source
+from inflight.sources import engine_config, is_loaded_model, is_loaded_tokenizer, load_tokenizer, model_source
 from inflight.text.collector import Collector
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from inflight.engine.engine import Engine
+    from inflight.execution.hf.load import ModelSource
+    from inflight.sources import TokenizerSource
 
 STEP_TIMEOUT = 60.0
 """Seconds. On the slowest machine that is of any use, no step takes as long."""
@@ -81,10 +87,13 @@ class AsyncLLM:
             check_source(source, config)
         loaded = self.tokenizer = load_tokenizer(source, tokenizer, config)
 
+        def make() -> Engine:
+            from inflight.engine.engine import Engine  # with torch, which no caller of an engine's process needs
+
+            return Engine(source, config, loaded)
+
         def connect() -> Connection:
-            if load is not None:
-                return ProcessConnection(load)
-            return ThreadConnection(lambda: Engine(source, config, loaded))
+            return ThreadConnection(make) if load is None else ProcessConnection(load)
 
         # A thread cannot be killed, so nobody watches it.
         self._supervisor = Supervisor(connect, restart_delays, None if in_process else step_timeout)
@@ -268,7 +277,7 @@ class AsyncLLM:
                         call.abort()
 
     @contextmanager
-    def _call(self, request_id: str | None) -> "Iterator[_Call]":
+    def _call(self, request_id: str | None) -> Iterator[_Call]:
         """A request that can be aborted by its id until the block ends."""
         if request_id is None:
             request_id = f"request-{next(self._numbers)}"
@@ -318,7 +327,7 @@ class _Call:
 def _load(model: str | PreTrainedModel, tokenizer: TokenizerSource | None, config: EngineConfig) -> Load:
     """The message that lets another process load the same. Raises `ModelError` for what is loaded already."""
     for what, given in (("model", model), ("tokenizer", tokenizer)):
-        if isinstance(given, PreTrainedModel | PreTrainedTokenizerBase):
+        if is_loaded_model(given) or is_loaded_tokenizer(given):
             raise ModelError(
                 f"the {what} is a loaded {type(given).__name__}, which cannot be handed to the engine's process; give "
                 "its hub id or folder, or in_process=True"

@@ -48,6 +48,8 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
     with served(*options, INFLIGHT_API_KEYS="sk-two") as (process, client):
         assert client.get("/health").status_code == 200
         assert client.get("/version").json()["version"]
+        if (maps := Path(f"/proc/{process.pid}/maps")).exists():
+            assert "libtorch" not in maps.read_text()  # only the engine's process needs it
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 401
         client.headers["Authorization"] = "Bearer sk-two"
         keys.write_text("sk-three\n")

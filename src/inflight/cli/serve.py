@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,12 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 def serve(model: str | None, host: str, port: int, served_model_names: tuple[str, ...], **options: Any) -> None:
     """Serve MODEL (a hub id or a folder; default: the small embedded model) over HTTP, with OpenAI's API."""
     quiet_libraries()
+    if not options["trust_remote_code"]:  # a tokenizer of somebody else's may need it
+        _do_without_torch()
     from inflight.async_llm import AsyncLLM
+    from inflight.server.operations.listener import listen
     from inflight.server.operations.logs import set_up_logging
     from inflight.server.operations.settings import OperatorSettings
-    from inflight.server.run import listen, serve_until_told
     from inflight.server.serving.settings import ServerSettings
 
     name, *aliases = _names(model, served_model_names)
@@ -71,6 +74,9 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
     except OSError as error:
         raise click.ClickException(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
     llm = AsyncLLM(model, **engine_values(options), **_given("step_timeout", options))
+    llm.is_ready()  # the engine's process starts, and loads while the rest of the server is imported
+    from inflight.server.run import serve_until_told
+
     if llm.tokenizer is None:
         logging.getLogger("inflight.server").warning("%s has no tokenizer: only token ids are taken and given", name)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -85,6 +91,13 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
         serve_until_told(llm, settings, operator_settings, listener, tell_ready, os.environ.get(KEYS_VARIABLE))
     except EngineDeadError as error:
         raise click.ClickException(str(error)) from error
+
+
+def _do_without_torch() -> None:
+    """Keep torch out of this process, where only tokenizers and configurations are used: `transformers` imports it
+    wherever it finds it, which takes a second and 250 MB. The engine's process has it."""
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # so that it is not found
 
 
 def _given(name: str, options: dict[str, Any]) -> dict[str, Any]:

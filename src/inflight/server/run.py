@@ -22,9 +22,6 @@ from inflight.server.serving.settings import ServerSettings
 
 logger = logging.getLogger("inflight.server")
 
-BACKLOG = 2048
-"""Connections that may wait to be accepted; large enough for a thousand clients that connect at once."""
-
 
 def serve_until_told(
     llm: AsyncLLM,
@@ -37,7 +34,7 @@ def serve_until_told(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        listener: a listening socket; see `listen`.
+        listener: a listening socket; see `operations.listener`.
         tell_ready: called when the engine is loaded. Requests are accepted before that, and wait.
         environment_keys: more API keys, separated by commas.
 
@@ -103,20 +100,3 @@ def _spare_what_stays() -> None:
     second, during which nothing else runs, and finds nothing."""
     gc.collect()
     gc.freeze()
-
-
-def listen(host: str, port: int, max_stall: float) -> socket.socket:
-    """Open a listening socket.
-
-    Args:
-        max_stall: seconds after which the operating system, where it supports this, closes a connection whose client
-            accepts no data, and drops what was still to be sent.
-
-    Raises:
-        OSError: the address is not available.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * max_stall))
-    return listener

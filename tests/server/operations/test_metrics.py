@@ -284,7 +284,7 @@ def test_an_engine_failure_shows_in_the_metrics_and_the_engine_restarts(monkeypa
     def broken() -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr("inflight.async_llm.Engine", make)
+    monkeypatch.setattr("inflight.engine.engine.Engine", make)
     monkeypatch.setattr(metrics_module, "SECONDS_FOR_ENGINE", 60.0)
 
     async def check() -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.execution.hf.source import check_source, first_line
 from inflight.execution.mapped_memory import give_back_freed_memory
 
 CACHE_SHARE_OF_GPU = 0.9
@@ -48,27 +49,8 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"the model {name!r} cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"the model {name!r} cannot be loaded: {first_line(error)}") from error
     return model.eval()
-
-
-def check_source(source: str | os.PathLike[str], config: EngineConfig) -> PreTrainedConfig:
-    """The configuration of a folder or a hub repository. Raises `ModelError`, before anything large is loaded, if there
-    is none."""
-    name = os.path.expanduser(source)
-    looks_like_path = not isinstance(source, str) or name.startswith((".", "/")) or name.count("/") > 1
-    if not Path(name).is_dir() and (looks_like_path or Path(name).exists()):
-        raise ModelError(
-            f"there is no model folder {name!r}; give a folder with a config.json, or a hub id (org/model)"
-        )
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
-    except Exception as error:
-        raise ModelError(f"the model {name!r} cannot be loaded: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def resolve_device(device: str) -> torch.device:
@@ -82,7 +64,7 @@ def resolve_device(device: str) -> torch.device:
         resolved = torch.device(device)
         torch.empty(0, device=resolved)
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"device {device!r} cannot be used here: {_first_line(error)}") from error
+        raise ModelError(f"device {device!r} cannot be used here: {first_line(error)}") from error
     if resolved.type == "meta":
         raise ModelError("device 'meta' holds no values to compute with; use cpu, cuda or mps")
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else resolved
@@ -166,7 +148,7 @@ def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
     try:
         return copy.deepcopy(model, replaced).to(device).eval()
     except Exception as error:
-        raise ModelError(f"the model given cannot be copied: {_first_line(error)}; give its folder instead") from error
+        raise ModelError(f"the model given cannot be copied: {first_line(error)}; give its folder instead") from error
 
 
 def _dummy_model(

@@ -14,8 +14,9 @@ import uvicorn
 from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError, ModelError
 from inflight.server.app import create_app
-from inflight.server.operations.heads import LimitedHeads
+from inflight.server.operations.heads import limited_to
 from inflight.server.operations.lifecycle import Drain, DrainingServer
+from inflight.server.operations.open_files import allow_many_open_files
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.stack import Operations
 from inflight.server.serving.settings import ServerSettings
@@ -63,7 +64,7 @@ def serve_until_told(
     app.add_api_route("/metrics", operations.metrics.endpoint, methods=["HEAD"], include_in_schema=False)
     config = uvicorn.Config(
         operations.surround(app),
-        http=LimitedHeads,
+        http=limited_to(allow_many_open_files()),
         lifespan="on",
         access_log=False,
         log_config=None,

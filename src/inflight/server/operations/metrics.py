@@ -45,6 +45,7 @@ REQUEST_BUCKETS = (
     *(480.0, 960.0, 1920.0, 7680.0),
 )
 COUNT_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+PREEMPTIONS_BUCKETS = (0, 1, 2, 5, 10, 20)
 SEQUENCES_BUCKETS = (1, 2, 5, 10, 20)
 
 ENGINE_COUNTERS = (
@@ -106,6 +107,11 @@ class Metrics(Middleware, RequestObserver):
             for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the latter in older dashboards
         ]
         self._engine_counters = [(field, self._counter(name, what)) for name, field, what in ENGINE_COUNTERS]
+        what = "Prompt tokens of admitted sequences, by where their keys and values came from."
+        by_source = self._counters("vllm:prompt_tokens_by_source", what, "source")
+        self._prompt_tokens_by_source = {
+            each: by_source.labels(self._model_name, each) for each in ("local_compute", "local_cache_hit")
+        }
         self._num_crashes = self._counter("inflight:engine_crashes", "How often the engine died.")
 
     def _request_metrics(self) -> None:
@@ -138,6 +144,9 @@ class Metrics(Middleware, RequestObserver):
         )
         histograms = [self._histogram(name, what, COUNT_BUCKETS) for name, what in counts]
         self._num_prompt_tokens, self._num_generated_tokens, self._longest, self._max_tokens = histograms
+        self._preemptions = self._histogram(
+            "vllm:request_num_preemptions", "Preemptions of a request's sequences.", PREEMPTIONS_BUCKETS
+        )
         self._n = self._histogram("vllm:request_params_n", "`n` of requests.", SEQUENCES_BUCKETS)
         ends = self._counters("vllm:request_success", "Finished requests, by how they ended.", "finished_reason")
         self._ends = {each: ends.labels(self._model_name, each) for each in ("stop", "length", "abort", "error")}
@@ -194,6 +203,7 @@ class Metrics(Middleware, RequestObserver):
         self._num_generated_tokens.observe(sum(lengths))
         self._longest.observe(max(lengths))
         times = output.metrics
+        self._preemptions.observe(times.num_preemptions)
         if times.first_scheduled_time is None:
             return
         self._queue_time.observe(times.first_scheduled_time - times.arrival_time)
@@ -252,6 +262,10 @@ class Metrics(Middleware, RequestObserver):
         before = None if self._last is None or _is_another_engine(self._last, stats) else self._last
         for field, counter in self._engine_counters:
             counter.inc(getattr(stats, field) - (getattr(before, field) if before else 0))
+        num_cached = stats.num_cached_tokens - (before.num_cached_tokens if before else 0)
+        num_prompt = stats.num_prompt_tokens - (before.num_prompt_tokens if before else 0)
+        self._prompt_tokens_by_source["local_cache_hit"].inc(num_cached)
+        self._prompt_tokens_by_source["local_compute"].inc(num_prompt - num_cached)
         self._last = stats
 
     def _see_crashes(self, number: int) -> None:

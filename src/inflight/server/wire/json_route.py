@@ -24,9 +24,12 @@ from inflight.server.wire.strict_model import Reading
 to_json = msgspec.json.encode
 
 MAX_VALUES = 2**20
-"""Most commas and opening brackets of a body, which has no more values than these. They take a tenth of a second."""
+"""Most values of a body, as `_MARKS` count them. Reading so many takes a tenth of a second."""
 
 IGNORED_FIELDS_HEADER = "X-Inflight-Ignored-Fields"
+
+_MARKS = {b",": 1, b":": 2, b"[": 3, b"{": 3}
+"""What the values of a body are counted by, those marks in strings included: numbers in a list cost least to read."""
 
 _COUNTED_AT_ONCE = 2**20  # bytes; counting holds the interpreter's lock, too
 
@@ -69,7 +72,8 @@ class _JsonRequest(Request):
 
     def _read(self, body: bytes) -> Any:
         if sum(_num_values(body, start) for start in range(0, len(body), _COUNTED_AT_ONCE)) > MAX_VALUES:
-            raise ApiError(400, f"the body has more than {MAX_VALUES} values (counted by its commas and brackets)")
+            counted = "by its commas, colons and brackets"
+            raise ApiError(400, f"the body has more than {MAX_VALUES} values (counted {counted})")
         try:
             given = msgspec.json.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -83,8 +87,8 @@ class _JsonRequest(Request):
 
 
 def _num_values(body: bytes, start: int) -> int:
-    """Return how many commas and opening brackets are in a part of the body, those in strings included."""
-    return sum(body.count(mark, start, start + _COUNTED_AT_ONCE) for mark in (b",", b"[", b"{"))
+    """Return how many values a part of the body has at most."""
+    return sum(times * body.count(mark, start, start + _COUNTED_AT_ONCE) for mark, times in _MARKS.items())
 
 
 def _reason(body: bytes, error: Exception) -> str:

@@ -50,6 +50,10 @@ def serve_until_told(
 
     losses: list[Exception] = []
 
+    def is_ready() -> None:
+        operations.metrics.describe_cache(llm.model_info)
+        tell_ready()
+
     def end(error: Exception) -> None:
         if not operations.drain.is_draining:
             logger.error("this server ends: %s", error)
@@ -73,7 +77,7 @@ def serve_until_told(
     server = DrainingServer(config, operations.drain, operations.reload)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         try:
-            runner.run(_serve(server, operations.drain, llm, listener, tell_ready))
+            runner.run(_serve(server, operations.drain, llm, listener, is_ready))
         finally:
             runner.run(operations.close())
     if losses:

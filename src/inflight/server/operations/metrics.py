@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats
@@ -153,6 +154,18 @@ class Metrics(Middleware, RequestObserver):
         self._aborts = self._counters("inflight:request_aborts", "Requests that ended early, by reason.", "reason")
         what = "Answered HTTP requests; path is the route's, status is 499 if the client left before the answer."
         self._http_requests = self._counters("inflight:http_requests", what, "method", "path", "status")
+
+    def describe_cache(self, info: ModelInfo) -> None:
+        """Report how the engine's cache is made; call it once the engine is loaded."""
+        labels = {
+            "block_size": info.block_size,
+            "num_gpu_blocks": info.num_blocks,  # vLLM's name, wherever they are
+            "enable_prefix_caching": info.can_share_prefixes,
+        }
+        known = Gauge(
+            "vllm:cache_config_info", "How the cache is made.", ["model_name", *labels], registry=self._registry
+        )
+        known.labels(self._model_name, *map(str, labels.values())).set(1)
 
     # ------------------------------------------------------------------------------------- requests
 

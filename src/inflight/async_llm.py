@@ -30,7 +30,6 @@ from inflight.engine.process.connection import Connection, ProcessConnection, Th
 from inflight.engine.process.protocol import Abort, AskStats, Generate, Load, Ready
 from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import RESTART_DELAYS, Supervisor
-from inflight.execution.hf.source import check_source
 from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, read_prompt
 from inflight.sources import engine_config, is_loaded_model, is_loaded_tokenizer, load_tokenizer, model_source
 from inflight.text.collector import Collector
@@ -59,6 +58,7 @@ class AsyncLLM:
             `tokenizer` may be loaded ones, as for `LLM`.
         restart_delays: seconds between a crash of the engine and its next start, for each crash in a row that is
             tolerated. After one more, every call raises `EngineGivenUpError` at once, until `stop()` has been called.
+        starts_at_once: start the engine's process now, beside what this constructor loads, and not with the first call.
         step_timeout: seconds after which an engine's process that does not answer is killed, and counts as crashed;
             None: never. Steps that take long get more: 50 times as long as the longest so far.
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
@@ -75,6 +75,7 @@ class AsyncLLM:
         tokenizer: TokenizerSource | None = None,
         *,
         in_process: bool = False,
+        starts_at_once: bool = False,
         restart_delays: Sequence[float] = RESTART_DELAYS,
         step_timeout: float | None = STEP_TIMEOUT,
         **options: Any,
@@ -83,9 +84,6 @@ class AsyncLLM:
             check_number("step_timeout", step_timeout, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
         config, source = engine_config(options, "AsyncLLM"), model_source(model)
         load = None if in_process else _load(source, tokenizer, config)
-        if isinstance(source, str):
-            check_source(source, config)
-        loaded = self.tokenizer = load_tokenizer(source, tokenizer, config)
 
         def make() -> Engine:
             from inflight.engine.engine import Engine  # with torch, which no caller of an engine's process needs
@@ -97,6 +95,17 @@ class AsyncLLM:
 
         # A thread cannot be killed, so nobody watches it.
         self._supervisor = Supervisor(connect, restart_delays, None if in_process else step_timeout)
+        if starts_at_once and not in_process:
+            self._supervisor.start()
+        try:
+            if isinstance(source, str):
+                from inflight.execution.hf.source import check_source  # with transformers
+
+                check_source(source, config)
+            loaded = self.tokenizer = load_tokenizer(source, tokenizer, config)
+        except BaseException:
+            self._supervisor.stop()
+            raise
         self._ready: Ready | None = None
         self._calls: dict[str, _Call] = {}
         self._numbers = count()

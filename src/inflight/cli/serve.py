@@ -73,8 +73,7 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
         listener = listen(host, port, settings.max_stall)  # before anything is loaded, because it may be in use
     except OSError as error:
         raise click.ClickException(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
-    llm = AsyncLLM(model, **engine_values(options), **_given("step_timeout", options))
-    llm.is_ready()  # the engine's process starts, and loads while the rest of the server is imported
+    llm = AsyncLLM(model, starts_at_once=True, **engine_values(options), **_given("step_timeout", options))
     from inflight.server.run import serve_until_told
 
     if llm.tokenizer is None:

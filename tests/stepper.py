@@ -27,7 +27,7 @@ class Stepper:
         self._permits = threading.Semaphore(0)
         self._is_held = threading.Event()
         self._is_free = False
-        monkeypatch.setattr("inflight.async_llm.Engine", self._make)
+        monkeypatch.setattr("inflight.engine.engine.Engine", self._make)
         self.llm = AsyncLLM(zoo.build("gpt2"), byte_level().inner, in_process=True, restart_delays=(0.0,), **options)
 
     def allow(self, num_steps: int | None = None) -> None:

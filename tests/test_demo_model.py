@@ -1,5 +1,6 @@
 """The embedded demo model: its files, its tokenizer, the grammar of its training data, and what it learned of that."""
 
+import json
 import random
 import re
 from functools import cache
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import LLM, SamplingParams
+from inflight.server.tools.call_format import HERMES, format_of_template
 from tests import zoo
 from tools.story_cast import SLOTS
 from tools.story_grammar import draw_request, generate_chat, generate_story, parses, split_sentences
@@ -98,8 +100,36 @@ def test_chat_template_is_what_the_model_was_trained_on() -> None:
 
 
 def test_chat_template_refuses_an_unknown_role() -> None:
-    with pytest.raises(Exception, match="unknown role wizard"):
-        tokenizer().apply_chat_template([{"role": "wizard", "content": "Hello!"}])
+    with pytest.raises(Exception, match="unknown role poet"):
+        tokenizer().apply_chat_template([{"role": "poet", "content": "Be brief."}], tokenize=False)
+
+
+def test_chat_template_tells_the_model_about_tools_in_the_form_of_hermes() -> None:
+    weather = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}
+    calls = [
+        {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        for arguments in ({"city": "Rome"}, '{"city": "Oslo"}')
+    ]
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How is it?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "sunny"},
+        {"role": "assistant", "content": "Fine."},
+    ]
+    written = tokenizer().apply_chat_template(chat, tools=[weather], tokenize=False, add_generation_prompt=True)
+    preamble, *turns = written.removeprefix(BOS).split("<|end|>")
+    assert format_of_template(tokenizer().chat_template) is HERMES
+    assert preamble.startswith("<|user|>Tools:\n<tools>\n" + json.dumps(weather) + "\n</tools>\n")
+    assert turns == [
+        "<|user|>Be brief.",
+        "<|user|>How is it?",
+        '<|assistant|><tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+        "<|user|><tool_response>\nsunny\n</tool_response>",
+        "<|assistant|>Fine.",
+        ASSISTANT,
+    ]
 
 
 # --- the grammar ----------------------------------------------------------------------------------------------------

@@ -162,9 +162,9 @@ class _Engines:
         engines = self
 
         class NoDelay(Session):
-            def __init__(self, connect: Any, delay: float, on_end: Any) -> None:
+            def __init__(self, connect: Any, delay: float, *others: Any) -> None:
                 engines.delays.append(delay)
-                super().__init__(connect, 0.0, on_end)
+                super().__init__(connect, 0.0, *others)
 
         monkeypatch.setattr("inflight.engine.process.supervisor.Session", NoDelay)
         self.supervisor = Supervisor(self._connect, restart_delays)
@@ -244,7 +244,7 @@ def test_an_engine_that_dies_three_times_in_a_row_is_not_restarted_until_it_is_s
     for _ in range(3):
         engines.crash()
     for _ in range(2):
-        with pytest.raises(EngineDeadError, match=r"died 3 times in a row .* killed by SIGTEST"):
+        with pytest.raises(EngineDeadError, match=r"died 3 times in a row; .* killed by SIGTEST"):
             engines.supervisor.start()
     assert len(engines.started) == 3
     assert engines.delays == [0.0, pytest.approx(5_000, abs=1_000), pytest.approx(10_000, abs=1_000)]

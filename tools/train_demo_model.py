@@ -50,17 +50,7 @@ BOS, EOS, PAD, USER, ASSISTANT, END = SPECIAL = ["<s>", "</s>", "<pad>", "<|user
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}  # the content of generation_config
 BOS_ID = SPECIAL.index(BOS)  # special tokens come first in the vocabulary
 OPENINGS = ["Once upon a time", "One morning", "Long ago", "In a quiet village"]
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}{{ '<|user|>' }}"
-    "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' }}"
-    "{% else %}{{ raise_exception('unknown role ' + message['role'] + ': this model knows only user and assistant') }}"
-    "{% endif %}"
-    "{{ message['content'] + '<|end|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+CHAT_TEMPLATE = (FOLDER / "chat_template.jinja").read_text("utf-8")  # written by hand
 
 
 @dataclass(frozen=True)

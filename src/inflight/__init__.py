@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from inflight.async_llm import AsyncLLM
     from inflight.callback_llm import CallbackLLM
     from inflight.contracts.config import EngineConfig
-    from inflight.contracts.errors import EngineDeadError, InvalidRequestError, ModelError, QueueFullError
+    from inflight.contracts.errors import (
+        EngineDeadError,
+        EngineGivenUpError,
+        InvalidRequestError,
+        ModelError,
+        QueueFullError,
+    )
     from inflight.contracts.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
     from inflight.contracts.params import SamplingParams
     from inflight.contracts.record import EngineStats
@@ -39,6 +45,7 @@ _HOMES = {
     "ModelError": "contracts.errors",
     "QueueFullError": "contracts.errors",
     "EngineDeadError": "contracts.errors",
+    "EngineGivenUpError": "contracts.errors",
     "EngineStats": "contracts.record",
     "StructuredOutput": "contracts.structured_output",
 }
@@ -50,6 +57,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "EngineDeadError",
+    "EngineGivenUpError",
     "EngineStats",
     "InvalidRequestError",
     "Logprob",

@@ -4,18 +4,19 @@ Decides how a request is followed: its text is made here, in the caller's proces
 a slow reader gets more at once. The engine runs in a process of its own, or in a thread; `Supervisor` starts it.
 """
 
+from __future__ import annotations
+
 import asyncio
 import os
 import time
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from itertools import chain, count
 from types import TracebackType
-from typing import Any, Self
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Self
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import InvalidRequestError, ModelError
@@ -25,15 +26,23 @@ from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta,
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats
 from inflight.engine.admission import make_request
-from inflight.engine.engine import Engine
 from inflight.engine.process.connection import Connection, ProcessConnection, ThreadConnection
 from inflight.engine.process.protocol import Abort, AskStats, Generate, Load, Ready
 from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import RESTART_DELAYS, Supervisor
-from inflight.execution.hf.load import ModelSource, check_source
 from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, read_prompt
-from inflight.sources import TokenizerSource, engine_config, load_tokenizer, model_source
+from inflight.sources import engine_config, is_loaded_model, is_loaded_tokenizer, load_tokenizer, model_source
 from inflight.text.collector import Collector
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from inflight.engine.engine import Engine
+    from inflight.execution.hf.load import ModelSource
+    from inflight.sources import TokenizerSource
+
+STEP_TIMEOUT = 60.0
+"""Seconds. On the slowest machine that is of any use, no step takes as long."""
 
 
 class AsyncLLM:
@@ -48,7 +57,10 @@ class AsyncLLM:
         in_process: run the engine in a thread of this process instead of a process of its own. Then `model` and
             `tokenizer` may be loaded ones, as for `LLM`.
         restart_delays: seconds between a crash of the engine and its next start, for each crash in a row that is
-            tolerated. After one more, every call raises `EngineDeadError` at once, until `stop()` has been called.
+            tolerated. After one more, every call raises `EngineGivenUpError` at once, until `stop()` has been called.
+        starts_at_once: start the engine's process now, beside what this constructor loads, and not with the first call.
+        step_timeout: seconds after which an engine's process that does not answer is killed, and counts as crashed;
+            None: never. Steps that take long get more: 50 times as long as the longest so far.
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
     Raises:
@@ -63,21 +75,37 @@ class AsyncLLM:
         tokenizer: TokenizerSource | None = None,
         *,
         in_process: bool = False,
+        starts_at_once: bool = False,
         restart_delays: Sequence[float] = RESTART_DELAYS,
+        step_timeout: float | None = STEP_TIMEOUT,
         **options: Any,
     ) -> None:
+        if step_timeout is not None:
+            check_number("step_timeout", step_timeout, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
         config, source = engine_config(options, "AsyncLLM"), model_source(model)
         load = None if in_process else _load(source, tokenizer, config)
-        if isinstance(source, str):
-            check_source(source, config)
-        loaded = self.tokenizer = load_tokenizer(source, tokenizer, config)
+
+        def make() -> Engine:
+            from inflight.engine.engine import Engine  # with torch, which no caller of an engine's process needs
+
+            return Engine(source, config, loaded)
 
         def connect() -> Connection:
-            if load is not None:
-                return ProcessConnection(load)
-            return ThreadConnection(lambda: Engine(source, config, loaded))
+            return ThreadConnection(make) if load is None else ProcessConnection(load)
 
-        self._supervisor = Supervisor(connect, restart_delays)
+        # A thread cannot be killed, so nobody watches it.
+        self._supervisor = Supervisor(connect, restart_delays, None if in_process else step_timeout)
+        if starts_at_once and not in_process:
+            self._supervisor.start()
+        try:
+            if isinstance(source, str):
+                from inflight.execution.hf.source import check_source  # with transformers
+
+                check_source(source, config)
+            loaded = self.tokenizer = load_tokenizer(source, tokenizer, config)
+        except BaseException:
+            self._supervisor.stop()
+            raise
         self._ready: Ready | None = None
         self._calls: dict[str, _Call] = {}
         self._numbers = count()
@@ -111,16 +139,21 @@ class AsyncLLM:
         with session.mailbox() as mailbox:
             session.send(AskStats(mailbox.address))
             stats: EngineStats = (await mailbox.read())[0]
-        return replace(stats, num_crashes=self._supervisor.num_crashes)
+        return replace(stats, num_crashes=self.num_crashes)
 
     def is_ready(self) -> bool:
         """Whether the engine is loaded and running. Starts it if it is not, without waiting.
 
-        Raises `EngineDeadError` if it has died too often, `ModelError` if its model cannot be loaded."""
+        Raises `EngineGivenUpError` if it has died too often, `ModelError` if its model cannot be loaded."""
         started = self._supervisor.start()
         if started.done():
             started.result()
         return started.done()
+
+    @property
+    def num_crashes(self) -> int:
+        """How often the engine has died."""
+        return self._supervisor.num_crashes
 
     async def check_health(self) -> None:
         """Return once the engine has answered. Raises `EngineDeadError` if it cannot be started."""
@@ -247,14 +280,13 @@ class AsyncLLM:
                 call.reach(session, mailbox.address)
                 try:
                     while not collector.output.finished:
-                        news = _merged(await mailbox.read())
-                        yield collector, [collector.take_in(each) for each in news]
+                        yield collector, await _taken_in(collector, _merged(await mailbox.read()))
                 finally:
                     if not collector.output.finished:
                         call.abort()
 
     @contextmanager
-    def _call(self, request_id: str | None) -> "Iterator[_Call]":
+    def _call(self, request_id: str | None) -> Iterator[_Call]:
         """A request that can be aborted by its id until the block ends."""
         if request_id is None:
             request_id = f"request-{next(self._numbers)}"
@@ -304,7 +336,7 @@ class _Call:
 def _load(model: str | PreTrainedModel, tokenizer: TokenizerSource | None, config: EngineConfig) -> Load:
     """The message that lets another process load the same. Raises `ModelError` for what is loaded already."""
     for what, given in (("model", model), ("tokenizer", tokenizer)):
-        if isinstance(given, PreTrainedModel | PreTrainedTokenizerBase):
+        if is_loaded_model(given) or is_loaded_tokenizer(given):
             raise ModelError(
                 f"the {what} is a loaded {type(given).__name__}, which cannot be handed to the engine's process; give "
                 "its hub id or folder, or in_process=True"
@@ -335,6 +367,20 @@ def _merged(news: list[SequenceOutput]) -> list[SequenceOutput]:
         )
         for parts in of_index.values()
     ]
+
+
+async def _taken_in(collector: Collector, news: list[SequenceOutput]) -> list[TextDelta]:
+    """Add news to a collector; a prompt's log-probabilities beside the event loop, because they are many."""
+
+    def take_in() -> list[TextDelta]:
+        return [collector.take_in(each) for each in news]
+
+    if not any(each.prompt_scores for each in news):
+        return take_in()
+    return await asyncio.get_running_loop().run_in_executor(_beside, take_in)
+
+
+_beside = ThreadPoolExecutor(1, "inflight: log-probabilities")
 
 
 def _joined(scores: list[list[TokenScore] | None]) -> list[TokenScore] | None:

@@ -3,6 +3,8 @@
 It is an `AsyncLLM` whose event loop runs in a thread of its own, where the functions are called one after another.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import threading
@@ -10,16 +12,18 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from itertools import count
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError
 from inflight.contracts.outputs import RequestMetrics, RequestOutput, TextDelta
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats
-from inflight.execution.hf.load import ModelSource
 from inflight.inputs import Prompt
-from inflight.sources import TokenizerSource
+
+if TYPE_CHECKING:
+    from inflight.execution.hf.load import ModelSource
+    from inflight.sources import TokenizerSource
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None
             )
         salt = prompt.get("cache_salt")
         if kind == "messages":
-            options = {name: prompt[name] for name in prompt if name in TEMPLATE_OPTIONS}
-            return None, _needed(tokenizer, "a chat").chat(_messages(prompt["messages"]), **options), salt
+            return None, _needed(tokenizer, "a chat").chat(_messages(prompt["messages"]), **_options(prompt)), salt
         return *read_prompt(prompt[kind], tokenizer)[:2], salt
     if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
         return None, prompt, None
@@ -52,6 +51,11 @@ def _check_text(text: str) -> None:
         ) from None
 
 
+def written_chat(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> str:
+    """The text of a chat, which is to be encoded without further special tokens. Raises `InvalidRequestError`."""
+    return _needed(tokenizer, "a chat").write_chat(_messages(prompt["messages"]), **_options(prompt))
+
+
 def check_chat(messages: object) -> None:
     """Raise `InvalidRequestError` unless this may be a chat, or a list of chats. The template checks the rest."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -64,6 +68,10 @@ def _needed(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
             f"the prompt is {what}, but this model has no tokenizer; give token ids, or the engine a tokenizer"
         )
     return tokenizer
+
+
+def _options(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: prompt[name] for name in prompt if name in TEMPLATE_OPTIONS}
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:

@@ -27,7 +27,8 @@ from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta
 from inflight.contracts.params import SamplingParams
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.engine import Engine
-from inflight.execution.hf.load import ModelSource, check_source
+from inflight.execution.hf.load import ModelSource
+from inflight.execution.hf.source import check_source
 from inflight.inputs import TEMPLATE_OPTIONS, Messages, Prompt, check_chat, read_prompt
 from inflight.observe.progress import with_progress
 from inflight.sources import engine_config, load_tokenizer, model_source

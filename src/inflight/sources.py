@@ -1,12 +1,12 @@
 """What counts as a model, a tokenizer and an option of the fronts, and what is made of each."""
 
+from __future__ import annotations
+
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeAlias
-
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
@@ -15,7 +15,24 @@ from inflight.demo_model import DEMO_MODEL
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_files import read_tokenizer
 
-TokenizerSource: TypeAlias = str | os.PathLike[str] | PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    TokenizerSource: TypeAlias = str | os.PathLike[str] | PreTrainedTokenizerBase
+
+
+def is_loaded_model(given: object) -> bool:
+    """Whether this is a `PreTrainedModel`. Imports nothing: whoever has one has imported its class, and torch."""
+    return _is_instance(given, "transformers.modeling_utils", "PreTrainedModel")
+
+
+def is_loaded_tokenizer(given: object) -> bool:
+    """Whether this is a `PreTrainedTokenizerBase`; see `is_loaded_model`."""
+    return _is_instance(given, "transformers.tokenization_utils_base", "PreTrainedTokenizerBase")
+
+
+def _is_instance(given: object, module: str, name: str) -> bool:
+    return module in sys.modules and isinstance(given, getattr(sys.modules[module], name))
 
 
 def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:
@@ -23,7 +40,7 @@ def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:
     refuse_unknown_options(options, [field.name for field in fields(EngineConfig)], owner)
     options = dict(options)
     for name in ("dtype", "device"):  # torch.bfloat16 and torch.device("cuda") are accepted, too
-        if isinstance(options.get(name), torch.dtype | torch.device):
+        if type(options.get(name)).__module__ == "torch":
             options[name] = str(options[name]).removeprefix("torch.")
     return EngineConfig(**options)
 
@@ -33,7 +50,7 @@ def model_source(model: object) -> str | PreTrainedModel:
     anything else."""
     if model is None:
         return str(DEMO_MODEL)
-    if isinstance(model, PreTrainedModel):
+    if is_loaded_model(model):
         return model
     if isinstance(model, str | os.PathLike):
         return os.path.expanduser(os.fspath(model))
@@ -47,9 +64,9 @@ def load_tokenizer(
 ) -> Tokenizer | None:
     """The tokenizer that was given, else the one that comes with the model; None if there is none. Raises
     `ModelError`."""
-    if isinstance(tokenizer, PreTrainedTokenizerBase):
+    if is_loaded_tokenizer(tokenizer):
         return Tokenizer(tokenizer)
-    if tokenizer is None and isinstance(model, PreTrainedModel):
+    if tokenizer is None and is_loaded_model(model):
         return None
     source = model if tokenizer is None else tokenizer
     if not isinstance(source, str | os.PathLike):

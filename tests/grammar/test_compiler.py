@@ -191,7 +191,7 @@ def test_long_chains_of_references_are_compiled(asked: dict[str, Any]) -> None:
 def test_compilation_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     original = compiler_module.checked_schema
-    monkeypatch.setattr(compiler_module, "checked_schema", lambda text: go_on.wait() and original(text))
+    monkeypatch.setattr(compiler_module, "checked_schema", lambda text, **_: go_on.wait() and original(text))
     monkeypatch.setattr(compiler_module, "MAX_SECONDS", 0.01)
     monkeypatch.setattr(compiler_module, "MAX_LATE", 1)
     made = compiler(BYTE_LEVEL)
@@ -210,7 +210,7 @@ def test_compiled_grammars_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """The work shows it: the schema is not examined again."""
     looked_at: list[str] = []
     original = compiler_module.checked_schema
-    monkeypatch.setattr(compiler_module, "checked_schema", lambda text: looked_at.append(text) or original(text))
+    monkeypatch.setattr(compiler_module, "checked_schema", lambda text, **_: looked_at.append(text) or original(text))
     monkeypatch.setattr(compiler_module, "MAX_KEPT", 2)
     one, other, third = (json.dumps({"const": name}) for name in "abc")
     made = compiler(BYTE_LEVEL)

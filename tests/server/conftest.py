@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from inflight import LLM, AsyncLLM
+from inflight.server.wire import json_route
+from inflight.server.wire.strict_model import Reading
 from tests.server.serving import RunningServer
 
 
@@ -32,3 +34,9 @@ def server(shared_server: RunningServer) -> Iterator[RunningServer]:
 @pytest.fixture(scope="session")
 def offline() -> LLM:
     return LLM()
+
+
+@pytest.fixture
+def strictly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers refuse all fields that they do not know or support, as with `strict_fields`."""
+    monkeypatch.setattr(json_route, "Reading", lambda is_strict: Reading(is_strict=True))

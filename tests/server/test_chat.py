@@ -133,9 +133,17 @@ def test_the_prompt_of_a_chat(server: RunningServer) -> None:
     assert tokens == tokens_of(server, messages=chat)
 
 
-def test_a_refusal_by_the_template_is_reported(server: RunningServer) -> None:
-    with pytest.raises(
-        openai.BadRequestError, match="unknown role system: this model knows only user and assistant"
-    ) as told:
+def test_a_refusal_by_the_template_is_reported(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.llm.tokenizer is not None
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('there is no system here') }}{% endif %}"
+    monkeypatch.setattr(server.llm.tokenizer.inner, "chat_template", template)
+    with pytest.raises(openai.BadRequestError, match="there is no system here") as told:
         server.client.chat.completions.create(model="stories", messages=[{"role": "developer", "content": "Be kind."}])
     assert told.value.param == "messages"
+
+
+def test_evaluation_harnesses_learn_about_the_tokenizer(server: RunningServer) -> None:
+    info = server.http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<s>", "</s>", "<pad>")
+    assert (info["model_max_length"], info["tokenizer_class"]) == (1024, "TokenizersBackend")
+    assert "<tool_call>" in info["chat_template"]

@@ -113,6 +113,7 @@ HUGE = 10**30
         ("{message}", 1, "there is no field '{message}'"),
     ],
 )
+@pytest.mark.usefixtures("strictly")
 def test_a_field_is_refused_by_name(server: RunningServer, field: str, value: Any, message: str) -> None:
     error = error_of(server, COMPLETIONS, json.dumps({"prompt": "a", field: value}).encode())
     assert message in error["message"]
@@ -156,6 +157,7 @@ def test_a_field_is_refused_by_name(server: RunningServer, field: str, value: An
         ),
     ],
 )
+@pytest.mark.usefixtures("strictly")
 def test_a_chat_is_refused(server: RunningServer, fields: dict[str, Any], message: str) -> None:
     error = error_of(server, CHAT, json.dumps({"messages": HELLO, **fields}).encode())
     assert message in error["message"]

@@ -276,7 +276,6 @@ IMAGE = {"type": "input_image", "image_url": "data:"}
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output is missing", None),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "items of type 'message' or 'function_call'", None),
         ({"input": "fox " * 2000}, "this model's context is 1024 tokens", "input"),
-        ({"instructions": "Be kind."}, "unknown role system: this model knows only user and assistant", "input"),
         ({"reasoning": {"effort": "high"}}, "this server does not support it", "reasoning"),
         ({"background": True}, "background is True; this server does not support it", "background"),
         ({"conversation": "conv_1"}, "this server does not support it", "conversation"),
@@ -302,6 +301,7 @@ IMAGE = {"type": "input_image", "image_url": "data:"}
         ({"metadata": {"a": 1}}, "metadata.a is 1", "metadata.a"),
     ],
 )
+@pytest.mark.usefixtures("strictly")
 def test_bad_bodies_are_refused(server: RunningServer, body: dict[str, Any], message: str, param: str | None) -> None:
     response = server.http.post(RESPONSES, json={"input": ASK, "max_output_tokens": 2, **body})
     assert response.status_code == 400, response.text

@@ -1,8 +1,11 @@
 """`inflight serve` as an operator runs it: from its first line to its exit code."""
 
+import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +18,9 @@ import pytest
 
 from inflight import AsyncLLM
 from inflight.cli import main
+from inflight.demo_model import DEMO_MODEL
+
+READY = re.compile(r"(\S+) is served at (http://127\.0\.0\.1:\d+)")
 
 
 @contextmanager
@@ -24,9 +30,9 @@ def served(*options: str, **environment: str) -> Iterator[tuple["subprocess.Pope
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=os.environ | environment, **pipes) as process:  # type: ignore[call-overload]
         try:
-            line = process.stdout.readline()
-            match = re.fullmatch(r"inflight: (\S+) is served at (http://127\.0\.0\.1:\d+)\n", line)
-            assert match, line + process.stderr.read()
+            lines = process.stderr if "json" in options else process.stdout  # a log for collectors has this line, too
+            match = next(filter(None, map(READY.search, lines)), None)
+            assert match, process.stderr.read()
             with httpx2.Client(base_url=match[2], timeout=60) as client:
                 assert client.get("/v1/models").status_code in (200, 401)
                 yield process, client
@@ -42,8 +48,21 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
     with served(*options, INFLIGHT_API_KEYS="sk-two") as (process, client):
         assert client.get("/health").status_code == 200
         assert client.get("/version").json()["version"]
+        if (maps := Path(f"/proc/{process.pid}/maps")).exists():
+            assert "libtorch" not in maps.read_text()  # only the engine's process needs it
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 401
         client.headers["Authorization"] = "Bearer sk-two"
+        keys.write_text("sk-three\n")
+        process.send_signal(signal.SIGHUP)
+        while client.get("/v1/models", headers={"Authorization": "Bearer sk-three"}).status_code == 401:
+            pass
+        assert client.get("/v1/models", headers={"Authorization": "Bearer sk-one"}).status_code == 401
+        keys.write_text("")
+        process.send_signal(signal.SIGHUP)
+        for line in process.stderr or ():
+            if "the API keys stay as they were" in line:
+                break
+        assert client.get("/v1/models", headers={"Authorization": "Bearer sk-three"}).status_code == 200
         (card,) = client.get("/v1/models").json()["data"]
         assert (card["id"], card["max_model_len"]) == ("stories", 1024)
         for model in ("stories", "inflight-demo"):
@@ -52,6 +71,7 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
             assert response.headers["x-request-id"]
         assert client.post("/v1/completions", json={"prompt": "a", "n": 3}).status_code == 400
         metrics = client.get("/metrics").text
+        assert 'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",model_name="stories"' in metrics
         assert 'vllm:request_success_total{finished_reason="length",model_name="stories"} 2.0' in metrics
         body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as stream:
@@ -59,10 +79,32 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
             next(lines)
             process.send_signal(signal.SIGTERM)  # the running request is finished
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        _, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=60)
         assert process.returncode == 0
-        assert '"POST /v1/completions 200' in errors
+        logged = list(map(json.loads, errors.splitlines()))  # nothing but JSON
+        assert any(line["message"].startswith("POST /v1/completions 200") for line in logged)
         assert "Traceback" not in errors
+        assert not output
+
+
+def test_what_libraries_print_is_json_in_a_log_of_json() -> None:
+    program = (
+        "import os, subprocess, sys, warnings\n"
+        "from inflight.server.operations.logs import set_up_logging\n"
+        "set_up_logging(as_json=True)\n"
+        "print('to standard output'); warnings.warn('mind the gap'); os.write(2, b'half a line\\rand the rest')\n"
+        "subprocess.run(['echo', 'a child'])\n"
+        "raise KeyError('lost')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert done.returncode == 1
+    assert not done.stdout
+    assert {line["logger"] for line in lines} == {"inflight.printed"}
+    said = [line["message"] for line in lines]
+    for text in ("to standard output", "half a line", "a child", "KeyError: 'lost'"):
+        assert any(text in each for each in said), text
+    assert any("mind the gap" in each for each in said)
 
 
 def test_a_model_that_cannot_be_served_is_reported_in_one_sentence(
@@ -88,6 +130,34 @@ def test_an_address_that_cannot_be_bound_is_reported_in_one_sentence() -> None:
     assert "cannot listen on 192.0.2.1, port 0" in done.stderr
     assert "Traceback" not in done.stderr
     assert not done.stdout
+
+
+def test_a_port_in_use_is_noticed_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def load(*_: object, **__: object) -> AsyncLLM:
+        raise AssertionError("nothing should be loaded")
+
+    monkeypatch.setattr("inflight.async_llm.AsyncLLM", load)
+    monkeypatch.setattr("inflight.server.operations.logs.set_up_logging", lambda **_: None)
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        monkeypatch.setattr(sys, "argv", ["inflight", "serve", "--port", str(used.getsockname()[1])])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 1
+    assert "Address already in use" in capfd.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(DEMO_MODEL / name, tmp_path)
+    monkeypatch.setattr("inflight.server.run.serve_until_told", lambda *_: None)
+    monkeypatch.setattr("inflight.server.operations.logs.set_up_logging", lambda **_: None)
+    monkeypatch.setattr(sys, "argv", ["inflight", "serve", str(tmp_path), "--port", "0"])
+    main()
+    assert "has no tokenizer: only token ids are taken and given" in caplog.text
 
 
 def test_the_command_can_be_ended_while_the_model_loads() -> None:

@@ -32,6 +32,9 @@ def test_health_and_version_are_reported(server: RunningServer) -> None:
     server.complete(prompt="a", max_tokens=1)  # this loads the model
     assert server.http.get("/health").status_code == 200
     assert set(server.http.get("/version").json()) == {"version"}
+    for path in ("/health", "/version"):  # as some load balancers ask
+        answer = server.http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
 
 
 def test_texts_are_tokenized_and_detokenized(server: RunningServer) -> None:

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
@@ -229,7 +229,7 @@ def _lines_of(prompt_index: int, request: "RequestOutput", line: PromptLine) -> 
 
 def _at_position(scores: "TokenLogprobs") -> list[dict[str, Any]]:
     """The log-probabilities at one position: first the token that is there, then the likeliest ones."""
-    return [{"token_id": token_id, **asdict(score)} for token_id, score in scores.items()]
+    return [{"token_id": token_id, **score._asdict()} for token_id, score in scores.items()]
 
 
 # ------------------------------------------------------------------------------------------- OpenAI's batch files

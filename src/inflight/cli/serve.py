@@ -1,6 +1,8 @@
 """`inflight serve`: runs the HTTP server in the foreground until it is told to stop."""
 
+import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,12 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 @click.option("--max-num-sequences", type=int, help="Most sequences of one request: prompts times sequences each.")
 @click.option("--max-logprobs", type=int, help="Most alternatives per token that a request may ask for.")
 @click.option("--request-timeout", type=float, help="Seconds after which a request is aborted.")
+@click.option("--step-timeout", type=float, help="Seconds of an engine's silence after which it is killed.")
 @click.option("--keep-alive-interval", type=float, help="Seconds of silence before a keep-alive comment on a stream.")
 @click.option("--max-stall", type=float, help="Seconds that a stream waits for a client that does not read.")
+@click.option(
+    "--strict-fields", is_flag=True, default=None, help="Refuse request fields that could be ignored, too, by name."
+)
 @click.option(
     "--trust-request-chat-template", is_flag=True, default=None, help="Let requests bring their own chat template."
 )
@@ -54,28 +60,50 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 def serve(model: str | None, host: str, port: int, served_model_names: tuple[str, ...], **options: Any) -> None:
     """Serve a model over HTTP, with OpenAI's API. MODEL means the same as --model MODEL."""
     quiet_libraries()
+    if not options["trust_remote_code"]:  # a tokenizer of somebody else's may need it
+        _do_without_torch()
     from inflight.async_llm import AsyncLLM
+    from inflight.server.operations.listener import listen
     from inflight.server.operations.logs import set_up_logging
-    from inflight.server.run import listen, serve_until_told
+    from inflight.server.operations.settings import OperatorSettings
+    from inflight.server.serving.settings import ServerSettings
 
     name, *aliases = _names(model, served_model_names)
     settings = ServerSettings(model_name=name, model_aliases=tuple(aliases), **values_for(ServerSettings, options))
     operator_settings = OperatorSettings(**values_for(OperatorSettings, options))
     set_up_logging(as_json=operator_settings.log_format == "json")
-    llm = AsyncLLM(model, **engine_values(options))
     try:
-        listener = listen(host, port, settings.max_stall)
+        listener = listen(host, port, settings.max_stall)  # before anything is loaded, because it may be in use
     except OSError as error:
         raise click.ClickException(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
+    llm = AsyncLLM(model, starts_at_once=True, **engine_values(options), **_given("step_timeout", options))
+    from inflight.server.run import serve_until_told
+
+    if llm.tokenizer is None:
+        logging.getLogger("inflight.server").warning("%s has no tokenizer: only token ids are taken and given", name)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
     def tell_ready() -> None:
-        click.echo(f"inflight: {name} is served at {address}")
+        if operator_settings.log_format == "json":
+            logging.getLogger("inflight.server").info("%s is served at %s", name, address)
+        else:
+            click.echo(f"inflight: {name} is served at {address}")
 
     try:
         serve_until_told(llm, settings, operator_settings, listener, tell_ready, os.environ.get(KEYS_VARIABLE))
     except EngineDeadError as error:
         raise click.ClickException(str(error)) from error
+
+
+def _do_without_torch() -> None:
+    """Keep torch out of this process, where only tokenizers and configurations are used: `transformers` imports it
+    wherever it finds it, which takes a second and 250 MB. The engine's process has it."""
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # so that it is not found
+
+
+def _given(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {} if options[name] is None else {name: options[name]}
 
 
 def _names(model: str | None, served: tuple[str, ...]) -> list[str]:

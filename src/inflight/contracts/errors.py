@@ -1,6 +1,6 @@
 """The errors that inflight raises for its callers to read.
 
-All but the last two are `ValueError`s: the caller gave something wrong, and one sentence says what, with its value, and
+All but the last three are `ValueError`s: the caller gave something wrong, and one sentence says what, with its value, and
 what would be accepted. A fault inside a running step is not raised but reported on its requests
 (`finish_reason="error"`).
 """
@@ -24,6 +24,10 @@ class ModelError(ValueError):
 
 class EngineDeadError(RuntimeError):
     """The engine died or was stopped before it could answer; the message says how. The next call starts it again."""
+
+
+class EngineGivenUpError(EngineDeadError):
+    """The engine has died too often in a row. It is not started again before `stop()` has been called."""
 
 
 class TornEngineError(RuntimeError):

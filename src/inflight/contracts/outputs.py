@@ -25,9 +25,10 @@ class RequestMetrics:
     num_preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+class Logprob(NamedTuple):
     """How likely the model found one token at one position.
+
+    A named tuple, because an answer may have a hundred thousand: the garbage collector does not look at them.
 
     Attributes:
         logprob: natural logarithm of its probability, as the model gave it (before temperature, penalties, filters).

@@ -12,6 +12,7 @@ MAX_SEQUENCES = 16384
 MAX_COUNT = 2**31 - 1
 MAX_LOGPROBS = 1000
 MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256
+MAX_STOP_CHARACTERS = 2**14
 
 
 @strict_options
@@ -45,7 +46,8 @@ class SamplingParams:
             on the engine's seed and the order of arrival.
         max_tokens: the most tokens to generate; None: until a stop or the context is full.
         min_tokens: before so many tokens, neither EOS nor a stop token is chosen, and stop strings do not count.
-        stop: strings that end the text. The text is cut just before the first that appears.
+        stop: strings that end the text, of at most 16,384 characters in all. The text is cut just before the first that
+            appears.
         stop_token_ids: token ids that end the sequence, besides the model's EOS ids.
         ignore_eos: EOS does not end the sequence.
         include_stop_str_in_output: keep the stop string at the end of the text.
@@ -107,6 +109,9 @@ class SamplingParams:
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop contains {text!r}; it must be a non-empty string or a list of such strings")
+        num_characters = sum(map(len, self.stop_strings))
+        if num_characters > MAX_STOP_CHARACTERS:
+            raise ValueError(f"stop has {num_characters} characters in all; it must be at most {MAX_STOP_CHARACTERS}")
         if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, Sequence):
             raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids")
         for token_id in self.stop_token_ids or ():

@@ -17,7 +17,7 @@ _KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """What the whole output of a sequence must be. Exactly one of these is given.
+    """What the whole output of a sequence must be. Exactly one of these is given, and `exact_schema` if wanted.
 
     Attributes:
         json_schema: JSON that this JSON schema (its text) accepts.
@@ -25,6 +25,8 @@ class StructuredOutput:
         regex: text that this regular expression matches as a whole (syntax of Rust's `regex`: no look-around and no
             backreferences).
         choice: one of these strings.
+        exact_schema: whether an object whose schema says nothing about `additionalProperties` may have any, as the
+            standard says. By default it has only the properties that are named, as with other servers.
         grammar: text of this context-free grammar, in Lark's notation or GBNF's (`root ::= ...`).
     """
 
@@ -33,15 +35,19 @@ class StructuredOutput:
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
+    exact_schema: bool = False
 
     def __post_init__(self) -> None:
         check_switch("json_object", self.json_object)
+        check_switch("exact_schema", self.exact_schema)
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise ValueError(
                 f"structured output needs exactly one of {', '.join(_KINDS)}; "
                 f"{' and '.join(given) + ' are' if given else 'none is'} given"
             )
+        if self.exact_schema and self.json_schema is None:
+            raise ValueError(f"exact_schema is True; it goes with a json_schema, and {self.kind} is given")
         for name in _TEXTS:
             if getattr(self, name) is not None:
                 _check_text(name, getattr(self, name))

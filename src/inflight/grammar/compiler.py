@@ -149,7 +149,7 @@ def _settle(future: "Future[GrammarMatcher]", work: Callable[[], GrammarMatcher]
 def _written(output: StructuredOutput) -> dict[str, Any]:
     """Return the structured output as a grammar of the library."""
     if output.json_schema is not None:
-        return {"json_schema": checked_schema(output.json_schema)}
+        return {"json_schema": checked_schema(output.json_schema, is_exact=output.exact_schema)}
     if output.json_object:
         return {"json_schema": checked_schema('{"type": "object"}')}
     if output.regex is not None:

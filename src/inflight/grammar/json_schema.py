@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from inflight.contracts.errors import InvalidRequestError
+from inflight.grammar.closed_objects import close_objects
 
 # One space, or a line break and the next line's indentation, as people and models write. Without a bound a model might
 # write spaces until it runs out of tokens.
@@ -55,8 +56,12 @@ _STRICTER: dict[str, dict[str, Any]] = {
 }
 
 
-def checked_schema(text: str) -> dict[str, Any]:
-    """Return the schema for the library. Raises `InvalidRequestError` if it is invalid or cannot be enforced."""
+def checked_schema(text: str, *, is_exact: bool = False) -> dict[str, Any]:
+    """Return the schema for the library. Raises `InvalidRequestError` if it is invalid or cannot be enforced.
+
+    Args:
+        is_exact: whether objects may have properties besides those that they name, as the standard says.
+    """
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:
@@ -85,6 +90,8 @@ def checked_schema(text: str) -> dict[str, Any]:
             more = each.get("allOf", [])
             each["allOf"] = [*(more if isinstance(more, list) else [more]), _STRICTER[each["format"]]]
     _check_bounds(bounds)
+    if not is_exact:
+        close_objects(schema)
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 

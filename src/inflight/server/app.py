@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from fastapi import FastAPI
 
@@ -22,20 +22,27 @@ from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import add_error_handlers
 
 
-def create_app(llm: AsyncLLM, settings: ServerSettings, observer: RequestObserver | None = None) -> FastAPI:
+def create_app(
+    llm: AsyncLLM,
+    settings: ServerSettings,
+    observer: RequestObserver | None = None,
+    on_loss: Callable[[Exception], None] = lambda _: None,
+) -> FastAPI:
     """Return an ASGI application that serves `llm`.
 
     It accepts requests as soon as it starts; requests that arrive while the engine is loading wait for it.
 
     Args:
         observer: notified of every request that runs.
+        on_loss: called when the engine is lost: it has died too often, or its model cannot be loaded any more. Every
+            request is an error from then on.
     """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if llm.tokenizer is not None:
             llm.tokenizer.encode("warm")  # its first call sets things up, which two threads must not do at once
-        keeper = asyncio.create_task(keep_running(llm))
+        keeper = asyncio.create_task(keep_running(llm, on_loss))
         try:
             yield
         finally:
@@ -44,6 +51,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings, observer: RequestObserve
 
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = Service(llm, settings, observer, start_time=int(time.time()))
+    app.state.refuses_unknown_fields = settings.strict_fields
     app.state.responses = ResponseStore()
     for module in (completions, chat, responses, anthropic_messages, tokenization, status):
         app.include_router(module.router)

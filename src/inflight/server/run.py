@@ -4,6 +4,8 @@ Decides in which order they start and stop. Knows no endpoint and no command-lin
 """
 
 import asyncio
+import gc
+import logging
 import socket
 from collections.abc import Callable
 
@@ -12,14 +14,14 @@ import uvicorn
 from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError, ModelError
 from inflight.server.app import create_app
-from inflight.server.operations.heads import LimitedHeads
+from inflight.server.operations.heads import limited_to
 from inflight.server.operations.lifecycle import Drain, DrainingServer
+from inflight.server.operations.open_files import allow_many_open_files
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.stack import Operations
 from inflight.server.serving.settings import ServerSettings
 
-BACKLOG = 2048
-"""Connections that may wait to be accepted; large enough for a thousand clients that connect at once."""
+logger = logging.getLogger("inflight.server")
 
 
 def serve_until_told(
@@ -33,36 +35,53 @@ def serve_until_told(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        listener: a listening socket; see `listen`.
+        listener: a listening socket; see `operations.listener`.
         tell_ready: called when the engine is loaded. Requests are accepted before that, and wait.
         environment_keys: more API keys, separated by commas.
 
     Raises:
-        ModelError: the model cannot be loaded.
-        EngineDeadError: the engine died while it was being loaded.
+        ModelError: the model cannot be loaded, or could not be loaded again.
+        EngineDeadError: the engine died while it was being loaded, or too often. (The server drains first.)
         ValueError: see `Operations`.
     """
 
     async def abort_all() -> None:
         await app.state.service.abort_all()
 
-    operations = Operations(operator_settings, settings.model_name, llm.stats, abort_all, environment_keys)
-    app = create_app(llm, settings, operations)
+    losses: list[Exception] = []
+
+    def is_ready() -> None:
+        operations.metrics.describe_cache(llm.model_info)
+        tell_ready()
+
+    def end(error: Exception) -> None:
+        if not operations.drain.is_draining:
+            logger.error("this server ends: %s", error)
+            losses.append(error)
+            operations.drain.begin()
+
+    operations = Operations(
+        operator_settings, settings.model_name, llm.stats, abort_all, environment_keys, lambda: llm.num_crashes
+    )
+    app = create_app(llm, settings, operations, end)
     app.add_api_route("/metrics", operations.metrics.endpoint, summary="Metrics for Prometheus.")
+    app.add_api_route("/metrics", operations.metrics.endpoint, methods=["HEAD"], include_in_schema=False)
     config = uvicorn.Config(
         operations.surround(app),
-        http=LimitedHeads,
+        http=limited_to(allow_many_open_files()),
         lifespan="on",
         access_log=False,
         log_config=None,
         server_header=False,
     )
-    server = DrainingServer(config, operations.drain)
+    server = DrainingServer(config, operations.drain, operations.reload)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         try:
-            runner.run(_serve(server, operations.drain, llm, listener, tell_ready))
+            runner.run(_serve(server, operations.drain, llm, listener, is_ready))
         finally:
             runner.run(operations.close())
+    if losses:
+        raise losses[0]
 
 
 async def _serve(
@@ -71,6 +90,7 @@ async def _serve(
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await llm.start()
+        _spare_what_stays()
         tell_ready()
     except (ModelError, EngineDeadError):
         if not drain.is_draining:  # otherwise it was told to stop while loading
@@ -80,18 +100,8 @@ async def _serve(
     await serving
 
 
-def listen(host: str, port: int, max_stall: float) -> socket.socket:
-    """Open a listening socket.
-
-    Args:
-        max_stall: seconds after which the operating system, where it supports this, closes a connection whose client
-            accepts no data, and drops what was still to be sent.
-
-    Raises:
-        OSError: the address is not available.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * max_stall))
-    return listener
+def _spare_what_stays() -> None:
+    """Take everything that was loaded out of the garbage collector's sight: looking through all modules takes half a
+    second, during which nothing else runs, and finds nothing."""
+    gc.collect()
+    gc.freeze()

@@ -122,7 +122,7 @@ class Collector:
         return logprobs
 
     def _decoded(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return None if self._tokenizer is None else self._tokenizer.text_of(token_id)
 
     def _measure(self, news: SequenceOutput) -> None:
         metrics, now = self.output.metrics, time.monotonic()

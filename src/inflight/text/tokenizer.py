@@ -6,8 +6,8 @@ nor streams: `detokenizer` turns a growing sequence into text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from inflight.contracts.errors import InvalidRequestError
@@ -33,9 +33,20 @@ class Tokenizer:
         """The number of tokens, including added ones. A model's logits may be wider (padding)."""
         return len(self.inner)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, with the special tokens that the tokenizer adds by default."""
-        token_ids: list[int] = self.inner.encode(text, verbose=False)
+    def most_characters(self, num_tokens: int) -> int:
+        """How many characters a text of `num_tokens` tokens can have, if each of them were the longest one.
+
+        (A tokenizer that makes one token of any number of unknown or blank characters could fit more of these.)"""
+        return num_tokens * self._longest
+
+    @cached_property
+    def _longest(self) -> int:
+        """The characters of the longest token, or more: a name in the vocabulary has one for each byte or character."""
+        return max(map(len, self.inner.get_vocab()), default=1)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text, with the special tokens that the tokenizer adds by default, or without."""
+        token_ids: list[int] = self.inner.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return token_ids
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
@@ -43,7 +54,11 @@ class Tokenizer:
         spelled = (tuple(self.inner.encode(each, add_special_tokens=False)) for each in (word, f" {word}"))
         return [token_ids for token_ids in dict.fromkeys(spelled) if token_ids]
 
-    def chat(
+    def chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Return the token ids of a chat that `write_chat` writes with these options."""
+        return self.encode(self.write_chat(messages, **options), add_special_tokens=False)
+
+    def write_chat(
         self,
         messages: list[dict[str, Any]],
         *,
@@ -52,8 +67,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Return the token ids of a chat, formatted by the model's chat template (or by `chat_template`, in Jinja).
+    ) -> str:
+        """Return a chat as text, special tokens included, by the model's chat template (or by `chat_template`, Jinja).
 
         `messages` are dicts with a `role` and a `content`, `tools` are JSON schemas. With `continue_final_message` the
         last message is left open for the model to continue; then set `add_generation_prompt` to False.
@@ -67,18 +82,18 @@ class Tokenizer:
                 "this model's tokenizer has no chat template: pass a chat_template, or a text prompt"
             )
         try:
-            token_ids: list[int] = self.inner.apply_chat_template(
+            text: str = self.inner.apply_chat_template(
                 messages,
                 tools=tools,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                return_dict=False,
+                tokenize=False,
                 **(chat_template_kwargs or {}),
             )
         except Exception as error:  # a template is a program: it can raise anything
             raise InvalidRequestError(f"the chat template cannot write these messages: {one_line(error)}") from error
-        return token_ids
+        return text
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`, with spaces as the model wrote them (no clean-up)."""
@@ -90,6 +105,14 @@ class Tokenizer:
                 list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         return text
+
+    def text_of(self, token_id: int) -> str:
+        """Return the text of a single token, special ones included. Remembers the latest, because tokens recur."""
+        return self._text_of(token_id)
+
+    @cached_property
+    def _text_of(self) -> Callable[[int], str]:
+        return lru_cache(maxsize=2**16)(lambda token_id: self.decode([token_id], skip_special_tokens=False))
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` writes text for `token_id`: it is not a skipped special token, and it has a token.

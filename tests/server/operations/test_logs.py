@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from inflight.contracts.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inflight.server.operations.access_log import AccessLog
-from inflight.server.operations.logs import JsonLines
+from inflight.server.operations.logs import JsonLines, TextLines
 from inflight.server.operations.request_ids import RequestIds, current_request_id
 from tests.coroutines import run
 from tests.server.operations.serving import SmallServer, client_of, serving
@@ -252,3 +252,13 @@ def test_all_loggers_of_a_process_use_the_same_format() -> None:
     assert first.endswith("INFO listening to many")
     assert second.endswith("ERROR it broke")
     assert rest[-1] == "KeyError: 'lost'"
+
+
+def test_lines_for_people_have_the_request_and_its_client() -> None:
+    record = logging.LogRecord("a", logging.INFO, "a.py", 1, "GET %s", ("/b",), None)
+    assert TextLines().format(record).endswith(" INFO GET /b")
+    record.fields = {"client": "192.0.2.7"}
+    token = current_request_id.set("req_1")
+    assert TextLines().format(record).endswith(" INFO GET /b (req_1, client 192.0.2.7)")
+    current_request_id.reset(token)
+    assert TextLines().format(record).endswith(" INFO GET /b (client 192.0.2.7)")

@@ -24,6 +24,9 @@ from inflight.server.operations.metrics import Metrics
 from tests import zoo
 from tests.coroutines import run
 from tests.server.operations.serving import client_of
+from tests.test_engine_process import INFO
+
+SOURCES = ("local_cache_hit", "local_compute")
 
 Samples = dict[str, float]
 
@@ -161,6 +164,10 @@ def test_a_real_engine_reports_under_the_metric_names_of_vllm(llm: AsyncLLM, mon
         assert samples["vllm:num_requests_running"] == samples["vllm:kv_cache_usage_perc"] == 0
         assert samples["vllm:prompt_tokens_total"] == samples["vllm:prefix_cache_queries_total"] > 0
         assert 0 < samples["vllm:prefix_cache_hits_total"] < samples["vllm:prompt_tokens_total"]
+        by_source = [samples[f"vllm:prompt_tokens_by_source_total{{source={each}}}"] for each in SOURCES]
+        assert by_source[0] == samples["vllm:prefix_cache_hits_total"]
+        assert sum(by_source) == samples["vllm:prompt_tokens_total"]
+        assert samples["vllm:request_num_preemptions_count"] == 3
         assert samples["vllm:generation_tokens_total"] >= stats.num_generated_tokens >= 55
         assert samples["vllm:request_success_total{finished_reason=length}"] == 3
         assert samples["vllm:request_success_total{finished_reason=abort}"] == 1
@@ -284,7 +291,7 @@ def test_an_engine_failure_shows_in_the_metrics_and_the_engine_restarts(monkeypa
     def broken() -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr("inflight.async_llm.Engine", make)
+    monkeypatch.setattr("inflight.engine.engine.Engine", make)
     monkeypatch.setattr(metrics_module, "SECONDS_FOR_ENGINE", 60.0)
 
     async def check() -> None:
@@ -430,7 +437,9 @@ def test_the_manual_lists_exactly_the_exported_metrics() -> None:
     told = {name for line in table for name in re.findall(r"`((?:vllm|inflight):\w+)`", line.split("|")[1])}
 
     async def check() -> None:
-        text = (await Metrics("tiny", scripted(stats_of())).scrape()).decode()
+        metrics = Metrics("tiny", scripted(stats_of()))
+        metrics.describe_cache(INFO)
+        text = (await metrics.scrape()).decode()
         families = list(text_string_to_metric_families(text))
         names = {each.name + ("_total" if each.type == "counter" else "") for each in families}
         ours = {name for name in names if not name.endswith("_created") and not name.startswith("process_")}

@@ -199,6 +199,7 @@ def test_blocks_are_converted_to_messages() -> None:
         ),
     ],
 )
+@pytest.mark.usefixtures("strictly")
 def test_bad_bodies_are_refused(hermes: RunningServer, fields: dict[str, Any], message: str) -> None:
     response = hermes.http.post(MESSAGES, json={"messages": HELLO, "max_tokens": 5, **fields})
     assert response.status_code == 400, response.text

@@ -166,6 +166,7 @@ def test_calls_follow_the_text_of_their_message(hermes: RunningServer) -> None:
         ),
     ],
 )
+@pytest.mark.usefixtures("strictly")
 def test_bad_bodies_are_refused(hermes: RunningServer, fields: dict[str, Any], message: str, param: str | None) -> None:
     response = hermes.http.post(RESPONSES, json={"input": ASK, "max_output_tokens": 5, **fields})
     assert response.status_code == 400, response.text

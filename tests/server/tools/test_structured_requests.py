@@ -142,6 +142,7 @@ def test_an_answer_that_is_cut_off_is_reported_as_such(server: RunningServer) ->
         ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "does not support it"),
     ],
 )
+@pytest.mark.usefixtures("strictly")
 def test_invalid_formats_are_refused(
     server: RunningServer, path: str, stream: bool, fields: dict[str, Any], param: str | None, message: str
 ) -> None:

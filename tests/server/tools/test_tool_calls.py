@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion
 from inflight import AsyncLLM
 from inflight.demo_model import DEMO_MODEL
 from inflight.server.serving.settings import ServerSettings
-from tests.server.serving import HELLO, RunningServer
+from tests.server.serving import HELLO, TEMPLATE, RunningServer
 from tests.server.tools.scripted import (
     CALL,
     HERMES_TEMPLATE,
@@ -285,7 +285,7 @@ def test_a_conversation_continues_with_the_messages_of_the_client(server: Runnin
     ("fields", "param", "message"),
     [
         ({"tools": TOOLS}, "tools", "it is not known how this model writes calls"),
-        ({"tools": TOOLS, "chat_template": None}, "tools", "chat template does not tell the model about tools"),
+        ({"tools": TOOLS, "chat_template": TEMPLATE}, "tools", "chat template does not tell the model about tools"),
         ({"tools": [TOOLS[0]] * 2, "tool_choice": "required"}, "tools", "tools has 'Weather' more than once"),
         ({"tool_choice": "required"}, "tool_choice", "tools has no tools"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom", "there is no field 'custom'"),
@@ -303,6 +303,7 @@ def test_a_conversation_continues_with_the_messages_of_the_client(server: Runnin
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.usefixtures("strictly")
 def test_invalid_tool_requests_are_refused(
     server: RunningServer, fields: dict[str, Any], param: str, message: str, stream: bool
 ) -> None:
@@ -358,3 +359,21 @@ def test_a_marker_may_be_a_special_token(tmp_path: Path) -> None:
 def test_an_unknown_call_format_is_refused() -> None:
     with pytest.raises(ValueError, match="tool_call_parser is 'xml'; it must be one of 'hermes', 'llama3', 'mistral'"):
         ServerSettings(tool_call_parser="xml")
+
+
+def test_the_embedded_model_takes_what_agents_send(shared_server: RunningServer) -> None:
+    """An agent's loop, with the template that the embedded model comes with: a forced call, its result, an answer."""
+    client, tools = shared_server.client, [openai.pydantic_function_tool(each) for each in MODELS.values()]
+    chat: list[Any] = [{"role": "developer", "content": "You are a helpful assistant."}, *HELLO]
+    asked = client.chat.completions.create(model="stories", messages=chat, tools=tools, tool_choice="required")
+    (call, *_) = asked.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    MODELS[call.function.name].model_validate_json(call.function.arguments)
+    results = [
+        {"role": "tool", "tool_call_id": each.id, "content": "fine"}
+        for each in asked.choices[0].message.tool_calls or []
+    ]
+    told = client.chat.completions.create(
+        model="stories", messages=[*chat, asked.choices[0].message, *results], tools=tools, max_tokens=20
+    )
+    assert told.choices[0].message.content

@@ -117,14 +117,12 @@ async def served(folder: Path) -> AsyncIterator[Served]:
     with (folder / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "inflight", "serve", "--port", "0", *options),
-            stdout=asyncio.subprocess.PIPE,
             stderr=log,
         )
     try:
-        assert process.stdout is not None
-        line = (await process.stdout.readline()).decode()
-        match = re.fullmatch(r"inflight: inflight-demo is served at (http://127\.0\.0\.1:\d+)\n", line)
-        assert match, (folder / "log").read_text()
+        while not (match := re.search(r"is served at (http://127\.0\.0\.1:\d+)", (folder / "log").read_text())):
+            assert process.returncode is None, (folder / "log").read_text()
+            await asyncio.sleep(0.01)
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         headers = {"Authorization": f"Bearer {KEY}"}
         timeout = aiohttp.ClientTimeout(total=120)

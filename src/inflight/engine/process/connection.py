@@ -1,6 +1,8 @@
 """`Connection`: starts an engine's loop, in a process of its own or in a thread of this one, and carries messages to
 and from it without looking into them."""
 
+from __future__ import annotations
+
 import atexit
 import os
 import signal
@@ -10,11 +12,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from inflight.engine.engine import Engine
-from inflight.engine.process.loop import serve
 from inflight.engine.process.protocol import Command, Commands, Event, Load, read_event, to_frame
+
+if TYPE_CHECKING:
+    from inflight.engine.engine import Engine
 
 IDLE_THREADS_SLEEP = {"GOMP_SPINCOUNT": "10000"}
 """Environment of the engine's process, unless its caller sets it: threads that wait for each other soon leave the cores
@@ -134,6 +137,8 @@ class ThreadConnection:
         return "broke"
 
     def _run(self, load: Callable[[], Engine]) -> None:
+        from inflight.engine.process.loop import serve  # with torch
+
         try:
             serve(load, self._commands, self._events.put)
         finally:

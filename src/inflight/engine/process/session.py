@@ -5,17 +5,26 @@ readers, so that a step wakes a loop once. A slow reader finds more in its mailb
 """
 
 import asyncio
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
 from inflight.contracts import errors
 from inflight.contracts.errors import EngineDeadError, ModelError
 from inflight.engine.process.connection import SECONDS_TO_END, Connection
-from inflight.engine.process.protocol import Abort, Command, Event, Failed, Outputs, Ready, Refused, Stats
+from inflight.engine.process.protocol import Abort, AskStats, Command, Event, Failed, Outputs, Ready, Refused, Stats
+from inflight.engine.process.watchdog import Watchdog
+
+logger = logging.getLogger("inflight.engine")
+
+_WATCHDOG = "watchdog"
+"""The address of its answers; mailboxes have numbers."""
 
 
 class Mailbox:
@@ -53,6 +62,7 @@ class Session:
         connect: starts the engine.
         delay: seconds to wait before that.
         on_end: called in a thread at the end, with the error that all waiting readers are about to get.
+        step_timeout: see `Watchdog`; None: the engine is not watched.
 
     Attributes:
         started: done when the engine is loaded (with this session), or could not be loaded (with its error).
@@ -64,12 +74,18 @@ class Session:
     ready: Ready
 
     def __init__(
-        self, connect: Callable[[], Connection], delay: float, on_end: Callable[["Session", Exception], None]
+        self,
+        connect: Callable[[], Connection],
+        delay: float,
+        on_end: Callable[["Session", Exception], None],
+        step_timeout: float | None = None,
     ) -> None:
         self.started: Future[Session] = Future()
         self.started.set_running_or_notify_cancel()  # many may wait, and one that gives up must not cancel it for all
         self.has_served = False
         self._connect, self._delay, self._on_end = connect, delay, on_end
+        self._step_timeout = step_timeout
+        self._watchdog: Watchdog | None = None
         self._connection: Connection | None = None
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -104,6 +120,7 @@ class Session:
     def stop(self) -> None:
         """Tell the engine to end, whatever it is doing, and return at once."""
         self._stopping.set()
+        self._end_watch()
         if self._connection is not None:
             self._connection.close()
 
@@ -121,6 +138,7 @@ class Session:
             error = EngineDeadError(f"the engine could not be started or understood: {failure!r}")
             if self._connection is not None:
                 self._connection.kill()
+        self._end_watch()
         self._on_end(self, error)
         with self._lock:
             self._error = error
@@ -134,6 +152,7 @@ class Session:
         stopped = EngineDeadError("the engine was stopped")
         if self._stopping.wait(self._delay):
             return stopped
+        start_time = time.monotonic()
         self._connection = connection = self._connect()
         if self._stopping.is_set():  # in between
             connection.close()
@@ -143,11 +162,15 @@ class Session:
                 failure = event
             else:
                 self._take_in(event)
+            if isinstance(event, Ready):
+                logger.info("the engine is ready after %.1f s: %s", time.monotonic() - start_time, _described(event))
         ending = connection.ending()
         if failure is not None and failure.is_model_error:
             return ModelError(failure.message)
         if self._stopping.is_set():
             return stopped
+        if self._watchdog is not None and self._watchdog.has_killed is not None:
+            return EngineDeadError(f"the engine did not answer for {self._watchdog.has_killed:g} s, and was killed")
         return EngineDeadError(f"the engine {ending}" + (f": {failure.message}" if failure else ""))
 
     def _take_in(self, event: Event) -> None:
@@ -157,11 +180,25 @@ class Session:
                 self.has_served |= any(output.finish_reason in ("stop", "length") for output in event.outputs)
             case Refused():
                 self._post([(event.request_id, getattr(errors, event.error)(event.message))])
+            case Stats(request_id=address) if address == _WATCHDOG:
+                if self._watchdog is not None:
+                    self._watchdog.answered()
             case Stats():
                 self._post([(event.request_id, event.stats)])
             case Ready():
                 self.ready = event
+                self._watch()
                 self.started.set_result(self)
+
+    def _watch(self) -> None:
+        connection = self._connection
+        if self._step_timeout is not None and connection is not None and not self._stopping.is_set():
+            ask = partial(self.send, AskStats(_WATCHDOG))
+            self._watchdog = Watchdog(ask, connection.kill, self._step_timeout)
+
+    def _end_watch(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
 
     def _post(self, letters: Iterable[tuple[str, object]]) -> None:
         """Put letters into the mailboxes with their addresses, and skip mailboxes that were closed."""
@@ -182,6 +219,22 @@ class Session:
 def _empty(sack: list[tuple[Mailbox, object]]) -> None:
     for mailbox, letter in sack:
         mailbox.put(letter)
+
+
+def _described(ready: Ready) -> str:
+    """What an operator wants to know about an engine that was started."""
+    info = ready.model_info
+    num_tokens = info.num_blocks * info.block_size // len(info.cache_groups)
+    options = [
+        f"{info.model_class}, {info.num_parameters / 1e6:,.1f} million parameters, {info.dtype} on {info.device}",
+        f"{ready.num_threads} threads",
+        f"executor {info.executor}, attention {info.attention_backend}",
+        *([] if info.compile == "off" else [f"compiled ({info.compile})"]),
+        *([] if info.quantization is None else [info.quantization]),
+        f"context {info.max_model_len} tokens",
+        f"cache {num_tokens} tokens, {num_tokens * info.kv_bytes_per_token / 1e6:,.0f} MB",
+    ]
+    return "; ".join(options)
 
 
 def _copy(error: Exception) -> Exception:

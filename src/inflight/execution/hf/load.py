@@ -12,11 +12,12 @@ from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.execution.hf.source import check_source, first_line
 
 CACHE_SHARE_OF_GPU = 0.9
 CACHE_SHARE_OF_HOST = 0.25
@@ -52,38 +53,8 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"the model {name!r} cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"the model {name!r} cannot be loaded: {first_line(error)}") from error
     return model.eval()
-
-
-def check_source(source: str | os.PathLike[str], config: EngineConfig) -> PreTrainedConfig:
-    """The configuration of a folder or a hub repository. Raises `ModelError`, before anything large is loaded, if there
-    is none."""
-    name = os.path.expanduser(source)
-    is_folder = Path(name).is_dir()
-    if name.lower().endswith(".gguf") or (is_folder and not Path(name, "config.json").exists() and _has_gguf(name)):
-        raise ModelError(
-            f"{name!r} is in GGUF, which is not read here; give the checkpoint that it was made from: a folder with a "
-            "config.json and safetensors, or a hub id (org/model)"
-        )
-    looks_like_path = not isinstance(source, str) or name.startswith((".", "/")) or name.count("/") > 1
-    if not is_folder and (looks_like_path or Path(name).exists()):
-        raise ModelError(
-            f"there is no model folder {name!r}; give a folder with a config.json, or a hub id (org/model)"
-        )
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
-    except Exception as error:
-        gguf = "; GGUF is not read here" if "gguf" in name.lower() else ""
-        raise ModelError(f"the model {name!r} cannot be loaded: {_first_line(error)}{gguf}") from error
-
-
-def _has_gguf(folder: str) -> bool:
-    return any(path.suffix.lower() == ".gguf" for path in Path(folder).iterdir())
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def resolve_device(device: str) -> torch.device:
@@ -97,7 +68,7 @@ def resolve_device(device: str) -> torch.device:
         resolved = torch.device(device)
         torch.empty(0, device=resolved)
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"device {device!r} cannot be used here: {_first_line(error)}") from error
+        raise ModelError(f"device {device!r} cannot be used here: {first_line(error)}") from error
     if resolved.type == "meta":
         raise ModelError("device 'meta' holds no values to compute with; use cpu, cuda or mps")
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else resolved
@@ -212,7 +183,7 @@ def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
                     vars(module)[name] = _rebound(value, memo)
         return own.to(device).eval()
     except Exception as error:
-        raise ModelError(f"the model given cannot be copied: {_first_line(error)}; give its folder instead") from error
+        raise ModelError(f"the model given cannot be copied: {first_line(error)}; give its folder instead") from error
 
 
 def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:

@@ -8,7 +8,8 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
 from inflight.execution.executors import Executor
-from inflight.execution.hf.load import ModelSource, check_source, dtype_of_checkpoint, load_model, own_tensors
+from inflight.execution.hf.load import ModelSource, dtype_of_checkpoint, load_model, own_tensors
+from inflight.execution.hf.source import check_source
 from inflight.execution.mapped_memory import give_back_freed_memory, let_go_of_file_pages
 from inflight.execution.preparation.choice import choose_executor
 from inflight.execution.preparation.describe import describe

@@ -10,9 +10,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import RequestOutput, TextDelta
 from inflight.server.anthropic import errors as anthropic_errors
 from inflight.server.anthropic.request import CountRequest, MessagesRequest
+from inflight.server.openai.usage import size_of_answer
 from inflight.server.serving.generation import Job, generate
 from inflight.server.serving.service import Service, service_of
 from inflight.server.serving.streaming import stream
@@ -20,6 +22,7 @@ from inflight.server.tools.blocks import Block, Blocks, Growth, TextBlock
 from inflight.server.tools.tool_use import ToolUse
 from inflight.server.wire.client import attended
 from inflight.server.wire.json_route import JsonRoute, to_json
+from inflight.server.wire.off_loop import off_loop
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -29,9 +32,12 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     """Answer a chat, as Anthropic's API does."""
     service = service_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
-        prepared = await _prepare(body, service)
+        service.check_model(body.model)
+        info = await service.model_info()
+        prepared = await off_loop(len(await request.body()), lambda: _prepare(body, service, info))
         if not body.stream:
-            return _answer(prepared, (await generate(service, prepared.job, client))[0])
+            (output,) = await generate(service, prepared.job, client)
+            return await off_loop(size_of_answer([output]), lambda: _answer(prepared, output))
     return stream(service, prepared.job, _Events(prepared), partial(anthropic_errors.event, request=request))
 
 
@@ -40,7 +46,9 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Count the tokens of a chat."""
     service = service_of(request)
     service.check_model(body.model)
-    token_ids = await service.tokenize(body.for_template(), body.num_characters, "messages")
+    info = await service.model_info()
+    size = len(await request.body())
+    token_ids = await off_loop(size, lambda: service.token_ids(body.for_template(), info, "messages"))
     return Response(to_json({"input_tokens": len(token_ids)}), media_type="application/json")
 
 
@@ -59,13 +67,11 @@ class _PreparedMessage:
     head: dict[str, Any]
 
 
-async def _prepare(body: MessagesRequest, service: Service) -> _PreparedMessage:
-    service.check_model(body.model)
-    info = await service.model_info()
+def _prepare(body: MessagesRequest, service: Service, info: ModelInfo) -> _PreparedMessage:
     tools = service.tool_use(body.tool_fields, body.structured_output)
     options = {} if tools is None else tools.sampling_options
     params = body.sampling_params(service.llm.get_default_sampling_params(), **options)
-    token_ids = await service.tokenize(body.for_template(), body.num_characters, "messages")
+    token_ids = service.token_ids(body.for_template(), info, "messages")
     prompt = service.fitted(token_ids, info, "messages")
     message_id = f"msg_{uuid.uuid4().hex}"
     head = {"id": message_id, "type": "message", "role": "assistant", "model": service.settings.model_name}

@@ -12,20 +12,22 @@ from typing_extensions import TypedDict
 
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.openai.chat_request import TextPart, text_of
+from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, TextPart, text_of
 from inflight.server.openai.sampling_fields import MAX_STOP_STRINGS
 from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
 from inflight.server.tools.in_templates import with_names
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import to_json
-from inflight.server.wire.strict_model import Many, StrictModel, by_type, of_type
+from inflight.server.wire.strict_model import Many, StrictModel, by_type, leaving_out, of_type
 
 
 class CacheControl(StrictModel):
     """Accepted and ignored: the prefix cache keeps prefixes anyway, for as long as there is room."""
 
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+    MAY_HAVE_MORE = True
+
+    type: str | None = None
+    ttl: str | None = None
 
 
 class TextBlock(TextPart):
@@ -71,17 +73,15 @@ BLOCKS_OF = {"user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, Tool
 """The blocks that messages of each role may contain."""
 
 
+NO_THOUGHTS = leaving_out("content", lambda kind: kind in ("thinking", "redacted_thinking"))
+"""What another model has thought in an earlier turn, which templates would leave out, too."""
+
+
 class Turn(StrictModel):
     """A message of a chat."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Many[Annotated[Block, of_type("parts", "text", "tool_use", "tool_result")]]
-
-    @property
-    def num_characters(self) -> int:
-        blocks = [] if isinstance(self.content, str) else self.content
-        texts = [block.text if isinstance(block, TextBlock) else str(block) for block in blocks]
-        return sum(map(len, texts)) if blocks else len(self.content)
+    content: str | Annotated[Many[Annotated[Block, of_type("parts", "text", "tool_use", "tool_result")]], NO_THOUGHTS]
 
     def for_template(self, where: str) -> Iterator[dict[str, Any]]:
         """Yield each block as a message of its own. Raises `ApiError` for blocks that the role cannot have."""
@@ -131,6 +131,7 @@ class MessagesTool(StrictModel):
         "eager_input_streaming": (True, False),
         "input_examples": ([],),
     }
+    IGNORED: ClassVar = set(NOT_SUPPORTED)
 
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -147,6 +148,9 @@ class MessagesTool(StrictModel):
         )
         return Tool(type="function", function=function)
 
+
+NO_OTHER_TOOLS = leaving_out("tools", lambda kind: kind != "custom", absent="custom")
+"""Tools that Anthropic's servers run, or define, are left out: the model does not learn of them, so it calls none."""
 
 AnyTool = Annotated[MessagesTool, of_type("tools", "custom", absent="custom")]
 
@@ -172,6 +176,8 @@ class ToolChoice(StrictModel):
 class Metadata(StrictModel):
     """Data about the user, for the client's own use; nothing here depends on it."""
 
+    MAY_HAVE_MORE = True
+
     user_id: str | None = None
 
 
@@ -187,6 +193,7 @@ class OutputConfig(StrictModel):
     """The form that the answer must have."""
 
     NOT_SUPPORTED: ClassVar = {"effort": ()}
+    IGNORED: ClassVar = {"effort", "task_budget"}
 
     format: JsonFormat | None = None
 
@@ -209,18 +216,20 @@ class CountRequest(StrictModel):
         "user_profile_id": (),
         "workspace_id": (),
     }
+    IGNORED: ClassVar = {
+        *("betas", "context_management", "diagnostics", "inference_geo", "speed", "thinking", "user_profile_id"),
+        "workspace_id",
+    }
+    MAY_HAVE_MORE = True
+    OF_OTHERS: ClassVar = FIELDS_OF_CHATS
 
     model: str | None = None
-    messages: Annotated[Many[Turn], Field(min_length=1)]
+    messages: Annotated[Many[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Text | None = None
-    tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS), NO_OTHER_TOOLS] | None = None
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
-
-    @property
-    def num_characters(self) -> int:
-        return sum(turn.num_characters for turn in self.messages) + len(text_of(self.system))
 
     @property
     def tool_fields(self) -> ToolFields:
@@ -267,6 +276,7 @@ class MessagesRequest(CountRequest):
     """
 
     NOT_SUPPORTED: ClassVar = {**CountRequest.NOT_SUPPORTED, "service_tier": ("auto", "standard_only")}
+    IGNORED: ClassVar = CountRequest.IGNORED | {"service_tier"}
 
     max_tokens: int
     stop_sequences: Annotated[Many[StopSequence], Field(max_length=MAX_STOP_STRINGS)] | None = None

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
+from msgspec import Raw
 from starlette.responses import Response
 
+from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
 from inflight.server.openai import logprobs
 from inflight.server.openai.chat_request import ChatRequest
 from inflight.server.openai.chunks import ChunkWriter
-from inflight.server.openai.usage import usage_of
+from inflight.server.openai.usage import size_of_answer, usage_of
 from inflight.server.serving.generation import Job, generate
 from inflight.server.serving.service import Service, service_of
 from inflight.server.serving.streaming import stream
@@ -20,6 +22,7 @@ from inflight.server.tools.answer import delta_of, finish_reason_of, message_of
 from inflight.server.tools.tool_use import ToolUse
 from inflight.server.wire.client import attended
 from inflight.server.wire.json_route import JsonRoute, to_json
+from inflight.server.wire.off_loop import off_loop
 from inflight.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
@@ -30,9 +33,13 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a chat."""
     service = service_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
-        prepared = await _prepare(body, service)
+        service.check_model(body.model)
+        info = await service.model_info()
+        size = len(await request.body())
+        prepared = await off_loop(size, lambda: _prepare(body, service, info))
         if not body.stream:
-            return _answer(prepared, (await generate(service, prepared.job, client))[0])
+            (output,) = await generate(service, prepared.job, client)
+            return await off_loop(size_of_answer([output]), lambda: _answer(prepared, output))
     return stream(service, prepared.job, _Chunks(prepared))
 
 
@@ -52,10 +59,8 @@ class _PreparedChat:
     head: dict[str, Any]
 
 
-async def _prepare(body: ChatRequest, service: Service) -> _PreparedChat:
-    service.check_model(body.model)
+def _prepare(body: ChatRequest, service: Service, info: ModelInfo) -> _PreparedChat:
     body.check(service.settings)
-    info = await service.model_info()
     chat = body.for_template(service.settings)
     tools = service.tool_use(body, body.structured_output, body.chat_template)
     params = body.sampling_params(
@@ -67,8 +72,9 @@ async def _prepare(body: ChatRequest, service: Service) -> _PreparedChat:
         **({} if tools is None else tools.sampling_options),
     )
     service.check_num_sequences(1, params.n, "n")
-    token_ids = await service.tokenize(chat, body.num_characters, "messages")
+    token_ids = service.token_ids(chat, info, "messages")
     prompt = service.fitted(token_ids, info, "messages", body.truncate_prompt_tokens)
+    service.check_num_scores([prompt], params)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     return _PreparedChat(
         body,
@@ -86,7 +92,7 @@ def _answer(prepared: _PreparedChat, output: RequestOutput) -> Response:
     answer = {
         **prepared.head,
         "object": "chat.completion",
-        "choices": [_choice(prepared, completion) for completion in output.outputs],
+        "choices": [Raw(to_json(_choice(prepared, completion))) for completion in output.outputs],  # one at a time
         "usage": usage_of([output]),
         "system_fingerprint": None,
     }

@@ -8,18 +8,21 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from inflight.server.openai.sampling_fields import NOT_SUPPORTED_YET, SamplingFields
+from inflight.server.openai.sampling_fields import IGNORED, NOT_SUPPORTED_YET, SamplingFields
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.tools.fields import ToolFields
 from inflight.server.tools.in_templates import call_for_template, with_names
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import Many, StrictModel, of_type
 
+MAX_MESSAGES = 2**14
+
 
 class TextPart(StrictModel):
     """A part of a message's content."""
 
     NOT_SUPPORTED: ClassVar = {"annotations": ([],), "cache_control": (), "prompt_cache_breakpoint": ()}
+    IGNORED: ClassVar = {"cache_control", "prompt_cache_breakpoint"}
 
     type: Literal["text"]
     text: str
@@ -108,15 +111,11 @@ class TemplateFields(StrictModel):
         chat_template_kwargs: further variables of the template, such as `enable_thinking`.
     """
 
-    messages: Annotated[Many[Message], Field(min_length=1)]
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    @property
-    def num_characters(self) -> int:
-        return sum(len(text_of(message.content)) for message in self.messages)
 
     def for_template(self, settings: ServerSettings) -> dict[str, Any]:
         """Return the chat as a prompt of `AsyncLLM`. Raises `ApiError` if the chat template cannot take it."""
@@ -198,6 +197,14 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
         "verbosity": ("medium",),
         "web_search_options": (),
     }
+    IGNORED: ClassVar = IGNORED | {
+        *("include_reasoning", "moderation", "prediction", "reasoning_effort", "verbosity"),
+        *("prompt_cache_options", "prompt_cache_retention"),
+    }
+    MAY_HAVE_MORE = True
+    OF_OTHERS: ClassVar = {
+        *("do_sample", "input", "instructions", "max_output_tokens", "prompt", "stop_sequences", "system", "text")
+    }
 
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -222,3 +229,7 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
         self.check_limits(top_logprobs=settings.max_logprobs)
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is given, but logprobs is not true", param="top_logprobs")
+
+
+FIELDS_OF_CHATS = ChatRequest.model_fields.keys() | ChatRequest.NOT_SUPPORTED.keys() - ChatRequest.IGNORED
+"""Fields that change the answer of a chat."""

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, cast
 
 from pydantic import Field
 
-from inflight.server.openai.sampling_fields import NOT_SUPPORTED_YET, SamplingFields
+from inflight.server.openai.sampling_fields import IGNORED, NOT_SUPPORTED_YET, SamplingFields
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import Many
@@ -26,6 +26,11 @@ class CompletionRequest(SamplingFields):
     """
 
     NOT_SUPPORTED: ClassVar = {**NOT_SUPPORTED_YET, "suffix": ("",), "prompt_embeds": ()}
+    IGNORED: ClassVar = IGNORED
+    MAY_HAVE_MORE = True
+    OF_OTHERS: ClassVar = {
+        *("do_sample", "input", "max_completion_tokens", "max_output_tokens", "messages", "tools", "top_logprobs")
+    }
 
     prompt: str | Many[int] | Many[str] | Many[Many[int]]
     best_of: Annotated[int, Field(ge=1)] | None = None

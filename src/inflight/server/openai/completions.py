@@ -4,21 +4,26 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
+from msgspec import Raw
 from starlette.responses import Response
 
+from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
+from inflight.contracts.params import SamplingParams
 from inflight.server.openai import logprobs
 from inflight.server.openai.chunks import ChunkWriter
 from inflight.server.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
-from inflight.server.openai.usage import usage_of
+from inflight.server.openai.usage import size_of_answer, usage_of
 from inflight.server.serving.generation import Job, generate
 from inflight.server.serving.service import Service, service_of
 from inflight.server.serving.streaming import stream
 from inflight.server.wire.client import attended
 from inflight.server.wire.json_route import JsonRoute, to_json
+from inflight.server.wire.off_loop import off_loop
 from inflight.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JsonRoute)
@@ -29,9 +34,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts."""
     service = service_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
-        prepared = await _prepare(body, service)
+        prepared = await _prepare(body, service, len(await request.body()))
         if not body.stream:
-            return _answer(prepared, await generate(service, prepared.job, client))
+            outputs = await generate(service, prepared.job, client)
+            return await off_loop(size_of_answer(outputs), lambda: _answer(prepared, outputs))
     return stream(service, prepared.job, _Chunks(prepared))
 
 
@@ -54,12 +60,22 @@ class _PreparedCompletion:
     head: dict[str, Any]
 
 
-async def _prepare(body: CompletionRequest, service: Service) -> _PreparedCompletion:
+async def _prepare(body: CompletionRequest, service: Service, size: int) -> _PreparedCompletion:
     service.check_model(body.model)
-    body.check(service.settings)
     info = await service.model_info()
+    params = await off_loop(size, lambda: _params(body, service, info))
+    prompts = [  # one by one, so that a client that leaves stops the rest
+        await off_loop(size, partial(_token_ids, body, prompt, service, info)) for prompt in body.prompts
+    ]
+    service.check_num_scores(prompts, params)
+    return await off_loop(size, lambda: _prepared(body, service, prompts, params))
+
+
+def _params(body: CompletionRequest, service: Service, info: ModelInfo) -> SamplingParams:
+    body.check(service.settings)
+    service.check_num_sequences(len(body.prompts), body.num_generated, "prompt")
     wanted: int | None = body.logprobs
-    params = body.sampling_params(
+    return body.sampling_params(
         service.llm.get_default_sampling_params(),
         service.settings,
         info.vocab_size,
@@ -68,13 +84,16 @@ async def _prepare(body: CompletionRequest, service: Service) -> _PreparedComple
         logprobs=0 if wanted is None and body.is_ranked else wanted,
         **({"prompt_logprobs": max(wanted, body.prompt_logprobs or 0)} if body.echo and wanted is not None else {}),
     )
-    service.check_num_sequences(len(body.prompts), body.num_generated, "prompt")
-    prompts = []
-    for prompt in body.prompts:
-        size = len(prompt) if isinstance(prompt, str) else 0
-        special = body.add_special_tokens is not False
-        token_ids = await service.tokenize(prompt, size, "prompt", add_special_tokens=special)
-        prompts.append(service.fitted(token_ids, info, "prompt", body.truncate_prompt_tokens))
+
+
+def _token_ids(body: CompletionRequest, prompt: str | list[int], service: Service, info: ModelInfo) -> list[int]:
+    token_ids = service.token_ids(prompt, info, "prompt", add_special_tokens=body.add_special_tokens is not False)
+    return service.fitted(token_ids, info, "prompt", body.truncate_prompt_tokens)
+
+
+def _prepared(
+    body: CompletionRequest, service: Service, prompts: Sequence[list[int]], params: SamplingParams
+) -> _PreparedCompletion:
     request_id = f"cmpl-{uuid.uuid4().hex}"
     is_text_echoed = isinstance(body.prompts[0], str) and body.truncate_prompt_tokens is None
     return _PreparedCompletion(
@@ -106,10 +125,10 @@ def _echoes(
 
 
 def _answer(prepared: _PreparedCompletion, outputs: Sequence[RequestOutput]) -> Response:
-    choices: list[dict[str, Any]] = []
+    choices: list[Raw] = []
     for output, echo in zip(outputs, prepared.echoes, strict=True):
         for completion in _best(output.outputs, prepared.body):
-            choices.append(_choice(prepared, len(choices), output, completion, echo))
+            choices.append(Raw(to_json(_choice(prepared, len(choices), output, completion, echo))))  # one at a time
     usage = usage_of(outputs, num_left_out=int(prepared.body.generates_nothing))
     answer = {**prepared.head, "choices": choices, "usage": usage, "system_fingerprint": None}
     return Response(to_json(answer), media_type="application/json")

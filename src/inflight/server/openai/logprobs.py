@@ -98,7 +98,7 @@ def _chat_entry(token_id: int, logprob: Logprob, tokenizer: Tokenizer | None) ->
 def _text(token_id: int, logprob: Logprob | None, tokenizer: Tokenizer | None) -> str:
     if logprob is not None and logprob.decoded_token is not None:
         return logprob.decoded_token
-    return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+    return f"token_id:{token_id}" if tokenizer is None else tokenizer.text_of(token_id)
 
 
 def _finite(logprob: Logprob) -> float:

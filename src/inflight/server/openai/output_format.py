@@ -31,13 +31,14 @@ class JsonSchema(TypedDict):
 
 @with_config(_EXACT)
 class StructuredOutputs(TypedDict, total=False):
-    """vLLM's `structured_outputs`."""
+    """vLLM's `structured_outputs`; `exact_schema` is ours (see `StructuredOutput`)."""
 
     json: str | dict[str, Any] | None
     json_object: bool | None
     regex: str | None
     choice: Choice | None
     grammar: str | None
+    exact_schema: bool | None
 
 
 class ResponseFormat(StrictModel):
@@ -88,8 +89,11 @@ class OutputFormatFields(StrictModel):
             "guided_choice": _of("choice", self.guided_choice),
             "guided_grammar": _of("grammar", self.guided_grammar),
         }
-        for kind, value in (self.structured_outputs or {}).items():
-            options[f"structured_outputs.{kind}"] = _of(kind, value)
+        given = dict(self.structured_outputs or {})
+        is_exact = {"exact_schema": True} if given.pop("exact_schema", None) else {}
+        for kind, value in given.items():
+            made = _of(kind, value)
+            options[f"structured_outputs.{kind}"] = None if made is None else made | is_exact
         return options
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from inflight.contracts.params import MAX_SEED, SamplingParams
+from inflight.contracts.params import MAX_BAD_WORDS, MAX_SEED, SamplingParams
 from inflight.server.openai.output_format import OutputFormatFields
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError
@@ -18,6 +18,10 @@ from inflight.server.wire.strict_model import Many, StrictModel
 
 MAX_STOP_STRINGS = 64
 """Every token's text is searched for each of them."""
+
+MAX_STOP_TOKEN_IDS = 4096
+MAX_LOGIT_BIASES = 4096
+MAX_METADATA = 1024
 
 NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
@@ -27,6 +31,8 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logits_processors": (),
+    "max_length": (),
+    "max_new_tokens": (),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
@@ -35,6 +41,10 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": (),
 }
 """Fields that other servers of this API support and this one does not, with the values that change nothing."""
+
+
+IGNORED = frozenset({"guided_decoding_backend", "service_tier", "store"})
+"""Those of these fields that concern how, where and for whom the work is done, but not its result."""
 
 
 class StreamOptions(StrictModel):
@@ -46,6 +56,7 @@ class StreamOptions(StrictModel):
     """
 
     NOT_SUPPORTED: ClassVar = {"include_obfuscation": (False,)}
+    IGNORED: ClassVar = {"include_obfuscation"}
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -65,14 +76,14 @@ class SamplingFields(OutputFormatFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: Many[str] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    bad_words: Annotated[Many[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | Annotated[Many[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Many[int] | None = None
+    stop_token_ids: Annotated[Many[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -82,7 +93,7 @@ class SamplingFields(OutputFormatFields):
     return_token_ids: bool | None = None
     # For the client's own use; nothing here depends on them.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, as in vLLM: what the model would see of a prompt."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as in vLLM: what the model would see of a prompt."""
 
 from typing import Annotated, ClassVar
 
@@ -6,13 +6,18 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from inflight.server.openai.chat_request import Message, TemplateFields
+from inflight.contracts.model_info import ModelInfo
+from inflight.server.openai.chat_request import MAX_MESSAGES, Message, TemplateFields
 from inflight.server.serving.service import Service, service_of
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import JsonRoute, to_json
+from inflight.server.wire.off_loop import off_loop
 from inflight.server.wire.strict_model import Many, StrictModel
 
 router = APIRouter(route_class=JsonRoute)
+
+MAX_TOKENS = 2**18
+"""Decoding takes 100 ns for each token, and holds the interpreter's lock."""
 
 OF_CHATS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
 """Fields that say how the chat template is applied."""
@@ -28,16 +33,19 @@ class TokenizeRequest(TemplateFields):
     """
 
     NOT_SUPPORTED: ClassVar = {"tools": ([],)}
+    MAY_HAVE_MORE = True
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[Many[Message], Field(min_length=1)] | None = None  # type: ignore[assignment]
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None  # type: ignore[assignment]
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(StrictModel):
     """Token ids."""
+
+    MAY_HAVE_MORE = True
 
     model: str | None = None
     tokens: Many[int]
@@ -49,27 +57,31 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     info = await service.model_info()
-    token_ids = await _token_ids(body, service)
+    return await off_loop(len(await request.body()), lambda: _tokenized(body, service, info))
+
+
+def _tokenized(body: TokenizeRequest, service: Service, info: ModelInfo) -> Response:
+    token_ids = _token_ids(body, service, info)
     names = service.tokenizer.inner.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
     answer = {"count": len(token_ids), "max_model_len": info.max_model_len, "tokens": token_ids, "token_strs": names}
     return Response(to_json(answer), media_type="application/json")
 
 
-async def _token_ids(body: TokenizeRequest, service: Service) -> list[int]:
+def _token_ids(body: TokenizeRequest, service: Service, info: ModelInfo) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "either prompt or messages must be given, and not both", param="prompt")
     if body.prompt is None:
         if body.add_special_tokens:
             message = "add_special_tokens is True; a chat has only the special tokens that its template writes"
             raise ApiError(400, message, param="add_special_tokens")
-        return await service.tokenize(body.for_template(service.settings), body.num_characters, "messages")
+        return service.token_ids(body.for_template(service.settings), info, "messages")
     for name in OF_CHATS:
         if getattr(body, name):
             raise ApiError(400, f"{name} is given with a prompt; it goes with messages only", param=name)
     if not body.prompt:
         return []
     special = body.add_special_tokens is not False
-    return await service.tokenize(body.prompt, len(body.prompt), "prompt", add_special_tokens=special)
+    return service.token_ids(body.prompt, info, "prompt", add_special_tokens=special)
 
 
 @router.post("/detokenize")
@@ -78,9 +90,29 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     info = await service.model_info()
+    return await off_loop(len(await request.body()), lambda: _text(body, service, info))
+
+
+def _text(body: DetokenizeRequest, service: Service, info: ModelInfo) -> Response:
+    if len(body.tokens) > MAX_TOKENS:
+        message = f"tokens has {len(body.tokens)} token ids; this server takes at most {MAX_TOKENS}"
+        raise ApiError(400, message, param="tokens")
     for token_id in body.tokens:
         if not 0 <= token_id < info.vocab_size:
             message = f"tokens contains {token_id}; the model's vocabulary has the ids from 0 to {info.vocab_size - 1}"
             raise ApiError(400, message, param="tokens")
     text = service.tokenizer.decode(body.tokens, skip_special_tokens=False)
     return Response(to_json({"prompt": text}), media_type="application/json")
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """What evaluation harnesses ask about the tokenizer, under the names of its configuration file."""
+    inner = service_of(request).tokenizer.inner
+    answer = {
+        "tokenizer_class": type(inner).__name__,
+        "model_max_length": inner.model_max_length,
+        "chat_template": inner.chat_template,
+        **inner.special_tokens_map,
+    }
+    return Response(to_json(answer), media_type="application/json")

@@ -1,9 +1,12 @@
-"""`usage`: how many tokens a request took. Knows outputs, not the answers that are made of them."""
+"""`usage`: how many tokens a request took, and about how large its answer is. Knows outputs, not answers."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from inflight.contracts.outputs import RequestOutput
+
+BYTES_OF_SCORE = 40
+"""About what a log-probability takes in JSON."""
 
 
 def usage_of(outputs: Sequence[RequestOutput], num_left_out: int = 0) -> dict[str, Any]:
@@ -14,6 +17,16 @@ def usage_of(outputs: Sequence[RequestOutput], num_left_out: int = 0) -> dict[st
         num_completion,
         sum(output.metrics.num_cached_tokens for output in outputs),
     )
+
+
+def size_of_answer(outputs: Sequence[RequestOutput]) -> int:
+    """Return about how many bytes must be gone through to make an answer of these outputs."""
+    size = 0
+    for output in outputs:
+        positions = [output.prompt_logprobs, *(each.logprobs for each in output.outputs)]
+        size += BYTES_OF_SCORE * sum(len(each) * len(each[-1] or ()) for each in positions if each)
+        size += sum(len(each.text) for each in output.outputs)
+    return size
 
 
 def usage(num_prompt: int, num_completion: int, num_cached: int | None = None) -> dict[str, Any]:

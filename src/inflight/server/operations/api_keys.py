@@ -66,10 +66,16 @@ class ApiKeys(Middleware):
 
     def __init__(self, keys: Iterable[str], open_paths: Set[str] = OPERATOR_PATHS) -> None:
         self._secret = secrets.token_bytes(32)
-        self._digests = [self._digest(key.encode()) for key in keys]
+        self._digests: list[bytes] = []
         self._open_paths = open_paths
-        if not self._digests:
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[str]) -> None:
+        """Let in requests with one of these keys from now on. Raises ValueError if there are none."""
+        digests = [self._digest(key.encode()) for key in keys]
+        if not digests:
             raise ValueError("there are no API keys; to run without keys, leave them out")
+        self._digests = digests
 
     def accepts(self, key: bytes) -> bool:
         """Whether this is one of the keys."""

@@ -1,11 +1,12 @@
-"""Limits on a request's head: how many bytes it may have, and how many seconds it may take to arrive.
+"""Limits on connections, and on a request's head: how many bytes it may have, and how many seconds it may take.
 
 No application sees a head before it is complete, so no middleware can limit it; and no API key has been checked by
 then.
 """
 
 import asyncio
-from typing import Any
+import logging
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -22,15 +23,34 @@ _REFUSAL = (
 )
 
 
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+SECONDS_BETWEEN_WARNINGS = 60.0
+
+logger = logging.getLogger("inflight.server")
+
+
 class LimitedHeads(HttpToolsProtocol):
-    """uvicorn's protocol, which has no such limits. A head that is too large gets a 431; one that is late, a close."""
+    """uvicorn's protocol, which has no such limits. A head that is too large gets a 431; one that is late, a close.
+
+    Attributes:
+        max_connections: most connections that are open at once; further ones get a 503 and are closed. None: any
+            number.
+    """
+
+    max_connections: ClassVar[int | None] = None
+    _last_warning: ClassVar[float] = float("-inf")
 
     _num_unused = 0  # bytes received since something was last passed on
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As uvicorn's; starts the timer."""
+        """As uvicorn's; starts the timer. Closes a connection that is one too many."""
         super().connection_made(transport)
+        if self.max_connections is not None and len(self.connections) > self.max_connections:
+            self._warn()
+            transport.write(_FULL)
+            transport.close()
+            return
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -68,6 +88,12 @@ class LimitedHeads(HttpToolsProtocol):
         self._num_unused = 0
         super().on_message_complete()
 
+    def _warn(self) -> None:
+        now = self.loop.time()
+        if now >= LimitedHeads._last_warning + SECONDS_BETWEEN_WARNINGS:
+            LimitedHeads._last_warning = now
+            logger.warning("%d connections are open, as many as there may be: more are refused", self.max_connections)
+
     def _await_head(self) -> None:
         self._stop_waiting()
         self._timer = self.loop.call_later(SECONDS_FOR_HEAD, self.transport.close)
@@ -76,3 +102,8 @@ class LimitedHeads(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def limited_to(max_connections: int | None) -> type[LimitedHeads]:
+    """Return the protocol for a server with at most so many connections; None: any number."""
+    return type("LimitedConnections", (LimitedHeads,), {"max_connections": max_connections})

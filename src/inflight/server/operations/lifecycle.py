@@ -129,15 +129,18 @@ class DrainingServer(uvicorn.Server):
 
     Args:
         drain: the `Drain` whose middleware surrounds the application.
+        reload: called on SIGHUP, in the event loop.
     """
 
-    def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
+    def __init__(self, config: uvicorn.Config, drain: Drain, reload: Callable[[], None] = lambda: None) -> None:
         super().__init__(config)
         if config.timeout_graceful_shutdown is None:
             config.timeout_graceful_shutdown = SECONDS_TO_LEAVE  # else a stalled client could block it forever
         self._drain = drain
         self._finishing: asyncio.Task[None] | None = None
         self._is_in_a_hurry = False
+        self._reload = reload
+        self._is_told_to_reload = False
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -146,6 +149,8 @@ class DrainingServer(uvicorn.Server):
             yield
             return
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        if hasattr(signal, "SIGHUP"):
+            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._handle_hangup)
         try:
             yield
         finally:
@@ -157,8 +162,14 @@ class DrainingServer(uvicorn.Server):
         self._is_in_a_hurry |= self._drain.is_draining and sig == signal.SIGINT
         self._drain.begin()
 
+    def _handle_hangup(self, sig: int, frame: FrameType | None) -> None:
+        self._is_told_to_reload = True
+
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; returns True when the server may end."""
+        if self._is_told_to_reload:
+            self._is_told_to_reload = False
+            self._reload()
         if self._drain.is_draining:
             if self._finishing is None:
                 logger.info("no new requests are accepted; running ones may finish")

@@ -1,11 +1,20 @@
 """How log lines are written: as text for people, or as JSON for log collectors. Does not know what is logged."""
 
+import atexit
 import json
 import logging
+import os
 import sys
+import threading
 from datetime import UTC, datetime
+from typing import TextIO
 
 from inflight.server.operations.request_ids import current_request_id
+
+SECONDS_FOR_LAST_LINES = 2.0
+
+printed = logging.getLogger("inflight.printed")
+"""What was not logged, but printed: by libraries, by the engine's process, by the interpreter."""
 
 
 class JsonLines(logging.Formatter):
@@ -30,10 +39,56 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class TextLines(logging.Formatter):
+    """One line for people: time, level, message, and in brackets the request's id and its client."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        client = getattr(record, "fields", {}).get("client")
+        known = (current_request_id.get(), client and f"client {client}")
+        return super().formatMessage(record) + (f" ({shown})" if (shown := ", ".join(filter(None, known))) else "")
+
+
 def set_up_logging(*, as_json: bool, level: str = "INFO") -> None:
     """Send all log lines of this process to standard error, uvicorn's included if its `log_config` is None, except its
-    access log, which `AccessLog` replaces."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    access log, which `AccessLog` replaces.
+
+    Args:
+        as_json: whether they are JSON. Then whatever else this process or its children print becomes such lines, too.
+    """
+    handler = logging.StreamHandler(_standard_error_for_json() if as_json else sys.stderr)
+    handler.setFormatter(JsonLines() if as_json else TextLines())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger("uvicorn.access").propagate = False
+
+
+def _standard_error_for_json() -> TextIO:
+    """Return standard error as it was, for the log alone; lines that others print are logged, not printed."""
+    descriptors = (1, 2)
+    originals = [os.dup(each) for each in descriptors]
+    readable, writable = os.pipe()
+    for each in descriptors:
+        os.dup2(writable, each)
+    os.close(writable)
+    reader = threading.Thread(target=_log_lines, args=(readable,), name="inflight: printed lines", daemon=True)
+    reader.start()
+
+    def restore() -> None:
+        """Log what has been printed, up to its end, which comes when no child is left."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for each, original in zip(descriptors, originals, strict=True):
+            os.dup2(original, each)
+        reader.join(SECONDS_FOR_LAST_LINES)
+
+    atexit.register(restore)
+    return os.fdopen(os.dup(originals[1]), "w", buffering=1)
+
+
+def _log_lines(readable: int) -> None:
+    with os.fdopen(readable, errors="backslashreplace") as lines:  # a progress bar's carriage returns end lines, too
+        for line in lines:
+            if line.strip():
+                printed.warning("%s", line.rstrip())

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats
@@ -45,6 +46,7 @@ REQUEST_BUCKETS = (
     *(480.0, 960.0, 1920.0, 7680.0),
 )
 COUNT_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+PREEMPTIONS_BUCKETS = (0, 1, 2, 5, 10, 20)
 SEQUENCES_BUCKETS = (1, 2, 5, 10, 20)
 
 ENGINE_COUNTERS = (
@@ -76,11 +78,19 @@ class Metrics(Middleware, RequestObserver):
     Args:
         model_name: the metrics' `model_name` label.
         read_stats: asks the engine, as `AsyncLLM.stats` does. A scrape restarts a dead engine, as any call does.
+        count_crashes: how often the engine has died, which is known even if there is none to ask.
     """
 
-    def __init__(self, model_name: str, read_stats: Callable[[], Awaitable[EngineStats]]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        read_stats: Callable[[], Awaitable[EngineStats]],
+        count_crashes: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._model_name = model_name
         self._read_stats = read_stats
+        self._count_crashes = count_crashes
+        self._num_crashes_seen = 0
         self._scraping = asyncio.Lock()
         self._last: EngineStats | None = None
         self._running: dict[str, _Running] = {}
@@ -98,6 +108,11 @@ class Metrics(Middleware, RequestObserver):
             for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the latter in older dashboards
         ]
         self._engine_counters = [(field, self._counter(name, what)) for name, field, what in ENGINE_COUNTERS]
+        what = "Prompt tokens of admitted sequences, by where their keys and values came from."
+        by_source = self._counters("vllm:prompt_tokens_by_source", what, "source")
+        self._prompt_tokens_by_source = {
+            each: by_source.labels(self._model_name, each) for each in ("local_compute", "local_cache_hit")
+        }
         self._num_crashes = self._counter("inflight:engine_crashes", "How often the engine died.")
 
     def _request_metrics(self) -> None:
@@ -130,12 +145,27 @@ class Metrics(Middleware, RequestObserver):
         )
         histograms = [self._histogram(name, what, COUNT_BUCKETS) for name, what in counts]
         self._num_prompt_tokens, self._num_generated_tokens, self._longest, self._max_tokens = histograms
+        self._preemptions = self._histogram(
+            "vllm:request_num_preemptions", "Preemptions of a request's sequences.", PREEMPTIONS_BUCKETS
+        )
         self._n = self._histogram("vllm:request_params_n", "`n` of requests.", SEQUENCES_BUCKETS)
         ends = self._counters("vllm:request_success", "Finished requests, by how they ended.", "finished_reason")
         self._ends = {each: ends.labels(self._model_name, each) for each in ("stop", "length", "abort", "error")}
         self._aborts = self._counters("inflight:request_aborts", "Requests that ended early, by reason.", "reason")
         what = "Answered HTTP requests; path is the route's, status is 499 if the client left before the answer."
         self._http_requests = self._counters("inflight:http_requests", what, "method", "path", "status")
+
+    def describe_cache(self, info: ModelInfo) -> None:
+        """Report how the engine's cache is made; call it once the engine is loaded."""
+        labels = {
+            "block_size": info.block_size,
+            "num_gpu_blocks": info.num_blocks,  # vLLM's name, wherever they are
+            "enable_prefix_caching": info.can_share_prefixes,
+        }
+        known = Gauge(
+            "vllm:cache_config_info", "How the cache is made.", ["model_name", *labels], registry=self._registry
+        )
+        known.labels(self._model_name, *map(str, labels.values())).set(1)
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -186,6 +216,7 @@ class Metrics(Middleware, RequestObserver):
         self._num_generated_tokens.observe(sum(lengths))
         self._longest.observe(max(lengths))
         times = output.metrics
+        self._preemptions.observe(times.num_preemptions)
         if times.first_scheduled_time is None:
             return
         self._queue_time.observe(times.first_scheduled_time - times.arrival_time)
@@ -230,6 +261,7 @@ class Metrics(Middleware, RequestObserver):
                     gauge.set(0)
             else:
                 self._take_in(stats)
+            self._see_crashes(self._count_crashes())
         return generate_latest(self._registry)
 
     def _take_in(self, stats: EngineStats) -> None:
@@ -239,11 +271,20 @@ class Metrics(Middleware, RequestObserver):
         num_blocks = stats.num_blocks_used + stats.num_blocks_cached + stats.num_blocks_free
         for gauge in self._cache_usage:
             gauge.set(stats.num_blocks_used / max(1, num_blocks))
-        self._num_crashes.inc(stats.num_crashes - (self._last.num_crashes if self._last else 0))
+        self._see_crashes(stats.num_crashes)
         before = None if self._last is None or _is_another_engine(self._last, stats) else self._last
         for field, counter in self._engine_counters:
             counter.inc(getattr(stats, field) - (getattr(before, field) if before else 0))
+        num_cached = stats.num_cached_tokens - (before.num_cached_tokens if before else 0)
+        num_prompt = stats.num_prompt_tokens - (before.num_prompt_tokens if before else 0)
+        self._prompt_tokens_by_source["local_cache_hit"].inc(num_cached)
+        self._prompt_tokens_by_source["local_compute"].inc(num_prompt - num_cached)
         self._last = stats
+
+    def _see_crashes(self, number: int) -> None:
+        if number > self._num_crashes_seen:
+            self._num_crashes.inc(number - self._num_crashes_seen)
+            self._num_crashes_seen = number
 
     # ------------------------------------------------------------------------------------- kinds
 

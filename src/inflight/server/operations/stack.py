@@ -6,7 +6,9 @@ refusals with CORS headers; then the drain; then API keys, so that strangers get
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,8 @@ from inflight.server.serving.observer import EndReason, RequestObserver
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
+logger = logging.getLogger("inflight.server")
+
 
 class Operations(RequestObserver):
     """The operations around one server. Must be registered as the observer of the server's requests.
@@ -38,6 +42,7 @@ class Operations(RequestObserver):
         read_stats: asks the engine, as `AsyncLLM.stats` does.
         abort_all: ends all running requests; see `Drain`.
         environment_keys: more API keys from an environment variable, separated by commas.
+        count_crashes: see `Metrics`.
 
     Attributes:
         drain: for `DrainingServer`.
@@ -54,13 +59,15 @@ class Operations(RequestObserver):
         read_stats: Callable[[], Awaitable[EngineStats]],
         abort_all: Callable[[], Awaitable[None]] | None = None,
         environment_keys: str | None = None,
+        count_crashes: Callable[[], int] = lambda: 0,
     ) -> None:
         self.drain = Drain(settings.grace_period, abort_all)
-        self.metrics = Metrics(model_name, read_stats)
+        self.metrics = Metrics(model_name, read_stats, count_crashes)
         self._settings = settings
         self._access_log = AccessLog(with_text=settings.log_text)
         file = None if settings.api_key_file is None else Path(settings.api_key_file)
-        keys = read_api_keys(settings.api_keys, file, environment_keys)
+        self._read_keys = partial(read_api_keys, settings.api_keys, file, environment_keys)
+        keys = self._read_keys()
         self._api_keys = ApiKeys(keys) if keys else None
         self._observers: list[RequestObserver] = [self._access_log, self.metrics]
         self._provider: TracerProvider | None = None
@@ -91,6 +98,19 @@ class Operations(RequestObserver):
         if self._tracing is not None:
             app = self._tracing.middleware(app)
         return RequestIds().middleware(app)
+
+    def reload(self) -> None:
+        """Read the API keys again. If that fails, those that were valid stay valid. Does not raise."""
+        if self._api_keys is None:
+            logger.warning("told to read the API keys again, but this server runs without")
+            return
+        try:
+            keys = self._read_keys()
+            self._api_keys.replace(keys)
+        except ValueError as error:
+            logger.error("the API keys stay as they were: %s", error)
+        else:
+            logger.info("%d API keys are valid now", len(keys))
 
     async def close(self) -> None:
         """Send the remaining traces. Await it when the server has ended."""

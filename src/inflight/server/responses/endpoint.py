@@ -12,7 +12,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import RequestOutput
+from inflight.server.openai.usage import size_of_answer
 from inflight.server.responses.answer import PreparedResponse, finished, message_of
 from inflight.server.responses.events import ResponseEvents
 from inflight.server.responses.request import Chat, ResponsesRequest
@@ -25,6 +27,7 @@ from inflight.server.tools.in_templates import with_calls_joined, with_names
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.client import attended
 from inflight.server.wire.json_route import JsonRoute, to_json
+from inflight.server.wire.off_loop import off_loop
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -38,13 +41,18 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation."""
     service, store = service_of(request), _store_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
-        prepared = await _prepare(body, service, store)
+        service.check_model(body.model)
+        info = await service.model_info()
+        earlier = _earlier(body, store)
+        size = len(await request.body()) + (0 if earlier is None else earlier.num_bytes)
+        chat: Chat = () if earlier is None else earlier.chat
+        prepared = await off_loop(size, lambda: _prepare(body, chat, service, info))
         if not body.stream:
             (output,) = await generate(service, prepared.job, client)
-            blocks = Blocks(prepared.tools)
-            blocks.feed(output.outputs[0].text, is_last=True)
-            answer = _kept(prepared, output, blocks.blocks, store)
-            return Response(to_json(answer), media_type="application/json")
+            answer, kept = await off_loop(size + size_of_answer([output]), lambda: _answer(prepared, output))
+            if body.store is not False:
+                store.put(prepared.job.request_id, kept)
+            return Response(answer, media_type="application/json")
     events = ResponseEvents(prepared, partial(_kept, prepared, store=store))
     return stream(service, prepared.job, events, events.failed)
 
@@ -84,22 +92,24 @@ def _why_gone(response_id: str) -> str:
     )
 
 
-async def _prepare(body: ResponsesRequest, service: Service, store: ResponseStore) -> PreparedResponse:
-    service.check_model(body.model)
+def _earlier(body: ResponsesRequest, store: ResponseStore) -> StoredResponse | None:
+    """Return the response that the request continues. Raises `ApiError` if it is gone."""
+    if body.previous_response_id is None:
+        return None
+    previous = store.get(body.previous_response_id)
+    if previous is None:
+        message = _why_gone(body.previous_response_id)
+        raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
+    return previous
+
+
+def _prepare(body: ResponsesRequest, earlier: Chat, service: Service, info: ModelInfo) -> PreparedResponse:
     body.check(service.settings)
-    info = await service.model_info()
     tools = service.tool_use(body.tool_fields, body.structured_output)
     options = {} if tools is None else tools.sampling_options
     params = body.sampling_params(service.llm.get_default_sampling_params(), **options)
-    earlier: Chat = ()
-    if body.previous_response_id is not None:
-        previous = store.get(body.previous_response_id)
-        if previous is None:
-            message = _why_gone(body.previous_response_id)
-            raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
-        earlier = previous.chat
     chat = (*earlier, *body.messages)
-    prompt = await _prompt(body, chat, service, info.max_model_len)
+    prompt = _prompt(body, chat, service, info)
     response_id = f"resp_{uuid.uuid4().hex}"
     return PreparedResponse(
         body=body,
@@ -112,30 +122,55 @@ async def _prepare(body: ResponsesRequest, service: Service, store: ResponseStor
     )
 
 
-async def _prompt(body: ResponsesRequest, chat: Chat, service: Service, max_model_len: int) -> list[int]:
+def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInfo) -> list[int]:
     """Return the token ids of the conversation; if it is too long and `truncation` allows it, of its later turns."""
     system: Chat = () if body.instructions is None else ({"role": "system", "content": body.instructions},)
     tools = [tool.for_template() for tool in body.tool_fields.usable_tools]
-    tokens = await _tokens((*system, *chat), tools, service)
-    if body.truncation != "auto" or len(tokens) < max_model_len:
+    whole = (*system, *chat)
+    if body.truncation != "auto":
+        return _tokens(whole, tools, service, info)
+    tokens = _tokens_unless_long(whole, tools, service, info)
+    if tokens is not None and len(tokens) < info.max_model_len:
         return tokens
-    most = max_model_len - max_model_len // SHARE_FOR_OUTPUT
+    most = info.max_model_len - info.max_model_len // SHARE_FOR_OUTPUT
     begins = [i for i, message in enumerate(chat) if message["role"] == "user"]
     first, last = 1, len(begins) - 1  # finds the first turn from which the rest fits, else the last turn
     while first <= last:
         middle = (first + last) // 2
         kept = tuple(message for message in chat[: begins[middle]] if message["role"] == "system")
-        tokens = await _tokens((*system, *kept, *chat[begins[middle] :]), tools, service)
+        whole = (*system, *kept, *chat[begins[middle] :])
+        tokens = _tokens_unless_long(whole, tools, service, info)
         if first == last:
             break
-        first, last = (first, middle) if len(tokens) <= most else (middle + 1, last)
-    return tokens
+        first, last = (first, middle) if tokens is not None and len(tokens) <= most else (middle + 1, last)
+    return _tokens(whole, tools, service, info) if tokens is None else tokens
 
 
-async def _tokens(chat: Chat, tools: list[dict[str, Any]], service: Service) -> list[int]:
+def _tokens(chat: Chat, tools: list[dict[str, Any]], service: Service, info: ModelInfo) -> list[int]:
     prompt = {"messages": with_names(with_calls_joined(chat)), "add_generation_prompt": True}
-    num_characters = sum(len(message["content"]) for message in chat)
-    return await service.tokenize({**prompt, "tools": tools} if tools else prompt, num_characters, "input")
+    return service.token_ids({**prompt, "tools": tools} if tools else prompt, info, "input")
+
+
+def _tokens_unless_long(chat: Chat, tools: list[dict[str, Any]], service: Service, info: ModelInfo) -> list[int] | None:
+    """Return the token ids; None for a text that is so long that they need not even be counted."""
+    try:
+        return _tokens(chat, tools, service, info)
+    except ApiError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        return None
+
+
+def _answer(prepared: PreparedResponse, output: RequestOutput) -> tuple[bytes, StoredResponse]:
+    """Return the finished response in JSON, and as it would be stored."""
+    blocks = Blocks(prepared.tools)
+    blocks.feed(output.outputs[0].text, is_last=True)
+    answer = to_json(finished(prepared, output, blocks.blocks))
+    return answer, StoredResponse(answer, _chat_with(prepared, blocks.blocks))
+
+
+def _chat_with(prepared: PreparedResponse, blocks: Sequence[Block]) -> Chat:
+    return (*prepared.chat, *map(message_of, blocks))
 
 
 def _kept(
@@ -144,6 +179,5 @@ def _kept(
     """Return the finished response, and store it unless the request declines."""
     answer = finished(prepared, output, blocks)
     if prepared.body.store is not False:
-        chat = (*prepared.chat, *map(message_of, blocks))
-        store.put(prepared.job.request_id, StoredResponse(to_json(answer), chat))
+        store.put(prepared.job.request_id, StoredResponse(to_json(answer), _chat_with(prepared, blocks)))
     return answer

@@ -13,13 +13,22 @@ from typing_extensions import TypedDict
 from inflight.contracts.options import check_integer
 from inflight.contracts.params import MAX_COUNT, SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.openai.chat_request import text_of
+from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, text_of
+from inflight.server.openai.sampling_fields import MAX_METADATA
 from inflight.server.serving.settings import ServerSettings
-from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
+from inflight.server.tools.fields import (
+    MAX_TOOLS,
+    NO_OTHER_TOOLS,
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolFields,
+)
 from inflight.server.tools.in_templates import call_for_template
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import to_json
-from inflight.server.wire.strict_model import Many, StrictModel, by_type, of_type
+from inflight.server.wire.strict_model import Many, StrictModel, by_type, leaving_out, of_type
 
 Chat: TypeAlias = tuple[Mapping[str, Any], ...]
 """Messages with a role and a content, as templates expect them."""
@@ -31,6 +40,7 @@ class TextPart(StrictModel):
     """A part of a message's content; a part of an earlier answer may come with its log-probabilities."""
 
     NOT_SUPPORTED: ClassVar = {"annotations": ([],), "prompt_cache_breakpoint": ()}
+    IGNORED: ClassVar = {"prompt_cache_breakpoint"}
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -51,6 +61,7 @@ class MessageItem(Item):
     """A message."""
 
     NOT_SUPPORTED: ClassVar = {"phase": ()}
+    IGNORED: ClassVar = {"phase"}
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -106,10 +117,15 @@ InputItem = Annotated[
 ]
 
 
+NO_REASONING = leaving_out("input", lambda kind: kind == "reasoning")
+"""What another model has thought, in a form that only its provider can read."""
+
+
 class FunctionTool(FunctionDefinition):
     """A function that the client provides."""
 
     NOT_SUPPORTED: ClassVar = {"allowed_callers": (), "async": (False,), "defer_loading": (False,), "output_schema": ()}
+    IGNORED: ClassVar = {"allowed_callers", "defer_loading", "output_schema"}
 
     type: Literal["function"]
 
@@ -149,6 +165,7 @@ class TextConfig(StrictModel):
     """The options for the text."""
 
     NOT_SUPPORTED: ClassVar = {"verbosity": ("medium",)}
+    IGNORED: ClassVar = {"verbosity"}
 
     format: Format | None = None
 
@@ -172,6 +189,7 @@ class StreamOptions(StrictModel):
     """Stream options, of which this server implements none."""
 
     NOT_SUPPORTED: ClassVar = {"include_obfuscation": (False,)}
+    IGNORED: ClassVar = {"include_obfuscation"}
 
 
 Addition: TypeAlias = Literal[
@@ -216,12 +234,18 @@ class ResponsesRequest(StrictModel):
         "reasoning": ({}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None}),
         "service_tier": ("auto", "default"),
     }
+    IGNORED: ClassVar = {
+        *("access_programs", "client_metadata", "context_management", "max_tool_calls", "moderation", "reasoning"),
+        *("prompt_cache_options", "prompt_cache_retention", "service_tier"),
+    }
+    MAY_HAVE_MORE = True
+    OF_OTHERS: ClassVar = FIELDS_OF_CHATS
 
     model: str | None = None
-    input: str | Annotated[Many[InputItem], Field(min_length=1)]
+    input: str | Annotated[Many[InputItem], Field(min_length=1, max_length=MAX_MESSAGES), NO_REASONING]
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS), NO_OTHER_TOOLS] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
@@ -235,7 +259,7 @@ class ResponsesRequest(StrictModel):
     truncation: Literal["auto", "disabled"] | None = None
     include: Many[Addition] | None = None
     # For the client's own use; nothing here depends on them.
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

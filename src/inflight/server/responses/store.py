@@ -5,7 +5,7 @@ memory. They live in this process and end with it. Does not know what they conta
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from inflight.server.responses.request import Chat
 
@@ -24,16 +24,16 @@ class StoredResponse:
         answer: the response as it was sent, in JSON.
         chat: the conversation including this answer, without instructions. (It has all earlier messages, so it can be
             continued after earlier responses are dropped.)
+        num_bytes: about how much memory the response takes.
     """
 
     answer: bytes
     chat: Chat
+    num_bytes: int = field(init=False)
 
-    @property
-    def num_bytes(self) -> int:
-        """About how much memory the response takes."""
+    def __post_init__(self) -> None:
         texts = sum(4 * len(str(message)) + _BYTES_EACH for message in self.chat)
-        return len(self.answer) + texts + _BYTES_EACH
+        object.__setattr__(self, "num_bytes", len(self.answer) + texts + _BYTES_EACH)
 
 
 class ResponseStore:

@@ -65,10 +65,10 @@ async def generate(service: Service, job: Job, client: Client, deliver: Deliver 
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(_follow(service, job, client, index, None if deliver is None else hold))
-                for index in range(len(job.prompts))
-            ]
+            tasks = []
+            for index in range(len(job.prompts)):
+                tasks.append(group.create_task(_follow(service, job, client, index, None if deliver is None else hold)))
+                await asyncio.sleep(0)  # other requests have their turn between two of these
             if deliver is not None:
                 await _deliver_all(news, len(job.prompts), deliver)
     except BaseExceptionGroup as errors:

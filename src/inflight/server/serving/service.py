@@ -3,15 +3,16 @@
 Decides which names the model answers to and what fits into its context. Knows no endpoint.
 """
 
-import asyncio
+from collections.abc import Mapping, Sequence
 
 from fastapi import Request
 
 from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.params import SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.inputs import Prompt, read_prompt
+from inflight.inputs import Prompt, read_prompt, written_chat
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.tools.fields import ToolFields
@@ -19,8 +20,8 @@ from inflight.server.tools.tool_use import ToolUse, tool_use
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 
-LONG_TEXT = 20_000
-"""Texts with more characters are tokenized outside the event loop, because that takes milliseconds."""
+MAX_SCORES = 2**19
+"""Most log-probabilities of prompts in one answer, which are about 20 MB of JSON and 200 MB while it is made."""
 
 
 class Service:
@@ -72,27 +73,30 @@ class Service:
             message = f"there is no model {name[:200]!r}; this server has {settings.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def tokenize(
-        self, prompt: Prompt, num_characters: int, param: str, *, add_special_tokens: bool = True
-    ) -> list[int]:
-        """Return the token ids of a prompt.
+    def token_ids(self, prompt: Prompt, info: ModelInfo, param: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a prompt. It takes a while for a long one: call it by `off_loop`.
 
         Args:
-            num_characters: the prompt's approximate length.
             param: the request field that holds the prompt.
             add_special_tokens: whether a text gets the special tokens that the tokenizer puts around it.
 
         Raises:
-            ApiError: the prompt cannot be tokenized (400).
+            ApiError: the prompt cannot be tokenized, or has more characters than could ever fit (400).
         """
-
-        def read() -> list[int]:
-            if isinstance(prompt, str) and prompt and not add_special_tokens:
-                return self.tokenizer.inner.encode(prompt, add_special_tokens=False, verbose=False)  # type: ignore[no-any-return]
-            return list(read_prompt(prompt, self.llm.tokenizer)[1])
-
         try:
-            return await asyncio.to_thread(read) if num_characters > LONG_TEXT else read()
+            if isinstance(prompt, Mapping) and "messages" in prompt:
+                text, add_special_tokens = written_chat(prompt, self.llm.tokenizer), False
+            elif isinstance(prompt, str) and prompt:
+                text = prompt
+            else:
+                return list(read_prompt(prompt, self.llm.tokenizer)[1])
+            most = self.tokenizer.most_characters(info.max_model_len)
+            if len(text) > most:
+                what = f"{param} has {len(text)} characters; this model's context is {info.max_model_len} tokens, and"
+                raise ApiError(
+                    400, f"{what} no text of more than {most} fits", param=param, code="context_length_exceeded"
+                )
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except InvalidRequestError as error:
             raise ApiError(400, f"{param}: {error}", param=param) from error
 
@@ -113,6 +117,16 @@ class Service:
                 code="context_length_exceeded",
             )
         return token_ids
+
+    def check_num_scores(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        """Raise `ApiError` if the log-probabilities of these prompts are too many for one answer."""
+        if params.prompt_logprobs is None:
+            return
+        num_tokens, each = sum(map(len, prompts)), params.prompt_logprobs + 1
+        if num_tokens * each > MAX_SCORES:
+            what = f"{num_tokens} prompt tokens with {each} log-probabilities each are {num_tokens * each}"
+            message = f"{what}; this server returns at most {MAX_SCORES} in one answer, so send fewer prompts at a time"
+            raise ApiError(400, message, param="prompt_logprobs")
 
     def check_num_sequences(self, num_prompts: int, each: int, param: str) -> None:
         """Raise `ApiError` if `num_prompts` prompts with `each` sequences each are too many for one request."""

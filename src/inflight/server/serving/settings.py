@@ -25,6 +25,7 @@ class ServerSettings:
         keep_alive_interval: seconds of silence after which a comment is sent on a stream, so that no proxy takes the
             connection for dead.
         max_stall: seconds that a stream waits for a client that does not read before its request is aborted.
+        strict_fields: whether request fields that could be ignored are refused, too.
         trust_request_chat_template: whether a request may bring a chat template, a program that runs in this process.
         tool_call_parser: how the model writes tool calls, one of `CALL_FORMATS`; None: derived from its chat template.
     """
@@ -37,6 +38,7 @@ class ServerSettings:
     request_timeout: float | None = None
     keep_alive_interval: float = 10.0
     max_stall: float = 60.0
+    strict_fields: bool = False
     trust_request_chat_template: bool = False
     tool_call_parser: str | None = None
 
@@ -51,6 +53,7 @@ class ServerSettings:
             if seconds != "request_timeout" or self.request_timeout is not None:
                 value = getattr(self, seconds)
                 options.check_number(seconds, value, "a number of seconds above 0", 0.0, options.MAX_FLOAT, above=True)
+        options.check_switch("strict_fields", self.strict_fields)
         options.check_switch("trust_request_chat_template", self.trust_request_chat_template)
         if self.tool_call_parser is not None:
             options.check_choice("tool_call_parser", self.tool_call_parser, CALL_FORMATS)

@@ -13,6 +13,7 @@ from inflight.server.wire.api_errors import ApiError
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> Response:
     """200 when requests are served at once; 503 while the engine is loading, restarting, or unable to start."""
@@ -24,6 +25,7 @@ async def health(request: Request) -> Response:
     raise ApiError(503, "the engine is loading", code="engine_loading", headers={"Retry-After": "1"})
 
 
+@router.head("/version", include_in_schema=False)
 @router.get("/version")
 async def version() -> Response:
     """The version of inflight."""

@@ -8,9 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.strict_model import Many, StrictModel
+from inflight.server.wire.strict_model import Many, StrictModel, leaving_out
 
 MAX_TOOLS = 256
+
+NO_OTHER_TOOLS = leaving_out("tools", lambda kind: kind != "function")
+"""Tools that are not functions are left out: the model does not learn of them, so it calls none. (If `tool_choice`
+demands one, the request is refused.)"""
 
 
 class FunctionDefinition(StrictModel):
@@ -67,7 +71,7 @@ class ToolFields(StrictModel):
         parallel_tool_calls: whether there may be several calls; null: yes.
     """
 
-    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS), NO_OTHER_TOOLS] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 

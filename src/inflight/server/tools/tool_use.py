@@ -166,4 +166,4 @@ def _schema_of_content(content: StructuredOutput) -> Schema:
     if content.json_schema is None:
         message = f"{content.kind} is given, and tools may be called; besides calls there can only be text or JSON"
         raise ApiError(400, message, param="tools")
-    return checked_schema(content.json_schema)
+    return checked_schema(content.json_schema, is_exact=content.exact_schema)

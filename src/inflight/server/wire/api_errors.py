@@ -63,12 +63,43 @@ class ApiError(Exception):
             case InvalidRequestError():
                 return cls(400, str(error))
             case RequestValidationError():
-                return _of_validation(error.errors())
+                return cls.of_validation(error.errors(), num_outside=1)  # "body"
             case RecursionError():
                 return cls(400, "the request is nested too deeply")
             case HTTPException():
                 return cls(error.status_code, str(error.detail), headers=error.headers)
         return cls(500, "the server made a mistake while answering this request", code="internal_error")
+
+    @classmethod
+    def of_validation(cls, errors: Sequence[Any], num_outside: int = 0) -> "ApiError":
+        """Return the answer to a body that is not valid, from pydantic's list of errors.
+
+        It names the first wrong field; for a union, it lists what any of its members would have accepted.
+
+        Args:
+            num_outside: how many parts of the errors' paths are not in the body.
+        """
+        errors = [{**each, "loc": each["loc"][num_outside:]} for each in errors]
+        errors = [each for each in errors if not _is_about_objects(each)] or errors
+        first = errors[0]
+        for error in errors:
+            if (field := error.get("ctx", {}).get("field")) is not None:  # its message needs nothing added
+                inside = [part for part in error["loc"] if _is_visible(part)]
+                place = f"{_spelled(inside)}: " if inside else ""
+                return cls(400, place + error["msg"], param=_spelled([*inside, field]), code=error["type"])
+        path = [part for part in first["loc"] if _is_visible(part)]
+        if not path:
+            empty = first["type"] == "missing"
+            return cls(400, f"the body {'is empty; it ' if empty else ''}must be a JSON object")
+        where = _spelled(path)
+        if first["type"] == "missing":
+            return cls(400, f"{where} is missing", param=where, code="missing_required_parameter")
+        said = list(dict.fromkeys(each["msg"] for each in errors if each["loc"][0] == first["loc"][0]))
+        start = "Input should be "
+        wanted = [message.removeprefix(start) for message in said if message.startswith(start)]
+        others = [message[:1].lower() + message[1:] for message in said if not message.startswith(start)]
+        sentence = ", or ".join([*([f"it should be {' or '.join(wanted)}"] if wanted else []), *others])
+        return cls(400, f"{where} is {reprlib.repr(first.get('input'))}; {sentence}", param=where)
 
     def envelope(self) -> bytes:
         """Return the answer's body, in ASCII because it quotes what the client sent, lone surrogates included."""
@@ -128,29 +159,6 @@ def _api_error(request: Request, error: Exception) -> ApiError:
         message = f"the content type is {given!r}; the body must be JSON, and say so with application/json"
         return ApiError(415, message, code="unsupported_media_type")
     return ApiError.of(error)
-
-
-def _of_validation(errors: Sequence[Any]) -> ApiError:
-    """Names the first wrong field; for a union, lists what any of its members would have accepted."""
-    errors = [each for each in errors if not _is_about_objects(each)] or errors
-    first = errors[0]
-    for error in errors:
-        if (field := error.get("ctx", {}).get("field")) is not None:  # its message needs nothing added
-            inside = [part for part in error["loc"][1:] if _is_visible(part)]
-            place = f"{_spelled(inside)}: " if inside else ""
-            return ApiError(400, place + error["msg"], param=_spelled([*inside, field]), code=error["type"])
-    path = [part for part in first["loc"][1:] if _is_visible(part)]
-    if not path:
-        empty = first["type"] == "missing"
-        return ApiError(400, f"the body {'is empty; it ' if empty else ''}must be a JSON object")
-    where = _spelled(path)
-    if first["type"] == "missing":
-        return ApiError(400, f"{where} is missing", param=where, code="missing_required_parameter")
-    said = list(dict.fromkeys(each["msg"] for each in errors if each["loc"][1] == first["loc"][1]))
-    wanted = [message.removeprefix("Input should be ") for message in said if message.startswith("Input should be ")]
-    others = [message[:1].lower() + message[1:] for message in said if not message.startswith("Input should be ")]
-    sentence = ", or ".join([*([f"it should be {' or '.join(wanted)}"] if wanted else []), *others])
-    return ApiError(400, f"{where} is {reprlib.repr(first.get('input'))}; {sentence}", param=where)
 
 
 def _is_about_objects(error: Any) -> bool:

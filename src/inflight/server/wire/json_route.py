@@ -1,41 +1,94 @@
 """`JsonRoute` reads bodies as strict JSON: no lone surrogates, no NaN, no infinities, no numbers that overflow.
 
 Python's own parser accepts these, although they cannot be written out again; here they are refused before an endpoint
-sees them. `to_json` writes answers.
+sees them. A large body is parsed and checked beside the event loop, and one with very many values not at all, because
+the parser holds the interpreter's lock to its end. `to_json` writes answers.
 """
 
 import json
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 from fastapi import Request
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.off_loop import off_loop
+from inflight.server.wire.strict_model import Reading
+
 to_json = msgspec.json.encode
+
+MAX_VALUES = 2**20
+"""Most values of a body, as `_MARKS` count them. Reading so many takes a tenth of a second."""
+
+IGNORED_FIELDS_HEADER = "X-Inflight-Ignored-Fields"
+
+_MARKS = {b",": 1, b":": 2, b"[": 3, b"{": 3}
+"""What the values of a body are counted by, those marks in strings included: numbers in a list cost least to read."""
+
+_COUNTED_AT_ONCE = 2**20  # bytes; counting holds the interpreter's lock, too
+
+logger = logging.getLogger("inflight.server")
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is strict JSON."""
+    """A route whose body is strict JSON. The names of fields that were ignored are in a header of the answer."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        model = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def read_and_handle(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
+            given = _JsonRequest(request, model)
+            try:
+                response = await handle(given)
+            except HTTPException as error:
+                if isinstance(error.__cause__, ApiError):  # FastAPI has replaced the error of `json`
+                    raise error.__cause__ from None
+                raise
+            if ignored := given.reading.shown_ignored:
+                response.headers[IGNORED_FIELDS_HEADER] = ignored
+                logger.info("ignored fields of a request: %s", ignored)
+            return response
 
         return read_and_handle
 
 
 class _JsonRequest(Request):
+    def __init__(self, request: Request, model: Any) -> None:
+        super().__init__(request.scope, request.receive)
+        self.reading = Reading(is_strict=getattr(request.app.state, "refuses_unknown_fields", False))
+        self._model = model
+
     async def json(self) -> Any:
+        """Return the body as a request model, which FastAPI then takes as it is. Raises `ApiError`."""
+        body = await self.body()
+        return await off_loop(len(body), lambda: self._read(body))
+
+    def _read(self, body: bytes) -> Any:
+        if sum(_num_values(body, start) for start in range(0, len(body), _COUNTED_AT_ONCE)) > MAX_VALUES:
+            counted = "by its commas, colons and brackets"
+            raise ApiError(400, f"the body has more than {MAX_VALUES} values (counted {counted})")
         try:
-            return msgspec.json.decode(await self.body())
+            given = msgspec.json.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            # The only kind of exception that FastAPI passes on from here.
-            raise HTTPException(400, f"the body is not JSON: {_reason(await self.body(), error)}") from error
+            raise ApiError(400, f"the body is not JSON: {_reason(body, error)}") from error
+        if self._model is None:
+            return given
+        try:
+            return self._model.model_validate(given, context=self.reading)
+        except ValidationError as error:
+            raise ApiError.of_validation(error.errors(include_url=False)) from error
+
+
+def _num_values(body: bytes, start: int) -> int:
+    """Return how many values a part of the body has at most."""
+    return sum(times * body.count(mark, start, start + _COUNTED_AT_ONCE) for mark, times in _MARKS.items())
 
 
 def _reason(body: bytes, error: Exception) -> str:

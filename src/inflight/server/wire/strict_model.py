@@ -1,22 +1,57 @@
-"""`StrictModel`: the base of all request models. It refuses unknown and unsupported fields by name.
+"""`StrictModel`: the base of all request models. It refuses fields that it cannot honour by name.
 
-Decides what happens to fields that this server does not implement: a value that changes nothing is accepted and
-ignored; any other value would change the answer, and is refused.
+Decides what happens to fields that this server does not implement: a value that changes nothing is accepted; a field
+without which the answer is as good (hints, the client's own data, what a newer client may send) is ignored, and said to
+be; any other would change the answer silently, and is refused.
 """
 
 import difflib
+import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from inflight.server.wire.api_errors import ApiError
 
+MAX_IGNORED = 64
+LIKENESS_WORTH_A_HINT = 0.6
+LIKENESS_OF_MISSPELT = 0.85
+"""How similar (`difflib`) an unknown field of a body is to a known one, if it is that one misspelt: no client is newer
+by one letter."""
+
+_SANE = re.compile(r"[\w.\[\]-]{1,60}", re.ASCII)
+
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list that reports only its first wrong member, because a client may send a million of them."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """How a body is read; the context of its validation.
+
+    Attributes:
+        is_strict: whether fields that could be ignored are refused, too.
+        ignored: the names of fields that were ignored.
+    """
+
+    is_strict: bool = False
+    ignored: list[str] = field(default_factory=list)
+
+    @property
+    def shown_ignored(self) -> str:
+        """The names for a header, separated by commas."""
+        return ", ".join(name if _SANE.fullmatch(name) else "(an odd name)" for name in dict.fromkeys(self.ignored))
+
+    def ignore(self, name: str) -> None:
+        """Note that a field is ignored. Raises an error of pydantic's if there are too many."""
+        self.ignored.append(name)
+        if len(self.ignored) > MAX_IGNORED:
+            raise refusal("unknown_field", name, f"more than {MAX_IGNORED} fields are unknown or not supported")
 
 
 class StrictModel(BaseModel):
@@ -27,12 +62,27 @@ class StrictModel(BaseModel):
     NOT_SUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that clients know but this server does not implement, with the values besides null that change nothing."""
 
+    IGNORED: ClassVar[Set[str]] = frozenset()
+    """Fields that can be ignored, whatever their value is, because no answer would be wrong without them."""
+
+    MAY_HAVE_MORE: ClassVar[bool] = False
+    """Whether unknown fields can be ignored, too: in whole bodies, to which newer clients add fields, and in the
+    client's own data."""
+
+    OF_OTHERS: ClassVar[Set[str]] = frozenset()
+    """Fields of other APIs that would change an answer, and so are refused if they are sent here."""
+
     @model_validator(mode="before")
     @classmethod
-    def _let_through_what_changes_nothing(cls, given: Any) -> Any:
+    def _let_through_what_changes_nothing(cls, given: Any, info: ValidationInfo) -> Any:
         if not isinstance(given, dict) or given.keys() <= cls.model_fields.keys():
             return given
-        return {name: value for name, value in given.items() if name in cls.model_fields or _checked(cls, name, value)}
+        reading = info.context if isinstance(info.context, Reading) else Reading(is_strict=True)
+        return {
+            name: value
+            for name, value in given.items()
+            if name in cls.model_fields or _checked(cls, name, value, reading)
+        }
 
     def check_limits(self, **limits: int) -> None:
         """Raise `ApiError` if one of these fields is above its limit."""
@@ -42,15 +92,25 @@ class StrictModel(BaseModel):
                 raise ApiError(400, f"{name} is {value}; this server takes at most {limit}", param=name)
 
 
-def _checked(cls: type[StrictModel], name: str, value: Any) -> bool:
+def _checked(cls: type[StrictModel], name: str, value: Any, reading: Reading) -> bool:
     """Return False if the field can be dropped; raises if it cannot."""
-    if name not in cls.NOT_SUPPORTED:
-        close = difflib.get_close_matches(name, [*cls.model_fields, *cls.NOT_SUPPORTED], n=1) if len(name) < 100 else []
+    is_known = name in cls.NOT_SUPPORTED
+    harmless = cls.NOT_SUPPORTED.get(name, ())
+    if is_known and (value is None or any(type(value) is type(each) and value == each for each in harmless)):
+        return False
+    if name in cls.IGNORED and not reading.is_strict:
+        reading.ignore(name)
+        return False
+    if not is_known:
+        fields = [*cls.model_fields, *cls.NOT_SUPPORTED]
+        may_be_ignored = cls.MAY_HAVE_MORE and not reading.is_strict and name not in cls.OF_OTHERS
+        likeness = LIKENESS_OF_MISSPELT if may_be_ignored else LIKENESS_WORTH_A_HINT
+        close = difflib.get_close_matches(name, fields, n=1, cutoff=likeness) if len(name) < 100 else []
+        if may_be_ignored and not close:
+            reading.ignore(name)
+            return False
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise refusal("unknown_field", name, f"there is no field {reprlib.repr(name)}{hint}")
-    harmless = cls.NOT_SUPPORTED[name]
-    if value is None or any(type(value) is type(each) and value == each for each in harmless):
-        return False
     accepted = " or ".join(["null", *(repr(each) for each in harmless)])
     shown = reprlib.repr(value)
     raise refusal("unsupported_field", name, f"{name} is {shown}; this server does not support it, only {accepted}")
@@ -66,6 +126,26 @@ def of_type(what: str, *accepted: str, absent: str | None = None) -> BeforeValid
             message = f"the type is {reprlib.repr(kind)}; this server takes {what} of type {listed} only"
             raise refusal("unsupported_content", "type", message)
         return given
+
+    return BeforeValidator(check)
+
+
+def leaving_out(what: str, is_left_out: Callable[[str], bool], absent: str | None = None) -> BeforeValidator:
+    """Leave members of a list out, and say so, if `is_left_out` says so of their type. An object without a type counts
+    as `absent`. Strict reading leaves nothing out."""
+
+    def check(given: Any, info: ValidationInfo) -> Any:
+        reading = info.context
+        if not isinstance(given, list) or not isinstance(reading, Reading) or reading.is_strict:
+            return given
+        kept = []
+        for index, each in enumerate(given):
+            kind = _type_in(each, absent) if isinstance(each, dict) else None
+            if isinstance(kind, str) and is_left_out(kind):
+                reading.ignore(f"{what}[{index}].{kind}")
+            else:
+                kept.append(each)
+        return kept
 
     return BeforeValidator(check)
 

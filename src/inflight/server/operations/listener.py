@@ -1,0 +1,23 @@
+"""`listen`: the server's socket, opened before anything is loaded, so that an address in use is noticed at once."""
+
+import socket
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted; large enough for a thousand clients that connect at once."""
+
+
+def listen(host: str, port: int, max_stall: float) -> socket.socket:
+    """Open a listening socket.
+
+    Args:
+        max_stall: seconds after which the operating system, where it supports this, closes a connection whose client
+            accepts no data, and drops what was still to be sent.
+
+    Raises:
+        OSError: the address is not available.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * max_stall))
+    return listener

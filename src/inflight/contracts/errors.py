@@ -1,7 +1,7 @@
 """The errors that inflight raises for its callers to read.
 
-All but the last three are `ValueError`s: the caller gave something wrong, and one sentence says what, with its value, and
-what would be accepted. A fault inside a running step is not raised but reported on its requests
+All but the last three are `ValueError`s: the caller gave something wrong, and one sentence says what, with its value,
+and what would be accepted. A fault inside a running step is not raised but reported on its requests
 (`finish_reason="error"`).
 """
 

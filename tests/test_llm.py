@@ -168,6 +168,9 @@ def test_a_chat_without_parameters_ends_where_the_context_is_full() -> None:
     (answer,) = llm.chat([{"role": "user", "content": WORDS}], use_tqdm=False, chat_template=template)
     assert answer.outputs[0].finish_reason == "length"
     assert len(answer.prompt_token_ids) + len(answer.outputs[0].token_ids) == 60
+    chat = {"messages": [{"role": "user", "content": WORDS}], "chat_template": template}
+    (same,) = llm.generate(chat, use_tqdm=False)
+    assert len(same.outputs[0].token_ids) == len(answer.outputs[0].token_ids)
     (text,) = llm.generate(WORDS, use_tqdm=False)
     assert len(text.outputs[0].token_ids) == SamplingParams().max_tokens
 

@@ -30,7 +30,7 @@ from inflight.engine.process.connection import Connection, ProcessConnection, Th
 from inflight.engine.process.protocol import Abort, AskStats, Generate, Load, Ready
 from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import RESTART_DELAYS, Supervisor
-from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, read_prompt
+from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
 from inflight.sources import engine_config, is_loaded_model, is_loaded_tokenizer, load_tokenizer, model_source
 from inflight.text.collector import Collector
 
@@ -187,7 +187,7 @@ class AsyncLLM:
 
         Args:
             prompt: text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages" (and "cache_salt").
-            sampling_params: None: the model's own defaults.
+            sampling_params: None: the model's own defaults, and for a chat no limit of tokens.
             request_id: its name for `abort`; None: a new one.
             priority: lower runs first (if `policy="priority"`).
             cache_salt: only requests of the same salt share cached prefixes.
@@ -267,7 +267,7 @@ class AsyncLLM:
         with self._call(request_id) as call:
             session = await self._session()
             text, token_ids, salt = read_prompt(prompt, self.tokenizer)
-            params = session.ready.default_params if params is None else params
+            params = default_params(prompt, session.ready.default_params) if params is None else params
             if not isinstance(params, SamplingParams):
                 raise InvalidRequestError(f"sampling_params is {params!r}; it must be SamplingParams")
             salt = salt if cache_salt is None else cache_salt

@@ -1,9 +1,11 @@
 """What counts as a prompt, and its token ids. Knows no request: admission says whether a prompt can run."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -54,6 +56,13 @@ def _check_text(text: str) -> None:
 def written_chat(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> str:
     """The text of a chat, which is to be encoded without further special tokens. Raises `InvalidRequestError`."""
     return _needed(tokenizer, "a chat").write_chat(_messages(prompt["messages"]), **_options(prompt))
+
+
+def default_params(prompt: Prompt, of_the_model: SamplingParams) -> SamplingParams:
+    """The parameters of a prompt that came without any: the model's own; but a chat's answer has no limit, and ends
+    where the model ends it, or where its context is full."""
+    is_chat = isinstance(prompt, Mapping) and "messages" in prompt
+    return replace(of_the_model, max_tokens=None) if is_chat else of_the_model
 
 
 def check_chat(messages: object) -> None:

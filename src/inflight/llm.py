@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from itertools import count
 from numbers import Integral
 from typing import Any
@@ -29,7 +28,7 @@ from inflight.engine.admission import AcceptedRequest
 from inflight.engine.engine import Engine
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.hf.source import check_source
-from inflight.inputs import TEMPLATE_OPTIONS, Messages, Prompt, check_chat, read_prompt
+from inflight.inputs import TEMPLATE_OPTIONS, Messages, Prompt, check_chat, default_params, read_prompt
 from inflight.observe.progress import with_progress
 from inflight.sources import engine_config, load_tokenizer, model_source
 from inflight.text.collector import Collector
@@ -142,8 +141,6 @@ class LLM:
         is_one = isinstance(messages[0], Mapping)
         chats = [messages] if is_one else messages
         prompts = [{"messages": chat, **template_options} for chat in chats]
-        if sampling_params is None:
-            sampling_params = replace(self.get_default_sampling_params(), max_tokens=None)
         return self.generate(prompts[0] if is_one else prompts, sampling_params, use_tqdm)
 
     def stream(
@@ -170,7 +167,8 @@ class LLM:
         is_one = _is_one_prompt(prompts)
         many: Sequence[Any] = [prompts] if is_one else prompts  # type: ignore[assignment]
         if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
+            own = self.get_default_sampling_params()
+            sampling_params = [default_params(prompt, own) for prompt in many]
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(many)
         for params in sampling_params:

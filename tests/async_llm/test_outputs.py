@@ -10,6 +10,7 @@ from inflight import LLM, AsyncLLM, SamplingParams
 from tests import zoo
 from tests.async_llm.helpers import GREEDY, PROMPTS, last
 from tests.coroutines import run
+from tests.text.tokenizers_for_tests import byte_level
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,20 @@ def test_a_chat_uses_the_chat_template(llm: AsyncLLM, offline: LLM) -> None:
         assert outputs[-1].outputs == expected.outputs
         with pytest.raises(ValueError, match=r"AsyncLLM\.chat has no option 'template'"):
             llm.chat(messages, GREEDY, template="")
+
+    run(check())
+
+
+def test_a_chat_without_parameters_ends_where_the_context_is_full() -> None:
+    """Whichever way it comes in."""
+    llm = AsyncLLM(zoo.build("gpt2"), byte_level().inner, in_process=True, max_model_len=60)
+    chat = {"messages": [{"role": "user", "content": "42%"  # bytes that the tokenizer has not merged, because the model knows fewer tokens}], "chat_template": "{{ messages[0].content }}"}
+
+    async def check() -> None:
+        for outputs in (llm.chat(**chat), llm.generate(chat)):
+            answer = [output async for output in outputs][-1]
+            assert len(answer.prompt_token_ids) + len(answer.outputs[0].token_ids) == 60
+        await llm.stop()
 
     run(check())
 

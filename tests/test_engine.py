@@ -11,7 +11,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import StepPlan, StepTokens
-from inflight.contracts.record import StepRecord
+from inflight.contracts.record import STEP_SIZES, StepRecord
 from inflight.engine.engine import Engine
 from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level
@@ -255,3 +255,13 @@ def test_a_step_reads_only_its_tokens_from_the_device(monkeypatch: pytest.Monkey
             num_steps_with_logits += bool(engine.step())
     assert reads.seen == []
     assert num_lists == num_steps_with_logits > 0
+
+
+def test_steps_are_counted_by_their_tokens() -> None:
+    engine = make_engine()
+    submit(engine, "a", [1] * 20, SamplingParams(temperature=0, max_tokens=4))
+    drain(engine)
+    stats = engine.stats()
+    counted = dict(zip((*STEP_SIZES, None), stats.num_steps_by_size, strict=True))
+    assert {size: number for size, number in counted.items() if number} == {1: 3, 32: 1}
+    assert stats.num_step_tokens == 23

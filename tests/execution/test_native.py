@@ -71,6 +71,16 @@ def test_the_seconds_of_a_build_run_on_a_terminal_only(monkeypatch: pytest.Monke
     assert re.fullmatch(r"building … \d+ s\nbuilding … failed\n", pipe.getvalue())
 
 
+def test_a_library_in_a_folder_that_cannot_be_written_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inflight").mkdir()
+    library = tmp_path / "inflight" / f"kernels-{native._digest()}.so"
+    library.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path / "elsewhere")
+    monkeypatch.setattr(native, "_build", lambda _: pytest.fail("it is there"))
+    assert native._built_library() == library
+
+
 def test_another_cpu_gets_another_library() -> None:
     before = native._digest()
     original = native._instruction_sets

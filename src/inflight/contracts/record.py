@@ -76,6 +76,10 @@ class StepRecord:
         return sum(span.length for span in self.spans)
 
 
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""The bounds, in tokens, by which steps are counted; each belongs to those below it."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """An engine's totals since it was started, and its state now.
@@ -88,6 +92,9 @@ class EngineStats:
         num_running, num_waiting: sequences with and without a slot.
         num_blocks_used, num_blocks_cached, num_blocks_free: see `BlockPool`.
         num_crashes: how often the engine has died and was started again; everything else counts from the last start.
+        num_step_tokens: tokens that all steps computed.
+        num_steps_by_size: steps of at most so many tokens as each of `STEP_SIZES` says, and more than the one before;
+            and of more than the last.
     """
 
     num_requests: int
@@ -102,6 +109,8 @@ class EngineStats:
     num_blocks_cached: int
     num_blocks_free: int
     num_crashes: int = 0
+    num_step_tokens: int = 0
+    num_steps_by_size: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)
 
     @property
     def cache_hit_rate(self) -> float:

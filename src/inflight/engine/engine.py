@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -33,7 +34,7 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import StepPlan, StepTokens
-from inflight.contracts.record import ArrivalRecord, EngineStats, StepRecord
+from inflight.contracts.record import STEP_SIZES, ArrivalRecord, EngineStats, StepRecord
 from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.deadlines import Deadlines
 from inflight.engine.prefill_limit import PrefillLimit
@@ -90,6 +91,8 @@ class Engine:
         self._deadlines = Deadlines()
         self._watch = StepWatch(self.scheduler)
         self._num_steps = self._num_requests = self._num_generated_tokens = 0
+        self._num_step_tokens = 0
+        self._num_steps_by_size = [0] * (len(STEP_SIZES) + 1)
         self._asked_to_abort: deque[str] = deque()
         # Whoever changes anything says so first, and says when everything is right again. During a forward pass all is
         # right but for the plan in flight, as it is while the observer looks.
@@ -300,6 +303,8 @@ class Engine:
         record = None
         if plan is not None:
             self._num_steps += 1
+            self._num_step_tokens += plan.num_tokens
+            self._num_steps_by_size[bisect_left(STEP_SIZES, plan.num_tokens)] += 1
             duration = time.monotonic() - start_time
             if self.prefill_limit is not None:
                 self._learn(plan, duration)
@@ -398,6 +403,8 @@ class Engine:
             num_blocks_used=pool.num_used,
             num_blocks_cached=pool.num_cached,
             num_blocks_free=pool.num_free,
+            num_step_tokens=self._num_step_tokens,
+            num_steps_by_size=tuple(self._num_steps_by_size),
         )
 
 

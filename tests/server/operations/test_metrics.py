@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from inflight import AsyncLLM, EngineDeadError, ModelError, SamplingParams
 from inflight.contracts.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from inflight.contracts.record import EngineStats
+from inflight.contracts.record import STEP_SIZES, EngineStats
 from inflight.engine.engine import Engine
 from inflight.server.operations import metrics as metrics_module
 from inflight.server.operations.metrics import Metrics
@@ -446,3 +446,21 @@ def test_the_manual_lists_exactly_the_exported_metrics() -> None:
         assert told == ours
 
     run(check())
+
+
+def test_the_tokens_of_steps_are_a_histogram_across_restarts() -> None:
+    def stats(num_crashes: int, tokens: int, **steps: int) -> EngineStats:
+        counts = [steps.get(f"up_to_{size}", 0) for size in STEP_SIZES] + [steps.get("beyond", 0)]
+        return replace(stats_of(3, num_crashes), num_step_tokens=tokens, num_steps_by_size=tuple(counts))
+
+    metrics = Metrics("tiny", scripted(stats(0, 9, up_to_1=2, up_to_8=1), stats(1, 20_001, up_to_1=1, beyond=1)))
+
+    async def check() -> None:
+        await scrape(metrics)
+        samples = await scrape(metrics)
+        of = "vllm:iteration_tokens_total"
+        found = {bound: samples[f"{of}_bucket{{le={bound}}}"] for bound in ("1.0", "8.0", "16384.0", "+Inf")}
+        assert found == {"1.0": 3, "8.0": 4, "16384.0": 4, "+Inf": 5}
+        assert (samples[f"{of}_sum"], samples[f"{of}_count"]) == (20_010, 5)
+
+    asyncio.run(check())

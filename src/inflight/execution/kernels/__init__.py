@@ -69,9 +69,17 @@ def _describe_operators() -> None:
 
 
 def _built_library() -> Path:
-    """The library for this machine, built if it is not on disk yet."""
+    """The library for this machine, built if it is not on disk yet. It may be in a folder that cannot be written."""
+    name = f"kernels-{_digest()}.so"
+    if (_user_folder() / name).exists():
+        return _user_folder() / name
     folder = cache_folder()
-    library = folder / f"kernels-{_digest()}.so"
+    if folder != _user_folder():
+        logger.warning(
+            "%s cannot be written, so the CPU kernels are built at every start; XDG_CACHE_HOME names another folder",
+            _user_folder(),
+        )
+    library = folder / name
     if not library.exists():
         with _lock(folder / "lock"):
             if not library.exists():
@@ -157,13 +165,17 @@ def _instruction_sets() -> str:
 @functools.cache
 def cache_folder() -> Path:
     """`$XDG_CACHE_HOME/inflight` or `~/.cache/inflight`; a temporary folder if that is not writable."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = _user_folder()
     try:
-        (base / "inflight").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=base / "inflight"):
-            return base / "inflight"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
     except OSError:
         return Path(tempfile.mkdtemp(prefix="inflight-"))
+
+
+def _user_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "inflight"
 
 
 @contextmanager

@@ -9,10 +9,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import EngineStats
+from inflight.contracts.record import STEP_SIZES, EngineStats
 from inflight.server.operations.answered import run_watched
 from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
@@ -113,6 +114,8 @@ class Metrics(Middleware, RequestObserver):
         self._prompt_tokens_by_source = {
             each: by_source.labels(self._model_name, each) for each in ("local_compute", "local_cache_hit")
         }
+        self._step_sizes = _StepSizes(self._model_name)
+        self._registry.register(self._step_sizes)
         self._num_crashes = self._counter("inflight:engine_crashes", "How often the engine died.")
 
     def _request_metrics(self) -> None:
@@ -275,6 +278,7 @@ class Metrics(Middleware, RequestObserver):
         before = None if self._last is None or _is_another_engine(self._last, stats) else self._last
         for field, counter in self._engine_counters:
             counter.inc(getattr(stats, field) - (getattr(before, field) if before else 0))
+        self._step_sizes.add(stats, before)
         num_cached = stats.num_cached_tokens - (before.num_cached_tokens if before else 0)
         num_prompt = stats.num_prompt_tokens - (before.num_prompt_tokens if before else 0)
         self._prompt_tokens_by_source["local_cache_hit"].inc(num_cached)
@@ -309,6 +313,28 @@ def _is_another_engine(last: EngineStats, stats: EngineStats) -> bool:
     """Whether another engine, which counts from 0, was started in between."""
     fields = [field for _, field, _ in ENGINE_COUNTERS]
     return stats.num_crashes > last.num_crashes or any(getattr(stats, each) < getattr(last, each) for each in fields)
+
+
+class _StepSizes(Collector):
+    """How many tokens steps had: a histogram that the engine has counted."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._counts = [0] * (len(STEP_SIZES) + 1)
+        self._sum = 0
+
+    def add(self, stats: EngineStats, before: EngineStats | None) -> None:
+        """Add what has happened since `before`, or since the engine's start."""
+        seen, num_seen = (before.num_steps_by_size, before.num_step_tokens) if before else ((0,) * len(self._counts), 0)
+        self._counts = [sum(each) - old for *each, old in zip(self._counts, stats.num_steps_by_size, seen, strict=True)]
+        self._sum += stats.num_step_tokens - num_seen
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(float, STEP_SIZES), "+Inf"]
+        buckets = [(str(bound), float(count)) for bound, count in zip(bounds, accumulate(self._counts), strict=True)]
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=["model_name"])
+        family.add_metric([self._model_name], buckets, float(self._sum))
+        yield family
 
 
 class _OlderName(Collector):

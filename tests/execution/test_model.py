@@ -1,5 +1,6 @@
 """Loading: required files, refusals and their messages, and the resulting dtype and device."""
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from inflight import LLM
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.execution.hf.load import available_cache_memory, has_fast_bfloat16, load_model, resolve_device
 from inflight.execution.preparation.prepare import prepare
-from tests import zoo
+from tests import others, zoo
 
 FAST_DTYPE = torch.bfloat16 if has_fast_bfloat16() else torch.float32
 UP_PROJECTION = "model.layers.1.mlp.up_proj.weight"
@@ -56,14 +58,22 @@ def test_sharded_checkpoints_load(tmp_path: Path) -> None:
     assert same_bits(load_model(tmp_path, EngineConfig(dtype="float32")), zoo.build("llama"))
 
 
-def test_a_loaded_model_is_copied_in_evaluation_mode_but_shares_its_parameters() -> None:
+def test_a_loaded_model_is_copied_in_evaluation_mode_but_shares_its_memory() -> None:
     model = zoo.draw("llama", zoo.FACTORS["llama"], seed=0).train()
     own = load_model(model, EngineConfig())
     assert not any(module.training for module in own.modules())
     assert all(module.training for module in model.modules())
     assert own.config is not model.config
     pairs = zip(own.parameters(), model.parameters(), strict=True)
-    assert all(ours is theirs for ours, theirs in pairs)
+    assert all(ours is not theirs and ours.data_ptr() == theirs.data_ptr() for ours, theirs in pairs)
+
+
+def test_a_model_that_writes_to_its_weights_is_copied_whole() -> None:
+    model = copy.deepcopy(others.build("rwkv"))
+    model.config.rescale_every = 2
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    LLM(model)
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 
 
 def test_a_loaded_model_of_several_dtypes_keeps_them() -> None:

@@ -41,7 +41,7 @@ from inflight.engine.prefill_limit import PrefillLimit
 from inflight.engine.reporting import News, Reporter
 from inflight.engine.step_watch import StepWatch
 from inflight.execution.hf.generation_defaults import default_sampling_params
-from inflight.execution.hf.load import ModelSource
+from inflight.execution.hf.load import ModelSource, writes_to_its_weights
 from inflight.execution.hf.watched_weights import WatchedWeights
 from inflight.execution.model_runner import ModelRunner
 from inflight.scheduling.scheduler import Scheduler
@@ -74,7 +74,9 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.runner = ModelRunner(model, config)
-        self._watched = WatchedWeights(model) if isinstance(model, PreTrainedModel) else None
+        self._watched: WatchedWeights | None = None
+        if isinstance(model, PreTrainedModel) and not writes_to_its_weights(model):
+            self._watched = WatchedWeights(model)
         self.model_info = info = self._describe()
         self.scheduler = Scheduler.of(
             config,

@@ -166,13 +166,13 @@ def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
     if dtype is None and model.dtype == torch.float16 and device.type == "cpu":
         dtype = torch.float32
     check_dtype(dtype or model.dtype, device)
-    kept = _kept_in_float32(model)
+    kept, shares = _kept_in_float32(model), not writes_to_its_weights(model)
     replaced: dict[int, torch.nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         converts = dtype is not None and parameter.is_floating_point() and not kept.intersection(name.split("."))
         wanted = dtype if converts else parameter.dtype
         is_same = parameter.dtype == wanted and parameter.device == device
-        own = parameter.detach() if is_same else parameter.to(device, wanted)
+        own = parameter.detach() if is_same and shares else parameter.detach().to(device, wanted, copy=True)
         replaced[id(parameter)] = torch.nn.Parameter(own, requires_grad=False)
     try:
         memo: dict[int, Any] = dict(replaced)
@@ -184,6 +184,11 @@ def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
         return own.to(device).eval()
     except Exception as error:
         raise ModelError(f"the model given cannot be copied: {first_line(error)}; give its folder instead") from error
+
+
+def writes_to_its_weights(model: PreTrainedModel) -> bool:
+    """Whether a model's forward pass changes its own weights: RWKV's divides some, in place, when it first runs."""
+    return bool(getattr(model.config.get_text_config(), "rescale_every", 0))
 
 
 def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:

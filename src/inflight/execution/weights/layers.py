@@ -25,8 +25,9 @@ def rows_apart(x: torch.Tensor) -> torch.Tensor:
     row, so that their bits do not depend on how many rows there are."""
     if torch.compiler.is_compiling():
         return x
-    apart = x.new_empty(*x.shape[:-1], x.shape[-1] + 1)[..., :-1]
-    return apart.copy_(x)
+    size = x.shape[-1]
+    gap = 2 - size % 2  # an even distance, so that pairs can be read as complex numbers
+    return x.new_empty(*x.shape[:-1], size + gap)[..., :size].copy_(x)
 
 
 class NarrowLinear(nn.Module):

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inflight import LLM, InvalidRequestError, SamplingParams
+from inflight.execution.hf.watched_weights import WatchedWeights
 from tests import zoo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -54,6 +55,16 @@ def test_after_training_requests_are_refused_until_the_weights_are_reloaded() ->
         tokens(llm)
     llm.reload_weights()
     assert tokens(llm) == expected(model) != before
+
+
+def test_a_parameter_of_another_dtype_than_the_rest_is_watched() -> None:
+    model = zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(torch.bfloat16)
+    model.model.norm.float()
+    watched = WatchedWeights(model)
+    assert not watched.have_changed
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    assert watched.have_changed
 
 
 def test_a_model_that_is_moved_or_let_go_changes_nothing() -> None:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.command import Command
-from tests.interrupts import heed_interrupts
+from tests.interrupts import interrupted_after_a_line
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -60,23 +58,8 @@ def test_an_interrupt_writes_the_finished_answers(tmp_path: Path) -> None:
     bodies = [short, long, short, *[long] * 300]
     file.write_text(as_lines(*(request(str(number), COMPLETION, **body) for number, body in enumerate(bodies))))
     command = [sys.executable, "-m", "inflight", "generate", "-f", str(file), "--quiet", "--max-num-seqs", "4"]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=heed_interrupts,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            first = process.stdout.readline()
-            process.send_signal(signal.SIGINT)
-            rest, errors = process.communicate(timeout=300)
-        finally:
-            process.kill()
-    ended = [json.loads(line)["custom_id"] for line in (first + rest).splitlines()]
-    assert process.returncode == 130
+    printed, errors = interrupted_after_a_line(command, os.environ | {"OMP_NUM_THREADS": "1"})
+    ended = [json.loads(line)["custom_id"] for line in printed.splitlines()]
     assert ended[0] == "0"
     assert len(ended) < 303
     assert errors.strip() == "inflight: interrupted"

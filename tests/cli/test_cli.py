@@ -5,7 +5,6 @@ import json
 import os
 import pty
 import re
-import signal
 import struct
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from inflight.demo_model import DEMO_MODEL
 from inflight.execution.hf.load import has_fast_bfloat16
 from tests import zoo
 from tests.command import Command
-from tests.interrupts import heed_interrupts
+from tests.interrupts import interrupted_after_a_line
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
 
@@ -163,23 +162,8 @@ def test_an_interrupt_writes_the_finished_outputs(folder: Path, tmp_path: Path) 
     long = {"prompt_token_ids": [2], "max_tokens": 200}
     file.write_text("".join(json.dumps(request) + "\n" for request in [short, long, short, *[long] * 500]))
     command = [sys.executable, "-m", "inflight", "generate", "-m", str(folder), "-f", str(file), "--quiet"]
-    with subprocess.Popen(
-        [*command, "--max-num-seqs", "4"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        preexec_fn=heed_interrupts,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            first = process.stdout.readline()
-            process.send_signal(signal.SIGINT)
-            rest, errors = process.communicate(timeout=300)
-        finally:
-            process.kill()
-    indices = [line["prompt_index"] for line in lines_of(first + rest)]
-    assert process.returncode == 130
+    printed, errors = interrupted_after_a_line([*command, "--max-num-seqs", "4"], ENVIRONMENT)
+    indices = [line["prompt_index"] for line in lines_of(printed)]
     assert indices[0] == 0
     assert 2 in indices, "it had finished, though the one before it had not"
     assert len(indices) < 503

@@ -18,18 +18,18 @@ class WatchedWeights:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._seen: list[tuple[weakref.ref[torch.nn.Parameter], int, int]] = []
+        self._seen: list[tuple[weakref.ref[torch.nn.Parameter], tuple[torch.dtype, torch.device], int, int]] = []
         for parameter in model.parameters():
             with suppress(RuntimeError):  # torch counts no changes of tensors that were made in inference mode
-                self._seen.append((weakref.ref(parameter), parameter._version, parameter.data_ptr()))
-        self._kind = (model.dtype, model.device)
+                kind, version = (parameter.dtype, parameter.device), parameter._version
+                self._seen.append((weakref.ref(parameter), kind, version, parameter.data_ptr()))
 
     @property
     def have_changed(self) -> bool:
-        """Whether any parameter was written to or replaced. (A model that was moved or converted has not changed.)"""
-        for reference, version, address in self._seen:
+        """Whether any parameter was written to or replaced. (One that was moved or converted has not changed.)"""
+        for reference, kind, version, address in self._seen:
             parameter = reference()
-            if parameter is None or (parameter.dtype, parameter.device) != self._kind:
+            if parameter is None or (parameter.dtype, parameter.device) != kind:
                 continue
             if parameter._version != version or parameter.data_ptr() != address:
                 return True

@@ -20,11 +20,14 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
 from inflight.demo_model import DEMO_MODEL
+from inflight.engine.engine import Engine
 from inflight.engine.process.connection import ProcessConnection
+from inflight.engine.process.loop import MOST_AT_ONCE, serve
 from inflight.engine.process.protocol import (
     Abort,
     AskStats,
     Command,
+    Commands,
     Event,
     Failed,
     Generate,
@@ -391,6 +394,24 @@ def test_a_request_of_a_closed_event_loop_is_aborted(engines: _Engines) -> None:
             assert [output.new_token_ids for output in await mailbox.read()] == [[2]]
 
     run(others())
+
+
+# -------------------------------------------------------------------------------------------------------- the loop
+
+
+def test_a_burst_of_commands_is_obeyed_between_several_steps() -> None:
+    commands: Commands = SimpleQueue()
+    for number in range(3 * MOST_AT_ONCE):
+        commands.put(Generate(str(number), [5, 6, 7], SamplingParams(temperature=0, max_tokens=2)))
+    commands.put(None)
+    num_waiting: list[int] = []
+
+    def send(event: Event) -> None:
+        if isinstance(event, Outputs):
+            num_waiting.append(commands.qsize())
+
+    assert serve(lambda: Engine(DEMO_MODEL, EngineConfig(), None), commands, send)
+    assert num_waiting[0] == 2 * MOST_AT_ONCE + 1
 
 
 # --------------------------------------------------------------------------------------------------------- processes

@@ -195,13 +195,15 @@ def test_constraints_are_sent_over_the_pipe_to_an_engine_process() -> None:
     asyncio.run(run())
 
 
-def test_other_requests_run_while_a_grammar_is_compiled_and_its_own_request_may_be_aborted(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("slow_field", ["structured_output", "bad_words"])
+def test_other_requests_run_while_one_is_compiled_which_may_be_aborted(
+    slow_field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = {"structured_output": WISHES["choice"], "bad_words": ["a", "the"]}[slow_field]
     is_compiled, compile_ = threading.Event(), Engine.compile
 
     def slow(engine: Engine, accepted: AcceptedRequest) -> AcceptedRequest:
-        assert accepted.params.structured_output is None or is_compiled.wait(60)
+        assert accepted.is_compiled or is_compiled.wait(60)
         return compile_(engine, accepted)
 
     async def last(llm: AsyncLLM, params: SamplingParams) -> RequestOutput:
@@ -209,12 +211,14 @@ def test_other_requests_run_while_a_grammar_is_compiled_and_its_own_request_may_
 
     async def run() -> None:
         async with AsyncLLM(in_process=True) as llm:
-            waiting, left = (asyncio.create_task(last(llm, params_of("regex", seed))) for seed in (1, 2))
+            params = SamplingParams(temperature=0, max_tokens=30, **{slow_field: asked})
+            waiting, left = (asyncio.create_task(last(llm, params)) for _ in range(2))
             assert (await last(llm, SamplingParams(max_tokens=5))).finished
             left.cancel()
             assert (await llm.stats()).num_requests == 1
             is_compiled.set()
-            assert is_valid("regex", (await waiting).outputs[0].text)
+            text = (await waiting).outputs[0].text
+            assert is_valid("choice", text) if slow_field == "structured_output" else not {"a", "the"} & {*text.split()}
             assert (await llm.stats()).num_requests == 2
 
     monkeypatch.setattr(Engine, "compile", slow)

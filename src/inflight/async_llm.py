@@ -33,6 +33,7 @@ from inflight.engine.process.supervisor import RESTART_DELAYS, Supervisor
 from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
 from inflight.sources import engine_config, is_loaded_model, is_loaded_tokenizer, load_tokenizer, model_source
 from inflight.text.collector import Collector
+from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -266,7 +267,7 @@ class AsyncLLM:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._call(request_id) as call:
             session = await self._session()
-            text, token_ids, salt = read_prompt(prompt, self.tokenizer)
+            text, token_ids, salt = await _read(prompt, self.tokenizer)
             params = default_params(prompt, session.ready.default_params) if params is None else params
             if not isinstance(params, SamplingParams):
                 raise InvalidRequestError(f"sampling_params is {params!r}; it must be SamplingParams")
@@ -351,6 +352,13 @@ def _full_name(name: str) -> str:
     return os.path.abspath(name) if os.path.isdir(name) else name
 
 
+async def _read(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Sequence[int], str | None]:
+    """`read_prompt`; what must be tokenized, beside the event loop, because it may be long."""
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+        return read_prompt(prompt, tokenizer)
+    return await asyncio.get_running_loop().run_in_executor(_beside, read_prompt, prompt, tokenizer)
+
+
 def _merged(news: list[SequenceOutput]) -> list[SequenceOutput]:
     """The outputs of several steps as if one step had given them: one for each sequence."""
     if len(news) == 1:
@@ -380,7 +388,7 @@ async def _taken_in(collector: Collector, news: list[SequenceOutput]) -> list[Te
     return await asyncio.get_running_loop().run_in_executor(_beside, take_in)
 
 
-_beside = ThreadPoolExecutor(1, "inflight: log-probabilities")
+_beside = ThreadPoolExecutor(1, "inflight: beside the event loop")
 
 
 def _joined(scores: list[list[TokenScore] | None]) -> list[TokenScore] | None:

@@ -5,9 +5,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from inflight import LLM, AsyncLLM, SamplingParams
 from inflight.contracts.outputs import RequestOutput
+from inflight.text.tokenizer import Tokenizer
 from tests.async_llm.helpers import GREEDY, LONG, PROMPTS, last
 from tests.coroutines import run
 
@@ -40,6 +44,25 @@ def test_one_llm_serves_several_event_loops_at_once_and_one_after_another(llm: A
     serve()
     assert len(results) == 4
     assert all(result.outputs == results[0].outputs for result in results)
+
+
+def test_a_text_is_tokenized_while_other_readers_are_served(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on, encode = threading.Event(), Tokenizer.encode
+
+    def slow(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+        assert may_go_on.wait(60)
+        return encode(tokenizer, text, **options)
+
+    async def check() -> None:
+        await llm.start()
+        long = asyncio.create_task(last(llm, PROMPTS[0], GREEDY))
+        assert (await last(llm, [5, 6, 7], GREEDY)).finished
+        assert not long.done()
+        may_go_on.set()
+        assert (await long).finished
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    run(check())
 
 
 SCRIPT = """

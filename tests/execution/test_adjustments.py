@@ -13,6 +13,7 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import SlotAssignment, Span, StepPlan
+from inflight.engine.admission import by_beginning
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampling.adjustments import NO_EDITS, Adjuster, adjust
 from inflight.execution.sampling.sampler import INVALID_TOKEN, Sampler
@@ -83,14 +84,15 @@ def test_bad_words_match_transformers(words: list[list[int]], output: list[int])
     """Transformers looks at the whole row, so the prompt here contains no part of a bad word."""
     logits = random_logits()
     expected = NoBadWordsLogitsProcessor(words)(torch.tensor([[9, *output]]), logits.clone())
-    params = SamplingParams(bad_words=["x"])
-    assert torch.equal(adjusted(logits, adjuster_of(params, [9], output, bad_words=tuple(map(tuple, words)))), expected)
+    bad_words = by_beginning(map(tuple, words))
+    adjuster = adjuster_of(SamplingParams(bad_words=["x"]), [9], output, bad_words=bad_words)
+    assert torch.equal(adjusted(logits, adjuster), expected)
 
 
 def test_a_bad_word_does_not_begin_in_the_prompt() -> None:
-    params = SamplingParams(bad_words=["x"])
-    assert torch.isfinite(adjusted(random_logits(), adjuster_of(params, [5], [], bad_words=[(5, 6)]))).all()
-    assert adjusted(random_logits(), adjuster_of(params, [1], [5], bad_words=[(5, 6)]))[0, 6] == -torch.inf
+    params, bad_words = SamplingParams(bad_words=["x"]), by_beginning([(5, 6)])
+    assert torch.isfinite(adjusted(random_logits(), adjuster_of(params, [5], [], bad_words=bad_words))).all()
+    assert adjusted(random_logits(), adjuster_of(params, [1], [5], bad_words=bad_words))[0, 6] == -torch.inf
 
 
 def test_all_adjustments_are_applied_in_order_and_per_row() -> None:
@@ -102,7 +104,7 @@ def test_all_adjustments_are_applied_in_order_and_per_row() -> None:
         repetition_penalty=2.0,
         presence_penalty=1.0,
     )
-    first = adjuster_of(params, [3, 4], [7], stop_token_ids=[8], bad_words=((7, 9),))
+    first = adjuster_of(params, [3, 4], [7], stop_token_ids=[8], bad_words=by_beginning([(7, 9)]))
     second = adjuster_of(SamplingParams(logit_bias={0: 1.0}), [1])
     third = adjuster_of(SamplingParams(), [1])
     expected = logits.clone()
@@ -160,7 +162,7 @@ def test_the_sampler_changes_only_the_rows_with_adjustments(dtype: torch.dtype) 
 
 def test_a_row_without_allowed_tokens_is_invalid_and_its_neighbour_is_not() -> None:
     sampler = Sampler(2, torch.device("cpu"))
-    everything = tuple((token_id,) for token_id in range(VOCAB_SIZE))
+    everything = {(): range(VOCAB_SIZE)}
     sampler.assign(assignment(0, SamplingParams(bad_words=["x"]), [1], bad_words=everything))
     sampler.assign(assignment(1, SamplingParams(), [1]))
     first, second = decode(sampler, random_logits(2), [0, 1], 0, [1, 1])

@@ -84,7 +84,7 @@ def test_a_large_answer_is_built_beside_the_event_loop(server: RunningServer, mo
     ):
         server.complete(prompt=[[5, *range(100, 200)]], max_tokens=0, echo=True, logprobs=5)
     assert set(built) == {"inflight: large requests"}
-    assert taken[0].startswith("inflight: log-probabilities")
+    assert taken[0].startswith("inflight: beside the event loop")
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,9 @@ def strict_options(cls: type[T]) -> type[T]:
 
 def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
     """Raise `ValueError` unless `value` is an integer (not a bool) in [minimum, maximum]."""
-    accepted = f"an integer of at least {minimum}" if maximum is None else f"an integer from {minimum} to {maximum}"
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < minimum or (maximum is not None and value > maximum):  # type: ignore[operator]
+        accepted = f"an integer of at least {minimum}" if maximum is None else f"an integer from {minimum} to {maximum}"
         raise ValueError(f"{name} is {value!r}; it must be {accepted}")
 
 
@@ -63,6 +63,14 @@ def check_switch(name: str, value: object) -> None:
     """Raise `ValueError` unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; it must be True or False")
+
+
+def is_text(value: object) -> bool:
+    """Whether `value` is text that UTF-8 can encode: a string without half of a surrogate pair."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:

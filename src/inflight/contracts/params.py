@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from inflight.contracts.options import check_integer, check_number, check_switch, strict_options
+from inflight.contracts.options import check_integer, check_number, check_switch, is_text, strict_options
 from inflight.contracts.structured_output import StructuredOutput
 
 MAX_SEED = 2**63 - 1
@@ -136,7 +136,7 @@ class SamplingParams:
                 raise ValueError(
                     f"bad_words contains {word!r}; it must be a list of strings of 1 to {MAX_BAD_WORD} characters"
                 )
-            if any("\ud800" <= character <= "\udfff" for character in word):
+            if not is_text(word):
                 raise ValueError(f"bad_words contains {word!r}; it must be text that UTF-8 can encode")
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise ValueError(f"bad_words has {len(self.bad_words)} strings; it must be at most {MAX_BAD_WORDS}")

@@ -7,8 +7,8 @@ are not part of it: a grammar computes them while the model runs.
 """
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from inflight.contracts.outputs import TokenScore
@@ -18,6 +18,9 @@ BlockTable: TypeAlias = "array[int]"
 """The blocks of one sequence in one cache group, in order: token i lies in block `table[i // block_size]`."""
 NO_BLOCK = -1
 """In a block table: the keys and values of these tokens are not kept, because no later query can see them."""
+
+BadWords: TypeAlias = Mapping[tuple[int, ...], Sequence[int]]
+"""Texts that are never generated, by all but their last token: the tokens that never follow those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class SlotAssignment:
         prompt_len: how many of them are the prompt.
         seed: of its request's random stream.
         stop_token_ids: EOS ids included; not chosen before `params.min_tokens` output tokens.
-        bad_words: token sequences whose last token is never chosen after the others.
+        bad_words: texts that its output never contains.
     """
 
     slot: int
@@ -41,7 +44,7 @@ class SlotAssignment:
     params: SamplingParams
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: BadWords = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

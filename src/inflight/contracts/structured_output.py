@@ -5,7 +5,7 @@ Decides nothing about grammars: `inflight.grammar` says whether a schema, a rege
 
 from dataclasses import dataclass
 
-from inflight.contracts.options import check_switch, strict_options
+from inflight.contracts.options import check_switch, is_text, strict_options
 
 MAX_CHARACTERS = 2**18
 """The longest description that is accepted. The cost of compiling it has limits of its own."""
@@ -79,5 +79,5 @@ def _check_text(name: str, text: object) -> None:
         raise ValueError(f"{name} is {text!r}; it must be a string")
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"{name} has {len(text)} characters; at most {MAX_CHARACTERS} are accepted")
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+    if not is_text(text):
         raise ValueError(f"{name} has half of a surrogate pair in it; it must be text that UTF-8 can encode")

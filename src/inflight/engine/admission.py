@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import operator
 import random
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.options import is_text
 from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import BadWords
 from inflight.scheduling.sequence import Request
 from inflight.text.tokenizer import Tokenizer
 
@@ -31,13 +35,15 @@ class AcceptedRequest:
     """A request that may be queued.
 
     Attributes:
-        grammar: follows what its output must look like, once that is compiled; None: anything goes.
         deadline: a time of `time.monotonic()` at which it is aborted, if it has not finished.
+        is_compiled: whether its grammar and its bad words are there, if it has any.
+        grammar: follows what its output must look like; None: anything goes.
     """
 
     request: Request
-    grammar: GrammarMatcher | None = None
     deadline: float | None = None
+    is_compiled: bool = True
+    grammar: GrammarMatcher | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -50,6 +56,9 @@ class Admission:
 
     Args:
         tokenizer: finds stop strings and spells bad words; without one, requests that have some are refused.
+
+    Attributes:
+        spelled: the given bad words in tokens; any thread may call it. The prompts of one call mostly have the same.
     """
 
     def __init__(self, config: EngineConfig, model_info: ModelInfo, tokenizer: Tokenizer | None) -> None:
@@ -57,6 +66,7 @@ class Admission:
         self._model_info = model_info
         self._tokenizer = tokenizer
         self._num_accepted = 0
+        self.spelled = lru_cache(maxsize=2)(self._spelled)
 
     def accept(
         self,
@@ -68,7 +78,7 @@ class Admission:
         cache_salt: str | None = None,
         deadline: float | None = None,
     ) -> AcceptedRequest:
-        """Check a request and resolve it against the model, except for its grammar (`Engine.compile`).
+        """Check a request and resolve it against the model, except for what `Engine.compile` does.
 
         Raises `InvalidRequestError`.
         """
@@ -83,14 +93,21 @@ class Admission:
         seed = params.seed
         if seed is None:
             seed = random.Random(f"{self._seed} {self._num_accepted}").getrandbits(63)
-        return AcceptedRequest(replace(request, seed=seed, bad_words=self._spelled(params.bad_words)), None, deadline)
+        is_compiled = params.structured_output is None and not params.bad_words
+        return AcceptedRequest(replace(request, seed=seed), deadline, is_compiled)
 
-    def _spelled(self, words: SequenceOf[str] | None) -> tuple[tuple[int, ...], ...]:
-        """All ways to write some words in tokens of the model's vocabulary."""
-        if self._tokenizer is None or not words:
-            return ()
+    def _spelled(self, words: tuple[str, ...]) -> BadWords:
+        assert self._tokenizer is not None
         spelled = chain.from_iterable(map(self._tokenizer.spellings, words))
-        return tuple(token_ids for token_ids in spelled if max(token_ids) < self._model_info.vocab_size)
+        return by_beginning(word for word in spelled if max(word) < self._model_info.vocab_size)
+
+
+def by_beginning(words: Iterable[tuple[int, ...]]) -> BadWords:
+    """Words in tokens by all but their last token, so that one look finds those that a sequence has begun."""
+    ends: dict[tuple[int, ...], list[int]] = {}
+    for *beginning, end in words:
+        ends.setdefault(tuple(beginning), []).append(end)
+    return ends
 
 
 def make_request(
@@ -117,7 +134,7 @@ def make_request(
         raise InvalidRequestError(
             f"priority is {priority!r}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}, lower runs first"
         )
-    if cache_salt is not None and not _is_text(cache_salt):
+    if cache_salt is not None and not is_text(cache_salt):
         raise InvalidRequestError(f"cache_salt is {cache_salt!r}; it must be text that UTF-8 can encode")
     _token_ids("logit_bias", list(params.logit_bias or ()), info.vocab_size)
     stop_token_ids = set(_token_ids("stop_token_ids", params.stop_token_ids or (), info.vocab_size))
@@ -167,16 +184,6 @@ def _token_ids(name: str, token_ids: SequenceOf[int], vocab_size: int) -> list[i
             f"{name} contains token id {wrong_id}; the model's vocabulary has the ids from 0 to {vocab_size - 1}"
         )
     return ids
-
-
-def _is_text(value: object) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _is_integer(value: object) -> bool:

@@ -138,7 +138,7 @@ class Engine:
         cache_salt: str | None = None,
         deadline: float | None = None,
     ) -> AcceptedRequest:
-        """Check a request and resolve it against the model, except for its grammar (`compile`); nothing is queued.
+        """Check a request and resolve it against the model, except for what `compile` does; nothing is queued.
 
         Args:
             priority: lower runs first, where the engine's policy is "priority".
@@ -159,13 +159,16 @@ class Engine:
         )
 
     def compile(self, accepted: AcceptedRequest) -> AcceptedRequest:
-        """The request with the grammar that its output must follow, if it asks for one. Raises `InvalidRequestError`.
+        """The request with the grammar that its output must follow and the tokens of its bad words, if it has any.
 
-        May take seconds. Any thread may call it.
+        May take seconds. Any thread may call it. Raises `InvalidRequestError`.
         """
-        if accepted.params.structured_output is None or accepted.grammar is not None:
+        if accepted.is_compiled:
             return accepted
-        return replace(accepted, grammar=self.constraints.compile(accepted.params))
+        params = accepted.params
+        grammar = None if params.structured_output is None else self.constraints.compile(params)
+        request = replace(accepted.request, bad_words=self._admission.spelled(tuple(params.bad_words or ())))
+        return replace(accepted, request=request, is_compiled=True, grammar=grammar)
 
     @property
     def constraints(self) -> Constraints:

@@ -6,6 +6,7 @@ from typing import Self
 
 from inflight.contracts.outputs import FinishReason
 from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import BadWords
 from inflight.scheduling.block_pool import BlockTables
 from inflight.scheduling.prefix_cache import Parent, Root
 
@@ -40,7 +41,7 @@ class Request:
     scores_prompt: bool = False
     params: SamplingParams = DEFAULT_PARAMS
     seed: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: BadWords = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

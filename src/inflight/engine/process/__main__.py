@@ -12,8 +12,13 @@ from typing import BinaryIO
 
 from inflight.engine.process.protocol import Commands, Event, read_command, read_load, to_frame
 
+SWITCH_INTERVAL = 0.0001
+"""Seconds after which a thread that reads or compiles requests gives the interpreter back. A step gives it up at each
+of its operators, a hundred times, and each time waits as long to get it back."""
+
 
 def main() -> int:
+    sys.setswitchinterval(SWITCH_INTERVAL)
     incoming, outgoing = _take_over_standard_streams()
     asked = read_load(incoming)
     if asked is None:

@@ -1,6 +1,6 @@
 """`serve`: runs an engine by messages. Between steps it obeys the commands that have come; when idle, it waits for one.
 
-Runs in a process of its own or in a thread, and does not know which. Other threads compile grammars.
+Runs in a process of its own or in a thread, and does not know which. Other threads compile requests.
 """
 
 import logging
@@ -32,7 +32,10 @@ from inflight.engine.process.protocol import (
 logger = logging.getLogger(__name__)
 
 NUM_COMPILING = 2
-"""How many grammars are compiled at a time."""
+"""How many requests are compiled at a time."""
+
+MOST_AT_ONCE = 64
+"""Most commands that are obeyed between two steps: large requests take a millisecond each, and streams wait."""
 
 
 def serve(load: Callable[[], Engine], commands: Commands, send: Callable[[Event], None]) -> bool:
@@ -57,7 +60,7 @@ class _Loop:
         self.commands = commands
         self.send = send
         engine.prefill_limit = PrefillLimit()  # callers wait for every token
-        self._pool = ThreadPoolExecutor(NUM_COMPILING, "inflight: grammars")
+        self._pool = ThreadPoolExecutor(NUM_COMPILING, "inflight: compiling")
         self._compiling: set[str] = set()
 
     def run(self) -> None:
@@ -73,9 +76,9 @@ class _Loop:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _arrived(self) -> Iterator[Command | Callable[[], None] | None]:
-        """The commands that have come; while there is nothing to compute, also those that will come."""
+        """The first commands of those that have come; while there is nothing to compute, also those that will come."""
         try:
-            while True:
+            for _ in range(MOST_AT_ONCE):
                 yield self.commands.get(block=not self.engine.has_unfinished_requests)
         except queue.Empty:
             return
@@ -93,7 +96,7 @@ class _Loop:
                 command()
 
     def _take_in(self, asked: Generate) -> None:
-        """Submit a request, after another thread has compiled its grammar, if it has one."""
+        """Submit a request, after another thread has compiled it if that takes long (`Engine.compile`)."""
         engine, request_id = self.engine, asked.request_id
         accepted = engine.accept(
             request_id,
@@ -103,7 +106,7 @@ class _Loop:
             cache_salt=asked.cache_salt,
             deadline=asked.deadline,
         )
-        if asked.params.structured_output is None:
+        if accepted.is_compiled:
             engine.submit(accepted)
             return
         engine.check_room(accepted)

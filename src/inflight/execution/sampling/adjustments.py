@@ -29,6 +29,7 @@ class Adjuster:
         self._prompt_len = prompt_len
         self._stop_token_ids = tuple(assignment.stop_token_ids)
         self._bad_words = assignment.bad_words
+        self._bad_lengths = sorted(set(map(len, assignment.bad_words)))
         self._bias_ids = np.array(list(params.logit_bias or ()), dtype=np.int64)
         self._biases = np.array(list((params.logit_bias or {}).values()), dtype=np.float32)
         self._token_ids = array("q", token_ids)
@@ -44,7 +45,7 @@ class Adjuster:
     def edits(self) -> "Edits | None":
         """What to change about the logits of the next token; None: nothing."""
         params = self._params
-        forbidden = [word[-1] for word in self._bad_words if self._output_ends_with(word[:-1])]
+        forbidden = self._ends_of_bad_words()
         if len(self._token_ids) - self._prompt_len < params.min_tokens:
             forbidden += self._stop_token_ids
         if self._seen is None:
@@ -62,9 +63,15 @@ class Adjuster:
             taken.astype(np.float32),
         )
 
-    def _output_ends_with(self, token_ids: tuple[int, ...]) -> bool:
-        first = len(self._token_ids) - len(token_ids)
-        return first >= self._prompt_len and tuple(self._token_ids[first:]) == token_ids
+    def _ends_of_bad_words(self) -> list[int]:
+        """The tokens that would end a bad word that the output has but for its end."""
+        forbidden: list[int] = []
+        for length in self._bad_lengths:
+            first = len(self._token_ids) - length
+            if first < self._prompt_len:
+                break
+            forbidden += self._bad_words.get(tuple(self._token_ids[first:]), ())
+        return forbidden
 
 
 class Edits(NamedTuple):

@@ -197,5 +197,5 @@ def prepack_weights(model: PreTrainedModel, let_go: LetGo | None = None) -> None
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     with watch_linears(model) as calls:
         model(input_ids=tokens[:, :limit], use_cache=False)
-    prepack_experts(model, let_go=let_go)
     prepack_linears(model, calls, let_go=let_go)
+    prepack_experts(model, let_go=let_go)

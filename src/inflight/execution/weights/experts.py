@@ -2,8 +2,8 @@
 
 All experts' matrices of one projection are one three-dimensional parameter, and models look up by name how to run them.
 "inflight" is our way: it runs the tokens of each expert together, and adds up each token's experts in the order of its
-own choice, so that a token gets the same bits in any company. Routers pass a two-dimensional parameter to
-`functional.linear`; a tensor subclass catches that call.
+own choice, so that a token gets the same bits in any company. Routers, and the experts of models that look nothing up,
+are caught where the model multiplies with them (`caught_matrices`).
 """
 
 import weakref
@@ -13,19 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
+from inflight.execution.weights.caught_matrices import CaughtMatrices, CaughtMatrix
 from inflight.execution.weights.formats import PLAIN, WeightFormat
-from inflight.execution.weights.layers import STEP, is_narrow, rows_apart
-from inflight.execution.weights.linear_calls import ACTIVATIONS, is_linear
+from inflight.execution.weights.layers import MIN_ROWS, STEP
+from inflight.execution.weights.linear_calls import ACTIVATIONS
 from inflight.execution.weights.linears import LetGo
 from inflight.execution.weights.panels import PanelLinear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
-
-MIN_ROWS = 2
-"""A single row would take another path through oneDNN, with other bits."""
 
 
 class PrepackedExperts:
@@ -111,83 +108,42 @@ def _run_experts(
 ExpertsInterface.register("inflight", _run_experts)
 
 
-class RouterWeight(nn.Parameter):
-    """A matrix `[out, in]` that `functional.linear` multiplies with in prepacked form; for everything else it is a
-    parameter.
-
-    Attributes:
-        prepacked: one layer for each dtype that was asked for.
-    """
-
-    prepacked: dict[torch.dtype, PrepackedLinear]
-
-    @classmethod
-    def of(cls, weight: torch.Tensor) -> "RouterWeight":
-        """A copy of a weight `[out, in]` as one of these."""
-        router_weight = torch.Tensor._make_subclass(cls, weight.detach().clone(), False)
-        router_weight.prepacked = {}
-        return router_weight
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Catch `functional.linear`; a copy in another dtype shares the prepacked forms."""
-        kwargs = kwargs or {}
-        if function is functional.linear and isinstance(args[1], RouterWeight):
-            return args[1].project(*args, **kwargs)
-        result = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
-        source = args[0] if args else None
-        if isinstance(result, RouterWeight) and isinstance(source, RouterWeight) and result.shape == source.shape:
-            result.prepacked = source.prepacked
-        return result
-
-    def project(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`functional.linear`: `[…, in]` to `[…, out]`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if self.dtype not in self.prepacked:
-                self.prepacked[self.dtype] = PLAIN.prepack_linear(self.detach(), None)
-            rows = x.reshape(-1, x.shape[-1])
-            padded = rows if len(rows) >= MIN_ROWS else rows.expand(MIN_ROWS, -1)
-            out: torch.Tensor = self.prepacked[self.dtype](padded)[: len(rows)]
-            out = (out if bias is None else out + bias).view(*x.shape[:-1], -1)
-            return rows_apart(out) if is_narrow(out.shape[-1]) else out
-
-
 def prepack_experts(model: PreTrainedModel, weight_format: WeightFormat = PLAIN, let_go: LetGo | None = None) -> None:
     """Prepack the experts and routers of `model`, which is ours alone. Nothing happens if it has none.
 
+    Call it after `prepack_linears`: a router is whatever has a matrix then, as no layer or as one that is never called.
+
     Args:
-        weight_format: of the experts; routers stay plain.
+        weight_format: of the experts; routers, and experts that a model runs in a way of its own, stay plain.
         let_go: called with each parameter `[experts, …]` as soon as it is prepacked.
     """
+    is_mixture = False
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(module, "_apply_gate") and hasattr(module, "has_gate") and isinstance(config, PreTrainedConfig):
             module.inflight_experts = PrepackedExperts(module, weight_format, let_go)
             config._experts_implementation_internal = "inflight"
-    if any(hasattr(module, "inflight_experts") for module in model.modules()):
-        for module in model.modules():
-            weight = module._parameters.get("weight")
-            if weight is not None and weight.dim() == 2 and not (is_linear(module) or isinstance(module, nn.Embedding)):
-                module._parameters["weight"] = RouterWeight.of(weight)
+            is_mixture = True
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() == 3 and _has_experts(module, len(parameter)):
+                module._parameters[name] = CaughtMatrices.of(parameter)
+                is_mixture = True
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if is_mixture and weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
+            module._parameters["weight"] = CaughtMatrix.of(weight)
 
 
-def has_experts_of_its_own(model: PreTrainedModel) -> bool:
-    """Whether a model multiplies with the matrices of all its experts at once, in its own way (Llama 4). torch's
-    batched products choose their order of summation by the number of rows."""
-    return any(
-        parameter is not None and parameter.dim() == 3 and len(parameter) == getattr(module, "num_experts", None)
-        for module in model.modules()
-        for parameter in module._parameters.values()
-    )
+def _has_experts(module: nn.Module, number: int) -> bool:
+    """Whether a module says that it has so many experts."""
+    return any("expert" in name and value == number for name, value in vars(module).items())
 
 
 def pad_routers(model: PreTrainedModel) -> bool:
     """Let the routers of `model` run with multiples of `STEP` rows from now on: some compute with the numbers of the
     experts that they have chosen, and torch computes the end of a few numbers in another way. False if there is none.
     """
-    routers = [module for module in model.modules() if isinstance(module._parameters.get("weight"), RouterWeight)]
+    routers = [module for module in model.modules() if isinstance(module._parameters.get("weight"), CaughtMatrix)]
     for router in routers:
         router.forward = partial(_run_padded, router.forward)
     return bool(routers)

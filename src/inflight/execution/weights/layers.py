@@ -11,6 +11,8 @@ from inflight.execution.weights.prepacked_linear import PrepackedLinear
 STEP = 64
 """torch's elementwise operators take a multiple of so many elements at once, and compute the rest by another routine,
 with other bits."""
+MIN_ROWS = 2
+"""A single row would take another path through oneDNN, with other bits."""
 MAX_NARROW = 512
 """Rows of more elements are not made apart: of what reads them, activations have operators of ours."""
 

@@ -1,0 +1,118 @@
+"""Parameters that a model multiplies with by itself, outside linear layers: routers, and experts that it runs in a way
+of its own. Tensor subclasses catch these products and run them with prepacked matrices, so that a token gets the same
+bits in any company. For everything else they are parameters.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from inflight.execution.weights.formats import PLAIN
+from inflight.execution.weights.layers import MIN_ROWS, is_narrow, rows_apart
+from inflight.execution.weights.prepacked_linear import PrepackedLinear
+
+
+class CaughtMatrix(nn.Parameter):
+    """A matrix `[out, in]` that `functional.linear` multiplies with in prepacked form; for everything else it is a
+    parameter.
+
+    Attributes:
+        prepacked: one layer for each dtype that was asked for.
+    """
+
+    prepacked: dict[torch.dtype, PrepackedLinear]
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, *, is_copied: bool = True) -> "CaughtMatrix":
+        """A weight `[out, in]`, or a copy of it, as one of these."""
+        weight = weight.detach()
+        caught = torch.Tensor._make_subclass(cls, weight.clone() if is_copied else weight, False)
+        caught.prepacked = {}
+        return caught
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Catch `functional.linear`; a copy in another dtype shares the prepacked forms."""
+        kwargs = kwargs or {}
+        if function is functional.linear and isinstance(args[1], CaughtMatrix):
+            return args[1].project(args[0], *args[2:], **kwargs)
+        result = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+        source = args[0] if args else None
+        if isinstance(result, CaughtMatrix) and isinstance(source, CaughtMatrix) and result.shape == source.shape:
+            result.prepacked = source.prepacked
+        return result
+
+    def project(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`functional.linear`: `[…, in]` to `[…, out]`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if x.numel() == 0:
+                return functional.linear(x, self.detach(), bias)
+            rows = x.reshape(-1, x.shape[-1])
+            padded = rows if len(rows) >= MIN_ROWS else rows.expand(MIN_ROWS, -1)
+            out: torch.Tensor = self.linear()(padded)[: len(rows)]
+            out = (out if bias is None else out + bias).view(*x.shape[:-1], -1)
+            return rows_apart(out) if is_narrow(out.shape[-1]) else out
+
+    def linear(self) -> PrepackedLinear:
+        """The layer that multiplies with it in its present dtype."""
+        if self.dtype not in self.prepacked:
+            self.prepacked[self.dtype] = PLAIN.prepack_linear(self.detach(), None)
+        return self.prepacked[self.dtype]
+
+
+class CaughtMatrices(nn.Parameter):
+    """The matrices `[experts, …]` of a model that runs its experts in a way of its own. Those that it multiplies with,
+    one by one (`functional.linear(x, matrices[i])`: JetMoE, LongCat) or all at once (`torch.bmm`: Llama 4), are
+    prepacked when the first of them is used. For everything else it is a parameter.
+
+    Attributes:
+        used: the matrices `[out, in]`, by expert, once one was used.
+    """
+
+    used: list[CaughtMatrix]
+
+    @classmethod
+    def of(cls, weights: torch.Tensor) -> "CaughtMatrices":
+        """Weights `[experts, …]`, which are not copied, as one of these."""
+        matrices = torch.Tensor._make_subclass(cls, weights.detach(), False)
+        matrices.used = []
+        return matrices
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Catch `matrices[i]` and `torch.bmm`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is torch.bmm and isinstance(args[1], CaughtMatrices):
+                return args[1].run_all(args[0])
+            if function is torch.Tensor.__getitem__ and isinstance(args[1], int):
+                return args[0].matrix_of(args[1])
+            return function(*args, **(kwargs or {}))
+
+    def matrix_of(self, expert: int) -> CaughtMatrix:
+        """The matrix of an expert, where they are `[experts, out, in]`."""
+        if not self.used:
+            self._prepack(self.detach())
+        return self.used[expert]
+
+    def run_all(self, x: torch.Tensor) -> torch.Tensor:
+        """`torch.bmm` with `[experts, in, out]`: `[experts, T, in]` to `[experts, T, out]`. A row of zeros, which is a
+        token that did not choose this expert, gives zeros without being multiplied. (That cannot be compiled.)"""
+        if not self.used:
+            self._prepack(self.detach().mT)
+        out = x.new_zeros(*x.shape[:-1], self.shape[-1])
+        for expert, places in enumerate(x.any(dim=-1)):
+            if places.any():
+                out[expert, places] = self.used[expert].project(x[expert, places])
+        return out
+
+    def _prepack(self, matrices: torch.Tensor) -> None:
+        self.used = [CaughtMatrix.of(matrix, is_copied=False) for matrix in matrices]
+        for each in self.used:
+            each.linear()

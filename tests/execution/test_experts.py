@@ -84,8 +84,12 @@ def test_an_expert_that_does_not_exist_contributes_nothing() -> None:
 
 @pytest.mark.skipif(not has_panels(torch.float32), reason="the kernel is for weights in panels")
 @pytest.mark.parametrize(("name", "runs"), [("qwen3_moe", True), ("mixtral", True), ("gpt_oss", False)])
-def test_experts_with_their_own_gate_run_one_by_one(name: str, runs: bool) -> None:
+def test_only_experts_with_their_own_gate_run_one_by_one(name: str, runs: bool) -> None:
     assert (PrepackedExperts(mixture(name))._number is not None) == runs
+    model = LLM(zoo.build(name)).engine.runner.model
+    assert {each.inflight_experts._number is not None for each in model.modules() if hasattr(each, "_apply_gate")} == {
+        runs
+    }
 
 
 @pytest.mark.parametrize(

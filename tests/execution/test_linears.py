@@ -17,7 +17,7 @@ from inflight import LLM, SamplingParams
 from inflight.contracts.config import QUANTIZATIONS, EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.engine.engine import Engine
-from inflight.execution.weights.experts import prepack_experts
+from inflight.execution.weights.experts import prepack_experts, prepack_routers
 from inflight.execution.weights.formats import PLAIN, find_format
 from inflight.execution.weights.formats.int8 import FORMAT as INT8
 from inflight.execution.weights.formats.int8 import Int8OneDnnLinear, Int8PanelLinear, round_weight, sums_int8
@@ -175,8 +175,9 @@ def test_a_prepacked_model_matches_the_original_model(name: str) -> None:
     calls = watch(model)
     with torch.inference_mode():
         expected = model(tokens, use_cache=False).logits
-        prepack_linears(model, calls)
         prepack_experts(model)
+        prepack_linears(model, calls)
+        prepack_routers(model)
         actual = model(tokens, use_cache=False).logits
     assert relative_error(actual, expected) < 1e-5
     assert not any(is_linear(module) for module in model.modules())

@@ -29,7 +29,7 @@ from inflight.execution.preparation.proof import (
 )
 from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.preparation.verdict import Verdict, Way
-from inflight.execution.weights.experts import prepack_experts
+from inflight.execution.weights.experts import prepack_experts, prepack_routers
 from inflight.execution.weights.linear_calls import watch_linears
 from inflight.execution.weights.linears import LetGo, prepack_linears
 from inflight.execution.weights.prepacked_linear import can_prepack
@@ -197,5 +197,6 @@ def prepack_weights(model: PreTrainedModel, let_go: LetGo | None = None) -> None
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     with watch_linears(model) as calls:
         model(input_ids=tokens[:, :limit], use_cache=False)
-    prepack_linears(model, calls, let_go=let_go)
     prepack_experts(model, let_go=let_go)
+    prepack_linears(model, calls, let_go=let_go)
+    prepack_routers(model)

@@ -53,7 +53,7 @@ from inflight.execution.preparation.proof import (
 )
 from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.execution.weights.experts import pad_routers, prepack_experts
+from inflight.execution.weights.experts import pad_routers, prepack_experts, prepack_routers
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.linear_calls import watch_linears
 from inflight.execution.weights.linears import LetGo, prepack_linears
@@ -122,8 +122,9 @@ def prepare_packed(
         is_batch_invariant = not prepacks and _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)
     if prepacks:
         try:
-            prepack_linears(model, proof.linear_calls, weight_format, let_go)
             prepack_experts(model, weight_format, let_go)
+            prepack_linears(model, proof.linear_calls, weight_format, let_go)
+            prepack_routers(model)
             is_exact = tolerance is FULL_PRECISION and weight_format.is_lossless
             attention_error, logits_error = proof.require_agreement(executor, tolerance if is_exact else ROUNDED_ANEW)
             is_batch_invariant = _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)

@@ -109,28 +109,34 @@ ExpertsInterface.register("inflight", _run_experts)
 
 
 def prepack_experts(model: PreTrainedModel, weight_format: WeightFormat = PLAIN, let_go: LetGo | None = None) -> None:
-    """Prepack the experts and routers of `model`, which is ours alone. Nothing happens if it has none.
-
-    Call it after `prepack_linears`: a router is whatever has a matrix then, as no layer or as one that is never called.
+    """Prepack the experts of `model`, which is ours alone.
 
     Args:
-        weight_format: of the experts; routers, and experts that a model runs in a way of its own, stay plain.
+        weight_format: of the experts; those that a model runs in a way of its own stay plain.
         let_go: called with each parameter `[experts, …]` as soon as it is prepacked.
     """
-    is_mixture = False
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(module, "_apply_gate") and hasattr(module, "has_gate") and isinstance(config, PreTrainedConfig):
             module.inflight_experts = PrepackedExperts(module, weight_format, let_go)
             config._experts_implementation_internal = "inflight"
-            is_mixture = True
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() == 3 and _has_experts(module, len(parameter)):
                 module._parameters[name] = CaughtMatrices.of(parameter)
-                is_mixture = True
+
+
+def prepack_routers(model: PreTrainedModel) -> None:
+    """Prepack the routers of `model`, if it has experts: every matrix that `prepack_experts` and `prepack_linears` have
+    left, in no layer or in one that is never called."""
+    if not any(
+        hasattr(module, "inflight_experts")
+        or any(isinstance(each, CaughtMatrices) for each in module.parameters(False))
+        for module in model.modules()
+    ):
+        return
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if is_mixture and weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
+        if weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
             module._parameters["weight"] = CaughtMatrix.of(weight)
 
 

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -79,6 +80,21 @@ def test_a_library_in_a_folder_that_cannot_be_written_is_used(tmp_path: Path, mo
     monkeypatch.setattr(native, "cache_folder", lambda: tmp_path / "elsewhere")
     monkeypatch.setattr(native, "_build", lambda _: pytest.fail("it is there"))
     assert native._built_library() == library
+
+
+def test_without_a_cache_folder_that_can_be_looked_into_a_temporary_one_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build(library: Path) -> None:
+        library.touch()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("long" * 100)))  # for root, too, the system refuses this name
+    monkeypatch.setattr(native, "cache_folder", native.cache_folder.__wrapped__)
+    monkeypatch.setattr(native, "_build", build)
+    library = native._built_library()
+    assert library.exists()
+    assert "XDG_CACHE_HOME names another folder" in caplog.text
+    shutil.rmtree(library.parent)
 
 
 def test_another_cpu_gets_another_library() -> None:

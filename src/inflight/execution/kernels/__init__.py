@@ -71,7 +71,7 @@ def _describe_operators() -> None:
 def _built_library() -> Path:
     """The library for this machine, built if it is not on disk yet. It may be in a folder that cannot be written."""
     name = f"kernels-{_digest()}.so"
-    if (_user_folder() / name).exists():
+    if os.path.exists(_user_folder() / name):  # and False, not an error, where nobody may look
         return _user_folder() / name
     folder = cache_folder()
     if folder != _user_folder():

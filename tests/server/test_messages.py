@@ -212,6 +212,14 @@ def test_bad_bodies_are_refused(server: RunningServer, body: dict[str, Any], mes
     assert message in error["message"]
 
 
+@pytest.mark.parametrize("words", [1100, 20_000])
+def test_claude_code_knows_that_a_prompt_is_too_long(server: RunningServer, words: int) -> None:
+    """It compacts the chat if the message has these words; the envelope has no code."""
+    told = refused(server, messages=[{"role": "user", "content": "fox " * words}])["message"]
+    assert told.startswith("prompt is too long: messages has ")
+    assert "this model's context is 1024 tokens" in told
+
+
 def test_the_client_raises_its_own_error_types(server: RunningServer) -> None:
     assert refused(server, 404, model="another")["type"] == "not_found_error"
     assert refused(server, 404, f"{MESSAGES}/batches")["message"] == "there is no /v1/messages/batches"

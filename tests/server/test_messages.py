@@ -192,7 +192,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role is 'robot'; it should be 'user'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "the type is 'image'; this server takes parts of type"),
-        ({"messages": [{"role": "user", "content": "fox " * 2000}]}, "this model's context is 1024 tokens"),
+        (
+            {"messages": [{"role": "user", "content": "fox " * 2000}]},
+            "this model's maximum context length is 1024 tokens",
+        ),
         ({"tools": [{"name": "look"}]}, "tools[0].input_schema is missing"),
         ({"thinking": {"type": "enabled"}}, "thinking is {'type': 'enabled'}; this server does not support it"),
         ({"temperature": -1}, "temperature is -1.0; it must be a finite number of at least 0"),
@@ -210,6 +213,14 @@ def test_bad_bodies_are_refused(server: RunningServer, body: dict[str, Any], mes
     error = refused(server, **body)
     assert error["type"] == "invalid_request_error"
     assert message in error["message"]
+
+
+@pytest.mark.parametrize("words", [1100, 20_000])
+def test_claude_code_knows_that_a_prompt_is_too_long(server: RunningServer, words: int) -> None:
+    """It compacts the chat if the message has these words; the envelope has no code."""
+    told = refused(server, messages=[{"role": "user", "content": "fox " * words}])["message"]
+    assert told.startswith("prompt is too long: messages has ")
+    assert "this model's maximum context length is 1024 tokens" in told
 
 
 def test_the_client_raises_its_own_error_types(server: RunningServer) -> None:

@@ -66,7 +66,11 @@ HUGE = 10**30
         ("prompt", [-1], "the prompt contains token id -1; the model's vocabulary has the ids from 0 to 1535"),
         ("prompt", [HUGE], f"the prompt contains token id {HUGE}"),
         ("prompt", ["a"] * 17, "17 prompts with 1 sequences each are 17 sequences; this server takes at most 16"),
-        ("prompt", [5] * 1024, "1024 tokens; this model's context is 1024 tokens, and at least one of them"),
+        (
+            "prompt",
+            [5] * 1024,
+            "1024 tokens; this model's maximum context length is 1024 tokens, and at least one of them",
+        ),
         ("max_tokens", -1, "max_tokens is -1; it must be an integer from 1"),
         ("max_tokens", HUGE, f"max_tokens is {HUGE}; it must be"),
         ("max_tokens", 1.5, "max_tokens is 1.5; it should be a valid integer"),

@@ -275,7 +275,7 @@ IMAGE = {"type": "input_image", "image_url": "data:"}
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "the type is 'input_image'; this server takes parts", None),
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output is missing", None),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "items of type 'message' or 'function_call'", None),
-        ({"input": "fox " * 2000}, "this model's context is 1024 tokens", "input"),
+        ({"input": "fox " * 2000}, "this model's maximum context length is 1024 tokens", "input"),
         ({"reasoning": {"effort": "high"}}, "this server does not support it", "reasoning"),
         ({"background": True}, "background is True; this server does not support it", "background"),
         ({"conversation": "conv_1"}, "this server does not support it", "conversation"),

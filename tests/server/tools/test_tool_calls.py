@@ -268,6 +268,18 @@ def test_the_template_gets_tools_and_calls(server: RunningServer) -> None:
         assert written(server, messages=chat[:1], **fields) == "<s><|user|>user : Is it warm?<|end|><|assistant|>"
 
 
+def test_a_call_that_is_no_json_comes_back_as_it_was_written(server: RunningServer) -> None:
+    """Agents send a call that was cut off back, with what went wrong as its result (LlamaIndex, Codex)."""
+    function = {"name": "Weather", "arguments": '{"city": "Ro'}
+    chat = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+        {"role": "tool", "content": "not JSON", "tool_call_id": "c"},
+    ]
+    template = "{{ messages[1].tool_calls[0].function.arguments }};{{ messages[2].content }}"
+    assert written(server, chat_template=template, messages=chat).endswith('{"city": "Ro;not JSON')
+
+
 def test_a_conversation_continues_with_the_messages_of_the_client(server: RunningServer) -> None:
     tools = [openai.pydantic_function_tool(each) for each in MODELS.values()]
     asked = options(tools=tools, tool_choice="required", parallel_tool_calls=False)

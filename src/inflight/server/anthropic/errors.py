@@ -21,12 +21,17 @@ _TYPES: Mapping[int, str] = {
     504: "timeout_error",
 }
 
+_TOO_LONG = "prompt is too long"
+"""Anthropic's envelope has no code for it: clients look for these words in the message (Claude Code does, to compact
+its chat)."""
+
 
 def envelope(error: ApiError, request: Request) -> bytes:
     """Return the answer's body, in ASCII because it quotes what the client sent."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     request_id = request.scope.get("state", {}).get("request_id")
-    body = {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
+    message = f"{_TOO_LONG}: {error}" if error.code == "context_length_exceeded" else str(error)
+    body = {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
     return json.dumps(body).encode()
 
 

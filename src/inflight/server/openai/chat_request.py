@@ -95,8 +95,7 @@ class Message(StrictModel):
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
             message["tool_calls"] = [
-                call_for_template(call.id, call.function.name, call.function.arguments, where)
-                for call in self.tool_calls
+                call_for_template(call.id, call.function.name, call.function.arguments) for call in self.tool_calls
             ]
         return message
 

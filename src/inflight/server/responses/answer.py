@@ -97,10 +97,7 @@ def message_of(block: Block) -> dict[str, Any]:
     """Return a message or a tool call as templates expect it when the conversation continues."""
     if isinstance(block, TextBlock):
         return {"role": "assistant", "content": block.text}
-    try:
-        call = call_for_template(block.call_id, block.name, block.arguments, "the answer")
-    except ApiError:  # it was cut off
-        call = call_for_template(block.call_id, block.name, "", "the answer")
+    call = call_for_template(block.call_id, block.name, block.arguments)
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 

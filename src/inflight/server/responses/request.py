@@ -89,8 +89,8 @@ class CallItem(Item):
     parsed_arguments: Any = None
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """Return the call as a message without text. Raises `ApiError`."""
-        call = call_for_template(self.call_id, self.name, self.arguments, where)
+        """Return the call as a message without text."""
+        call = call_for_template(self.call_id, self.name, self.arguments)
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 

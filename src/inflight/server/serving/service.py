@@ -92,9 +92,11 @@ class Service:
                 return list(read_prompt(prompt, self.llm.tokenizer)[1])
             most = self.tokenizer.most_characters(info.max_model_len)
             if len(text) > most:
-                what = f"{param} has {len(text)} characters; this model's context is {info.max_model_len} tokens, and"
                 raise ApiError(
-                    400, f"{what} no text of more than {most} fits", param=param, code="context_length_exceeded"
+                    400,
+                    f"{param} has {len(text)} characters; {_context(info)}, and no text of more than {most} fits",
+                    param=param,
+                    code="context_length_exceeded",
                 )
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except InvalidRequestError as error:
@@ -111,8 +113,8 @@ class Service:
         if len(token_ids) >= info.max_model_len:
             raise ApiError(
                 400,
-                f"{param} has {len(token_ids)} tokens; this model's context is {info.max_model_len} tokens, and at "
-                "least one of them must be left for the output",
+                f"{param} has {len(token_ids)} tokens; {_context(info)}, and at least one of them must be left for the "
+                "output",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -134,6 +136,11 @@ class Service:
         if num_prompts * each > limit:
             what = f"{num_prompts} prompts with {each} sequences each are {num_prompts * each} sequences"
             raise ApiError(400, f"{what}; this server takes at most {limit} in one request", param=param)
+
+
+def _context(info: ModelInfo) -> str:
+    """Say how long a sequence may be, in OpenAI's words: LiteLLM looks for them, not for the error's code."""
+    return f"this model's maximum context length is {info.max_model_len} tokens"
 
 
 def service_of(request: Request) -> Service:

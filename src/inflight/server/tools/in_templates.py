@@ -4,15 +4,14 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from inflight.server.wire.api_errors import ApiError
 
-
-def call_for_template(call_id: str | None, name: str, arguments: str, where: str) -> dict[str, Any]:
-    """Return a member of a message's `tool_calls`. Raises `ApiError`, naming `where`, if `arguments` is not JSON."""
+def call_for_template(call_id: str | None, name: str, arguments: str) -> dict[str, Any]:
+    """Return a member of a message's `tool_calls`. Arguments that are not JSON stay the text that they are: a call that
+    was cut off comes back with its tool's complaint, and an agent could not go on if it were refused."""
     try:
         parsed = json.loads(arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"{where} has a tool call whose arguments are not JSON: {error}", param=where) from error
+    except (ValueError, RecursionError):
+        parsed = arguments
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}
 
 

@@ -40,7 +40,7 @@ class EngineConfig:
         quantization: None, or a way to round the weights of any checkpoint while it is loaded, on a CPU; not exact.
             "int8": weights with a scale for each output channel, activations with a scale for each row; a quarter of
             float32's memory. "int4": four bits and a scale for every 32 weights, activations in int8 with a scale for
-            every 32, the head in int8; a seventh of float32's memory.
+            every 32, the head in int8; a seventh of float32's memory, and more for the head.
         compile: "off", "auto" (`torch.compile`: faster steps, after compiling once for up to a minute) or "max" (faster
             still, longer to compile). Only on a CPU with our kernels; a model that cannot be compiled runs as with
             "off".

@@ -30,6 +30,7 @@ ENGINES = {
     "engine, bfloat16": {"dtype": "bfloat16"},
     "engine, bfloat16, int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "engine, int8 weights": {"dtype": "bfloat16", "quantization": "int8"},
+    "engine, int4 weights": {"dtype": "bfloat16", "quantization": "int4"},
     "engine, int8 weights and cache": {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
 }
 

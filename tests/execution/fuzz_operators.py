@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from inflight.execution import kernels
+from inflight.execution.weights.formats.int4 import panels_of as panels_of_groups
 from inflight.execution.weights.panels import panels_of
 
 EXTREMES = (-(2**63), -(2**31), -7, -1, 0, 1, 2, 3, 5, 16, 17, 64, 255, 2**20, 2**31 - 1, 2**31, 2**40, 2**63 - 1)
@@ -75,6 +76,12 @@ class Fuzzer:
         if self.random.random() < 0.3 and torch.ops.inflight.has_panels(torch.int8):
             int8 = (weight * 30).clamp(-127, 127).to(torch.int8)
             given = (panels_of(int8), bias, torch.rand(num_outputs), num_inputs, num_outputs, activation, "")
+        if self.random.random() < 0.3 and torch.ops.inflight.has_panels(torch.uint8):
+            group = self.random.choice([32, 64, 128])
+            num_groups = -(-num_inputs // group)
+            numbers = torch.randint(0, 16, (num_outputs, num_groups, group), dtype=torch.uint8)
+            panels = panels_of_groups(numbers, torch.rand(num_outputs, num_groups).half())
+            given = (panels, bias, None, num_inputs, num_outputs, activation, "")
         number: int | None = self.call("new_linear", *given, rate=0.1)
         return number
 

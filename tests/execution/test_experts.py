@@ -13,12 +13,15 @@ from inflight.census.tiny_configs import model_class, tiny_config
 from inflight.execution.preparation.agreement import relative_error
 from inflight.execution.weights.experts import PrepackedExperts
 from inflight.execution.weights.formats import PLAIN, WeightFormat
+from inflight.execution.weights.formats.int4 import FORMAT as INT4
 from inflight.execution.weights.formats.int8 import FORMAT as INT8
 from inflight.execution.weights.panels import has_panels
 from tests import zoo
 from tests.execution import this_cpu
 
 NUM_TOKENS = 40
+STORED = {"int8": torch.int8, "int4": torch.uint8}
+"""What the weights of a format are stored in."""
 
 
 def mixture(name: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> Any:
@@ -42,7 +45,7 @@ def test_each_choice_gives_the_result_of_its_expert(
     dtype: torch.dtype, weight_format: WeightFormat, tolerance: float
 ) -> None:
     this_cpu.needs(dtype)
-    this_cpu.needs(torch.int8 if weight_format is INT8 else dtype)
+    this_cpu.needs(STORED.get(weight_format.name, dtype))
     module = mixture(dtype=dtype)
     states, chosen = tokens(module, dtype)
     expected = []
@@ -57,10 +60,10 @@ def test_each_choice_gives_the_result_of_its_expert(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weight_format", [PLAIN, INT8])
+@pytest.mark.parametrize("weight_format", [PLAIN, INT8, INT4])
 def test_a_token_gets_the_same_bits_in_any_batch(dtype: torch.dtype, weight_format: WeightFormat) -> None:
     this_cpu.needs(dtype)
-    this_cpu.needs(torch.int8 if weight_format is INT8 else dtype)
+    this_cpu.needs(STORED.get(weight_format.name, dtype))
     module = mixture(dtype=dtype)
     states, chosen = tokens(module, dtype)
     prepacked = PrepackedExperts(module, weight_format)

@@ -30,12 +30,15 @@ PRECISIONS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 }
 EVERY_WAY = [
     *((name, precision) for name in ARCHITECTURES for precision in ("float32", "bfloat16")),
     ("llama", "int8"),
     ("qwen3_moe", "int8"),
+    ("llama", "int4"),
+    ("qwen3_moe", "int4"),
     ("llama", "int8 cache"),
     ("gemma2", "int8 cache"),
 ]
@@ -109,7 +112,7 @@ def run_lessons(
 
 def needs(precision: str) -> None:
     this_cpu.needs(torch.float32 if precision == "float32" else torch.bfloat16)
-    this_cpu.needs(torch.int8 if precision == "int8" else torch.float32)
+    this_cpu.needs({"int8": torch.int8, "int4": torch.uint8}.get(precision, torch.float32))
 
 
 def run(name: str, *, num_requests: int = NUM_REQUESTS, **options: Any) -> tuple[dict[int, Tensor], Engine]:

@@ -12,7 +12,7 @@ from inflight.cli.options import engine_options, engine_values, model_argument, 
 if TYPE_CHECKING:
     from inflight.llm import LLM
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5625}
 
 
 @click.command(cls=Command)
@@ -46,11 +46,11 @@ def _around(llm: "LLM") -> dict[str, Any]:
     import torch
 
     info = llm.model_info
-    per_parameter = 1 if info.quantization == "int8" else BYTES.get(info.dtype, 4)
+    per_parameter = BYTES.get(info.quantization or info.dtype, 4)
     per_block = info.kv_bytes_per_token * info.block_size // len(info.cache_groups)
     return {
         "num_threads": torch.get_num_threads(),
-        "weight_bytes": info.num_parameters * per_parameter,
+        "weight_bytes": round(info.num_parameters * per_parameter),
         "cache_bytes": info.num_blocks * per_block,
         "has_chat_template": llm.tokenizer is not None and bool(llm.tokenizer.inner.chat_template),
     }

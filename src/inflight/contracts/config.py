@@ -8,7 +8,7 @@ from inflight.contracts.params import MAX_SEED
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 POLICIES = ("fcfs", "priority")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4")
 COMPILE_MODES = ("off", "auto", "max")
 KV_CACHE_DTYPES = ("auto", "int8")
 EXECUTORS = ("auto", "packed", "rows", "sequential")
@@ -37,8 +37,10 @@ class EngineConfig:
             best here).
         kv_cache_dtype: of keys and values: "auto" (the model's) or "int8" (one scale for each token and head; half of
             bfloat16's memory; not exact; only with the "cpu" backend).
-        quantization: None, or "int8": weights with a scale for each output channel, activations with a scale for each
-            row, from any checkpoint, on a CPU. A quarter of float32's memory; not exact.
+        quantization: None, or a way to round the weights of any checkpoint while it is loaded, on a CPU; not exact.
+            "int8": weights with a scale for each output channel, activations with a scale for each row; a quarter of
+            float32's memory. "int4": four bits and a scale for every 32 weights, activations in int8 with a scale for
+            every 32, the head in int8; a seventh of float32's memory, and more for the head.
         compile: "off", "auto" (`torch.compile`: faster steps, after compiling once for up to a minute) or "max" (faster
             still, longer to compile). Only on a CPU with our kernels; a model that cannot be compiled runs as with
             "off".

@@ -14,7 +14,7 @@ class ModelInfo:
         executor: how the model is run: "packed", "rows" or "sequential", proved exact.
         proved_on: what the proof was done on: the model itself, or a small float32 copy of its class.
         compile: how the model is compiled: "off", "auto" or "max".
-        quantization: "int8", or None.
+        quantization: "int8", "int4", or None.
         logits_error, attention_error: the proof's relative errors against the plain model; `attention_error` is None
             where attention is the model's own.
         attention_calls: each kind of attention call of a forward pass, as "28 x 16 heads over 8 key/value heads …".

@@ -5,6 +5,7 @@ It is counted from the model's tensors and the sequences' lengths; nothing is me
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from inflight.execution.attention import AttentionBackend, AttentionSpec
 from inflight.execution.weights.experts import PrepackedExperts
 from inflight.execution.weights.layers import SiblingLinear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
+
+Weight: TypeAlias = tuple[torch.Tensor, int]
+"""A weight as it is stored, and how many numbers it stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +52,14 @@ def decode_work(
     """
     linears = list(_once(_linear_weights, model))
     experts = list(_once(_expert_weights, model))
+    num_bytes = sum(weight.numel() * weight.dtype.itemsize for weight, _ in linears + experts)
     cache_bytes = 0.0
     for spec in specs:
         bytes_per_token = backend.bytes_per_block(spec) / block_size
         cache_bytes += bytes_per_token * sum(_num_visible(spec, length) for length in lengths)
     return StepWork(
-        weight_bytes=sum(weight.numel() * weight.dtype.itemsize for weight in linears + experts),
-        linear_operations=2 * len(lengths) * sum(weight.numel() for weight in linears),
+        weight_bytes=num_bytes,
+        linear_operations=2 * len(lengths) * sum(size for _, size in linears),
         cache_bytes=round(cache_bytes),
     )
 
@@ -64,32 +69,36 @@ def has_prepacked_linears(model: nn.Module) -> bool:
     return any(isinstance(module, PrepackedLinear | SiblingLinear) for module in model.modules())
 
 
-def _once(weights_of: Callable[[nn.Module], Iterator[torch.Tensor]], model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that `weights_of` gives for all modules of a model, each once."""
+def _once(weights_of: Callable[[nn.Module], Iterator[Weight]], model: nn.Module) -> Iterator[Weight]:
+    """Yield the weights that `weights_of` gives for all modules of a model, each once."""
     seen: set[int] = set()
     for module in model.modules():
-        for weight in weights_of(module):
+        for weight, size in weights_of(module):
             if id(weight) not in seen:
                 seen.add(id(weight))
-                yield weight
+                yield weight, size
 
 
-def _linear_weights(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the matrix of a linear layer: `[out, in]`, or prepacked in its own shape."""
+def _linear_weights(module: nn.Module) -> Iterator[Weight]:
+    """Yield the weight of a linear layer."""
     if isinstance(module, SiblingLinear):
-        yield module.together.linear.prepacked
+        yield _prepacked(module.together.linear)
     elif isinstance(module, PrepackedLinear):
-        yield module.prepacked
+        yield _prepacked(module)
     elif not isinstance(module, nn.Embedding):
-        yield from (parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 2)
+        yield from ((each, each.numel()) for each in module.parameters(recurse=False) if each.dim() == 2)
 
 
-def _expert_weights(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield all experts' matrices: `[experts, …]`, or each prepacked in its own shape."""
+def _expert_weights(module: nn.Module) -> Iterator[Weight]:
+    """Yield the weights of all experts: one for all, or one for each if they are prepacked."""
     experts = getattr(module, "inflight_experts", None)
     if isinstance(experts, PrepackedExperts):
-        yield from (linear.prepacked for linear in (*experts.up, *experts.down))
-    yield from (parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 2)
+        yield from map(_prepacked, (*experts.up, *experts.down))
+    yield from ((each, each.numel()) for each in module.parameters(recurse=False) if each.dim() > 2)
+
+
+def _prepacked(linear: PrepackedLinear) -> Weight:
+    return linear.prepacked, linear.in_features * linear.out_features
 
 
 def _num_visible(spec: AttentionSpec, length: int) -> int:

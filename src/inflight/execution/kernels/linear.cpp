@@ -18,7 +18,8 @@
 
 #include "checks.h"
 #include "convert.h"
-#include "parallel.h"
+#include "four_bits.h"
+#include "panels.h"
 #include "stored.h"
 #include "tiles.h"
 
@@ -30,9 +31,6 @@ constexpr int kRowsAtOnce = 8;  // 16 sums, of 32 registers
 #else
 constexpr int kRowsAtOnce = 3;  // 12 sums, of 16 registers
 #endif
-constexpr int kVectors = kPanelOutputs / kLanes;
-constexpr int64_t kSharesOfThread = 4;   // of all rows and panels
-constexpr int64_t kMinShareSize = 16384;  // rows times operands
 constexpr int kZeroPoint = 128;  // x86 multiplies unsigned by signed: rounded activations are shifted by this
 
 #ifdef __AVX512VNNI__
@@ -73,53 +71,6 @@ inline void multiply_panel(const typename Kind::Stored* x, const Weight* panel, 
     }
   }
 }
-
-// What is done to a sum before it is stored. A null pointer means nothing.
-template <class Output>
-struct Finish {
-  int64_t out_features;
-  const Output* bias;
-  Activation activation;
-  const int32_t* offsets;  // with the scales: of int8
-  const float *scales, *row_scales;
-  Output* output;  // [rows, out]
-
-  Finish(const Linear& linear, const float* row_scales, at::Tensor& output)
-      : out_features(linear.out_features),
-        bias(linear.bias ? linear.bias->const_data_ptr<Output>() : nullptr),
-        activation(linear.activation),
-        offsets(linear.scales ? linear.offsets.const_data_ptr<int32_t>() : nullptr),
-        scales(linear.scales ? linear.scales->const_data_ptr<float>() : nullptr),
-        row_scales(row_scales),
-        output(output.data_ptr<Output>()) {}
-
-  // The `count` outputs of a row from `first` on.
-  void operator()(Floats sum, int64_t row, int64_t first, int64_t count) const {
-    if (bias) sum += part(bias + first, count);
-    if (activation) sum = activation(sum);
-    Output* to = output + row * out_features + first;
-    if (count == kLanes) return store_floats(sum, to);
-    float lanes[kLanes];
-    store(lanes, sum);
-    for (int64_t lane = 0; lane < count; ++lane) store_float(lanes[lane], to + lane);
-  }
-
-  void operator()(Ints sum, int64_t row, int64_t first, int64_t count) const {
-    Ints missing{};
-    std::memcpy(&missing, offsets + first, count * sizeof(int32_t));
-    const Floats scale = part(scales + first, count) * row_scales[row];
-    (*this)(__builtin_convertvector(sum - missing, Floats) * scale, row, first, count);
-  }
-
- private:
-  template <class Value>
-  static Floats part(const Value* values, int64_t count) {
-    if (count == kLanes) return load_floats(values);
-    float lanes[kLanes] = {};
-    read_floats(values, count, lanes);
-    return load<Floats>(lanes);
-  }
-};
 
 template <class Kind, class Weight, class Output, int kRows>
 void run_rows(const typename Kind::Stored* x, const Weight* panel, int64_t steps, int64_t first_row,
@@ -209,26 +160,15 @@ auto way_of() {
     return Lanewise<Kind, Weight, Output>{};
 }
 
-// All rows and panels, on all of torch's threads; `x` is `[rows, in]` with `in` rounded up to whole operands.
+// All rows and panels; `x` is `[rows, in]` with `in` rounded up to whole operands.
 template <class Kind, class Weight, class Output>
 void run(const Linear& linear, const typename Kind::Stored* x, int64_t num_rows, const Finish<Output>& finish) {
   using Way = decltype(way_of<Kind, Weight, Output>());
-  const int64_t num_panels = linear.panels.size(0), steps = linear.panels.size(1);
-  const int64_t num_blocks = (num_rows + Way::kRowsOfItem - 1) / Way::kRowsOfItem;
-  const int64_t panel_size = steps * kPanelOutputs * Kind::kPack;
+  const int64_t steps = linear.panels.size(1), panel_size = linear.panels.stride(0);
   const auto* panels = static_cast<const Weight*>(linear.panels.const_data_ptr());
-  // Each thread gets several runs of neighbouring panels, so that a stalled core does not stall the others for long.
-  const int64_t num_items = num_blocks * num_panels, item_size = steps * std::min(num_rows, Way::kRowsOfItem);
-  const int64_t num_shares =
-      std::clamp<int64_t>(num_items * item_size / kMinShareSize, 1, kSharesOfThread * at::get_num_threads());
   const typename Way::Rows rows(x, num_rows, steps);
-  for_each_item(num_shares, [&](int64_t share) {
-    Way way;
-    for (int64_t item = num_items * share / num_shares; item < num_items * (share + 1) / num_shares; ++item) {
-      const int64_t panel = item % num_panels, first = item / num_panels * Way::kRowsOfItem;
-      way(rows, std::min(Way::kRowsOfItem, num_rows - first), panels + panel * panel_size, steps, first,
-          panel * kPanelOutputs, finish);
-    }
+  for_each_panel<Way>(linear.panels.size(0), num_rows, steps, [&](Way& way, int64_t panel, int64_t first, int64_t count) {
+    way(rows, count, panels + panel * panel_size, steps, first, panel * kPanelOutputs, finish);
   });
 }
 
@@ -307,6 +247,14 @@ Linear::Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, 
       out_features(out_features),
       activation(activation) {
   const auto dtype = panels.scalar_type();
+  if (bias) {
+    check_whole(*bias, "the bias", 1, bias->scalar_type());
+    check_size(*bias, "the bias", 0, out_features);
+  }
+  if (dtype == at::kByte) {
+    check_four_bits(*this);
+    return;
+  }
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kChar, "panels cannot be ", dtype);
   const int64_t pack = dtype == at::kFloat ? 1 : dtype == at::kBFloat16 ? 2 : 4;
   TORCH_CHECK(in_features > 0 && out_features > 0, "a layer must have inputs and outputs");
@@ -316,10 +264,6 @@ Linear::Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, 
   check_size(panels, "panels", 2, kPanelOutputs);
   check_size(panels, "panels", 3, pack);
   TORCH_CHECK((dtype == at::kChar) == scales.has_value(), "panels of int8, and no others, have scales");
-  if (bias) {
-    check_whole(*bias, "the bias", 1, bias->scalar_type());
-    check_size(*bias, "the bias", 0, out_features);
-  }
   if (scales) {
     check_whole(*scales, "scales", 1, at::kFloat);
     check_size(*scales, "scales", 0, out_features);
@@ -343,7 +287,7 @@ bool has_panels(at::ScalarType dtype) {
   if (dtype == at::kBFloat16) return true;
 #endif
 #ifdef __AVX512VNNI__
-  if (dtype == at::kChar) return true;
+  if (dtype == at::kChar || dtype == at::kByte) return true;
 #endif
   return false;
 }
@@ -357,7 +301,7 @@ at::Tensor apply(const Linear& linear, const at::Tensor& x) {
   const int64_t num_rows = x.numel() / linear.in_features;
   if (num_rows == 0) return output;
   const auto dtype = linear.panels.scalar_type();
-  TORCH_CHECK(x.scalar_type() == dtype || (dtype == at::kChar && x.is_floating_point()), "a layer of ", dtype,
+  TORCH_CHECK(x.scalar_type() == dtype || ((dtype == at::kChar || dtype == at::kByte) && x.is_floating_point()), "a layer of ", dtype,
               " cannot take ", x.scalar_type());
   if (dtype == at::kFloat) {
     const at::Tensor rows = operands<Float32Rows>(x, linear);
@@ -374,6 +318,8 @@ at::Tensor apply(const Linear& linear, const at::Tensor& x) {
     run_int8<float>(linear, x, output);
   } else if (dtype == at::kChar && x.scalar_type() == at::kBFloat16) {
     run_int8<at::BFloat16>(linear, x, output);
+  } else if (dtype == at::kByte) {
+    run_four_bits(linear, x, output);
 #endif
   } else {
     TORCH_CHECK(false, "this CPU has no instructions for layers of ", dtype);

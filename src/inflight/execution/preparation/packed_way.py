@@ -30,11 +30,11 @@ from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.preparation.agreement import (
     FULL_PRECISION,
     LOW_PRECISION,
-    ROUNDED_ANEW,
     Tolerance,
     as_model_error,
     precision_of,
     relative_error,
+    rounded_anew,
     worst,
 )
 from inflight.execution.preparation.attention_calls import DRY_RUN_LENGTH, find_attention_calls, watch_outputs
@@ -125,8 +125,9 @@ def prepare_packed(
             prepack_experts(model, weight_format, let_go)
             prepack_linears(model, proof.linear_calls, weight_format, let_go)
             prepack_routers(model)
-            is_exact = tolerance is FULL_PRECISION and weight_format.is_lossless
-            attention_error, logits_error = proof.require_agreement(executor, tolerance if is_exact else ROUNDED_ANEW)
+            if tolerance is not FULL_PRECISION or not weight_format.is_lossless:
+                tolerance = rounded_anew(weight_format.largest_error)
+            attention_error, logits_error = proof.require_agreement(executor, tolerance)
             is_batch_invariant = _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)
             if executor.backend.is_batch_invariant and not is_batch_invariant and pad_routers(model):
                 is_batch_invariant = _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)

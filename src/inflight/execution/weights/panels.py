@@ -28,17 +28,20 @@ class PanelLinear(PrepackedLinear):
     number: int
 
     def _prepack(self, weight: torch.Tensor) -> None:
-        self.prepacked = panels_of(weight)
+        self.prepacked = self._panels_of(weight)
         sizes, activation = (self.in_features, self.out_features), (self.activation, self.variant)
         self.number = torch.ops.inflight.new_linear(self.prepacked, self.bias, self.scales, *sizes, *activation)
         weakref.finalize(self, torch.ops.inflight.delete_linear, self.number)
+
+    def _panels_of(self, weight: torch.Tensor) -> torch.Tensor:
+        return panels_of(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `PrepackedLinear`."""
         out: torch.Tensor = torch.ops.inflight.linear.default(x, self.number, self.out_features)
         return out
 
-    def layout(self) -> WeightLayout:
+    def layout(self) -> WeightLayout | None:
         """See `PrepackedLinear`."""
         _, steps, _, width = self.prepacked.shape
         rows, columns = torch.arange(self.out_features), torch.arange(self.in_features)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from inflight.execution.weights.formats.interface import WeightFormat
 from inflight.execution.weights.onednn import OneDnnLinear
-from inflight.execution.weights.panels import PanelLinear, has_panels
+from inflight.execution.weights.panels import PanelLinear, has_panels, panels_of
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, WeightLayout
 
 ROWS_AT_ONCE = 8192
@@ -61,9 +61,9 @@ def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class Int8PanelLinear(PanelLinear):
     """Our kernel, which also rounds the activations."""
 
-    def _prepack(self, weight: torch.Tensor) -> None:
+    def _panels_of(self, weight: torch.Tensor) -> torch.Tensor:
         rounded, self.scales = round_weight(weight)
-        super()._prepack(rounded)
+        return panels_of(rounded)
 
 
 class Int8OneDnnLinear(OneDnnLinear):

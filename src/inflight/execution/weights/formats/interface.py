@@ -14,11 +14,19 @@ class WeightFormat(ABC):
     Attributes:
         name: the module's, and as `EngineConfig.quantization` says it.
         is_lossless: whether every weight keeps its value. If so, a prepacked model is held to the tolerance of its
-            dtype; if not, only to the loose one, which finds mistakes.
+            dtype; if not, only to a loose one, which finds mistakes.
+        largest_error: the relative error that rounding into this format may explain. (Results that have nothing to do
+            with the right ones have one of 1.4, and no results at all one of 1.)
     """
 
     name: str
     is_lossless: bool
+    largest_error = 0.5
+
+    @property
+    def of_head(self) -> "WeightFormat":
+        """The format of the output head, which often is the embedding, too."""
+        return self
 
     @abstractmethod
     def layer_class(self, dtype: torch.dtype) -> type[PrepackedLinear]:

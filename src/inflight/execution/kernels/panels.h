@@ -1,0 +1,81 @@
+// What all layers in panels share: how their work is dealt out, and what becomes of their sums.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include "convert.h"
+#include "linear.h"
+#include "parallel.h"
+
+namespace inflight {
+
+constexpr int kVectors = kPanelOutputs / kLanes;
+constexpr int64_t kSharesOfThread = 4;    // of all rows and panels
+constexpr int64_t kMinShareSize = 16384;  // rows times operands
+
+// What is done to a sum before it is stored. A null pointer means nothing.
+template <class Output>
+struct Finish {
+  int64_t out_features;
+  const Output* bias;
+  Activation activation;
+  const int32_t* offsets;  // with the scales: of int8
+  const float *scales, *row_scales;
+  Output* output;  // [rows, out]
+
+  Finish(const Linear& linear, const float* row_scales, at::Tensor& output)
+      : out_features(linear.out_features),
+        bias(linear.bias ? linear.bias->const_data_ptr<Output>() : nullptr),
+        activation(linear.activation),
+        offsets(linear.scales ? linear.offsets.const_data_ptr<int32_t>() : nullptr),
+        scales(linear.scales ? linear.scales->const_data_ptr<float>() : nullptr),
+        row_scales(row_scales),
+        output(output.data_ptr<Output>()) {}
+
+  // The `count` outputs of a row from `first` on.
+  void operator()(Floats sum, int64_t row, int64_t first, int64_t count) const {
+    if (bias) sum += part(bias + first, count);
+    if (activation) sum = activation(sum);
+    Output* to = output + row * out_features + first;
+    if (count == kLanes) return store_floats(sum, to);
+    float lanes[kLanes];
+    store(lanes, sum);
+    for (int64_t lane = 0; lane < count; ++lane) store_float(lanes[lane], to + lane);
+  }
+
+  void operator()(Ints sum, int64_t row, int64_t first, int64_t count) const {
+    Ints missing{};
+    std::memcpy(&missing, offsets + first, count * sizeof(int32_t));
+    const Floats scale = part(scales + first, count) * row_scales[row];
+    (*this)(__builtin_convertvector(sum - missing, Floats) * scale, row, first, count);
+  }
+
+ private:
+  template <class Value>
+  static Floats part(const Value* values, int64_t count) {
+    if (count == kLanes) return load_floats(values);
+    float lanes[kLanes] = {};
+    read_floats(values, count, lanes);
+    return load<Floats>(lanes);
+  }
+};
+
+// Calls `run(way, panel, first_row, count)` for each panel and each `Way::kRowsOfItem` rows, on all of torch's threads; a
+// panel has `steps` operands for each row. Each thread gets several runs of neighbouring panels, each run with a `Way` of
+// its own, so that a stalled core does not stall the others for long.
+template <class Way, class Run>
+void for_each_panel(int64_t num_panels, int64_t num_rows, int64_t steps, const Run& run) {
+  const int64_t num_blocks = (num_rows + Way::kRowsOfItem - 1) / Way::kRowsOfItem;
+  const int64_t num_items = num_blocks * num_panels, item_size = steps * std::min(num_rows, Way::kRowsOfItem);
+  const int64_t num_shares =
+      std::clamp<int64_t>(num_items * item_size / kMinShareSize, 1, kSharesOfThread * at::get_num_threads());
+  for_each_item(num_shares, [&](int64_t share) {
+    Way way;
+    for (int64_t item = num_items * share / num_shares; item < num_items * (share + 1) / num_shares; ++item) {
+      const int64_t first = item / num_panels * Way::kRowsOfItem;
+      run(way, item % num_panels, first, std::min(Way::kRowsOfItem, num_rows - first));
+    }
+  });
+}
+
+}  // namespace inflight

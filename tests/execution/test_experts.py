@@ -11,6 +11,7 @@ from torch import nn
 from inflight import LLM, SamplingParams
 from inflight.census.tiny_configs import model_class, tiny_config
 from inflight.execution.preparation.agreement import relative_error
+from inflight.execution.weights.caught_matrices import CaughtMatrix
 from inflight.execution.weights.experts import PrepackedExperts
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.formats.int4 import FORMAT as INT4
@@ -93,6 +94,17 @@ def test_only_experts_with_their_own_gate_run_one_by_one(name: str, runs: bool) 
     assert {each.inflight_experts._number is not None for each in model.modules() if hasattr(each, "_apply_gate")} == {
         runs
     }
+
+
+def test_a_caught_matrix_multiplies_however_it_is_given() -> None:
+    """By name, too, and beside what is not caught."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(shape, generator=generator) for shape in ((96, 64), (5, 64)))
+    caught, expected = CaughtMatrix.of(weight), nn.functional.linear(x, weight)
+    for given in (nn.functional.linear(x, caught), nn.functional.linear(input=x, weight=caught, bias=None)):
+        torch.testing.assert_close(given, expected)
+    assert torch.equal(nn.functional.linear(caught, weight[:3]), nn.functional.linear(weight, weight[:3]))
+    assert nn.functional.linear(x[:0], caught).shape == (0, 96)
 
 
 @pytest.mark.parametrize(

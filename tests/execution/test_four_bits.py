@@ -8,7 +8,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.engine.engine import Engine
 from inflight.execution.weights.formats import int4
-from inflight.execution.weights.formats.int4 import Int4PanelLinear, dequantised, panels_of, round_weight
+from inflight.execution.weights.formats.int4 import dequantised, panels_of, round_weight
 from inflight.execution.weights.tied_embedding import PrepackedEmbedding
 from tests import zoo
 from tests.execution import this_cpu
@@ -61,27 +61,6 @@ def test_the_kernel_computes_what_the_definition_says(shape: tuple[int, int], dt
             assert error < (1e-6 if dtype == torch.float32 else 5e-3)
     finally:
         torch.ops.inflight.delete_linear(number)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_has_the_same_bits_in_any_batch(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    layer = Int4PanelLinear(drawn(*shape).to(dtype), None)
-    x = drawn(200, shape[1]).to(dtype)
-    together = layer(x)
-    for first, last in ((0, 1), (3, 5), (60, 69), (100, 117), (7, 200)):
-        assert torch.equal(layer(x[first:last]), together[first:last])
-
-
-def test_values_that_are_not_finite_stay_within_their_row() -> None:
-    layer, x = Int4PanelLinear(drawn(64, 70), None), drawn(3, 70)
-    expected = layer(x)
-    for bad in (float("nan"), float("inf")):
-        broken = x.clone()
-        broken[1, 69] = bad
-        actual = layer(broken)
-        assert actual[1].isnan().all()
-        assert torch.equal(actual[[0, 2]], expected[[0, 2]])
 
 
 def test_a_weight_that_four_bits_can_hold_keeps_its_values() -> None:

@@ -19,6 +19,7 @@ from inflight.contracts.errors import ModelError
 from inflight.engine.engine import Engine
 from inflight.execution.weights.experts import prepack_experts, prepack_routers
 from inflight.execution.weights.formats import PLAIN, find_format
+from inflight.execution.weights.formats.int4 import Int4PanelLinear
 from inflight.execution.weights.formats.int8 import FORMAT as INT8
 from inflight.execution.weights.formats.int8 import Int8OneDnnLinear, Int8PanelLinear, round_weight, sums_int8
 from inflight.execution.weights.layers import RowActivation, SiblingLinear
@@ -97,12 +98,12 @@ def test_an_activation_can_be_part_of_the_layer(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", [PanelLinear, Int8PanelLinear])
+@pytest.mark.parametrize("kind", [PanelLinear, Int8PanelLinear, Int4PanelLinear])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_panels_give_a_row_the_same_bits_in_any_batch(
     shape: tuple[int, int], kind: type[PanelLinear], dtype: torch.dtype
 ) -> None:
-    needs(kind, torch.int8 if kind is Int8PanelLinear else dtype)
+    needs(kind, {Int8PanelLinear: torch.int8, Int4PanelLinear: torch.uint8}.get(kind, dtype))
     this_cpu.needs(dtype)
     layer = kind(random_weight(shape, dtype), None)
     x = random_weight((200, shape[1]), dtype)
@@ -129,9 +130,9 @@ def test_int8_is_close_and_rows_are_independent(
     assert torch.equal(layer(x[:1]), layer(x)[:1])
 
 
-@pytest.mark.parametrize("kind", INT8_KINDS)
-def test_int8_keeps_non_finite_values_within_their_row(kind: type[PrepackedLinear]) -> None:
-    needs(kind, torch.int8)
+@pytest.mark.parametrize("kind", [*INT8_KINDS, Int4PanelLinear])
+def test_rounded_activations_keep_non_finite_values_within_their_row(kind: type[PrepackedLinear]) -> None:
+    needs(kind, torch.uint8 if kind is Int4PanelLinear else torch.int8)
     layer = kind(random_weight((64, 64), torch.float32), None)
     x = random_weight((3, 64), torch.float32)
     expected = layer(x)

@@ -9,7 +9,7 @@ _BUDGET = "{max_num_batched_tokens} is the most tokens of a step"
 _CONTEXT = "{max_model_len} is the most tokens of a sequence"
 _CHUNKS = "prompts are always chunked: {max_num_batched_tokens} and {max_prefill_tokens_per_step} say how"
 _SLOTS = "{max_num_seqs} is the most sequences that run at once"
-_INT8 = "{quantization} may be 'int8' or 'int4'"
+_QUANTIZATION = "{quantization} may be 'int8' or 'int4'"
 _THREADS = "the environment's OMP_NUM_THREADS says how many threads compute"
 _STRUCTURE = "{structured_output} takes a schema, a regular expression, a choice or a grammar"
 _GREEDY = "{temperature} 0 takes the likeliest token, and any other samples"
@@ -48,8 +48,8 @@ FOREIGN_NAMES = {
     "torch_compile": "{compile} may be 'auto' or 'max'",
     "scheduling_policy": "{policy} may be 'fcfs' or 'priority'",
     "torch_dtype": "{dtype} is that of weights, activations and cache",
-    "load_in_8bit": _INT8,
-    "load_in_4bit": _INT8,
+    "load_in_8bit": _QUANTIZATION,
+    "load_in_4bit": _QUANTIZATION,
     "n_threads": _THREADS,
     "threads": _THREADS,
     "download_dir": "the environment's HF_HOME says where checkpoints are kept",

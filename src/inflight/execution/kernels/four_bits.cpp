@@ -80,7 +80,7 @@ struct RoundedRows {
   }
 };
 
-// sums[row][vector] of the vectors from the one at `panel` on, for kRows rows from `row` on.
+// sums[row][v] of kOf vectors of a panel's outputs, from `first_vector` on, for kRows rows from `first_row` on.
 template <int kRows, int kOf, int kLoads>
 inline void multiply_groups(const RoundedRows& x, int64_t first_row, const uint8_t* panel, int first_vector,
                             Floats (&sums)[kRows][kOf]) {

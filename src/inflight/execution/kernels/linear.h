@@ -1,4 +1,4 @@
-// A linear layer whose weight lies in panels, in float32, bfloat16 or int8.
+// A linear layer whose weight lies in panels, in float32, bfloat16, int8 or four bits.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,8 @@ namespace inflight {
 constexpr int kPanelOutputs = 32;
 
 // `panels` is `[out / 32, in / pack, 32, pack]`, both rounded up and filled with zeros; pack is what the hardware
-// multiplies and adds for a lane at once: 1 for float32, 2 for bfloat16, 4 for int8. For int8, `scales` is `[out]`.
+// multiplies and adds for a lane at once: 1 for float32, 2 for bfloat16, 4 for int8. For int8, `scales` is `[out]`. Panels
+// of uint8 hold four bits for each weight, with their scales: see four_bits.h.
 struct Linear {
   at::Tensor panels;
   std::optional<at::Tensor> bias, scales;

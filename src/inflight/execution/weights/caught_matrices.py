@@ -39,8 +39,8 @@ class CaughtMatrix(nn.Parameter):
     ) -> Any:
         """Catch `functional.linear`; a copy in another dtype shares the prepacked forms."""
         kwargs = kwargs or {}
-        if function is functional.linear and isinstance(args[1], CaughtMatrix):
-            return args[1].project(args[0], *args[2:], **kwargs)
+        if function is functional.linear:
+            return _linear(*args, **kwargs)
         result = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
         source = args[0] if args else None
         if isinstance(result, CaughtMatrix) and isinstance(source, CaughtMatrix) and result.shape == source.shape:
@@ -63,6 +63,14 @@ class CaughtMatrix(nn.Parameter):
         if self.dtype not in self.prepacked:
             self.prepacked[self.dtype] = PLAIN.prepack_linear(self.detach(), None)
         return self.prepacked[self.dtype]
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`functional.linear`, with the names of its arguments, where one of them is a `CaughtMatrix`."""
+    if isinstance(weight, CaughtMatrix):
+        return weight.project(input, bias)
+    with torch._C.DisableTorchFunctionSubclass():
+        return functional.linear(input, weight, bias)
 
 
 class CaughtMatrices(nn.Parameter):
@@ -89,7 +97,7 @@ class CaughtMatrices(nn.Parameter):
     ) -> Any:
         """Catch `matrices[i]` and `torch.bmm`."""
         with torch._C.DisableTorchFunctionSubclass():
-            if function is torch.bmm and isinstance(args[1], CaughtMatrices):
+            if function is torch.bmm and len(args) == 2 and isinstance(args[1], CaughtMatrices):
                 return args[1].run_all(args[0])
             if function is torch.Tensor.__getitem__ and isinstance(args[1], int):
                 return args[0].matrix_of(args[1])

@@ -9,6 +9,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 POLICIES = ("fcfs", "priority")
 QUANTIZATIONS = ("int8", "int4")
+ARITHMETICS = ("auto", "fast", "exact")
 COMPILE_MODES = ("off", "auto", "max")
 KV_CACHE_DTYPES = ("auto", "int8")
 EXECUTORS = ("auto", "packed", "rows", "sequential")
@@ -41,6 +42,10 @@ class EngineConfig:
             "int8": weights with a scale for each output channel, activations with a scale for each row; a quarter of
             float32's memory. "int4": four bits and a scale for every 32 weights, activations in int8 with a scale for
             every 32, the head in int8; a seventh of float32's memory, and more for the head.
+        quantization_arithmetic: of weights that are stored in groups of a few bits, by `quantization="int4"` or in the
+            checkpoint. "exact": they are expanded to the model's dtype, and the results are those of the plain model
+            with these weights; "fast": activations are rounded to int8, with a scale for every 32 inputs; "auto": fast
+            where the CPU is (VNNI), else exact.
         compile: "off", "auto" (`torch.compile`: faster steps, after compiling once for up to a minute) or "max" (faster
             still, longer to compile). Only on a CPU with our kernels; a model that cannot be compiled runs as with
             "off".
@@ -71,6 +76,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
+    quantization_arithmetic: str = "auto"
     compile: str = "off"
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -95,6 +101,7 @@ class EngineConfig:
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if self.quantization is not None:
             check_choice("quantization", self.quantization, QUANTIZATIONS)
+        check_choice("quantization_arithmetic", self.quantization_arithmetic, ARITHMETICS)
         check_choice("compile", self.compile, COMPILE_MODES)
         check_choice("policy", self.policy, POLICIES)
         optional = ("max_model_len", "num_blocks", "kv_cache_memory", "max_prefill_tokens_per_step", "max_num_waiting")

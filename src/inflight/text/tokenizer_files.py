@@ -1,4 +1,4 @@
-"""Where a tokenizer comes from: the files of a folder, or of a repository on the Hugging Face hub.
+"""Where a tokenizer comes from: the files of a folder, or of a repository on the Hugging Face hub, or a GGUF file.
 
 `transformers` is imported only when a tokenizer is read.
 """
@@ -6,6 +6,8 @@
 from pathlib import Path
 
 from inflight.contracts.errors import ModelError
+from inflight.gguf.find import find_gguf
+from inflight.gguf.header import GgufHeader
 from inflight.text.tokenizer import Tokenizer, one_line
 
 # A folder with none of these has no tokenizer. `AutoTokenizer` cannot be asked: from a config.json alone it makes a
@@ -24,11 +26,14 @@ _TOKENIZER_FILES = (
 
 
 def read_tokenizer(source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer | None:
-    """The tokenizer of a local folder or of a repository on the Hugging Face hub; None if it has none.
+    """The tokenizer of a local folder, of a repository on the Hugging Face hub, or of a GGUF file; None if it has none.
 
     Raises:
         ModelError: `source` cannot be reached, or its tokenizer cannot be read.
     """
+    gguf = find_gguf(source, revision)
+    if gguf is not None:
+        return _from_gguf(gguf)
     is_folder = Path(source).is_dir()
     if not is_folder and (Path(source).is_absolute() or Path(source).exists()):
         raise ModelError(f"cannot load the tokenizer of {source!r}: there is no such folder")
@@ -45,3 +50,14 @@ def read_tokenizer(source: str, *, trust_remote_code: bool = False, revision: st
     if is_folder:
         raise ModelError(f"cannot load the tokenizer of {source!r}: its files hold no vocabulary")
     return None  # a repository without tokenizer files
+
+
+def _from_gguf(path: Path) -> Tokenizer | None:
+    if "tokenizer.ggml.tokens" not in GgufHeader.read(path).metadata:
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name))
+    except Exception as error:
+        raise ModelError(f"cannot load the tokenizer of {str(path)!r}: {one_line(error)}") from error

@@ -1,4 +1,4 @@
-"""Loading: a hub id, a folder or a loaded model becomes a `transformers` model of our own on its device."""
+"""Loading: a hub id, a folder, a GGUF file or a loaded model becomes a `transformers` model of our own on its device."""
 
 import copy
 import gc
@@ -17,7 +17,10 @@ from transformers.utils import logging
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.execution.hf.gguf_model import load_gguf_model
 from inflight.execution.hf.source import check_source, first_line
+from inflight.gguf.find import find_gguf
+from inflight.gguf.header import GgufHeader
 
 CACHE_SHARE_OF_GPU = 0.9
 CACHE_SHARE_OF_HOST = 0.25
@@ -39,12 +42,15 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
         return _own_copy(source, config)
     device = resolve_device(config.device)
     model_config, name = check_source(source, config), os.path.expanduser(source)
+    gguf = find_gguf(source, config.revision)
     try:
         dtype = resolve_dtype(config.dtype, model_config, device)
         is_dummy = config.load_format == "dummy"
         with ONE_AT_A_TIME, _bars_that_leave():
             if is_dummy:
                 model = _dummy_model(model_config, dtype, device, config)
+            elif gguf is not None:
+                model = load_gguf_model(GgufHeader.read(gguf), model_config, dtype)
             else:
                 model = _pretrained_model(name, dtype, config)
         model = model.to(device)

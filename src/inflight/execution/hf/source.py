@@ -7,18 +7,19 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.execution.hf.gguf_config import read_gguf_config
+from inflight.gguf.find import find_gguf
+from inflight.gguf.header import GgufHeader
 
 
 def check_source(source: str | os.PathLike[str], config: EngineConfig) -> PreTrainedConfig:
-    """The configuration of a folder or a hub repository. Raises `ModelError`, before anything large is loaded, if there
+    """The configuration of a folder, a hub repository or a GGUF file. Raises `ModelError`, before anything large is loaded, if there
     is none."""
+    gguf = find_gguf(source, config.revision)
+    if gguf is not None:
+        return read_gguf_config(GgufHeader.read(gguf))
     name = os.path.expanduser(source)
     is_folder = Path(name).is_dir()
-    if name.lower().endswith(".gguf") or (is_folder and not Path(name, "config.json").exists() and _has_gguf(name)):
-        raise ModelError(
-            f"{name!r} is in GGUF, which is not read here; give the checkpoint that it was made from: a folder with a "
-            "config.json and safetensors, or a hub id (org/model)"
-        )
     looks_like_path = not isinstance(source, str) or name.startswith((".", "/")) or name.count("/") > 1
     if not is_folder and (looks_like_path or Path(name).exists()):
         raise ModelError(
@@ -27,12 +28,8 @@ def check_source(source: str | os.PathLike[str], config: EngineConfig) -> PreTra
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
     except Exception as error:
-        gguf = "; GGUF is not read here" if "gguf" in name.lower() else ""
-        raise ModelError(f"the model {name!r} cannot be loaded: {first_line(error)}{gguf}") from error
-
-
-def _has_gguf(folder: str) -> bool:
-    return any(path.suffix.lower() == ".gguf" for path in Path(folder).iterdir())
+        hint = f"; of a repository of GGUF files, name one: {name}:Q4_K_M" if "gguf" in name.lower() else ""
+        raise ModelError(f"the model {name!r} cannot be loaded: {first_line(error)}{hint}") from error
 
 
 def first_line(error: Exception) -> str:

@@ -18,19 +18,14 @@
 
 #include "checks.h"
 #include "convert.h"
-#include "four_bits.h"
+#include "grouped_linear.h"
+#include "lanewise.h"
 #include "panels.h"
-#include "stored.h"
 #include "tiles.h"
 
 namespace inflight {
 namespace {
 
-#ifdef __AVX512F__
-constexpr int kRowsAtOnce = 8;  // 16 sums, of 32 registers
-#else
-constexpr int kRowsAtOnce = 3;  // 12 sums, of 16 registers
-#endif
 constexpr int kZeroPoint = 128;  // x86 multiplies unsigned by signed: rounded activations are shifted by this
 
 #ifdef __AVX512VNNI__
@@ -47,37 +42,12 @@ struct Int8Quads {
 
 #endif
 
-struct Float32Rows : Float32 {
-  using Sum = Floats;
-};
-
-struct BFloat16Rows : BFloat16 {
-  using Sum = Floats;
-};
-
-// sums[row][vector] of a panel, for kRows rows; `x` is `[kRows, steps]` operands.
-template <class Kind, int kRows, class Weight>
-inline void multiply_panel(const typename Kind::Stored* x, const Weight* panel, int64_t steps,
-                           typename Kind::Sum (&sums)[kRows][kVectors]) {
-  constexpr int64_t kPack = Kind::kPack;
-  for (auto& row : sums)
-    for (auto& sum : row) sum = typename Kind::Sum{};
-  for (int64_t step = 0; step < steps; ++step, panel += kPanelOutputs * kPack) {
-    typename Kind::Panel weights[kVectors];
-    for (int v = 0; v < kVectors; ++v) weights[v] = Kind::load_panel(panel + v * kLanes * kPack);
-    for (int row = 0; row < kRows; ++row) {
-      const auto operand = load<typename Kind::Operand>(x + (row * steps + step) * kPack);
-      for (int v = 0; v < kVectors; ++v) sums[row][v] = Kind::multiply_add(sums[row][v], operand, weights[v]);
-    }
-  }
-}
-
 template <class Kind, class Weight, class Output, int kRows>
 void run_rows(const typename Kind::Stored* x, const Weight* panel, int64_t steps, int64_t first_row,
               int64_t first_output, const Finish<Output>& finish) {
   using Lanes = std::conditional_t<Kind::kPack == 4, Ints, Floats>;
-  typename Kind::Sum sums[kRows][kVectors];
-  multiply_panel<Kind, kRows>(x + first_row * steps * Kind::kPack, panel, steps, sums);
+  typename Kind::Sum sums[kRows][kVectors] = {};
+  multiply_panel<Kind, kRows>(x + first_row * steps * Kind::kPack, steps * Kind::kPack, panel, steps, sums);
   for (int v = 0; v < kVectors; ++v) {
     const int64_t first = first_output + v * kLanes, count = std::min<int64_t>(kLanes, finish.out_features - first);
     if (count <= 0) break;
@@ -247,14 +217,7 @@ Linear::Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, 
       out_features(out_features),
       activation(activation) {
   const auto dtype = panels.scalar_type();
-  if (bias) {
-    check_whole(*bias, "the bias", 1, bias->scalar_type());
-    check_size(*bias, "the bias", 0, out_features);
-  }
-  if (dtype == at::kByte) {
-    check_four_bits(*this);
-    return;
-  }
+  check_bias();
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kChar, "panels cannot be ", dtype);
   const int64_t pack = dtype == at::kFloat ? 1 : dtype == at::kBFloat16 ? 2 : 4;
   TORCH_CHECK(in_features > 0 && out_features > 0, "a layer must have inputs and outputs");
@@ -276,6 +239,25 @@ Linear::Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, 
   }
 }
 
+Linear::Linear(const at::Tensor& panels, const Grouped& grouped, bool is_exact, const std::optional<at::Tensor>& bias,
+               int64_t in_features, int64_t out_features, Activation activation)
+    : panels(panels),
+      bias(bias),
+      in_features(in_features),
+      out_features(out_features),
+      activation(activation),
+      grouped(grouped),
+      is_exact(is_exact) {
+  check_bias();
+  check_grouped(grouped, panels, out_features, in_features);
+}
+
+void Linear::check_bias() const {
+  if (!bias) return;
+  check_whole(*bias, "the bias", 1, bias->scalar_type());
+  check_size(*bias, "the bias", 0, out_features);
+}
+
 bool has_panels(at::ScalarType dtype) {
 #ifdef __AVX512F__
   if (dtype == at::kFloat) return true;
@@ -287,7 +269,7 @@ bool has_panels(at::ScalarType dtype) {
   if (dtype == at::kBFloat16) return true;
 #endif
 #ifdef __AVX512VNNI__
-  if (dtype == at::kChar || dtype == at::kByte) return true;
+  if (dtype == at::kChar) return true;
 #endif
   return false;
 }
@@ -300,8 +282,12 @@ at::Tensor apply(const Linear& linear, const at::Tensor& x) {
   at::Tensor output = at::empty(sizes, x.options());
   const int64_t num_rows = x.numel() / linear.in_features;
   if (num_rows == 0) return output;
+  if (linear.grouped) {
+    run_grouped(linear, x, output);
+    return output;
+  }
   const auto dtype = linear.panels.scalar_type();
-  TORCH_CHECK(x.scalar_type() == dtype || ((dtype == at::kChar || dtype == at::kByte) && x.is_floating_point()), "a layer of ", dtype,
+  TORCH_CHECK(x.scalar_type() == dtype || (dtype == at::kChar && x.is_floating_point()), "a layer of ", dtype,
               " cannot take ", x.scalar_type());
   if (dtype == at::kFloat) {
     const at::Tensor rows = operands<Float32Rows>(x, linear);
@@ -318,8 +304,6 @@ at::Tensor apply(const Linear& linear, const at::Tensor& x) {
     run_int8<float>(linear, x, output);
   } else if (dtype == at::kChar && x.scalar_type() == at::kBFloat16) {
     run_int8<at::BFloat16>(linear, x, output);
-  } else if (dtype == at::kByte) {
-    run_four_bits(linear, x, output);
 #endif
   } else {
     TORCH_CHECK(false, "this CPU has no instructions for layers of ", dtype);

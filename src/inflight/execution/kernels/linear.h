@@ -1,4 +1,4 @@
-// A linear layer whose weight lies in panels, in float32, bfloat16, int8 or four bits.
+// A linear layer whose weight lies in panels: in float32, bfloat16 or int8, or in a few bits in groups.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,23 +7,31 @@
 #include <string_view>
 
 #include "activate.h"
+#include "grouped.h"
 
 namespace inflight {
 
 constexpr int kPanelOutputs = 32;
 
 // `panels` is `[out / 32, in / pack, 32, pack]`, both rounded up and filled with zeros; pack is what the hardware
-// multiplies and adds for a lane at once: 1 for float32, 2 for bfloat16, 4 for int8. For int8, `scales` is `[out]`. Panels
-// of uint8 hold four bits for each weight, with their scales: see four_bits.h.
+// multiplies and adds for a lane at once: 1 for float32, 2 for bfloat16, 4 for int8. For int8, `scales` is `[out]`. A
+// grouped weight's panels are described in grouped.h.
 struct Linear {
   at::Tensor panels;
   std::optional<at::Tensor> bias, scales;
   int64_t in_features, out_features;
   Activation activation;  // or nullptr
   at::Tensor offsets;     // of int8, `[out]` int32: what a row's zero point adds to each sum
+  std::optional<Grouped> grouped;
+  bool is_exact = false;  // of a grouped weight: see grouped_linear.h
 
   Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& scales,
          int64_t in_features, int64_t out_features, Activation activation);
+  Linear(const at::Tensor& panels, const Grouped& grouped, bool is_exact, const std::optional<at::Tensor>& bias,
+         int64_t in_features, int64_t out_features, Activation activation);
+
+ private:
+  void check_bias() const;
 };
 
 // Whether this CPU has the instructions for weights of a dtype; without them oneDNN is the better choice.

@@ -9,6 +9,8 @@
 #include "attention.h"
 #include "experts.h"
 #include "greedy.h"
+#include "grouped.h"
+#include "grouped_linear.h"
 #include "linear.h"
 #include "sample.h"
 
@@ -87,6 +89,12 @@ int64_t new_linear(const Tensor& panels, const std::optional<Tensor>& bias, cons
   return linears.add(std::make_shared<Linear>(panels, bias, scales, in_features, out_features,
                                               find_activation(activation, variant)));
 }
+int64_t new_grouped_linear(const Tensor& panels, at::IntArrayRef layout, bool is_exact, const std::optional<Tensor>& bias,
+                           int64_t in_features, int64_t out_features, std::string_view activation,
+                           std::string_view variant) {
+  return linears.add(std::make_shared<Linear>(panels, Grouped(layout), is_exact, bias, in_features, out_features,
+                                              find_activation(activation, variant)));
+}
 void delete_linear(int64_t linear) { linears.remove(linear); }
 
 Tensor linear(const Tensor& x, int64_t linear, int64_t) { return inflight::apply(*linears.get(linear), x); }
@@ -131,6 +139,16 @@ TORCH_LIBRARY(inflight, library) {
   library.def("new_linear(Tensor panels, Tensor? bias, Tensor? scales, int in_features, int out_features, "
               "str activation, str variant) -> int",
               &ours::new_linear);
+  library.def("multiplies_whole_numbers() -> bool", &inflight::multiplies_whole_numbers);
+  library.def("pack_grouped(int[] layout, Tensor numbers, Tensor coarse, Tensor? fine, Tensor? coarse_minima, "
+              "Tensor? fine_minima) -> Tensor",
+              &inflight::pack_grouped);
+  library.def("grouped_rows(int[] layout, Tensor panels, Tensor rows, int out_features, int in_features, "
+              "ScalarType dtype) -> Tensor",
+              &inflight::grouped_rows);
+  library.def("new_grouped_linear(Tensor panels, int[] layout, bool is_exact, Tensor? bias, int in_features, "
+              "int out_features, str activation, str variant) -> int",
+              &ours::new_grouped_linear);
   library.def("delete_linear(int linear) -> ()", &ours::delete_linear);
   library.def("linear(Tensor x, int linear, int out_features) -> Tensor");
   library.impl("linear", c10::DispatchKey::CPU, &ours::linear);

@@ -235,7 +235,7 @@ class _Search:
         report = prepare_packed(
             model,
             backend,
-            weight_format=find_format(config.quantization),
+            weight_format=find_format(config.quantization, config.quantization_arithmetic),
             rounds_cache=config.kv_cache_dtype != "auto",
             is_large=is_large,
             let_go=self._let_go,

@@ -72,7 +72,7 @@ def describe(
         kv_bytes_per_token=bytes_per_block * len(layout.groups) // config.block_size,
         kv_bytes_per_lasting_token=bytes_per_block * num_lasting_groups // config.block_size,
         eos_token_ids=eos_token_ids(generation_config, report.vocab_size),
-        notes=(*report.notes, *not_honoured(generation_config)),
+        notes=(*getattr(model, "inflight_notes", ()), *report.notes, *not_honoured(generation_config)),
     )
 
 

@@ -118,14 +118,14 @@ def prepare_packed(
         attention_error, logits_error = proof.require_agreement(executor, tolerance)
         if not is_large:
             proof.check_neighbours_and_rows(executor)
-        prepacks = weight_format.why_unusable(model) is None
+        prepacks, rounds = weight_format.why_unusable(model) is None, weight_format.rounds(model)
         is_batch_invariant = not prepacks and _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)
     if prepacks:
         try:
             prepack_experts(model, weight_format, let_go)
             prepack_linears(model, proof.linear_calls, weight_format, let_go)
             prepack_routers(model)
-            if tolerance is not FULL_PRECISION or not weight_format.is_lossless:
+            if tolerance is not FULL_PRECISION or rounds:
                 tolerance = rounded_anew(weight_format.largest_error)
             attention_error, logits_error = proof.require_agreement(executor, tolerance)
             is_batch_invariant = _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)

@@ -4,7 +4,7 @@
 once. Knows modules and tensors, no architecture; whoever prepacks a model proves it afterwards (`preparation`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from inflight.execution.kernels import kernels_available
 from inflight.execution.weights.formats import PLAIN, WeightFormat
+from inflight.execution.weights.grouped_weight import GroupedWeight
 from inflight.execution.weights.layers import NarrowLinear, RowActivation, SiblingLinear, SiblingLinears, is_narrow
 from inflight.execution.weights.linear_calls import ACTIVATIONS, LinearCalls, is_linear, is_watched
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
@@ -37,12 +38,8 @@ def prepack_linears(
     is_tied = head is not None and is_linear(head) and embedding.weight is head.weight
     modules = dict(model.named_modules(remove_duplicate=False))
     originals = {name: modules[name] for name in calls.activations.values()}
-    for names in calls.siblings:
-        if not all(name in modules and is_linear(modules[name]) for name in names):
-            continue
+    for names in _joinable(calls.siblings, modules):
         members = [modules[name] for name in names]
-        if len({m.weight.dtype for m in members}) > 1:
-            continue
         together = _together(members, weight_format)
         for number, name in enumerate(names):
             _replace(model, name, SiblingLinear(together, number))
@@ -77,6 +74,29 @@ def prepack_linears(
         if module._parameters:
             let_go(module.weight)
         module._parameters.clear()
+
+
+def _joinable(siblings: Sequence[Sequence[str]], modules: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Those of the layers that read the same tensor whose weights can be one, in the order of their calls."""
+    for names in siblings:
+        if not all(name in modules and is_linear(modules[name]) for name in names):
+            continue
+        together = [names[0]]
+        for name in names[1:]:
+            if not _can_join(modules[together[-1]].weight, modules[name].weight):
+                if len(together) > 1:
+                    yield together
+                together = []
+            together.append(name)
+        if len(together) > 1:
+            yield together
+
+
+def _can_join(above: torch.Tensor, below: torch.Tensor) -> bool:
+    above, below = above.data, below.data
+    if isinstance(above, GroupedWeight) or isinstance(below, GroupedWeight):
+        return isinstance(above, GroupedWeight) and above.joins(below)
+    return above.dtype == below.dtype
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

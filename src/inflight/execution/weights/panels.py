@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from inflight.execution.kernels import kernels_available
-from inflight.execution.weights.prepacked_linear import PrepackedLinear, WeightLayout
+from inflight.execution.weights.prepacked_linear import PrepackedLinear, StoredRows, WeightLayout
 
 PANEL_OUTPUTS = 32
 """Outputs that lie side by side in a panel."""
@@ -30,8 +30,12 @@ class PanelLinear(PrepackedLinear):
     def _prepack(self, weight: torch.Tensor) -> None:
         self.prepacked = self._panels_of(weight)
         sizes, activation = (self.in_features, self.out_features), (self.activation, self.variant)
-        self.number = torch.ops.inflight.new_linear(self.prepacked, self.bias, self.scales, *sizes, *activation)
-        weakref.finalize(self, torch.ops.inflight.delete_linear, self.number)
+        self._register(torch.ops.inflight.new_linear(self.prepacked, self.bias, self.scales, *sizes, *activation))
+
+    def _register(self, number: int) -> None:
+        """Remember what the kernel calls this layer, for as long as there is one."""
+        self.number = number
+        weakref.finalize(self, torch.ops.inflight.delete_linear, number)
 
     def _panels_of(self, weight: torch.Tensor) -> torch.Tensor:
         return panels_of(weight)
@@ -41,7 +45,7 @@ class PanelLinear(PrepackedLinear):
         out: torch.Tensor = torch.ops.inflight.linear.default(x, self.number, self.out_features)
         return out
 
-    def layout(self) -> WeightLayout | None:
+    def layout(self) -> StoredRows | None:
         """See `PrepackedLinear`."""
         _, steps, _, width = self.prepacked.shape
         rows, columns = torch.arange(self.out_features), torch.arange(self.in_features)

@@ -7,6 +7,7 @@ another path there; callers never run one alone.)
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,6 +21,21 @@ def can_prepack(model: PreTrainedModel) -> bool:
     return model.dtype == torch.float32 or (
         model.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
+
+
+class StoredRows(Protocol):
+    """A weight whose rows can be read out of the layer that holds it.
+
+    Attributes:
+        scales: `[out]` float32, how coarsely each row was rounded when it was prepacked; None: it was not.
+    """
+
+    @property
+    def scales(self) -> torch.Tensor | None: ...
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The rows of these numbers: `[…]` int64 to `[…, in]`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,7 @@ class PrepackedLinear(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight = torch.empty_like(weight, device="meta")  # for those who ask for its dtype: it has no elements
+        self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")  # for those who ask for its dtype: it has no elements
         self.bias = None if bias is None else bias.clone()  # not in a checkpoint's file, nor a caller's model
         self.activation, self.variant = activation, variant
         self.scales: torch.Tensor | None = None
@@ -80,8 +96,8 @@ class PrepackedLinear(nn.Module, ABC):
         """`[…, in]` to `[…, out]`, float32 or bfloat16."""
 
     @abstractmethod
-    def layout(self) -> WeightLayout | None:
-        """Where the weight's elements lie; None if that is not known."""
+    def layout(self) -> StoredRows | None:
+        """What reads rows of the weight; None if it is not known where they lie."""
 
     def extra_repr(self) -> str:
         """For `print(model)`."""

@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from inflight.execution.weights.prepacked_linear import PrepackedLinear, WeightLayout
+from inflight.execution.weights.prepacked_linear import PrepackedLinear, StoredRows
 
 HALF_A_STEP = 0.51
 """How far an element that was rounded to a scale may be from what it was, relative to the scale: half, and what
@@ -30,7 +30,7 @@ class PrepackedTable:
         dtype: of the rows.
     """
 
-    def __init__(self, head: PrepackedLinear, layout: WeightLayout, dtype: torch.dtype) -> None:
+    def __init__(self, head: PrepackedLinear, layout: StoredRows, dtype: torch.dtype) -> None:
         self.head, self.layout, self.dtype = head, layout, dtype
         self.device = torch.device("cpu")
         self.shape = torch.Size((head.out_features, head.in_features))

@@ -1,10 +1,14 @@
 """What a format of weights decides."""
 
+import copy
 from abc import ABC, abstractmethod
+from typing import Self
 
 import torch
 from transformers import PreTrainedModel
 
+from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, multiplies_whole_numbers
+from inflight.execution.weights.grouped_weight import GroupedWeight
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, can_prepack
 
 
@@ -13,15 +17,29 @@ class WeightFormat(ABC):
 
     Attributes:
         name: the module's, and as `EngineConfig.quantization` says it.
-        is_lossless: whether every weight keeps its value. If so, a prepacked model is held to the tolerance of its
-            dtype; if not, only to a loose one, which finds mistakes.
+        is_lossless: whether every weight keeps its value.
+        is_exact: the arithmetic of weights in groups: whether they are multiplied in the model's dtype, or activations
+            are rounded, too.
         largest_error: the relative error that rounding into this format may explain. (Results that have nothing to do
             with the right ones have one of 1.4, and no results at all one of 1.)
     """
 
     name: str
     is_lossless: bool
+    is_exact: bool = True
     largest_error = 0.5
+
+    def with_arithmetic(self, name: str) -> Self:
+        """The same format in the arithmetic that `EngineConfig.quantization_arithmetic` names."""
+        chosen = copy.copy(self)
+        chosen.is_exact = name == "exact" or (name == "auto" and not multiplies_whole_numbers())
+        return chosen
+
+    def rounds(self, model: PreTrainedModel) -> bool:
+        """Whether anything is rounded that is not rounded in `model`, whose weights are not prepacked yet. If not, the
+        prepacked one is held to the tolerance of its dtype; else only to a loose one, which finds mistakes."""
+        in_groups = any(isinstance(parameter.data, GroupedWeight) for parameter in model.parameters())
+        return not self.is_lossless or (in_groups and not self.is_exact)
 
     @property
     def of_head(self) -> "WeightFormat":
@@ -35,8 +53,19 @@ class WeightFormat(ABC):
     def prepack_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none", variant: str = "none"
     ) -> PrepackedLinear:
-        """A layer from a weight `[out, in]`, float32 or bfloat16, and a bias `[out]`; see `PrepackedLinear`."""
+        """A layer from a weight `[out, in]`, float32 or bfloat16, and a bias `[out]`; see `PrepackedLinear`. One in groups
+        stays as it is."""
+        weight = self.stored(weight)
+        if isinstance(weight, GroupedWeight) and not weight.is_transposed:
+            kind = ExactGroupedLinear if self.is_exact else GroupedLinear
+            return kind(weight, bias, activation, variant)
+        if isinstance(weight, GroupedWeight):
+            weight = weight.values()
         return self.layer_class(weight.dtype)(weight, bias, activation, variant)
+
+    def stored(self, weight: torch.Tensor) -> torch.Tensor:
+        """What a layer keeps of a weight `[out, in]`."""
+        return weight
 
     def why_unusable(self, model: PreTrainedModel) -> str | None:
         """Why `model` cannot have this format here, as words that follow the format's name; None: it can."""

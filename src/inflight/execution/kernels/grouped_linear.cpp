@@ -1,0 +1,463 @@
+// Numbers are unpacked in registers: each is a shift and a mask away from the unsigned factor of a product of whole
+// numbers, and a conversion and a product away from its value. Few rows go through a whole panel, which is then one
+// stream of memory.
+//
+// An output is one sum over the inputs in ascending order, whatever thread computes it and whatever rows are beside it.
+#include "grouped_linear.h"
+
+#include <ATen/ops/constant_pad_nd.h>
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "grouped.h"
+#include "lanewise.h"
+
+namespace inflight {
+namespace {
+
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+#define INFLIGHT_WHOLE_NUMBERS
+#endif
+
+// The layouts that there are kernels for: what the compiler must know of them.
+template <int kBits_, int kFine_, bool kMinima_>
+struct Kind {
+  static constexpr int kBits = kBits_, kFine = kFine_;
+  static constexpr bool kMinima = kMinima_;
+  static constexpr int kParts = kFine == 2 ? 2 : 1;  // of a chunk, each with a scale
+};
+
+// Calls `function` with the kind of a layout.
+template <class Function>
+void with_kind(const Grouped& layout, const Function& function) {
+  const auto is = [&](int bits, int fine, bool minima) {
+    return layout.bits == bits && layout.fine == fine && layout.minima == minima;
+  };
+  if (is(4, 0, false)) return function(Kind<4, 0, false>{});
+  if (is(4, 0, true)) return function(Kind<4, 0, true>{});
+  if (is(4, 1, true)) return function(Kind<4, 1, true>{});
+  if (is(5, 0, false)) return function(Kind<5, 0, false>{});
+  if (is(5, 0, true)) return function(Kind<5, 0, true>{});
+  if (is(5, 1, true)) return function(Kind<5, 1, true>{});
+  if (is(6, 2, false)) return function(Kind<6, 2, false>{});
+  if (is(8, 0, false)) return function(Kind<8, 0, false>{});
+  if (is(8, 0, true)) return function(Kind<8, 0, true>{});
+  if (is(8, 1, false)) return function(Kind<8, 1, false>{});
+  TORCH_CHECK(false, "there is no kernel for ", layout.bits, " bits with ", layout.fine, " fine scales",
+              layout.minima ? " and minima" : "");
+}
+
+// Four numbers of each lane's output.
+struct Quads {
+  Bits words;
+};
+
+// The numbers of eight inputs, from `8 * part` on, for a vector of outputs: four in `first`, four in `second`. `numbers`
+// are a chunk's.
+template <int kBits>
+inline void unpack(const uint8_t* numbers, int vector, int part, Quads& first, Quads& second) {
+  const int output = vector * kLanes;
+  const uint8_t* own = numbers + output / kOutputsOfQuads * (kOutputsOfQuads * kChunk * kBits / 8) +
+                       output % kOutputsOfQuads * 4;
+  if constexpr (kBits == 8) {
+    first.words = load<Bits>(own + part * 128);
+    second.words = load<Bits>(own + part * 128 + 64);
+    return;
+  }
+  constexpr uint32_t kLow = 0x0f0f0f0f;
+  const Bits both = load<Bits>(own + part * 64);
+  first.words = both & kLow;
+  second.words = (both >> 4) & kLow;
+  if constexpr (kBits == 5) {
+    const Bits high = load<Bits>(own + 256);
+    const int bit = 2 * part;
+    first.words |= (bit < 4 ? high << (4 - bit) : high >> (bit - 4)) & 0x10101010;
+    second.words |= (bit < 3 ? high << (3 - bit) : high >> (bit - 3)) & 0x10101010;
+  }
+  if constexpr (kBits == 6) {
+    const Bits high = load<Bits>(own + 256 + part / 2 * 64);
+    const int bit = part % 2 * 4;
+    first.words |= (bit == 0 ? high << 4 : high) & 0x30303030;
+    second.words |= (bit == 0 ? high << 2 : high >> 2) & 0x30303030;
+  }
+}
+
+inline Floats load_halves(const uint8_t* from) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#else
+  float lanes[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = load<at::Half>(from + 2 * lane);
+  return load<Floats>(lanes);
+#endif
+}
+
+inline Floats load_bytes(const uint8_t* from) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#else
+  return __builtin_convertvector(load<Bytes>(from), Floats);
+#endif
+}
+
+// The coarse scale and minimum of a vector of outputs, and what a chunk makes of them.
+template <class Kind>
+struct Scales {
+  Floats scale, minimum;
+
+  Scales(const uint8_t* run, int vector) : scale(load_halves(run + 2 * vector * kLanes)), minimum{} {
+    if constexpr (Kind::kMinima) minimum = load_halves(run + 2 * kPanelOutputs + 2 * vector * kLanes);
+  }
+  Floats scale_of(const uint8_t* chunk, int vector, int part) const {
+    if constexpr (Kind::kFine == 0) return scale;
+    return scale * load_bytes(chunk + part * kPanelOutputs + vector * kLanes);
+  }
+  Floats minimum_of(const uint8_t* chunk, int vector) const {
+    if constexpr (Kind::kFine == 0) return minimum;
+    return minimum * load_bytes(chunk + Kind::kFine * kPanelOutputs + vector * kLanes);
+  }
+};
+
+template <class Kind>
+constexpr int64_t kBytesOfChunk =
+    kPanelOutputs * (Kind::kFine + (Kind::kMinima && Kind::kFine)) + kChunk * kChunk * Kind::kBits / 8;
+template <class Kind>
+constexpr int64_t kBytesOfHead = 2 * kPanelOutputs * (Kind::kMinima ? 2 : 1);
+template <class Kind>
+constexpr int64_t kNumbersOfChunk = kPanelOutputs * (Kind::kFine + (Kind::kMinima && Kind::kFine));
+
+// `run_rows` of a way for 1, 2, … rows.
+template <class Way, int... kRows>
+constexpr auto rows_functions(std::integer_sequence<int, kRows...>) {
+  return std::array{&Way::template run_rows<kRows + 1>...};
+}
+
+// Calls `function(first, count)` for groups of at most `at_once` of `count` rows, as equal as can be.
+template <class Function>
+inline void for_each_group(int64_t count, int64_t at_once, const Function& function) {
+  const int64_t num_groups = (count + at_once - 1) / at_once;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const int64_t low = count * group / num_groups, high = count * (group + 1) / num_groups;
+    function(low, high - low);
+  }
+}
+
+// ------------------------------------------------------------------------------------------ the exact arithmetic
+
+// Some chunks are expanded to the activations' dtype, in the L1 cache, and multiplied like a plain panel.
+template <class Kind, class Rows>
+struct Exact {
+  using Output = typename Rows::Value;
+  using Stored = typename Rows::Stored;
+  static constexpr int64_t kRowsOfItem = 64, kChunksOfPart = 4;
+
+  alignas(64) Stored expanded[kChunksOfPart * kChunk * kPanelOutputs];
+  float sums[kRowsOfItem][kPanelOutputs];
+
+  static void store_values(const Floats (&values)[4], Stored* to) {
+    if constexpr (Rows::kPack == 1) {
+      for (int i = 0; i < 4; ++i) store(to + i * kPanelOutputs, values[i]);
+    } else {
+      for (int i = 0; i < 4; i += 2)
+        store(to + i * kPanelOutputs, widened(values[i]) | widened(values[i + 1]) << 16);
+    }
+  }
+  // In bfloat16.
+  static Bits widened(Floats values) {
+#ifdef __AVX512BF16__
+    return (Bits)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)values));
+#else
+    float lanes[kLanes];
+    uint32_t bits[kLanes];
+    store(lanes, values);
+    for (int lane = 0; lane < kLanes; ++lane) bits[lane] = bfloat16_of(lanes[lane]);
+    return load<Bits>(bits);
+#endif
+  }
+
+  // All inputs of a chunk.
+  static void expand(const uint8_t* run, const uint8_t* chunk, int middle, Stored* to) {
+    const uint8_t* numbers = chunk + kNumbersOfChunk<Kind>;
+    for (int v = 0; v < kVectors; ++v) {
+      const Scales<Kind> scales(run, v);
+      const Floats minimum = scales.minimum_of(chunk, v);
+      for (int part = 0; part < kChunk / 8; ++part) {
+        const Floats scale = scales.scale_of(chunk, v, part * Kind::kParts / 4);
+        Quads quads[2];
+        unpack<Kind::kBits>(numbers, v, part, quads[0], quads[1]);
+        for (int half = 0; half < 2; ++half) {
+          Floats values[4];
+          for (int i = 0; i < 4; ++i) {
+            const Ints number = (Ints)(quads[half].words >> (8 * i) & 255) - middle;
+            values[i] = __builtin_convertvector(number, Floats) * scale;
+            if constexpr (Kind::kMinima) values[i] -= minimum;
+          }
+          store_values(values, to + (part * 8 + half * 4) * kPanelOutputs + v * kLanes * Rows::kPack);
+        }
+      }
+    }
+  }
+
+  template <int kRows>
+  static void run_rows(const Stored* x, int64_t stride, const Stored* panel, int64_t steps,
+                       float (*sums)[kPanelOutputs]) {
+    Floats own[kRows][kVectors];
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < kVectors; ++v) own[row][v] = load<Floats>(&sums[row][v * kLanes]);
+    multiply_panel<Rows, kRows>(x, stride, panel, steps, own);
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < kVectors; ++v) store(&sums[row][v * kLanes], own[row][v]);
+  }
+
+  void run_panel(const Grouped& layout, const Stored* x, int64_t num_inputs, const uint8_t* panel, int64_t first_row,
+                 int64_t count, int64_t first_output, const Finish<Output>& finish) {
+    constexpr auto by_rows = rows_functions<Exact>(std::make_integer_sequence<int, kRowsAtOnce>{});
+    std::memset(sums, 0, count * sizeof sums[0]);
+    for (int64_t run = 0; run * layout.coarse < num_inputs; ++run, panel += layout.run_bytes()) {
+      for (int64_t c = 0; c < layout.chunks(); c += kChunksOfPart) {
+        const int64_t num_chunks = std::min(kChunksOfPart, layout.chunks() - c);
+        for (int64_t i = 0; i < num_chunks; ++i)
+          expand(panel, panel + kBytesOfHead<Kind> + (c + i) * kBytesOfChunk<Kind>, int(layout.middle),
+                 expanded + i * kChunk * kPanelOutputs);
+        const Stored* inputs = x + first_row * num_inputs + run * layout.coarse + c * kChunk;
+        for_each_group(count, kRowsAtOnce, [&](int64_t first, int64_t rows) {
+          by_rows[rows - 1](inputs + first * num_inputs, num_inputs, expanded, num_chunks * kChunk / Rows::kPack,
+                            sums + first);
+        });
+      }
+    }
+    for (int64_t row = 0; row < count; ++row)
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t first = first_output + v * kLanes, left = finish.out_features - first;
+        if (left <= 0) break;
+        finish(load<Floats>(&sums[row][v * kLanes]), first_row + row, first, std::min<int64_t>(kLanes, left));
+      }
+  }
+};
+
+template <class Rows>
+void run_exact(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
+  using Value = typename Rows::Value;
+  const Grouped& layout = *linear.grouped;
+  const int64_t num_rows = x.numel() / linear.in_features;
+  const int64_t num_inputs = layout.num_runs(linear.in_features) * layout.coarse, missing = num_inputs - linear.in_features;
+  const at::Tensor rows = missing ? at::constant_pad_nd(x, {0, missing}) : x.contiguous();
+  const auto* values = static_cast<const typename Rows::Stored*>(rows.const_data_ptr());
+  const auto* panels = linear.panels.const_data_ptr<uint8_t>();
+  const Finish<Value> finish{linear, nullptr, output};
+  with_kind(layout, [&](auto kind) {
+    using Way = Exact<decltype(kind), Rows>;
+    for_each_panel<Way>(linear.panels.size(0), num_rows, num_inputs,
+                        [&](Way& way, int64_t panel, int64_t first, int64_t count) {
+                          way.run_panel(layout, values, num_inputs, panels + panel * linear.panels.stride(0), first,
+                                        count, panel * kPanelOutputs, finish);
+                        });
+  });
+}
+
+// --------------------------------------------------------------------------------------------- in whole numbers
+
+#ifdef INFLIGHT_WHOLE_NUMBERS
+
+inline Ints dot(Ints sum, Quads weights, int32_t inputs) {
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights.words, _mm512_set1_epi32(inputs));
+}
+
+// Rows of activations, rounded by chunks.
+struct RoundedRows {
+  static constexpr int kHalf = kChunk / 2;
+  int64_t num_chunks;
+  std::vector<int8_t> numbers;   // [rows, chunks, 32]
+  std::vector<float> scales;     // [rows, chunks]; NaN for one that is not finite
+  std::vector<int32_t> offsets;  // [rows, chunks, 2], of halves: what makes up for the middle of the weights' numbers
+  std::vector<float> sums;       // [rows, chunks], of the rounded values
+
+  RoundedRows(int64_t num_rows, int64_t num_chunks)
+      : num_chunks(num_chunks),
+        numbers(num_rows * num_chunks * kChunk),
+        scales(num_rows * num_chunks),
+        offsets(num_rows * num_chunks * 2),
+        sums(num_rows * num_chunks) {}
+
+  // Rounds the values of one chunk, of which the last ones may be missing.
+  template <class Value>
+  void take(const Value* from, int64_t count, int64_t number, int middle) {
+    constexpr int kVectorsOfChunk = kChunk / kLanes;
+    Floats values[kVectorsOfChunk];
+    if (count == kChunk) {
+      for (int v = 0; v < kVectorsOfChunk; ++v) values[v] = load_floats(from + v * kLanes);
+    } else {
+      float padded[kChunk] = {};
+      read_floats(from, count, padded);
+      std::memcpy(values, padded, sizeof values);
+    }
+    Floats largest{}, not_finite{};
+    for (const Floats& each : values) {
+      largest = max(largest, max(each, -each));
+      not_finite += each - each;
+    }
+    const float maximum = max_of_lanes(largest), poison = sum_of_lanes(not_finite);
+    int8_t* to = numbers.data() + number * kChunk;
+    if (poison != 0) {  // NaN
+      std::memset(to, 0, kChunk);
+      offsets[2 * number] = offsets[2 * number + 1] = 0;
+      scales[number] = sums[number] = poison;
+      return;
+    }
+    const float inverse = maximum > 0 ? 127 / maximum : 0;
+    constexpr float kRounder = 12582912.f;
+    int32_t sums_of_halves[2] = {};
+    for (int v = 0; v < kVectorsOfChunk; ++v) {
+      const Ints rounded = (Ints)(values[v] * inverse + kRounder) - 0x4B400000;
+      sums_of_halves[v * kLanes / kHalf] += _mm512_reduce_add_epi32((__m512i)rounded);
+      store(to + v * kLanes, __builtin_convertvector(rounded, Bytes));
+    }
+    scales[number] = maximum / 127;
+    offsets[2 * number] = -middle * sums_of_halves[0];
+    offsets[2 * number + 1] = -middle * sums_of_halves[1];
+    sums[number] = float(sums_of_halves[0] + sums_of_halves[1]) * scales[number];
+  }
+};
+
+template <class Kind, class Output>
+struct WholeNumbers {
+  static constexpr int64_t kRowsOfItem = 64, kRowsAtOnce = 6;
+
+  // sums[row][vector] for all inputs.
+  template <int kRows>
+  static void multiply(const Grouped& layout, const RoundedRows& x, int64_t first_row, const uint8_t* panel,
+                       Floats (&sums)[kRows][kVectors]) {
+    for (auto& row : sums)
+      for (auto& sum : row) sum = Floats{};
+    const int64_t num_chunks = x.num_chunks, chunks_of_run = layout.chunks();
+    int64_t at = first_row * num_chunks;
+    for (int64_t run = 0; run < num_chunks; run += chunks_of_run) {
+      const Scales<Kind> scales[kVectors] = {{panel, 0}, {panel, 1}};
+      panel += kBytesOfHead<Kind>;
+      for (int64_t chunk = 0; chunk < chunks_of_run; ++chunk, ++at, panel += kBytesOfChunk<Kind>) {
+        for (int part = 0; part < Kind::kParts; ++part) add_part<kRows>(x, at, panel, scales, part, sums);
+        if constexpr (Kind::kMinima)
+          for (int v = 0; v < kVectors; ++v) {
+            const Floats minimum = scales[v].minimum_of(panel, v);
+            for (int row = 0; row < kRows; ++row)
+              sums[row][v] = (Floats)_mm512_fnmadd_ps((__m512)minimum, _mm512_set1_ps(x.sums[at + row * num_chunks]),
+                                                      (__m512)sums[row][v]);
+          }
+      }
+    }
+  }
+
+  // A chunk's inputs that share a scale.
+  template <int kRows>
+  static inline void add_part(const RoundedRows& x, int64_t at, const uint8_t* chunk,
+                              const Scales<Kind> (&scales)[kVectors], int part, Floats (&sums)[kRows][kVectors]) {
+    constexpr int kLoads = kChunk / 8 / Kind::kParts;
+    const int64_t num_chunks = x.num_chunks;
+    Ints products[kRows][kVectors];
+    for (int row = 0; row < kRows; ++row) {
+      Ints offset{};
+      if constexpr (!Kind::kMinima) {
+        const int32_t* halves = x.offsets.data() + 2 * (at + row * num_chunks);
+        offset = (Ints)_mm512_set1_epi32(Kind::kParts == 2 ? halves[part] : halves[0] + halves[1]);
+      }
+      for (int v = 0; v < kVectors; ++v) products[row][v] = offset;
+    }
+    for (int i = 0; i < kLoads; ++i) {
+      const int eight = part * kLoads + i;
+      Quads first[kVectors], second[kVectors];
+      for (int v = 0; v < kVectors; ++v)
+        unpack<Kind::kBits>(chunk + kNumbersOfChunk<Kind>, v, eight, first[v], second[v]);
+      for (int row = 0; row < kRows; ++row) {
+        const int8_t* inputs = x.numbers.data() + (at + row * num_chunks) * kChunk + eight * 8;
+        for (int v = 0; v < kVectors; ++v) {
+          products[row][v] = dot(products[row][v], first[v], load<int32_t>(inputs));
+          products[row][v] = dot(products[row][v], second[v], load<int32_t>(inputs + 4));
+        }
+      }
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats scale = scales[v].scale_of(chunk, v, part);
+      for (int row = 0; row < kRows; ++row)
+        sums[row][v] = (Floats)_mm512_fmadd_ps(
+            (__m512)__builtin_convertvector(products[row][v], Floats),
+            _mm512_mul_ps((__m512)scale, _mm512_set1_ps(x.scales[at + row * num_chunks])), (__m512)sums[row][v]);
+    }
+  }
+
+  template <int kRows>
+  static void run_rows(const Grouped& layout, const RoundedRows& x, const uint8_t* panel, int64_t first_row,
+                       int64_t first_output, const Finish<Output>& finish) {
+    Floats sums[kRows][kVectors];
+    multiply<kRows>(layout, x, first_row, panel, sums);
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t first = first_output + v * kLanes, left = finish.out_features - first;
+      if (left <= 0) return;
+      for (int row = 0; row < kRows; ++row)
+        finish(sums[row][v], first_row + row, first, std::min<int64_t>(kLanes, left));
+    }
+  }
+
+  void run_panel(const Grouped& layout, const RoundedRows& x, const uint8_t* panel, int64_t first_row, int64_t count,
+                 int64_t first_output, const Finish<Output>& finish) {
+    constexpr auto by_rows = rows_functions<WholeNumbers>(std::make_integer_sequence<int, kRowsAtOnce>{});
+    for_each_group(count, kRowsAtOnce, [&](int64_t first, int64_t rows) {
+      by_rows[rows - 1](layout, x, panel, first_row + first, first_output, finish);
+    });
+  }
+};
+
+template <class Value>
+void run_in_whole_numbers(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
+  const Grouped& layout = *linear.grouped;
+  const int64_t in = linear.in_features, num_rows = x.numel() / in;
+  const at::Tensor rows = x.contiguous();
+  RoundedRows rounded(num_rows, layout.num_runs(in) * layout.chunks());
+  const int64_t num_chunks = rounded.num_chunks;
+  at::parallel_for(0, num_rows * num_chunks, 512, [&](int64_t begin, int64_t end) {
+    for (int64_t number = begin; number < end; ++number) {
+      const int64_t first = number % num_chunks * kChunk, count = std::clamp<int64_t>(in - first, 0, kChunk);
+      rounded.take(rows.const_data_ptr<Value>() + number / num_chunks * in + first, count, number, int(layout.middle));
+    }
+  });
+  const auto* panels = linear.panels.const_data_ptr<uint8_t>();
+  const Finish<Value> finish{linear, nullptr, output};
+  with_kind(layout, [&](auto kind) {
+    using Way = WholeNumbers<decltype(kind), Value>;
+    for_each_panel<Way>(linear.panels.size(0), num_rows, num_chunks * kChunk / 4,
+                        [&](Way& way, int64_t panel, int64_t first, int64_t count) {
+                          way.run_panel(layout, rounded, panels + panel * linear.panels.stride(0), first, count,
+                                        panel * kPanelOutputs, finish);
+                        });
+  });
+}
+
+#endif
+
+}  // namespace
+
+bool multiplies_whole_numbers() {
+#ifdef INFLIGHT_WHOLE_NUMBERS
+  return true;
+#else
+  return false;
+#endif
+}
+
+void run_grouped(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
+  const bool is_float = x.scalar_type() == at::kFloat;
+  TORCH_CHECK(is_float || x.scalar_type() == at::kBFloat16, "activations cannot be ", x.scalar_type());
+#ifdef INFLIGHT_WHOLE_NUMBERS
+  if (!linear.is_exact) {
+    if (is_float) return run_in_whole_numbers<float>(linear, x, output);
+    return run_in_whole_numbers<at::BFloat16>(linear, x, output);
+  }
+#endif
+  if (is_float) return run_exact<Float32Rows>(linear, x, output);
+  return run_exact<BFloat16Rows>(linear, x, output);
+}
+
+}  // namespace inflight

@@ -1,0 +1,19 @@
+// Layers whose weights are numbers of a few bits in groups (grouped.h).
+#pragma once
+
+#include "linear.h"
+
+namespace inflight {
+
+// `[…, in]` to `output` `[…, out]`, float32 or bfloat16, in one of two arithmetics.
+//
+// Exact: weights take the activations' dtype, as `grouped_rows` gives them, and everything is as in a layer of that dtype.
+//
+// Otherwise the activations of 32 inputs are rounded to int8 with a scale of their own; sums within a chunk are whole
+// numbers, and sums of chunks float32.
+void run_grouped(const Linear& linear, const at::Tensor& x, at::Tensor& output);
+
+// Whether this CPU multiplies whole numbers fast enough for the second one.
+bool multiplies_whole_numbers();
+
+}  // namespace inflight

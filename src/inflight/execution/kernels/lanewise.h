@@ -1,0 +1,41 @@
+// Rows of activations times a panel, in registers.
+#pragma once
+
+#include "linear.h"
+#include "panels.h"
+#include "stored.h"
+
+namespace inflight {
+
+struct Float32Rows : Float32 {
+  using Sum = Floats;
+  using Value = float;
+};
+
+struct BFloat16Rows : BFloat16 {
+  using Sum = Floats;
+  using Value = at::BFloat16;
+};
+
+#ifdef __AVX512F__
+constexpr int kRowsAtOnce = 8;  // 16 sums, of 32 registers
+#else
+constexpr int kRowsAtOnce = 3;  // 12 sums, of 16 registers
+#endif
+
+// Adds to sums[row][vector] the products of `steps` operands, for kRows rows that lie `stride` elements apart.
+template <class Kind, int kRows, class Weight>
+inline void multiply_panel(const typename Kind::Stored* x, int64_t stride, const Weight* panel, int64_t steps,
+                           typename Kind::Sum (&sums)[kRows][kVectors]) {
+  constexpr int64_t kPack = Kind::kPack;
+  for (int64_t step = 0; step < steps; ++step, panel += kPanelOutputs * kPack) {
+    typename Kind::Panel weights[kVectors];
+    for (int v = 0; v < kVectors; ++v) weights[v] = Kind::load_panel(panel + v * kLanes * kPack);
+    for (int row = 0; row < kRows; ++row) {
+      const auto operand = load<typename Kind::Operand>(x + row * stride + step * kPack);
+      for (int v = 0; v < kVectors; ++v) sums[row][v] = Kind::multiply_add(sums[row][v], operand, weights[v]);
+    }
+  }
+}
+
+}  // namespace inflight

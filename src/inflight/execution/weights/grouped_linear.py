@@ -1,0 +1,49 @@
+"""Linear layers whose weights are kept in groups (`grouped_weight`), in two arithmetics."""
+
+import torch
+
+from inflight.execution.kernels import kernels_available
+from inflight.execution.weights.grouped_weight import GroupedWeight
+from inflight.execution.weights.panels import PanelLinear
+from inflight.execution.weights.prepacked_linear import StoredRows
+
+
+class GroupedLinear(PanelLinear):
+    """A layer that rounds the activations of 32 inputs to int8, with a scale of their own, and multiplies them with the
+    numbers as they are."""
+
+    is_exact = False
+    """Whether weights are expanded to the activations' dtype and multiplied like those of a plain layer."""
+
+    def _prepack(self, weight: torch.Tensor) -> None:
+        assert isinstance(weight, GroupedWeight)
+        assert weight.dim() == 2
+        assert not weight.is_transposed
+        (self.prepacked,) = weight.panels
+        self.grouped = weight
+        self._register(
+            torch.ops.inflight.new_grouped_linear(
+                *(self.prepacked, weight.grouping.words, self.is_exact, self.bias),
+                *(self.in_features, self.out_features, self.activation, self.variant),
+            )
+        )
+
+    def layout(self) -> StoredRows:
+        """See `PrepackedLinear`."""
+        return self.grouped
+
+
+class ExactGroupedLinear(GroupedLinear):
+    """A layer that gives what a plain layer gives with the values of the weight."""
+
+    is_exact = True
+
+
+def can_group() -> bool:
+    """Whether weights can be kept in groups here: that takes our kernels."""
+    return kernels_available()
+
+
+def multiplies_whole_numbers() -> bool:
+    """Whether this CPU is fast at what `GroupedLinear` does."""
+    return can_group() and bool(torch.ops.inflight.multiplies_whole_numbers())

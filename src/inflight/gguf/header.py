@@ -1,0 +1,222 @@
+"""`GgufHeader`: what the beginning of a GGUF file says, checked. A file that says something impossible is refused in one
+sentence, before anybody else reads it.
+
+The format: ggml's `docs/gguf.md`. All numbers are little-endian.
+"""
+
+import math
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inflight.contracts.errors import ModelError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT, ALIGNMENT_KEY = 32, "general.alignment"
+MAX_DIMS = 4
+MAX_NAME, MAX_KEY = 2**10, 2**16
+"""Bytes of names; the format allows a tensor's 64."""
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""What `struct` calls the types of metadata that have a fixed size."""
+SHORT = 4096
+"""Arrays of more elements, which are vocabularies, are not read, only counted."""
+
+BLOCKS = {
+    **{0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2)},
+    **{2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24)},
+    **{8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144)},
+    **{13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74)},
+    **{18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110)},
+    **{22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54)},
+    **{35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17)},
+}
+"""The name of a tensor's type, the elements of a block, and its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies.
+
+    Attributes:
+        shape: in torch's order, the last dimension runs fastest.
+        kind: the name of its type, a key of nothing but `BLOCKS`' values.
+        start: its first byte in the file.
+        nbytes: how many there are.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    start: int
+    nbytes: int
+
+    @property
+    def num_elements(self) -> int:
+        """How many there are."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Stands for a long array of metadata."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """A file's header.
+
+    Attributes:
+        metadata: by key; a long array is only `Counted`.
+        places: for each key, where its entry begins and ends in the file.
+        tensors: by name.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    places: dict[str, tuple[int, int]]
+    tensors: dict[str, TensorEntry]
+
+    @property
+    def architecture(self) -> str:
+        """As llama.cpp calls it."""
+        return str(self.metadata["general.architecture"])
+
+    @property
+    def num_parameters(self) -> int:
+        """The elements of all tensors."""
+        return sum(each.num_elements for each in self.tensors.values())
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "GgufHeader":
+        """Raises `ModelError` if the file cannot be read, or is no intact GGUF file."""
+        try:
+            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return _Reader(Path(path), memoryview(content)).header()
+        except (OSError, ValueError) as error:  # mmap refuses an empty file
+            raise ModelError(f"{os.fspath(path)!r} cannot be read: {error}") from error
+
+
+class _Reader:
+    """Walks through a header; everything that a file says is checked before it is believed."""
+
+    def __init__(self, path: Path, content: memoryview) -> None:
+        self._path = path
+        self._content = content
+        self._at = 0
+
+    def header(self) -> GgufHeader:
+        try:
+            return self._header()
+        finally:
+            self._content.release()
+
+    def _header(self) -> GgufHeader:
+        if bytes(self._content[:4]) != MAGIC:
+            raise self._error("does not begin with 'GGUF'")
+        self._at = 4
+        version = self._scalar("I")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(struct.pack("<I", version), "big") in VERSIONS
+            raise self._error("is big-endian" if swapped else f"has version {version}, not one of {VERSIONS}")
+        num_tensors, num_keys = self._count(24), self._count(13)
+        metadata: dict[str, Any] = {}
+        places: dict[str, tuple[int, int]] = {}
+        for _ in range(num_keys):
+            start = self._at
+            key = self._string(MAX_KEY)
+            if key in metadata:
+                raise self._error(f"has two values for {key!r}")
+            metadata[key] = self._value(self._scalar("I"))
+            places[key] = (start, self._at)
+        if not isinstance(metadata.get("general.architecture"), str):
+            raise self._error("does not say what architecture it has")
+        if metadata.get("split.count", 1) not in (0, 1):
+            raise self._error("is one part of several: join them with llama.cpp's `gguf-split --merge`")
+        alignment = metadata.get(ALIGNMENT_KEY, ALIGNMENT)
+        if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
+            raise self._error(f"has an alignment of {alignment}")
+        return GgufHeader(self._path, metadata, places, self._tensors(num_tensors, alignment))
+
+    def _tensors(self, number: int, alignment: int) -> dict[str, TensorEntry]:
+        entries = [self._entry() for _ in range(number)]
+        start = -(-self._at // alignment) * alignment
+        tensors: dict[str, TensorEntry] = {}
+        for name, shape, kind, offset in entries:
+            if name in tensors:
+                raise self._error(f"has two tensors {name!r}")
+            if kind not in BLOCKS:
+                raise self._error(f"has {name!r} in type {kind}, which is unknown")
+            kind_name, block, num_bytes = BLOCKS[kind]
+            if not 0 < len(shape) <= MAX_DIMS or 0 in shape or shape[-1] % block:
+                raise self._error(f"gives {name!r} the sizes {shape}, which its type {kind_name} cannot have")
+            if offset % alignment:
+                raise self._error(f"has {name!r} at a place that is not aligned")
+            nbytes = math.prod(shape) // block * num_bytes
+            if start + offset + nbytes > len(self._content):
+                raise self._error(f"ends before its tensor {name!r}: it is cut off, or not whole yet")
+            tensors[name] = TensorEntry(name, shape, kind_name, start + offset, nbytes)
+        return tensors
+
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, num_dims = self._string(MAX_NAME), self._scalar("I")
+        if num_dims > MAX_DIMS:
+            raise self._error(f"has {name!r} with {num_dims} dimensions")
+        shape = tuple(self._scalar("Q") for _ in range(num_dims))
+        return name, shape[::-1], self._scalar("I"), self._scalar("Q")
+
+    def _value(self, kind: int) -> Any:
+        if kind in SCALARS:
+            return self._scalar(SCALARS[kind])
+        if kind == STRING:
+            return self._string(len(self._content))
+        if kind != ARRAY:
+            raise self._error(f"has metadata of type {kind}, which is unknown")
+        element = self._scalar("I")
+        if element in SCALARS:
+            size = struct.calcsize(f"<{SCALARS[element]}")
+            length = self._count(size)
+            values = self._take(length * size)
+            return list(struct.unpack(f"<{length}{SCALARS[element]}", values)) if length <= SHORT else Counted(length)
+        if element != STRING:
+            raise self._error(f"has an array of type {element}, which is unknown")
+        length = self._count(8)
+        if length <= SHORT:
+            return [self._string(len(self._content)) for _ in range(length)]
+        for _ in range(length):
+            self._take(self._scalar("Q"))
+        return Counted(length)
+
+    def _string(self, longest: int) -> str:
+        length = self._scalar("Q")
+        if length > longest:
+            raise self._error(f"has a name of {length} bytes")
+        try:
+            return bytes(self._take(length)).decode()
+        except UnicodeDecodeError as error:
+            raise self._error("has a name that is not UTF-8") from error
+
+    def _count(self, size: int) -> int:
+        """A number of things that take at least `size` bytes each."""
+        number = self._scalar("Q")
+        if number > (len(self._content) - self._at) // size:
+            raise self._error(f"announces {number} entries, more than it has room for")
+        return number
+
+    def _scalar(self, letter: str) -> Any:
+        return struct.unpack(f"<{letter}", self._take(struct.calcsize(f"<{letter}")))[0]
+
+    def _take(self, num_bytes: int) -> memoryview:
+        first, self._at = self._at, self._at + num_bytes
+        if self._at > len(self._content):
+            raise self._error("ends within its header: it is cut off, or not whole yet")
+        return self._content[first : self._at]
+
+    def _error(self, problem: str) -> ModelError:
+        return ModelError(f"{str(self._path)!r} is no GGUF file that can be read: it {problem}")

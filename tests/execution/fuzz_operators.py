@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from inflight.execution import kernels
-from inflight.execution.weights.formats.int4 import panels_of as panels_of_groups
 from inflight.execution.weights.panels import panels_of
 
 EXTREMES = (-(2**63), -(2**31), -7, -1, 0, 1, 2, 3, 5, 16, 17, 64, 255, 2**20, 2**31 - 1, 2**31, 2**40, 2**63 - 1)
+GROUPED = [(4, 0, False), (4, 0, True), (4, 1, True), (5, 1, True), (6, 2, False), (8, 0, False), (8, 1, False)]
+"""Bits, fine scales and minima of weights in groups."""
 
 
 class Fuzzer:
@@ -76,13 +77,31 @@ class Fuzzer:
         if self.random.random() < 0.3 and torch.ops.inflight.has_panels(torch.int8):
             int8 = (weight * 30).clamp(-127, 127).to(torch.int8)
             given = (panels_of(int8), bias, torch.rand(num_outputs), num_inputs, num_outputs, activation, "")
-        if self.random.random() < 0.3 and torch.ops.inflight.has_panels(torch.uint8):
-            group = self.random.choice([32, 64, 128])
-            num_groups = -(-num_inputs // group)
-            numbers = torch.randint(0, 16, (num_outputs, num_groups, group), dtype=torch.uint8)
-            panels = panels_of_groups(numbers, torch.rand(num_outputs, num_groups).half())
-            given = (panels, bias, None, num_inputs, num_outputs, activation, "")
+        if self.random.random() < 0.3:
+            return self._new_grouped_linear(num_inputs, num_outputs, activation)
         number: int | None = self.call("new_linear", *given, rate=0.1)
+        return number
+
+    def _new_grouped_linear(self, num_inputs: int, num_outputs: int, activation: str) -> int | None:
+        bits, fine, minima = self.random.choice(GROUPED)
+        coarse = self.random.choice([32, 64, 256])
+        num_runs = -(-num_inputs // coarse)
+        layout = [bits, coarse, fine, int(minima), 0 if minima else 1 << (bits - 1)]
+        numbers = torch.randint(0, 1 << bits, (num_outputs, num_inputs), dtype=torch.uint8)
+        scales = torch.rand(2, num_outputs, num_runs).half()
+        whole = torch.randint(-128, 128, (3, num_outputs, num_runs * coarse // 32), dtype=torch.int8)
+        several = torch.cat(tuple(whole[:fine]), dim=1) if fine else None
+        minima_given = (scales[1], whole[2] if fine else None) if minima else (None, None)
+        panels = self.call("pack_grouped", layout, numbers, scales[0], several, *minima_given, rate=0.05)
+        if panels is None:
+            return None
+        rows = torch.randint(0, num_outputs, (3,))
+        self.call("grouped_rows", layout, panels, rows, num_outputs, num_inputs, torch.float32, rate=0.05)
+        self.call("grouped_values", layout, panels, num_outputs, num_inputs, torch.bfloat16, rate=0.05)
+        given = (panels, layout, self.random.random() < 0.5, torch.randn(num_outputs))
+        number: int | None = self.call(
+            "new_grouped_linear", *given, num_inputs, num_outputs, activation, "", rate=0.05
+        )
         return number
 
     def _linear(self) -> None:
@@ -179,7 +198,7 @@ class Fuzzer:
                 return tensor.transpose(0, -1).contiguous().transpose(0, -1) if tensor.dim() > 1 else tensor
             case _:
                 if tensor.is_floating_point():
-                    return torch.full_like(tensor, draw.choice([math.nan, math.inf, -math.inf, 1e30]))
+                    return torch.full_like(tensor, draw.choice([math.nan, math.inf, -math.inf, 6e4]))
                 changed = tensor.clone()
                 if changed.numel():
                     limits = torch.iinfo(tensor.dtype) if tensor.dtype != torch.bool else None

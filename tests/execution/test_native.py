@@ -113,6 +113,7 @@ def test_a_cpu_without_avx512_gets_correct_kernels() -> None:
     names = (
         "attention",
         "experts",
+        "grouped",
         "linears",
         "sampler",
         "sampler_filters",

@@ -31,6 +31,7 @@ PRECISIONS = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int4 exact": {"dtype": "bfloat16", "quantization": "int4", "quantization_arithmetic": "exact"},
     "int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 }
 EVERY_WAY = [
@@ -112,7 +113,7 @@ def run_lessons(
 
 def needs(precision: str) -> None:
     this_cpu.needs(torch.float32 if precision == "float32" else torch.bfloat16)
-    this_cpu.needs({"int8": torch.int8, "int4": torch.uint8}.get(precision, torch.float32))
+    this_cpu.needs({"int8": torch.int8, "int4": torch.uint8, "int4 exact": torch.uint8}.get(precision, torch.float32))
 
 
 def run(name: str, *, num_requests: int = NUM_REQUESTS, **options: Any) -> tuple[dict[int, Tensor], Engine]:

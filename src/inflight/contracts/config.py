@@ -102,6 +102,8 @@ class EngineConfig:
         if self.quantization is not None:
             check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_choice("quantization_arithmetic", self.quantization_arithmetic, ARITHMETICS)
+        if self.quantization == "int8" and self.quantization_arithmetic == "exact":
+            raise ValueError("quantization 'int8' rounds activations: its arithmetic cannot be 'exact'")
         check_choice("compile", self.compile, COMPILE_MODES)
         check_choice("policy", self.policy, POLICIES)
         optional = ("max_model_len", "num_blocks", "kv_cache_memory", "max_prefill_tokens_per_step", "max_num_waiting")

@@ -189,8 +189,12 @@ class _Reader:
         length = self._count(8)
         if length <= SHORT:
             return [self._string(len(self._content)) for _ in range(length)]
+        at, end, size_of = self._at, len(self._content), struct.Struct("<Q").unpack_from
         for _ in range(length):
-            self._take(self._scalar("Q"))
+            if at + 8 > end:
+                break
+            at += 8 + size_of(self._content, at)[0]
+        self._take(at - self._at)
         return Counted(length)
 
     def _string(self, longest: int) -> str:

@@ -14,6 +14,12 @@ from inflight.gguf.header import MAGIC, Counted, GgufHeader
 
 UINT32 = 4
 """What metadata of this type are called."""
+OVERLOOKED = {
+    "context_length": "max_position_embeddings",
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+"""Keys of metadata, and what a configuration calls them if it has them."""
 ROOM = 2**16
 """Bytes behind a header, where its tensors would lie."""
 
@@ -32,12 +38,18 @@ def read_gguf_config(header: GgufHeader) -> PreTrainedConfig:
         except Exception as error:
             line = str(error).strip().split("\n")[0]
             raise ModelError(f"{str(header.path)!r} cannot be loaded: {line}") from error
-    config.vocab_size = header.tensors["token_embd.weight"].shape[0]
     config.dtype = torch.float32 if {each.kind for each in header.tensors.values()} == {"F32"} else torch.bfloat16
-    head_size = header.metadata.get(f"{header.architecture}.attention.key_length")
-    if head_size is not None and hasattr(config, "head_dim") and not hasattr(config, "global_head_dim"):
-        config.head_dim = head_size  # which `transformers` overlooks for some architectures
+    _complete(config, header)
     return config
+
+
+def _complete(config: PreTrainedConfig, header: GgufHeader) -> None:
+    """Set what `transformers` overlooks in some architectures' metadata."""
+    config.vocab_size = header.tensors["token_embd.weight"].shape[0]
+    for key, name in OVERLOOKED.items():
+        value = header.metadata.get(f"{header.architecture}.{key}")
+        if value is not None and hasattr(config, name) and not (name == "head_dim" and hasattr(config, "global_head_dim")):
+            setattr(config, name, value)
 
 
 def _short_copy(header: GgufHeader) -> bytes:

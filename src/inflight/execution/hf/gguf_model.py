@@ -5,7 +5,7 @@ whole tensors of floats; here it moves the numbers of their rows instead, and th
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from inflight.contracts.errors import ModelError
 from inflight.execution.weights.gguf_blocks import BLOCK_TYPES
 from inflight.execution.weights.grouped_linear import can_group
-from inflight.execution.weights.grouped_weight import GroupedWeight, Groups
+from inflight.execution.weights.grouped_weight import CHUNK, GroupedWeight, Groups
 from inflight.gguf.header import BLOCKS, GgufHeader, TensorEntry
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -44,6 +44,20 @@ def load_gguf_model(header: GgufHeader, config: PreTrainedConfig, dtype: torch.d
     return model
 
 
+class _Names:
+    """A model as `get_gguf_hf_weights_map` sees it: its own names and those of its parts, without theirs. (It makes a
+    table of 10 ms for every module that it sees.)"""
+
+    def __init__(self, module: torch.nn.Module, *, has_parts: bool = True) -> None:
+        self.config = getattr(module, "config", None)
+        self.state_dict = module.state_dict
+        self._parts = dict(module.named_children()) if has_parts else {}
+
+    def named_children(self) -> list[tuple[str, "_Names"]]:
+        """The model's parts."""
+        return [(name, _Names(part, has_parts=False)) for name, part in self._parts.items()]
+
+
 class _Loader:
     """Moves the tensors of one file to where the model has them."""
 
@@ -55,7 +69,9 @@ class _Loader:
             self._model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self._shapes = {name: tuple(each.shape) for name, each in self._model.state_dict().items()}
         self._processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=_flat(config))
-        self._names: dict[str, str] = get_gguf_hf_weights_map(self._model, self._processor)
+        self._names: dict[str, str] = get_gguf_hf_weights_map(_Names(self._model), self._processor)
+        self._merged: dict[str, torch.Tensor] = {}
+        """Parameters of which several tensors give a part, in floats; `transformers` fills them."""
         self._widened: Counter[str] = Counter()
         self.notes: list[str] = []
 
@@ -75,6 +91,8 @@ class _Loader:
             if not moved and entry.name != ROPE_FACTORS:
                 unknown.append(entry.name)
         for name, parts in sources.items():
+            if name in state:
+                raise ModelError(f"{str(self._header.path)!r} has one part of {name!r} in blocks and one in floats")
             state[name] = self._gathered(name, parts)
         if unknown:
             self.notes.append(f"the model has no place for {len(unknown)} of the file's tensors: {unknown[0]} …")
@@ -95,49 +113,63 @@ class _Loader:
             buffer.div_(factors)
 
     def _moved(self, entry: TensorEntry) -> Iterator[tuple[str, torch.Tensor]]:
-        """A tensor under the model's names: its values, or, of one in blocks, the numbers of its rows, int64, with a
-        last dimension of 1."""
+        """A tensor under the model's names: its values, or, of one in blocks, the numbers of its rows from 1 on, int64,
+        with a last dimension of 1. Rows of other tensors have the number 0."""
         in_blocks = entry.kind not in FLOATS
         if in_blocks:
             rows = entry.num_elements // entry.shape[-1]
-            given = torch.arange(rows).view(*entry.shape[:-1], 1)
+            given = torch.arange(1, rows + 1).view(*entry.shape[:-1], 1)
         else:
             given = self._floats(entry)
             if len(entry.shape) == 1 or given.dtype == torch.bfloat16:
                 given = given.float()
-        parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
+        parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {} if in_blocks else self._merged}
         result = self._processor.process(
             weights=given.numpy(), name=entry.name, tensor_key_mapping=self._names, parsed_parameters=parsed
         )
-        yield from parsed["tensors"].items()
+        yield from list(parsed["tensors"].items())
         if result.name in self._names:
             yield self._names[result.name], torch.from_numpy(np.ascontiguousarray(result.weights))
 
     def _gathered(self, name: str, parts: list[tuple[TensorEntry, torch.Tensor]]) -> torch.Tensor:
-        """The rows of one or several tensors in blocks, in the order of the numbers."""
-        shape = self._shapes.get(name)
-        if shape is None:
-            raise ModelError(f"{str(self._header.path)!r} has a weight {name!r}, which the model does not have")
-        return torch.cat([self._rows(entry, order) for entry, order in parts]) if len(parts) > 1 else self._rows(*parts[0])
-
-    def _rows(self, entry: TensorEntry, order: torch.Tensor) -> torch.Tensor:
-        elements, num_bytes = BLOCK_SIZES[entry.kind]
-        is_transposed = order.shape[-1] != 1
-        order = order.mT if is_transposed else order
-        blocks = self._bytes(entry).view(-1, entry.shape[-1] // elements, num_bytes)
-        matrices = []
-        for rows in order.reshape(-1, *order.shape[-2:-1]) if order.dim() > 2 else [order.reshape(-1)]:
-            first = int(rows[0])
-            in_order = torch.equal(rows, torch.arange(first, first + len(rows)))
-            matrices.append(blocks[first : first + len(rows)] if in_order else blocks[rows])
-        if entry.kind in BLOCK_TYPES and can_group() and entry.shape[-1] % 32 == 0:
-            groups = [checked(BLOCK_TYPES[entry.kind](each), entry.name) for each in matrices]
-            weight: torch.Tensor = GroupedWeight.of(entry.kind, groups, self._dtype, is_stacked=order.dim() > 2)
+        """A weight whose rows lie in one or several tensors in blocks."""
+        entries, orders = zip(*parts, strict=True)
+        shape = orders[0].shape
+        if name not in self._shapes or any(order.shape != shape for order in orders):
+            raise ModelError(f"{str(self._header.path)!r} has a weight {name!r} that the model does not have")
+        is_transposed, is_stacked = shape[-1] != 1, len(shape) > 2
+        rows = torch.stack([(order.mT if is_transposed else order)[..., 0] for order in orders])  # [tensors, …, out]
+        matrices = rows.flatten(1, -2).unbind(1) if is_stacked else [rows]
+        kinds = {entry.kind for entry in entries}
+        if len(kinds) == 1 and entries[0].kind in BLOCK_TYPES and can_group() and entries[0].shape[-1] % CHUNK == 0:
+            take = BLOCK_TYPES[entries[0].kind]
+            groups = [checked(take(self._blocks(entries, each)), entries[0].name) for each in matrices]
+            weight: torch.Tensor = GroupedWeight.of(entries[0].kind, groups, self._dtype, is_stacked=is_stacked)
         else:
-            self._widened[entry.kind] += 1
-            values = [_dequantised(each, entry).to(self._dtype) for each in matrices]
-            weight = torch.stack(values) if order.dim() > 2 else values[0]
+            self._widened["/".join(sorted(kinds))] += 1
+            values = [self._values(entries, each).to(self._dtype) for each in matrices]
+            weight = torch.stack(values) if is_stacked else values[0]
         return weight.mT if is_transposed else weight
+
+    def _blocks(self, entries: Sequence[TensorEntry], rows: torch.Tensor) -> torch.Tensor:
+        """The blocks `[out, in / block, bytes]` of a matrix, from tensors of one type; `rows` `[tensors, out]` has the
+        numbers of its rows in each tensor, from 1 on, or 0."""
+        blocks = [self._bytes(each).view(-1, *_block_shape(each)) for each in entries]
+        first = int(rows[0, 0])
+        if len(entries) == 1 and torch.equal(rows[0], torch.arange(first, first + rows.shape[1])):
+            return blocks[0][first - 1 : first - 1 + rows.shape[1]]
+        gathered = blocks[0].new_empty(rows.shape[1], *blocks[0].shape[1:])
+        for each, numbers in zip(blocks, rows, strict=True):
+            gathered[numbers > 0] = each[numbers[numbers > 0] - 1]
+        return gathered
+
+    def _values(self, entries: Sequence[TensorEntry], rows: torch.Tensor) -> torch.Tensor:
+        """The values `[out, in]` float32 of a matrix; `rows` as for `_blocks`."""
+        values = torch.empty(rows.shape[1], entries[0].shape[-1])
+        for entry, numbers in zip(entries, rows, strict=True):
+            blocks = self._bytes(entry).view(-1, *_block_shape(entry))
+            values[numbers > 0] = _dequantised(blocks[numbers[numbers > 0] - 1], entry)
+        return values
 
     def _floats(self, entry: TensorEntry) -> torch.Tensor:
         return self._bytes(entry).clone().view(FLOATS[entry.kind]).view(entry.shape)
@@ -145,6 +177,12 @@ class _Loader:
     def _bytes(self, entry: TensorEntry) -> torch.Tensor:
         part = self._content[entry.start : entry.start + entry.nbytes]
         return torch.from_numpy(part) if part.flags.writeable else _read_only(part)
+
+
+def _block_shape(entry: TensorEntry) -> tuple[int, int]:
+    """The blocks of a row, and the bytes of a block."""
+    elements, num_bytes = BLOCK_SIZES[entry.kind]
+    return entry.shape[-1] // elements, num_bytes
 
 
 def _read_only(part: np.ndarray) -> torch.Tensor:

@@ -68,6 +68,7 @@ Grouped::Grouped(at::IntArrayRef layout)
 
 void check_grouped(const Grouped& layout, const at::Tensor& panels, int64_t out_features, int64_t in_features) {
   TORCH_CHECK(in_features > 0 && out_features > 0, "a layer must have inputs and outputs");
+  TORCH_CHECK(in_features < int64_t(1) << 40 && out_features < int64_t(1) << 40, "a layer is too large");
   check_whole(panels, "panels", 2, at::kByte);
   check_size(panels, "panels", 0, (out_features + kPanelOutputs - 1) / kPanelOutputs);
   check_size(panels, "panels", 1, layout.num_runs(in_features) * layout.run_bytes());
@@ -78,6 +79,7 @@ at::Tensor pack_grouped(at::IntArrayRef words, const at::Tensor& numbers, const 
                         const std::optional<at::Tensor>& fine_minima) {
   const Grouped layout(words);
   check_whole(numbers, "numbers", 2, at::kByte);
+  TORCH_CHECK(numbers.numel() > 0, "a layer must have inputs and outputs");
   const int64_t out = numbers.size(0), in = numbers.size(1), num_runs = layout.num_runs(in);
   const int64_t num_chunks = num_runs * layout.chunks();
   const auto check = [&](const std::optional<at::Tensor>& each, const char* name, bool needed, at::ScalarType dtype,

@@ -53,4 +53,8 @@ at::Tensor pack_grouped(at::IntArrayRef layout, const at::Tensor& numbers, const
 at::Tensor grouped_rows(at::IntArrayRef layout, const at::Tensor& panels, const at::Tensor& rows, int64_t out_features,
                         int64_t in_features, at::ScalarType dtype);
 
+// All rows.
+at::Tensor grouped_values(at::IntArrayRef layout, const at::Tensor& panels, int64_t out_features, int64_t in_features,
+                          at::ScalarType dtype);
+
 }  // namespace inflight

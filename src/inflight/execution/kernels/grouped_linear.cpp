@@ -6,6 +6,7 @@
 #include "grouped_linear.h"
 
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
 
 #include <array>
 #include <cmath>
@@ -148,15 +149,10 @@ inline void for_each_group(int64_t count, int64_t at_once, const Function& funct
 
 // ------------------------------------------------------------------------------------------ the exact arithmetic
 
-// Some chunks are expanded to the activations' dtype, in the L1 cache, and multiplied like a plain panel.
+// A chunk's weights in the activations' dtype, as they lie in a plain panel.
 template <class Kind, class Rows>
-struct Exact {
-  using Output = typename Rows::Value;
+struct Expanded {
   using Stored = typename Rows::Stored;
-  static constexpr int64_t kRowsOfItem = 64, kChunksOfPart = 4;
-
-  alignas(64) Stored expanded[kChunksOfPart * kChunk * kPanelOutputs];
-  float sums[kRowsOfItem][kPanelOutputs];
 
   static void store_values(const Floats (&values)[4], Stored* to) {
     if constexpr (Rows::kPack == 1) {
@@ -202,6 +198,18 @@ struct Exact {
     }
   }
 
+};
+
+// Some chunks are expanded, in the L1 cache, and multiplied like a plain panel.
+template <class Kind, class Rows>
+struct Exact {
+  using Output = typename Rows::Value;
+  using Stored = typename Rows::Stored;
+  static constexpr int64_t kRowsOfItem = 64, kChunksOfPart = 4;
+
+  alignas(64) Stored expanded[kChunksOfPart * kChunk * kPanelOutputs];
+  float sums[kRowsOfItem][kPanelOutputs];
+
   template <int kRows>
   static void run_rows(const Stored* x, int64_t stride, const Stored* panel, int64_t steps,
                        float (*sums)[kPanelOutputs]) {
@@ -221,8 +229,8 @@ struct Exact {
       for (int64_t c = 0; c < layout.chunks(); c += kChunksOfPart) {
         const int64_t num_chunks = std::min(kChunksOfPart, layout.chunks() - c);
         for (int64_t i = 0; i < num_chunks; ++i)
-          expand(panel, panel + kBytesOfHead<Kind> + (c + i) * kBytesOfChunk<Kind>, int(layout.middle),
-                 expanded + i * kChunk * kPanelOutputs);
+          Expanded<Kind, Rows>::expand(panel, panel + kBytesOfHead<Kind> + (c + i) * kBytesOfChunk<Kind>,
+                                       int(layout.middle), expanded + i * kChunk * kPanelOutputs);
         const Stored* inputs = x + first_row * num_inputs + run * layout.coarse + c * kChunk;
         for_each_group(count, kRowsAtOnce, [&](int64_t first, int64_t rows) {
           by_rows[rows - 1](inputs + first * num_inputs, num_inputs, expanded, num_chunks * kChunk / Rows::kPack,
@@ -257,6 +265,23 @@ void run_exact(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
                                         count, panel * kPanelOutputs, finish);
                         });
   });
+}
+
+// Writes the rows of a panel to `to` `[outputs, in]`.
+template <class Kind, class Rows>
+void expand_panel(const Grouped& layout, const uint8_t* panel, int64_t num_outputs, int64_t in_features,
+                  typename Rows::Stored* to) {
+  constexpr int64_t kPack = Rows::kPack;
+  alignas(64) typename Rows::Stored expanded[kChunk * kPanelOutputs];
+  for (int64_t i = 0; i < in_features; i += kChunk) {
+    if (i > 0 && i % layout.coarse == 0) panel += layout.run_bytes();
+    Expanded<Kind, Rows>::expand(panel, panel + kBytesOfHead<Kind> + i % layout.coarse / kChunk * kBytesOfChunk<Kind>,
+                                 int(layout.middle), expanded);
+    const int64_t count = std::min<int64_t>(kChunk, in_features - i);
+    for (int64_t output = 0; output < num_outputs; ++output)
+      for (int64_t j = 0; j < count; ++j)
+        to[output * in_features + i + j] = expanded[j / kPack * kPanelOutputs * kPack + output * kPack + j % kPack];
+  }
 }
 
 // --------------------------------------------------------------------------------------------- in whole numbers
@@ -438,6 +463,31 @@ void run_in_whole_numbers(const Linear& linear, const at::Tensor& x, at::Tensor&
 #endif
 
 }  // namespace
+
+at::Tensor grouped_values(at::IntArrayRef words, const at::Tensor& panels, int64_t out_features, int64_t in_features,
+                          at::ScalarType dtype) {
+  const Grouped layout(words);
+  check_grouped(layout, panels, out_features, in_features);
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "weights cannot be ", dtype);
+  at::Tensor values = at::empty({out_features, in_features}, dtype);
+  const auto fill = [&](auto rows) {
+    using Rows = decltype(rows);
+    auto* to = static_cast<typename Rows::Stored*>(values.data_ptr());
+    with_kind(layout, [&](auto kind) {
+      at::parallel_for(0, panels.size(0), 1 + 16384 / in_features, [&](int64_t begin, int64_t end) {
+        for (int64_t panel = begin; panel < end; ++panel) {
+          const int64_t first = panel * kPanelOutputs;
+          expand_panel<decltype(kind), Rows>(layout, panels.const_data_ptr<uint8_t>() + panel * panels.size(1),
+                                             std::min<int64_t>(kPanelOutputs, out_features - first), in_features,
+                                             to + first * in_features);
+        }
+      });
+    });
+  };
+  if (dtype == at::kFloat) fill(Float32Rows{});
+  else fill(BFloat16Rows{});
+  return values;
+}
 
 bool multiplies_whole_numbers() {
 #ifdef INFLIGHT_WHOLE_NUMBERS

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from inflight.execution.weights.formats import PLAIN
+from inflight.execution.weights.grouped_weight import as_values
 from inflight.execution.weights.layers import MIN_ROWS, is_narrow, rows_apart
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
@@ -28,7 +29,7 @@ class CaughtMatrix(nn.Parameter):
     @classmethod
     def of(cls, weight: torch.Tensor, *, is_copied: bool = True) -> "CaughtMatrix":
         """A weight `[out, in]`, or a copy of it, as one of these."""
-        weight = weight.detach()
+        weight = as_values(weight.detach())
         caught = torch.Tensor._make_subclass(cls, weight.clone() if is_copied else weight, False)
         caught.prepacked = {}
         return caught
@@ -87,7 +88,7 @@ class CaughtMatrices(nn.Parameter):
     @classmethod
     def of(cls, weights: torch.Tensor) -> "CaughtMatrices":
         """Weights `[experts, …]`, which are not copied, as one of these."""
-        matrices = torch.Tensor._make_subclass(cls, weights.detach(), False)
+        matrices = torch.Tensor._make_subclass(cls, as_values(weights.detach()), False)
         matrices.used = []
         return matrices
 

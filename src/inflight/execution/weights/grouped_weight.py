@@ -123,7 +123,8 @@ class GroupedWeight(torch.Tensor):
     ) -> "GroupedWeight":
         """From panels of matrices; `shape` is `[out, in]` or `[experts, out, in]`."""
         seen = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else tuple(shape)
-        made: GroupedWeight = torch.Tensor._make_wrapper_subclass(cls, seen, dtype=dtype, device="cpu")
+        with torch.inference_mode(False):  # so that views of it may be made inside and outside of inference mode
+            made: GroupedWeight = torch.Tensor._make_wrapper_subclass(cls, seen, dtype=dtype, device="cpu")
         made.kind, made.grouping, made.panels, made.is_transposed = kind, grouping, tuple(panels), is_transposed
         return made
 
@@ -153,21 +154,17 @@ class GroupedWeight(torch.Tensor):
 
     def values(self) -> torch.Tensor:
         """The weight as an ordinary tensor."""
-        num_outputs = self.matrix_shape[0]
-        matrices = [self._rows(panels, torch.arange(num_outputs)) for panels in self.panels]
-        weight = matrices[0] if self.dim() == 2 else torch.stack(matrices)
+        words, sizes = self.grouping.words, self.matrix_shape
+        matrices = [torch.ops.inflight.grouped_values(words, each, *sizes, self.dtype) for each in self.panels]
+        weight: torch.Tensor = matrices[0] if self.dim() == 2 else torch.stack(matrices)
         return weight.mT if self.is_transposed else weight
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """The rows of a matrix that have these numbers: `[…]` int64 to `[…, in]`."""
-        rows = self._rows(self.panels[0], numbers.reshape(-1).contiguous())
-        return rows.view(*numbers.shape, rows.shape[-1])
-
-    def _rows(self, panels: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = torch.ops.inflight.grouped_rows(
-            self.grouping.words, panels, numbers, *self.matrix_shape, self.dtype
+            self.grouping.words, self.panels[0], numbers.flatten(), *self.matrix_shape, self.dtype
         )
-        return rows
+        return rows.view(*numbers.shape, rows.shape[-1])
 
     def like(self, **changes: Any) -> "GroupedWeight":
         """The same with other panels, another shape (before it is transposed) or another dtype."""
@@ -201,8 +198,13 @@ class GroupedWeight(torch.Tensor):
         result = kept(*args, **kwargs) if kept else None
         if result is not None:
             return result
-        args, kwargs = tree_map(lambda each: each.values() if isinstance(each, GroupedWeight) else each, (args, kwargs))
+        args, kwargs = tree_map(as_values, (args, kwargs))
         return function(*args, **kwargs)
+
+
+def as_values(weight: torch.Tensor) -> torch.Tensor:
+    """A weight as an ordinary tensor, which it may be already."""
+    return weight.values() if isinstance(weight, GroupedWeight) else weight
 
 
 def _same(weight: GroupedWeight, *args: Any, **kwargs: Any) -> GroupedWeight:
@@ -271,4 +273,3 @@ KEPT: dict[Any, Callable[..., Any]] = {
     aten.embedding.default: _embedded,
 }
 """Operators that keep numbers as they are. One that cannot, for these arguments, gives None."""
-

@@ -1,0 +1,241 @@
+"""Weights in groups: what they stand for, and that both arithmetics compute what their definitions say, in any batch."""
+
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from inflight import LLM, SamplingParams
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
+from inflight.engine.engine import Engine
+from inflight.execution.weights.formats import PLAIN, int4
+from inflight.execution.weights.formats.int4 import round_weight
+from inflight.execution.weights.gguf_blocks import BLOCK_TYPES
+from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, multiplies_whole_numbers
+from inflight.execution.weights.grouped_weight import CHUNK, GroupedLayout, GroupedWeight, Groups
+from inflight.execution.weights.panels import has_panels
+from inflight.execution.weights.tied_embedding import PrepackedEmbedding
+from tests import zoo
+from tests.execution import this_cpu
+from tests.gguf.files import random_blocks
+
+DTYPES = [torch.float32, torch.bfloat16]
+LAYOUTS = {
+    "a scale for 32": GroupedLayout(4, 32, middle=8),
+    "a scale for 64": GroupedLayout(4, 64, middle=8),
+    "a scale for 128": GroupedLayout(4, 128, middle=7),
+    "a minimum": GroupedLayout(4, 64, has_minima=True),
+    "eight bits": GroupedLayout(8, 128, middle=128),
+    "eight bits, a minimum": GroupedLayout(8, 32, has_minima=True),
+    "fine scales": GroupedLayout(4, 256, fine=1, has_minima=True),
+    "two fine scales": GroupedLayout(6, 256, fine=2, middle=32),
+}
+SHAPES = [(64, 64), (300, 96), (33, 40), (70, 33), (16, 700)]
+
+
+@pytest.fixture(autouse=True)
+def _cpu() -> None:
+    this_cpu.needs(torch.uint8)
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_groups(layout: GroupedLayout, shape: tuple[int, int]) -> Groups:
+    generator = torch.Generator().manual_seed(1)
+    num_outputs, num_inputs = shape
+    num_runs, num_chunks = -(-num_inputs // layout.coarse), -(-num_inputs // CHUNK)
+
+    def whole(number: int) -> torch.Tensor:
+        return torch.randint(-100, 100, (num_outputs, number), generator=generator, dtype=torch.int8)
+
+    return Groups(
+        layout,
+        torch.randint(0, 1 << layout.bits, shape, generator=generator, dtype=torch.uint8),
+        torch.rand(num_outputs, num_runs, generator=generator).half(),
+        whole(num_chunks * layout.fine) if layout.fine else None,
+        torch.rand(num_outputs, num_runs, generator=generator).half() if layout.has_minima else None,
+        whole(num_chunks) if layout.has_minima and layout.fine else None,
+    )
+
+
+def grouped(groups: Groups, dtype: torch.dtype = torch.float32) -> GroupedWeight:
+    return GroupedWeight.of("test", [groups], dtype, is_stacked=False)
+
+
+# ------------------------------------------------------------------------------------------- what they stand for
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_a_type_of_gguf_is_taken_apart_without_loss(kind: str) -> None:
+    blocks = random_blocks(kind, 70, 1280)
+    expected = torch.from_numpy(gguf.dequantize(blocks.flatten(1).numpy(), gguf.GGMLQuantizationType[kind]).copy())
+    groups = BLOCK_TYPES[kind](blocks)
+    assert torch.equal(groups.values(), expected)
+    assert torch.equal(grouped(groups).values(), expected)
+    assert torch.equal(grouped(groups, torch.bfloat16).values(), expected.bfloat16())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_panels_hold_every_weight(layout: GroupedLayout, shape: tuple[int, int]) -> None:
+    groups = random_groups(layout, shape)
+    weight = grouped(groups)
+    assert torch.equal(weight.values(), groups.values())
+    numbers = torch.randint(0, shape[0], (3, 5))
+    assert torch.equal(weight.rows(numbers), groups.values()[numbers])
+
+
+def test_a_grouped_weight_is_a_parameter_like_any_other() -> None:
+    groups = [random_groups(LAYOUTS["a minimum"], (64, 96)) for _ in range(3)]
+    one, several = grouped(groups[0]), GroupedWeight.of("test", groups, torch.float32, is_stacked=True)
+    values, stacked = groups[0].values(), torch.stack([each.values() for each in groups])
+    parameter = nn.Parameter(one, requires_grad=False)
+    x = drawn(5, 96)
+    with torch.inference_mode():
+        assert torch.equal(functional.linear(x, parameter), functional.linear(x, values))
+        assert torch.equal(functional.linear(x, several[1]), functional.linear(x, stacked[1]))
+        assert torch.equal(functional.embedding(torch.tensor([[3, 0]]), parameter), values[torch.tensor([[3, 0]])])
+        assert torch.equal(several.sum(), stacked.sum())
+        assert torch.equal(x @ one.T, x @ values.T)
+    for kept, expected in [
+        (parameter.data, values),
+        (one.T, values.T),
+        (one.mT.mT, values),
+        (one.to(torch.bfloat16), values.bfloat16()),
+        (several.transpose(1, 2), stacked.mT),
+        (several[2], stacked[2]),
+        (list(several)[1], stacked[1]),
+        (torch.cat([one, one]), torch.cat([values, values])),
+    ]:
+        assert isinstance(kept, GroupedWeight)
+        assert kept.shape == expected.shape
+        assert torch.equal(kept.values(), expected)
+    assert not isinstance(torch.cat([one, values]), GroupedWeight)
+    assert not isinstance(torch.cat([grouped(random_groups(LAYOUTS["a minimum"], (33, 96)))] * 2), GroupedWeight)
+
+
+# ------------------------------------------------------------------------------------------------ the arithmetics
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_exact_arithmetic_gives_the_bits_of_a_plain_layer(
+    layout: GroupedLayout, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    this_cpu.needs(dtype)
+    groups, bias = random_groups(layout, shape), drawn(shape[0]).to(dtype)
+    layer = ExactGroupedLinear(grouped(groups, dtype), bias, "gelu", "tanh")
+    plain = PLAIN.prepack_linear(groups.values().to(dtype), bias, "gelu", "tanh")
+    for num_rows in (1, 7, 8, 150):
+        x = drawn(num_rows, shape[1], seed=num_rows).to(dtype)
+        actual, expected = layer(x), plain(x)
+        assert actual.dtype == dtype
+        if has_panels(dtype) and not torch.cpu._is_amx_tile_supported():
+            assert torch.equal(actual, expected)
+        else:
+            error = (actual.double() - expected.double()).norm() / expected.double().norm()
+            assert error < (1e-6 if dtype == torch.float32 else 5e-3)
+
+
+def rounded_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The definition of the fast arithmetic, in float64: `[T, in]` times `[out, in]`."""
+    missing = -x.shape[1] % CHUNK
+    chunks = functional.pad(x.float(), (0, missing)).view(len(x), -1, CHUNK)
+    largest = chunks.abs().amax(dim=-1, keepdim=True)
+    inverse = torch.full_like(largest, 127) / largest  # `127 / largest` would be rounded twice
+    rounded = (chunks.double() * inverse.double()).nan_to_num(0).round() * (largest / 127).double()
+    return rounded.flatten(1)[:, : x.shape[1]] @ weight.double().T
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_fast_arithmetic_computes_what_its_definition_says(
+    layout: GroupedLayout, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    if not multiplies_whole_numbers():
+        pytest.skip("this CPU is slow with whole numbers")
+    groups, bias = random_groups(layout, shape), drawn(shape[0]).to(dtype)
+    layer = GroupedLinear(grouped(groups, dtype), bias)
+    for num_rows in (1, 2, 6, 7, 13, 150):
+        x = drawn(num_rows, shape[1], seed=num_rows).to(dtype)
+        expected = rounded_product(x, groups.values()) + bias.double()
+        error = (layer(x).double() - expected).norm() / expected.norm()
+        assert error < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("kind", [GroupedLinear, ExactGroupedLinear])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_row_gets_the_same_bits_in_any_batch(
+    layout: GroupedLayout, dtype: torch.dtype, kind: type[GroupedLinear]
+) -> None:
+    layer = kind(grouped(random_groups(layout, (70, 320)), dtype), None)
+    x = drawn(200, 320).to(dtype)
+    together = layer(x)
+    for first, last in ((0, 1), (3, 5), (60, 69), (100, 117), (7, 200)):
+        assert torch.equal(layer(x[first:last]), together[first:last])
+
+
+@pytest.mark.parametrize("kind", [GroupedLinear, ExactGroupedLinear])
+def test_non_finite_values_stay_within_their_row(kind: type[GroupedLinear]) -> None:
+    layer = kind(grouped(random_groups(LAYOUTS["a minimum"], (64, 64))), None)
+    x = drawn(3, 64)
+    expected = layer(x)
+    for bad in (float("nan"), float("inf")):
+        broken = x.clone()
+        broken[1, 7] = bad
+        actual = layer(broken)
+        assert not actual[1].isfinite().any()
+        assert torch.equal(actual[[0, 2]], expected[[0, 2]])
+
+
+# ------------------------------------------------------------------------------------------------------------ int4
+
+
+def test_a_weight_that_four_bits_can_hold_keeps_its_values() -> None:
+    groups = random_groups(int4.LAYOUT, (50, 90))
+    groups.numbers[:, ::32] = 0  # the largest
+    weight = groups.values()
+    assert torch.equal(round_weight(weight).values(), weight)
+    assert not round_weight(torch.zeros(4, 90)).values().any()
+
+
+def test_a_scale_is_chosen_with_the_least_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = drawn(64, 512)
+    chosen = (round_weight(weight).values() - weight).norm()
+    monkeypatch.setattr(int4, "SHARES", (1.0,))
+    assert chosen < 0.98 * (round_weight(weight).values() - weight).norm()
+
+
+@pytest.mark.parametrize("arithmetic", ["fast", "exact"])
+def test_a_model_in_four_bits_is_close_and_reads_its_embedding_out_of_the_head(arithmetic: str) -> None:
+    prompt, greedy = "Once upon a time", SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    llm = LLM(quantization="int4", quantization_arithmetic=arithmetic)
+    assert llm.model_info.quantization == "int4"
+    assert isinstance(llm.engine.runner.model.get_input_embeddings(), PrepackedEmbedding)
+    scores = [
+        [next(iter(each.values())).logprob for each in (output.prompt_logprobs or [])[1:] if each]
+        for output in (one.generate(prompt, greedy, use_tqdm=False)[0] for one in (llm, LLM()))
+    ]
+    assert len(scores[0]) == len(scores[1]) > 1
+    assert scores[0] == pytest.approx(scores[1], abs=1.0)
+
+
+def test_without_kernels_four_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int4, "can_group", lambda: False)
+    with pytest.raises(ModelError, match="quantization 'int4' needs a C\\+\\+ compiler"):
+        Engine(zoo.build("llama"), EngineConfig(num_blocks=20, quantization="int4"))
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int8", "quantization_arithmetic": "exact"}])
+def test_int8_has_no_exact_arithmetic(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="'int8' rounds activations"):
+        EngineConfig(**options)

@@ -1,0 +1,139 @@
+"""GGUF files of tiny models, written with the `gguf` package, as llama.cpp's converter would write them."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+SCALES = {
+    **{"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108]},
+    **{"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "IQ3_S": [0]},
+}
+"""Where the float16 of a block are."""
+COMMON = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "vocab_size": "vocab_size",
+}
+"""Metadata, and what they are called in a configuration."""
+GPT2 = {"context_length": "n_positions", "attention.layer_norm_epsilon": "layer_norm_epsilon"}
+
+
+def random_blocks(kind: str, num_rows: int, num_inputs: int, size: float = 0.01, seed: int = 0) -> torch.Tensor:
+    """Blocks `[rows, in / block, bytes]` uint8 of which every bit is random, except for the size of their scales."""
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_rows, num_inputs // elements)
+    blocks = torch.randint(0, 256, (*shape, num_bytes), generator=generator, dtype=torch.uint8)
+    for place in SCALES[kind]:
+        scales = torch.randn(shape, generator=generator).mul(size).half()
+        blocks[..., place : place + 2] = scales[..., None].view(torch.uint8)
+    return blocks
+
+
+def tiny(model_type: str, **changes: Any) -> PreTrainedModel:
+    """A tiny random model whose matrices have 256 inputs, as K-quants need them."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    common = sizes | {"vocab_size": 320, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 512}
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = AutoConfig.for_model(model_type, **(common | ids | {"tie_word_embeddings": False} | changes))
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if each.dim() > 1 and "embed" not in name:
+                each.mul_(4)
+            elif each.dim() == 1:
+                each.add_(torch.randn(each.shape) * 0.1)
+    return model
+
+
+def write(path: Path, model: PreTrainedModel, kind_of: Callable[[str], str]) -> None:
+    """Write `model` to a file; `kind_of` says by its name in the file in which type a matrix is."""
+    config = model.config
+    architecture = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, architecture)
+    _write_metadata(writer, config)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    tied = config.tie_word_embeddings
+    for name, values in model.state_dict().items():
+        if name == "lm_head.weight" and tied:
+            continue
+        for suffix, tensor in _as_converted(architecture, config, name, values):
+            stem, _, ending = name.rpartition(".")
+            own = suffix or names.get_name(stem)
+            ending = ending if ending in ("weight", "bias") else "weight"
+            _write_tensor(writer, f"{own}.{ending}", tensor, kind_of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    keys = COMMON | (GPT2 if config.model_type == "gpt2" else {})
+    for key, attribute in keys.items():
+        value = getattr(config, attribute, None)
+        if isinstance(value, float):
+            writer.add_float32(f"{writer.arch}.{key}", value)
+        elif isinstance(value, int):
+            writer.add_uint32(f"{writer.arch}.{key}", value)
+    theta = getattr(config, "rope_parameters", None) or {}
+    theta = theta.get("full_attention", theta).get("rope_theta")
+    if theta is not None:
+        writer.add_float32(f"{writer.arch}.rope.freq_base", theta)
+    if config.model_type == "llama":
+        writer.add_uint32("llama.rope.dimension_count", config.head_dim)
+
+
+def _as_converted(
+    architecture: str, config: PreTrainedConfig, name: str, values: torch.Tensor
+) -> list[tuple[str | None, torch.Tensor]]:
+    """The tensors that llama.cpp's converter makes of one, each with its name if that is not the usual one."""
+    layer = re.search(r"layers\.(\d+)\.", name)
+    if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        pairs = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
+        return [(None, pairs.transpose(1, 2).reshape(values.shape))]
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        return [(None, values + 1)]
+    if architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        return [(None, values.T)]
+    if layer and name.endswith("experts.gate_up_proj"):
+        gate, up = values.chunk(2, dim=1)
+        return [(f"blk.{layer[1]}.ffn_gate_exps", gate), (f"blk.{layer[1]}.ffn_up_exps", up)]
+    if layer and name.endswith("experts.down_proj"):
+        return [(f"blk.{layer[1]}.ffn_down_exps", values)]
+    return [(None, values)]
+
+
+def _write_tensor(
+    writer: gguf.GGUFWriter, name: str, values: torch.Tensor, kind_of: Callable[[str], str]
+) -> None:
+    kind = kind_of(name) if values.dim() > 1 else "F32"
+    if kind == "F32":
+        writer.add_tensor(name, values.float().contiguous().numpy())
+        return
+    if kind in SCALES and kind.endswith(("_K", "_XS", "_NL", "_S")):  # the package cannot round to these
+        size = 0.1 * float(values.std()) / (1 if kind == "IQ4_NL" else 20)
+        packed = random_blocks(kind, values[..., 0].numel(), values.shape[-1], size, seed=len(name))
+        data = packed.reshape(*values.shape[:-1], -1).numpy()
+    else:
+        data = gguf.quantize(values.float().contiguous().numpy(), gguf.GGMLQuantizationType[kind])
+    writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=gguf.GGMLQuantizationType[kind])

@@ -1,0 +1,85 @@
+"""A GGUF file runs as `transformers` runs it when it has dequantised it, and its weights stay as they are."""
+
+import copy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from inflight import LLM, SamplingParams
+from inflight.contracts.config import EngineConfig
+from inflight.execution.hf.load import load_model
+from inflight.execution.weights.grouped_weight import GroupedWeight
+from tests.execution import this_cpu
+from tests.gguf.files import tiny, write
+
+MIXED = ["Q4_K", "Q6_K", "Q5_K", "Q8_0", "Q4_0", "Q3_K", "Q5_0", "Q4_1", "Q5_1", "IQ4_NL", "IQ4_XS", "F16", "BF16", "F32"]
+MODELS = {
+    "llama": tiny("llama"),
+    "qwen3": tiny("qwen3", head_dim=128, tie_word_embeddings=True),
+    "gemma3_text": tiny("gemma3_text", tie_word_embeddings=True, sliding_window=16),
+    "qwen3_moe": tiny("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=768, norm_topk_prob=True),
+    "gpt2": tiny("gpt2", n_head=4, head_dim=None, num_key_value_heads=None, intermediate_size=None, n_positions=1024),
+}
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> None:
+    this_cpu.needs(torch.uint8)
+
+
+def of_kinds(*kinds: str):  # type: ignore[no-untyped-def]
+    """Gives one matrix after the other another type."""
+    given: Counter[str] = Counter()
+
+    def kind_of(name: str) -> str:
+        given["all"] += "ffn_up_exps" not in name  # which lies in one parameter with the matrix before it
+        return kinds[given["all"] % len(kinds)]
+
+    return kind_of
+
+
+def read_by_transformers(name: str, path: Path) -> PreTrainedModel:
+    """The dequantised model. (Its own mapping overlooks some sizes of such small models.)"""
+    config = copy.deepcopy(MODELS[name].config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_is_what_transformers_reads(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, MODELS[name], of_kinds(*MIXED))
+    own = load_model(path, EngineConfig(dtype="float32"))
+    theirs = read_by_transformers(name, path)
+    assert not own.inflight_notes
+    for key in ("hidden_size", "vocab_size", "max_position_embeddings", "num_key_value_heads", "sliding_window", "head_dim"):
+        assert getattr(own.config, key, None) == getattr(theirs.config, key, None)
+    expected = theirs.state_dict()
+    kinds = Counter()
+    for key, weight in own.state_dict().items():
+        if isinstance(weight, GroupedWeight):
+            kinds[weight.kind] += 1
+            assert torch.equal(weight.values(), expected[key]), key
+        else:
+            assert torch.equal(weight, expected[key]), key
+    assert len(kinds) >= 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_exact_arithmetic_every_token_is_the_plain_models(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, MODELS[name], of_kinds("Q4_K", "Q6_K", "Q4_0", "Q8_0"))
+    llm = LLM(str(path), dtype="float32", quantization_arithmetic="exact", num_blocks=60)
+    assert llm.model_info.logits_error < 2e-5
+    plain = read_by_transformers(name, path)
+    plain.generation_config.eos_token_id = None
+    prompts = [[5, 6, 7], [300, 2, 9, 11, 200], list(range(40))]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        given = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert list(output.outputs[0].token_ids) == given[0, len(prompt) :].tolist()

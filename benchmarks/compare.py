@@ -212,9 +212,11 @@ def _parser() -> argparse.ArgumentParser:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     peers, workloads = ",".join(name for name in PEERS if name != OURS), ",".join(WORKLOADS)
-    parser.add_argument("--model", default="gpt2", help="gpt2, qwen3-0.6b (shapes, random weights) or a model's folder")
+    parser.add_argument(
+        "--model", default="gpt2", help="gpt2, qwen3-0.6b, llama-3.2-1b (shapes, random weights) or a model's folder"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--quantization", choices=("int8",), help="quantization of the weights")
+    parser.add_argument("--quantization", choices=("int8", "int4", "q4_k_m"), help="quantization of the weights")
     parser.add_argument("--peers", default=peers, help=f"a comma-separated selection from {peers}")
     parser.add_argument("--workloads", default=workloads, help=f"a comma-separated selection from {workloads}")
     parser.add_argument("--rounds", type=int, default=3)

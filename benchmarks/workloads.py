@@ -86,6 +86,7 @@ def _heavy_tailed() -> Lengths:
 WORKLOADS: Mapping[str, Workload] = {
     workload.name: workload
     for workload in (
+        Workload("one", "a prompt of 32 tokens; an output of 128; 1 slot", 1, [(32, 128)]),
         Workload("W1", "prompts of 7 tokens; outputs of 10, every eighth of 100; 8 slots", 8, _every_eighth_long()),
         Workload("W2-8", "prompts of 16 to 256 tokens, heavy-tailed outputs; 8 slots", 8, _heavy_tailed()),
         Workload("W2-32", "prompts of 16 to 256 tokens, heavy-tailed outputs; 32 slots", 32, _heavy_tailed()),
@@ -106,4 +107,4 @@ def num_ideal_steps(workload: Workload) -> int:
 def num_static_steps(workload: Workload) -> int:
     """Return the steps of static waves of `num_slots` requests in order; each lasts as long as its longest request."""
     outputs = [output for _, output in workload.lengths]
-    return sum(max(outputs[first : first + workload.num_slots]) for first in range(0, NUM_REQUESTS, workload.num_slots))
+    return sum(max(outputs[first : first + workload.num_slots]) for first in range(0, len(outputs), workload.num_slots))

@@ -19,6 +19,9 @@ Precision: TypeAlias = tuple[str, str | None]
 """dtype and quantization."""
 FLOATS: tuple[Precision, ...] = (("float32", None), ("bfloat16", None))
 INT8: tuple[Precision, ...] = (("float32", "int8"), ("bfloat16", "int8"))
+INT4: tuple[Precision, ...] = tuple((dtype, bits) for dtype in ("float32", "bfloat16") for bits in ("int4", "q4_k_m"))
+"""In four bits: as each engine rounds to them by itself; and llama.cpp's usual file, which others that do not read it
+replace by their own four bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ UNWANTED_TORCH_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 PEERS: Mapping[str, Peer] = {
     peer.name: peer
     for peer in (
-        Peer(OURS, "inflight", "benchmarks.peers.this_engine", precisions=FLOATS + INT8),
+        Peer(OURS, "inflight", "benchmarks.peers.this_engine", precisions=FLOATS + INT8 + INT4),
         Peer("hf-static", "transformers, static waves", "benchmarks.peers.hf_static"),
         Peer("hf-continuous", "transformers, continuous", "benchmarks.peers.hf_continuous"),
         Peer(
@@ -80,7 +83,7 @@ PEERS: Mapping[str, Peer] = {
             "OpenVINO GenAI",
             "benchmarks.peers.openvino_genai_pipeline",
             model_format="openvino",
-            precisions=FLOATS + INT8,
+            precisions=FLOATS + INT8 + INT4,
             environment="openvino",
             unwanted_packages=UNWANTED_TORCH_PACKAGES,
         ),
@@ -96,7 +99,7 @@ PEERS: Mapping[str, Peer] = {
             "llama.cpp server",
             "benchmarks.peers.llamacpp_server",
             model_format="gguf",
-            precisions=FLOATS + INT8,
+            precisions=FLOATS + INT8 + INT4,
             environment="llamacpp",
             needs_build=True,
         ),

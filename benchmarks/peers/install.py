@@ -48,7 +48,7 @@ def _build_llamacpp(peer: Peer, num_jobs: int) -> None:
         archive.extractall(sources, filter="data")
     build = peer.root / "build"
     _run("cmake", "-S", llamacpp_sources(peer), "-B", build, *CMAKE_OPTIONS)
-    _run("cmake", "--build", build, "--target", "llama-server", "--parallel", num_jobs)
+    _run("cmake", "--build", build, "--target", "llama-server", "llama-quantize", "--parallel", num_jobs)
 
 
 def _run(*command: object) -> None:

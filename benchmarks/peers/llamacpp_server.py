@@ -34,6 +34,10 @@ class Server:
             self._port = probe.getsockname()[1]
         context = settings.num_slots * (-(-settings.max_model_len // 256) * 256)
         arguments = ["-np", settings.num_slots, "-c", context, "-t", settings.num_threads, "-tb", settings.num_threads]
+        if "amx_int8" in Path("/proc/cpuinfo").read_text():
+            arguments.append(
+                "--no-repack"
+            )  # with it, this version dies of a general protection fault on virtual machines
         self.options: dict[str, Any] = {
             "model": Path(settings.model).name,
             "arguments": " ".join(map(str, arguments)),

@@ -13,14 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.catalogue import FOLDER, Peer
+from benchmarks.peers.catalogue import FOLDER, PEERS, Peer
 from benchmarks.peers.install import llamacpp_sources
 
 MODELS = FOLDER / ".models"
 WEIGHT_SEED = 0
 OPENVINO_WEIGHTS = {"float32": "fp32", "bfloat16": "fp16"}
 """Its only 16-bit export format is fp16; with bfloat16 arithmetic that is as fast as fp32 and needs less memory."""
-GGUF_TYPES = {("float32", None): "f32", ("bfloat16", None): "bf16"}
+GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0", "int4": "q4_0", "q4_k_m": "q4_k_m"}
+MADE_OF_OTHERS = ("q4_0", "q4_k_m")
+"""Types that the converter does not write; `llama-quantize` makes them of a file in bfloat16."""
 NUM_BYTES = 256
 
 
@@ -37,18 +39,20 @@ def model_folder(model: str) -> Path:
 
 def prepare(peer: Peer, folder: Path, dtype: str, quantization: str | None) -> Path:
     """Return what the peer loads for the model in `folder`. Raises `RuntimeError` if it cannot be converted."""
+    if peer.model_format == "hf" and quantization == "q4_k_m":
+        peer = PEERS["llamacpp"]
     if peer.model_format == "hf":
         return folder
     name = folder.name
     if folder.parent != MODELS:
         name += "-" + hashlib.sha256(str(folder).encode()).hexdigest()[:8]
     if peer.model_format == "openvino":
-        weights = quantization or OPENVINO_WEIGHTS[dtype]
+        weights = "int4" if quantization == "q4_k_m" else quantization or OPENVINO_WEIGHTS[dtype]
         return _make_once(
             MODELS / f"{name}-openvino-{weights}", lambda target: _to_openvino(peer, folder, target, weights)
         )
     if peer.model_format == "gguf":
-        kind = "q8_0" if quantization else GGUF_TYPES[dtype, None]
+        kind = GGUF_TYPES[quantization or dtype]
         return _make_once(MODELS / f"{name}-{kind}.gguf", lambda target: _to_gguf(peer, folder, target, kind))
     kind = quantization or dtype
     return _make_once(MODELS / f"{name}-ctranslate2-{kind}", lambda target: _to_ctranslate2(peer, folder, target, kind))
@@ -98,7 +102,34 @@ def _make_qwen3(folder: Path) -> None:
     _save(Qwen3ForCausalLM, config, folder)
 
 
-NAMED_MODELS: dict[str, Callable[[Path], None]] = {"gpt2": _make_gpt2, "qwen3-0.6b": _make_qwen3}
+def _make_llama(folder: Path) -> None:
+    """The shape of Llama-3.2-1B, bfloat16, with plain frequencies."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        bos_token_id=128000,
+        eos_token_id=128001,
+        dtype="bfloat16",
+    )
+    _save(LlamaForCausalLM, config, folder)
+
+
+NAMED_MODELS: dict[str, Callable[[Path], None]] = {
+    "gpt2": _make_gpt2,
+    "qwen3-0.6b": _make_qwen3,
+    "llama-3.2-1b": _make_llama,
+}
 
 
 def _save(model_class: Any, config: Any, folder: Path) -> None:
@@ -142,6 +173,9 @@ def _to_openvino(peer: Peer, folder: Path, target: Path, weights: str) -> None:
 
 
 def _to_gguf(peer: Peer, folder: Path, target: Path, kind: str) -> None:
+    if kind in MADE_OF_OTHERS:
+        _run(peer.root / "build" / "bin" / "llama-quantize", prepare(peer, folder, "bfloat16", None), target, kind)
+        return
     sources = llamacpp_sources(peer)
     _run(peer.python, "-m", "benchmarks.peers.convert_to_gguf", sources, folder, "--outfile", target, "--outtype", kind)
 

@@ -25,9 +25,10 @@ class InflightModel:
             "max_num_seqs": settings.num_slots,
             "max_num_batched_tokens": settings.max_batch_tokens,
         }
-        for name in ("quantization", "compile"):
-            if getattr(settings, name) is not None:
-                self.options[name] = getattr(settings, name)
+        if settings.compile is not None:
+            self.options["compile"] = settings.compile
+        if settings.quantization is not None and not settings.model.endswith(".gguf"):
+            self.options["quantization"] = settings.quantization
         self._engine = LLM(settings.model, device="cpu", **self.options).engine
 
     def generate(self, requests: Sequence[Request]) -> list[Times]:

@@ -99,9 +99,7 @@ class Fuzzer:
         self.call("grouped_rows", layout, panels, rows, num_outputs, num_inputs, torch.float32, rate=0.05)
         self.call("grouped_values", layout, panels, num_outputs, num_inputs, torch.bfloat16, rate=0.05)
         given = (panels, layout, self.random.random() < 0.5, torch.randn(num_outputs))
-        number: int | None = self.call(
-            "new_grouped_linear", *given, num_inputs, num_outputs, activation, "", rate=0.05
-        )
+        number: int | None = self.call("new_grouped_linear", *given, num_inputs, num_outputs, activation, "", rate=0.05)
         return number
 
     def _linear(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights in groups: what they stand for, and that both arithmetics compute what their definitions say, in any batch."""
+"""Weights in groups: what they stand for, and that both arithmetics compute what their definitions say."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from inflight import LLM, SamplingParams
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.engine.engine import Engine
+from inflight.execution.grouped.gguf_blocks import BLOCK_TYPES
+from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, Groups
 from inflight.execution.weights.formats import PLAIN, int4
 from inflight.execution.weights.formats.int4 import round_weight
-from inflight.execution.weights.gguf_blocks import BLOCK_TYPES
 from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, multiplies_whole_numbers
-from inflight.execution.weights.grouped_weight import CHUNK, GroupedLayout, GroupedWeight, Groups
 from inflight.execution.weights.panels import has_panels
 from inflight.execution.weights.tied_embedding import PrepackedEmbedding
 from tests import zoo
@@ -177,6 +177,7 @@ def test_the_fast_arithmetic_computes_what_its_definition_says(
 def test_a_row_gets_the_same_bits_in_any_batch(
     layout: GroupedLayout, dtype: torch.dtype, kind: type[GroupedLinear]
 ) -> None:
+    this_cpu.needs(dtype)
     layer = kind(grouped(random_groups(layout, (70, 320)), dtype), None)
     x = drawn(200, 320).to(dtype)
     together = layer(x)

@@ -1,5 +1,6 @@
 """GGUF files of tiny models, written with the `gguf` package, as llama.cpp's converter would write them."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,11 +9,21 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SCALES = {
-    **{"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108]},
-    **{"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "IQ3_S": [0]},
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q3_K": [108],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+    "IQ3_S": [0],
+    "IQ4_NL": [0],
+    "IQ4_XS": [0],
 }
 """Where the float16 of a block are."""
 COMMON = {
@@ -63,12 +74,16 @@ def tiny(model_type: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-def write(path: Path, model: PreTrainedModel, kind_of: Callable[[str], str]) -> None:
+def write(
+    path: Path, model: PreTrainedModel, kind_of: Callable[[str], str], tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
     """Write `model` to a file; `kind_of` says by its name in the file in which type a matrix is."""
     config = model.config
     architecture = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     _write_metadata(writer, config)
+    if tokenizer is not None:
+        _write_tokenizer(writer, tokenizer)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tied = config.tie_word_embeddings
@@ -102,6 +117,21 @@ def _write_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
         writer.add_uint32("llama.rope.dimension_count", config.head_dim)
 
 
+def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Byte-level BPE."""
+    written = json.loads(tokenizer.backend_tokenizer.to_str())
+    control = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in control else 1 for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in written["model"]["merges"]])
+    for name in ("bos", "eos", "pad"):
+        getattr(writer, f"add_{name}_token_id")(getattr(tokenizer, f"{name}_token_id"))
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(tokenizer.chat_template)
+
+
 def _as_converted(
     architecture: str, config: PreTrainedConfig, name: str, values: torch.Tensor
 ) -> list[tuple[str | None, torch.Tensor]]:
@@ -123,9 +153,7 @@ def _as_converted(
     return [(None, values)]
 
 
-def _write_tensor(
-    writer: gguf.GGUFWriter, name: str, values: torch.Tensor, kind_of: Callable[[str], str]
-) -> None:
+def _write_tensor(writer: gguf.GGUFWriter, name: str, values: torch.Tensor, kind_of: Callable[[str], str]) -> None:
     kind = kind_of(name) if values.dim() > 1 else "F32"
     if kind == "F32":
         writer.add_tensor(name, values.float().contiguous().numpy())

@@ -6,23 +6,42 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from inflight import LLM, SamplingParams
 from inflight.contracts.config import EngineConfig
+from inflight.demo_model import DEMO_MODEL
+from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.hf.load import load_model
-from inflight.execution.weights.grouped_weight import GroupedWeight
 from tests.execution import this_cpu
 from tests.gguf.files import tiny, write
 
-MIXED = ["Q4_K", "Q6_K", "Q5_K", "Q8_0", "Q4_0", "Q3_K", "Q5_0", "Q4_1", "Q5_1", "IQ4_NL", "IQ4_XS", "F16", "BF16", "F32"]
+MIXED = [
+    "Q4_K",
+    "Q6_K",
+    "Q5_K",
+    "Q8_0",
+    "Q4_0",
+    "Q3_K",
+    "Q5_0",
+    "Q4_1",
+    "Q5_1",
+    "IQ4_NL",
+    "IQ4_XS",
+    "F16",
+    "BF16",
+    "F32",
+]
 MODELS = {
     "llama": tiny("llama"),
     "qwen3": tiny("qwen3", head_dim=128, tie_word_embeddings=True),
     "gemma3_text": tiny("gemma3_text", tie_word_embeddings=True, sliding_window=16),
-    "qwen3_moe": tiny("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=768, norm_topk_prob=True),
+    "qwen3_moe": tiny(
+        "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=768, norm_topk_prob=True
+    ),
     "gpt2": tiny("gpt2", n_head=4, head_dim=None, num_key_value_heads=None, intermediate_size=None, n_positions=1024),
 }
+CHAT = [{"role": "user", "content": "Tell me a story about a cat."}]
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +74,14 @@ def test_every_weight_is_what_transformers_reads(name: str, tmp_path: Path) -> N
     own = load_model(path, EngineConfig(dtype="float32"))
     theirs = read_by_transformers(name, path)
     assert not own.inflight_notes
-    for key in ("hidden_size", "vocab_size", "max_position_embeddings", "num_key_value_heads", "sliding_window", "head_dim"):
+    for key in (
+        "hidden_size",
+        "vocab_size",
+        "max_position_embeddings",
+        "num_key_value_heads",
+        "sliding_window",
+        "head_dim",
+    ):
         assert getattr(own.config, key, None) == getattr(theirs.config, key, None)
     expected = theirs.state_dict()
     kinds = Counter()
@@ -83,3 +109,20 @@ def test_in_exact_arithmetic_every_token_is_the_plain_models(name: str, tmp_path
         ids = torch.tensor([prompt])
         given = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
         assert list(output.outputs[0].token_ids) == given[0, len(prompt) :].tolist()
+
+
+def test_the_embedded_model_completes_and_chats_as_a_file(tmp_path: Path) -> None:
+    """With its tokenizer, its chat template and the tokens that end a text."""
+    original = LLM()
+    path, tokenizer = tmp_path / "model.gguf", AutoTokenizer.from_pretrained(DEMO_MODEL)
+    write(path, AutoModelForCausalLM.from_pretrained(DEMO_MODEL), lambda name: "Q8_0", tokenizer)
+    llm = LLM(str(path), dtype="float32", quantization_arithmetic="exact")
+    assert llm.model_info.arithmetic == "exact"
+    assert {each.kind for each in llm.model_info.weights} == {"Q8_0", "float32"}
+    assert llm.model_info.eos_token_ids == (tokenizer.eos_token_id,)
+    text = "Once upon a time, there was a little girl"
+    assert llm.tokenizer is not None
+    assert llm.tokenizer.encode(text) == tokenizer.encode(text)
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    for ask in (lambda each: each.generate(text, greedy, use_tqdm=False), lambda each: each.chat(CHAT, greedy)):
+        assert ask(llm)[0].outputs[0].text == ask(original)[0].outputs[0].text

@@ -8,37 +8,81 @@ import click
 
 from inflight.cli.help import Command
 from inflight.cli.options import engine_options, engine_values, model_argument, quiet_libraries
+from inflight.gguf.find import find_gguf
+from inflight.gguf.header import GgufHeader
+from inflight.gguf.summary import GgufSummary
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from inflight.llm import LLM
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5625}
+CONTEXTS = (4096, 32768)
+"""Lengths for which the cache's memory is said."""
+
+ARITHMETICS = {
+    "fast": "beside weights in groups, activations are rounded to int8",
+    "exact": "weights in groups are expanded first",
+}
 
 
 @click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--load", "loads", is_flag=True, help="Load a GGUF file, too, instead of reading only its header.")
 @model_argument
 @engine_options
-def info(model: str | None, as_json: bool, **options: Any) -> None:
-    """Load a model, prove it, and print what was found. MODEL means the same as --model MODEL."""
-    quiet_libraries()
-    from rich.console import Console
-    from rich.table import Column, Table
+def info(model: str | None, as_json: bool, loads: bool, **options: Any) -> None:
+    """Load a model, prove it, and print what was found. MODEL means the same as --model MODEL.
 
+    Of a GGUF file, print what its header says, without loading it."""
+    quiet_libraries()
+    gguf = None if loads or model is None else find_gguf(model, options.get("revision"))
+    if gguf is not None:
+        summary = GgufSummary.of(GgufHeader.read(gguf))
+        if as_json:
+            print(json.dumps(asdict(summary), indent=2))
+        else:
+            _print(_header_for_people(summary))
+        return
     from inflight.llm import LLM
 
     llm = LLM(model, **engine_values(options))
     if as_json:
         print(json.dumps({**asdict(llm.model_info), **_around(llm)}, indent=2))
         return
+    console = _print(_for_people(llm))
+    if _gains_from_bfloat16(llm):
+        console.print("\nOn this CPU --dtype bfloat16 takes half of the memory and is faster, but it is not exact.")
+
+
+def _print(lines: dict[str, str]) -> "Console":
+    """Print words with their names before them; what has none is left out."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
     table = Table.grid(Column(style="dim", no_wrap=True), "", padding=(0, 2))
-    for name, words in _for_people(llm).items():
+    for name, words in lines.items():
         if words:
             table.add_row(name, words)
     console = Console(highlight=False, markup=False)
     console.print(table)
-    if _gains_from_bfloat16(llm):
-        console.print("\nOn this CPU --dtype bfloat16 takes half of the memory and is faster, but it is not exact.")
+    return console
+
+
+def _header_for_people(summary: GgufSummary) -> dict[str, str]:
+    """What a GGUF file's header says."""
+    per_token = summary.cache_bytes_per_token
+    needed = [f"{length:,} tokens {_size(length * per_token)}" for length in CONTEXTS if length < summary.context]
+    needed.append(f"{summary.context:,} tokens {_size(summary.context * per_token)}")
+    kinds = [f"{each.number} in {each.kind}, {_size(each.num_bytes)}" for each in summary.tensors]
+    return {
+        "file": f"{summary.path}, {_size(sum(each.num_bytes for each in summary.tensors))}",
+        "model": f"{summary.name or 'unnamed'}, {summary.architecture}, {_count(summary.num_parameters)} parameters",
+        "tensors": "\n".join(kinds),
+        "context": f"{summary.context:,} tokens" if summary.context else "not stated",
+        "cache": f"{_size(per_token)} a token in 16 bits: " + ", ".join(needed) if per_token else "",
+        "chat template": "yes" if summary.has_chat_template else "none: it completes texts, and cannot chat",
+    }
 
 
 def _around(llm: "LLM") -> dict[str, Any]:
@@ -46,11 +90,10 @@ def _around(llm: "LLM") -> dict[str, Any]:
     import torch
 
     info = llm.model_info
-    per_parameter = BYTES.get(info.quantization or info.dtype, 4)
     per_block = info.kv_bytes_per_token * info.block_size // len(info.cache_groups)
     return {
         "num_threads": torch.get_num_threads(),
-        "weight_bytes": round(info.num_parameters * per_parameter),
+        "weight_bytes": sum(each.num_bytes for each in info.weights),
         "cache_bytes": info.num_blocks * per_block,
         "has_chat_template": llm.tokenizer is not None and bool(llm.tokenizer.inner.chat_template),
     }
@@ -60,7 +103,8 @@ def _for_people(llm: "LLM") -> dict[str, str]:
     """The same in words, line by line."""
     info, around = llm.model_info, _around(llm)
     own = "" if info.checkpoint_dtype == info.dtype else f"; the checkpoint is in {info.checkpoint_dtype}"
-    quantized = f", quantized to {info.quantization}" if info.quantization else ""
+    kinds = ", ".join(f"{each.kind} {_size(each.num_bytes)}" for each in info.weights)
+    arithmetic = f"; {ARITHMETICS[info.arithmetic]}" if info.arithmetic else ""
     errors = f"logits differ by at most {info.logits_error:.1e} of their range"
     if info.attention_error is not None:
         errors += f", attention by {info.attention_error:.1e}"
@@ -68,7 +112,8 @@ def _for_people(llm: "LLM") -> dict[str, str]:
     ends = info.eos_token_ids if tokenizer is None else [tokenizer.decode([i], False) for i in info.eos_token_ids]
     return {
         "model": f"{info.model_class}, {_count(info.num_parameters)} parameters, a vocabulary of {info.vocab_size:,}",
-        "weights": f"{_size(around['weight_bytes'])}, in {info.dtype}{quantized}{own}",
+        "weights": f"{_size(around['weight_bytes'])}: {kinds}",
+        "computes": f"in {info.dtype}{own}{arithmetic}",
         "runs": f"on {info.device} with {around['num_threads']} threads, {info.executor}, attention by "
         f"{info.attention_backend}, {'not compiled' if info.compile == 'off' else f'compiled ({info.compile})'}",
         "proved": f"on {info.proved_on}: {errors}",

@@ -97,6 +97,7 @@ _RUNNING = (
     _one_of("--dtype", config.DTYPES, "Of weights, activations and cache. auto: the checkpoint's own."),
     Shared("--device", str, "auto (CUDA, else MPS, else CPU), or a device such as cuda:1."),
     _one_of("--quantization", config.QUANTIZATIONS, "Quantize weights while loading.", "none"),
+    _one_of("--quantization-arithmetic", config.ARITHMETICS, "How weights of a few bits are multiplied."),
     _one_of("--compile", config.COMPILE_MODES, "Use torch.compile: starts later, runs faster."),
     _one_of("--kv-cache-dtype", config.KV_CACHE_DTYPES, "Of keys and values. auto: the model's."),
     _one_of("--executor", config.EXECUTORS, "How a step runs. auto: the first way that is proved exact."),

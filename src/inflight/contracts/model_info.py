@@ -6,6 +6,21 @@ from inflight.contracts.cache_layout import CacheGroup
 
 
 @dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The weights of a model that are stored in the same way.
+
+    Attributes:
+        kind: a dtype, or the name of a format's type, such as "Q4_K".
+        number: how many there are; layers that run as one count as one.
+        num_bytes: of all of them.
+    """
+
+    kind: str
+    number: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What preparation found out about a model, and what was decided from it.
 
@@ -14,7 +29,9 @@ class ModelInfo:
         executor: how the model is run: "packed", "rows" or "sequential", proved exact.
         proved_on: what the proof was done on: the model itself, or a small float32 copy of its class.
         compile: how the model is compiled: "off", "auto" or "max".
-        quantization: "int8", "int4", or None.
+        quantization: how its weights were rounded while it was loaded: "int8", "int4", or None.
+        arithmetic: how weights in groups are multiplied: "fast" or "exact"; None: there are none.
+        weights: what the weights are stored in, the largest share first.
         logits_error, attention_error: the proof's relative errors against the plain model; `attention_error` is None
             where attention is the model's own.
         attention_calls: each kind of attention call of a forward pass, as "28 x 16 heads over 8 key/value heads …".
@@ -40,6 +57,8 @@ class ModelInfo:
     attention_backend: str
     compile: str
     quantization: str | None
+    arithmetic: str | None
+    weights: tuple[StoredWeights, ...]
     attention_calls: tuple[str, ...]
     logits_error: float
     attention_error: float | None

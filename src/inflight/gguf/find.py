@@ -10,8 +10,8 @@ SUFFIX = ".gguf"
 
 def find_gguf(source: str | os.PathLike[str], revision: str | None = None) -> Path | None:
     """The GGUF file that a model's name means: a file's path, a folder in which there is one and no config.json, or
-    `repository:file` on the Hugging Face hub (`file` may be a part of its name, such as `Q4_K_M`). None if the name means
-    something else.
+    `repository:file` on the Hugging Face hub (`file` may be a part of its name, such as `Q4_K_M`). None if the name
+    means something else.
 
     Raises:
         ModelError: there is no such file, or more than one.

@@ -1,5 +1,5 @@
-"""`GgufHeader`: what the beginning of a GGUF file says, checked. A file that says something impossible is refused in one
-sentence, before anybody else reads it.
+"""`GgufHeader`: what the beginning of a GGUF file says, checked. A file that says something impossible is refused in
+one sentence, before anybody else reads it.
 
 The format: ggml's `docs/gguf.md`. All numbers are little-endian.
 """
@@ -27,13 +27,31 @@ SHORT = 4096
 """Arrays of more elements, which are vocabularies, are not read, only counted."""
 
 BLOCKS = {
-    **{0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2)},
-    **{2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24)},
-    **{8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144)},
-    **{13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74)},
-    **{18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110)},
-    **{22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54)},
-    **{35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17)},
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
 }
 """The name of a tensor's type, the elements of a block, and its bytes."""
 
@@ -208,7 +226,7 @@ class _Reader:
 
     def _count(self, size: int) -> int:
         """A number of things that take at least `size` bytes each."""
-        number = self._scalar("Q")
+        number: int = self._scalar("Q")
         if number > (len(self._content) - self._at) // size:
             raise self._error(f"announces {number} entries, more than it has room for")
         return number

@@ -48,7 +48,11 @@ def _complete(config: PreTrainedConfig, header: GgufHeader) -> None:
     config.vocab_size = header.tensors["token_embd.weight"].shape[0]
     for key, name in OVERLOOKED.items():
         value = header.metadata.get(f"{header.architecture}.{key}")
-        if value is not None and hasattr(config, name) and not (name == "head_dim" and hasattr(config, "global_head_dim")):
+        if (
+            value is not None
+            and hasattr(config, name)
+            and not (name == "head_dim" and hasattr(config, "global_head_dim"))
+        ):
             setattr(config, name, value)
 
 
@@ -62,11 +66,10 @@ def _short_copy(header: GgufHeader) -> bytes:
         size = header.tensors["token_embd.weight"].shape[0]
         kept.append(struct.pack("<Q", len(name)) + name + struct.pack("<II", UINT32, size))
     tensors = [
-        struct.pack("<Q", len(name.encode())) + name.encode() + struct.pack("<IQIQ", 1, 1, 0, 0) for name in header.tensors
+        struct.pack("<Q", len(name.encode())) + name.encode() + struct.pack("<IQIQ", 1, 1, 0, 0)
+        for name in header.tensors
     ]
-    return b"".join(
-        [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(kept)), *kept, *tensors, bytes(ROOM)]
-    )
+    return b"".join([MAGIC, struct.pack("<IQQ", 3, len(tensors), len(kept)), *kept, *tensors, bytes(ROOM)])
 
 
 def _is_long(value: Any) -> bool:

@@ -1,9 +1,10 @@
 """A GGUF file becomes a `transformers` model whose large weights stay as they are in the file.
 
-Which architecture, which configuration, and which tensor goes where: that is `transformers`' mapping. It is made to move
-whole tensors of floats; here it moves the numbers of their rows instead, and the rows follow.
+Which architecture, which configuration, and which tensor goes where: that is `transformers`' mapping. It is made to
+move whole tensors of floats; here it moves the numbers of their rows instead, and the rows follow.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from inflight.contracts.errors import ModelError
-from inflight.execution.weights.gguf_blocks import BLOCK_TYPES
-from inflight.execution.weights.grouped_linear import can_group
-from inflight.execution.weights.grouped_weight import CHUNK, GroupedWeight, Groups
+from inflight.execution.grouped.gguf_blocks import BLOCK_TYPES
+from inflight.execution.grouped.weight import CHUNK, GroupedWeight, Groups
+from inflight.execution.kernels import kernels_available
 from inflight.gguf.header import BLOCKS, GgufHeader, TensorEntry
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -26,8 +27,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 def load_gguf_model(header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model, with its large weights as `GroupedWeight`s; its `inflight_notes` say what is not as in the file. Raises
-    `ModelError` if the file does not have all weights."""
+    """The model, with its large weights as `GroupedWeight`s; its `inflight_notes` say what is not as in the file.
+    Raises `ModelError` if the file does not have all weights."""
     loader = _Loader(header, config, dtype)
     state = loader.state()
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
@@ -36,9 +37,7 @@ def load_gguf_model(header: GgufHeader, config: PreTrainedConfig, dtype: torch.d
     )
     for kind, problem in (("missing_keys", "lacks"), ("mismatched_keys", "has wrong shapes for")):
         if keys := sorted(map(str, report.get(kind) or ())):
-            raise ModelError(
-                f"{str(header.path)!r} {problem} some of the model's weights ({len(keys)}): {keys[0]} …"
-            )
+            raise ModelError(f"{str(header.path)!r} {problem} some of the model's weights ({len(keys)}): {keys[0]} …")
     loader.divide_frequencies(model)
     model.inflight_notes = tuple(loader.notes)
     return model
@@ -140,11 +139,11 @@ class _Loader:
         is_transposed, is_stacked = shape[-1] != 1, len(shape) > 2
         rows = torch.stack([(order.mT if is_transposed else order)[..., 0] for order in orders])  # [tensors, …, out]
         matrices = rows.flatten(1, -2).unbind(1) if is_stacked else [rows]
-        kinds = {entry.kind for entry in entries}
-        if len(kinds) == 1 and entries[0].kind in BLOCK_TYPES and can_group() and entries[0].shape[-1] % CHUNK == 0:
-            take = BLOCK_TYPES[entries[0].kind]
-            groups = [checked(take(self._blocks(entries, each)), entries[0].name) for each in matrices]
-            weight: torch.Tensor = GroupedWeight.of(entries[0].kind, groups, self._dtype, is_stacked=is_stacked)
+        kinds, first = {entry.kind for entry in entries}, entries[0]
+        take = BLOCK_TYPES.get(first.kind) if len(kinds) == 1 and kernels_available() else None
+        if take and first.shape[-1] % CHUNK == 0:
+            groups = [checked(take(self._blocks(entries, each)), first.name) for each in matrices]
+            weight: torch.Tensor = GroupedWeight.of(first.kind, groups, self._dtype, is_stacked=is_stacked)
         else:
             self._widened["/".join(sorted(kinds))] += 1
             values = [self._values(entries, each).to(self._dtype) for each in matrices]
@@ -187,15 +186,14 @@ def _block_shape(entry: TensorEntry) -> tuple[int, int]:
 
 def _read_only(part: np.ndarray) -> torch.Tensor:
     """A tensor over memory that must not be written to."""
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(part)
 
 
 def _flat(config: PreTrainedConfig) -> dict[str, Any]:
-    return config.get_text_config().to_dict()
+    flat: dict[str, Any] = config.get_text_config().to_dict()
+    return flat
 
 
 def _dequantised(blocks: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Loading: a hub id, a folder, a GGUF file or a loaded model becomes a `transformers` model of our own on its device."""
+"""Loading: a hub id, a folder, a GGUF file or a loaded model becomes a `transformers` model of our own on its
+device."""
 
 import copy
 import gc

@@ -13,8 +13,8 @@ from inflight.gguf.header import GgufHeader
 
 
 def check_source(source: str | os.PathLike[str], config: EngineConfig) -> PreTrainedConfig:
-    """The configuration of a folder, a hub repository or a GGUF file. Raises `ModelError`, before anything large is loaded, if there
-    is none."""
+    """The configuration of a folder, a hub repository or a GGUF file. Raises `ModelError`, before anything large is
+    loaded, if there is none."""
     gguf = find_gguf(source, config.revision)
     if gguf is not None:
         return read_gguf_config(GgufHeader.read(gguf))

@@ -27,6 +27,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
+PANEL_OUTPUTS = 32
+"""Outputs of a layer that lie side by side, wherever a kernel multiplies with its weight."""
 COMPILER_FLAGS = [
     *("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     *("-Wno-psabi", "-Wno-unknown-pragmas"),

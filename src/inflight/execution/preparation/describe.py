@@ -16,6 +16,7 @@ from inflight.execution.hf.load import available_cache_memory
 from inflight.execution.hf.longrope import longrope_length
 from inflight.execution.preparation.choice import ChosenExecutor
 from inflight.execution.preparation.report import PreparationReport
+from inflight.execution.weights.inventory import arithmetic_of, stored_weights
 
 
 def cache_layout(executor: Executor, config: EngineConfig) -> CacheLayout:
@@ -57,6 +58,8 @@ def describe(
         attention_backend=choice.attention_backend,
         compile="off",
         quantization=config.quantization,
+        arithmetic=arithmetic_of(model),
+        weights=stored_weights(model),
         attention_calls=_describe_calls(report.specs),
         logits_error=report.logits_error,
         attention_error=report.attention_error,

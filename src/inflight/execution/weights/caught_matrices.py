@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from inflight.execution.grouped.weight import as_values
 from inflight.execution.weights.formats import PLAIN
-from inflight.execution.weights.grouped_weight import as_values
 from inflight.execution.weights.layers import MIN_ROWS, is_narrow, rows_apart
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.kernels import kernels_available
-from inflight.execution.weights.grouped_weight import GroupedWeight
 from inflight.execution.weights.panels import PanelLinear
 from inflight.execution.weights.prepacked_linear import StoredRows
 

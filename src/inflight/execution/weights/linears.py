@@ -12,9 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.kernels import kernels_available
 from inflight.execution.weights.formats import PLAIN, WeightFormat
-from inflight.execution.weights.grouped_weight import GroupedWeight
 from inflight.execution.weights.layers import NarrowLinear, RowActivation, SiblingLinear, SiblingLinears, is_narrow
 from inflight.execution.weights.linear_calls import ACTIVATIONS, LinearCalls, is_linear, is_watched
 from inflight.execution.weights.prepacked_linear import PrepackedLinear

@@ -8,11 +8,9 @@ import weakref
 import torch
 from torch import nn
 
-from inflight.execution.kernels import kernels_available
+from inflight.execution.kernels import PANEL_OUTPUTS, kernels_available
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, StoredRows, WeightLayout
 
-PANEL_OUTPUTS = 32
-"""Outputs that lie side by side in a panel."""
 PANEL_INPUTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 """Neighbouring inputs that lie together for each of these outputs: as many as one instruction multiplies and adds."""
 

@@ -81,7 +81,9 @@ class PrepackedLinear(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")  # for those who ask for its dtype: it has no elements
+        self.weight = torch.empty(
+            weight.shape, dtype=weight.dtype, device="meta"
+        )  # for those who ask for its dtype: it has no elements
         self.bias = None if bias is None else bias.clone()  # not in a checkpoint's file, nor a caller's model
         self.activation, self.variant = activation, variant
         self.scales: torch.Tensor | None = None

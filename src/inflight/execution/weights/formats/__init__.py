@@ -10,7 +10,7 @@ __all__ = ["PLAIN", "WeightFormat", "find_format"]
 
 
 def find_format(quantization: str | None, arithmetic: str = "auto") -> WeightFormat:
-    """The format that `EngineConfig.quantization` names, in the arithmetic that `quantization_arithmetic` names; None is
-    the plain one."""
+    """The format that `EngineConfig.quantization` names, in the arithmetic that `quantization_arithmetic` names; None
+    is the plain one."""
     found: WeightFormat = PLAIN if quantization is None else import_module(f"{__name__}.{quantization}").FORMAT
     return found.with_arithmetic(arithmetic)

@@ -1,14 +1,14 @@
-"""int4: weights of four bits in groups of 32 inputs that share a scale, which is what GGUF calls `Q4_0`. The head, which
-chooses the tokens and often is the embedding, too, has int8."""
+"""int4: weights of four bits in groups of 32 inputs that share a scale, which is what GGUF calls `Q4_0`. The head,
+which chooses the tokens and often is the embedding, too, has int8."""
 
 import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from inflight.execution.grouped.weight import GroupedLayout, GroupedWeight, Groups
 from inflight.execution.weights.formats.int8 import FORMAT as INT8
 from inflight.execution.weights.formats.interface import WeightFormat
 from inflight.execution.weights.grouped_linear import GroupedLinear, can_group
-from inflight.execution.weights.grouped_weight import GroupedLayout, GroupedWeight, Groups
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 GROUP = 32

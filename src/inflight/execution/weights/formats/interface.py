@@ -7,8 +7,8 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel
 
+from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, multiplies_whole_numbers
-from inflight.execution.weights.grouped_weight import GroupedWeight
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, can_prepack
 
 
@@ -53,8 +53,8 @@ class WeightFormat(ABC):
     def prepack_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none", variant: str = "none"
     ) -> PrepackedLinear:
-        """A layer from a weight `[out, in]`, float32 or bfloat16, and a bias `[out]`; see `PrepackedLinear`. One in groups
-        stays as it is."""
+        """A layer from a weight `[out, in]`, float32 or bfloat16, and a bias `[out]`; see `PrepackedLinear`. A weight
+        in groups stays as it is."""
         weight = self.stored(weight)
         if isinstance(weight, GroupedWeight) and not weight.is_transposed:
             kind = ExactGroupedLinear if self.is_exact else GroupedLinear

@@ -7,13 +7,14 @@ the numbers as they are.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from inflight.execution.weights.panels import PANEL_OUTPUTS
+from inflight.execution.kernels import PANEL_OUTPUTS
 
 CHUNK = 32
 """Inputs that are multiplied at a time."""
@@ -79,7 +80,9 @@ class Groups:
         """In the layout of `kernels/grouped.h`, `[out / 32, bytes]` uint8."""
         missing = -self.numbers.shape[1] % self.layout.coarse // CHUNK  # chunks
         parts = (self.numbers, self.coarse, self.fine, self.coarse_minima, self.fine_minima)
-        numbers, coarse, fine, coarse_minima, fine_minima = (each if each is None else each.contiguous() for each in parts)
+        numbers, coarse, fine, coarse_minima, fine_minima = (
+            each if each is None else each.contiguous() for each in parts
+        )
         if missing and fine is not None:
             fine = functional.pad(fine, (0, missing * self.layout.fine))
         if missing and fine_minima is not None:
@@ -97,8 +100,8 @@ def _spread(coarse: torch.Tensor, run: int, fine: torch.Tensor | None, group: in
 
 
 class GroupedWeight(torch.Tensor):
-    """A weight `[out, in]`, or one `[experts, out, in]` for each expert, float32 or bfloat16 to those who use it; or the
-    transposed one.
+    """A weight `[out, in]`, or one `[experts, out, in]` for each expert, float32 or bfloat16 to those who use it; or
+    the transposed one.
 
     Attributes:
         kind: what the numbers are called in the format that they come from, such as "Q4_K".
@@ -124,7 +127,9 @@ class GroupedWeight(torch.Tensor):
         """From panels of matrices; `shape` is `[out, in]` or `[experts, out, in]`."""
         seen = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else tuple(shape)
         with torch.inference_mode(False):  # so that views of it may be made inside and outside of inference mode
-            made: GroupedWeight = torch.Tensor._make_wrapper_subclass(cls, seen, dtype=dtype, device="cpu")
+            made: GroupedWeight = torch.Tensor._make_wrapper_subclass(
+                cls, seen, dtype=dtype, device=torch.device("cpu")
+            )
         made.kind, made.grouping, made.panels, made.is_transposed = kind, grouping, tuple(panels), is_transposed
         return made
 
@@ -148,7 +153,7 @@ class GroupedWeight(torch.Tensor):
     """Its rows are not rounded when a layer takes it."""
 
     @property
-    def nbytes(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes that it takes."""
         return sum(each.nbytes for each in self.panels)
 
@@ -180,16 +185,17 @@ class GroupedWeight(torch.Tensor):
         """Whether another weight `[out, in]` can lie below this one, in the same panels."""
         return (
             isinstance(other, GroupedWeight)
-            and (self.grouping, self.dtype, self.matrix_shape[1]) == (other.grouping, other.dtype, other.matrix_shape[1])
+            and (self.grouping, self.dtype, self.matrix_shape[1])
+            == (other.grouping, other.dtype, other.matrix_shape[1])
             and (self.dim(), self.is_transposed) == (other.dim(), other.is_transposed) == (2, False)
             and self.matrix_shape[0] % PANEL_OUTPUTS == 0
         )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"GroupedWeight({self.kind}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What does not look at single elements keeps the numbers as they are; everything else sees the values."""
@@ -246,7 +252,7 @@ def _joined(weights: Sequence[Any], dim: int = 0) -> GroupedWeight | None:
     first = weights[0]
     if dim != 0 or not isinstance(first, GroupedWeight):
         return None
-    if not all(above.joins(below) for above, below in zip(weights, weights[1:], strict=False)):
+    if not all(above.joins(below) for above, below in pairwise(weights)):
         return None
     panels = torch.cat([each.panels[0] for each in weights])
     return first.like(panels=[panels], shape=(sum(each.shape[0] for each in weights), first.shape[1]))

@@ -1,5 +1,5 @@
-"""The types of GGUF's quantised tensors, taken apart into numbers and scales without loss. After the definitions of ggml
-(`ggml-common.h`, `ggml-quants.c`).
+"""The types of GGUF's quantised tensors, taken apart into numbers and scales without loss. After the definitions of
+ggml (`ggml-common.h`, `ggml-quants.c`).
 
 A row of a tensor is a row of blocks; a block has 32 or 256 neighbouring inputs.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from inflight.execution.weights.grouped_weight import GroupedLayout, Groups
+from inflight.execution.grouped.weight import GroupedLayout, Groups
 
 LOW, HIGH = 15, 4
 """Half a byte: what is left of the lower one, and how far away the higher one is."""
@@ -24,6 +24,11 @@ def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
 def _both_halves(packed: torch.Tensor) -> torch.Tensor:
     """Bytes `[rows, n, bytes]` as numbers `[rows, n, 2 * bytes]`: first all lower halves, then all higher ones."""
     return torch.cat([packed & LOW, packed >> HIGH], dim=-1)
+
+
+def _parted(packed: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """The last dimension as several ones."""
+    return packed.reshape(*packed.shape[:-1], *sizes)
 
 
 def _rows(numbers: torch.Tensor) -> torch.Tensor:
@@ -62,7 +67,7 @@ def _q8_0(blocks: torch.Tensor) -> Groups:
 
 def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Twelve bytes `[rows, n, 12]` as eight scales and eight minima of six bits, `[rows, n * 8]` int8 each."""
-    first, second, third = packed.split(4, dim=-1)
+    first, second, third = (packed[..., start : start + 4] for start in (0, 4, 8))
     scales = torch.cat([first & 63, third & LOW | first >> 6 << 4], dim=-1)
     minima = torch.cat([second & 63, third >> HIGH | second >> 6 << 4], dim=-1)
     return _rows(scales).view(torch.int8), _rows(minima).view(torch.int8)
@@ -70,22 +75,22 @@ def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 def _q4_k(blocks: torch.Tensor) -> Groups:
     fine, fine_minima = _scales_and_minima(blocks[..., 4:16])
-    numbers = _both_halves(blocks[..., 16:].unflatten(-1, (4, 32)))
+    numbers = _both_halves(_parted(blocks[..., 16:], 4, 32))
     layout = GroupedLayout(4, 256, fine=1, has_minima=True)
     return Groups(layout, _rows(numbers), _halves(blocks, 0), fine, _halves(blocks, 2), fine_minima)
 
 
 def _q5_k(blocks: torch.Tensor) -> Groups:
     fine, fine_minima = _scales_and_minima(blocks[..., 4:16])
-    low = _both_halves(blocks[..., 48:].unflatten(-1, (4, 32)))
+    low = _both_halves(_parted(blocks[..., 48:], 4, 32))
     high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
     layout = GroupedLayout(5, 256, fine=1, has_minima=True)
     return Groups(layout, _rows(low) | _rows(high) << 4, _halves(blocks, 0), fine, _halves(blocks, 2), fine_minima)
 
 
 def _q6_k(blocks: torch.Tensor) -> Groups:
-    low = _both_halves(blocks[..., :128].unflatten(-1, (2, 64)))
-    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8) & 3
+    low = _both_halves(_parted(blocks[..., :128], 2, 64))
+    high = _parted(blocks[..., 128:192], 2, 1, 32) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8) & 3
     fine = _rows(blocks[..., 192:208]).view(torch.int8)
     return Groups(GroupedLayout(6, 256, fine=2, middle=32), _rows(low) | _rows(high) << 4, _halves(blocks, 208), fine)
 
@@ -93,7 +98,7 @@ def _q6_k(blocks: torch.Tensor) -> Groups:
 def _q3_k(blocks: torch.Tensor) -> Groups:
     """In six bits, because nothing multiplies with three."""
     shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
-    low = blocks[..., 32:96].unflatten(-1, (2, 1, 32)) >> shifts & 3
+    low = _parted(blocks[..., 32:96], 2, 1, 32) >> shifts & 3
     high = blocks[..., None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
     first, second = blocks[..., 96:104], blocks[..., 104:108]
     high_scales = torch.cat([second >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
@@ -120,7 +125,7 @@ def _iq4_xs(blocks: torch.Tensor) -> Groups:
     low = torch.stack([blocks[..., 4:8] & LOW, blocks[..., 4:8] >> HIGH], dim=-1).flatten(-2)
     high = (blocks[..., 2:4, None] >> shifts & 3).flatten(-2)
     fine = _rows(low | high << 4).to(torch.int8) - 32
-    numbers = _looked_up(_both_halves(blocks[..., 8:].unflatten(-1, (8, 16))))
+    numbers = _looked_up(_both_halves(_parted(blocks[..., 8:], 8, 16)))
     return Groups(GroupedLayout(8, 256, fine=1, middle=128), _rows(numbers), _halves(blocks, 0), fine)
 
 

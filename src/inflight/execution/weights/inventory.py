@@ -1,0 +1,62 @@
+"""What a model's weights are stored in, once they are prepacked."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from inflight.contracts.model_info import StoredWeights
+from inflight.execution.grouped.weight import GroupedWeight
+from inflight.execution.weights.experts import PrepackedExperts
+from inflight.execution.weights.grouped_linear import GroupedLinear
+from inflight.execution.weights.layers import SiblingLinear
+from inflight.execution.weights.prepacked_linear import PrepackedLinear
+
+
+def stored_weights(model: nn.Module) -> tuple[StoredWeights, ...]:
+    """All weights, each once, by what they are stored in; the largest share first."""
+    seen: dict[int, tuple[str, int]] = {}
+    for module in model.modules():
+        for kind, key, num_bytes in _of_module(module):
+            seen[key] = kind, num_bytes
+    totals: dict[str, list[int]] = {}
+    for kind, num_bytes in seen.values():
+        totals.setdefault(kind, []).append(num_bytes)
+    stored = [StoredWeights(kind, len(sizes), sum(sizes)) for kind, sizes in totals.items()]
+    return tuple(sorted(stored, key=lambda each: -each.num_bytes))
+
+
+def arithmetic_of(model: nn.Module) -> str | None:
+    """How weights in groups are multiplied, as `EngineConfig.quantization_arithmetic` calls it; None if there are
+    none."""
+    layers = [layer for module in model.modules() for layer in _layers(module) if isinstance(layer, GroupedLinear)]
+    return None if not layers else "exact" if all(layer.is_exact for layer in layers) else "fast"
+
+
+def _layers(module: nn.Module) -> Iterator[PrepackedLinear]:
+    """The prepacked layers that a module has itself."""
+    experts = getattr(module, "inflight_experts", None)
+    if isinstance(experts, PrepackedExperts):
+        yield from (*experts.up, *experts.down)
+    if isinstance(module, SiblingLinear):
+        yield module.together.linear
+    elif isinstance(module, PrepackedLinear):
+        yield module
+
+
+def _of_module(module: nn.Module) -> Iterator[tuple[str, int, int]]:
+    """What a module's own weights are stored in, a number that tells them apart, and their bytes."""
+    for layer in _layers(module):
+        kind = layer.grouped.kind if isinstance(layer, GroupedLinear) else _name(layer.prepacked.dtype)
+        num_bytes = layer.prepacked.numel() * layer.prepacked.dtype.itemsize
+        yield kind, id(layer), num_bytes + (0 if layer.scales is None else layer.scales.nbytes)
+    for parameter in module.parameters(recurse=False):
+        weight = parameter.data
+        if isinstance(weight, GroupedWeight):
+            yield weight.kind, id(weight.panels[0]), weight.num_bytes
+        elif weight.device.type != "meta":
+            yield _name(weight.dtype), id(parameter), weight.nbytes
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,161 @@
+"""A header that says something impossible is refused in one sentence; nothing outside the file is ever read."""
+
+import json
+import random
+import struct
+from pathlib import Path
+
+import gguf
+import pytest
+from click.testing import CliRunner
+
+from inflight import LLM
+from inflight.cli import app
+from inflight.contracts.errors import ModelError
+from inflight.gguf.find import find_gguf
+from inflight.gguf.header import GgufHeader
+from inflight.gguf.summary import GgufSummary
+from tests.gguf.files import tiny, write
+from tests.gguf.mutations import check_mutations
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file of a tiny model."""
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    write(path, tiny("llama", num_hidden_layers=1), lambda name: "Q4_K" if "attn" in name else "Q6_K")
+    return path.read_bytes()
+
+
+def refusal(tmp_path: Path, content: bytes) -> str:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelError) as refused:
+        GgufHeader.read(path)
+    message = str(refused.value)
+    assert "broken.gguf" in message
+    assert "\n" not in message
+    return message
+
+
+def changed(whole: bytes, at: int, what: bytes) -> bytes:
+    return whole[:at] + what + whole[at + len(what) :]
+
+
+def entry_of(whole: bytes, name: str) -> int:
+    """Where the sizes of a tensor begin in a header."""
+    encoded = name.encode()
+    return whole.index(struct.pack("<Q", len(encoded)) + encoded) + 8 + len(encoded)
+
+
+def test_what_a_header_says_is_what_its_writer_wrote(tmp_path: Path, whole: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole)
+    header, read = GgufHeader.read(path), gguf.GGUFReader(path)
+    assert header.architecture == "llama"
+    assert header.metadata["llama.context_length"] == 512
+    assert list(header.tensors) == [each.name for each in read.tensors]
+    for each in read.tensors:
+        own = header.tensors[each.name]
+        assert own.shape == tuple(int(size) for size in each.shape[::-1])
+        assert own.kind == each.tensor_type.name
+        assert (own.start, own.nbytes) == (each.data_offset, each.n_bytes)
+    summary = GgufSummary.of(header)
+    assert summary.cache_bytes_per_token == 1 * 2 * (64 + 64) * 2
+    assert summary.context == 512
+
+
+def test_what_is_impossible_is_refused(tmp_path: Path, whole: bytes) -> None:
+    sizes = entry_of(whole, "blk.0.attn_q.weight")
+    attention, embedding = struct.pack("<I", 2), entry_of(whole, "token_embd.weight")
+    assert whole[sizes : sizes + 4] == attention
+    kind, offset = sizes + 4 + 16, sizes + 4 + 16 + 4
+    for content, words in [
+        (b"", "cannot be read"),
+        (b"GGUF", "ends within its header"),
+        (b"GGML" + whole[4:], "does not begin with 'GGUF'"),
+        (changed(whole, 4, struct.pack("<I", 1)), "has version 1"),
+        (changed(whole, 4, struct.pack(">I", 3)), "is big-endian"),
+        (changed(whole, 8, struct.pack("<Q", 10**9)), "announces 1000000000 entries"),
+        (changed(whole, 16, struct.pack("<Q", 2**63)), "more than it has room for"),
+        (changed(whole, 24, struct.pack("<Q", 2**62)), "has a name of"),
+        (changed(whole, sizes, struct.pack("<I", 9)), "with 9 dimensions"),
+        (changed(whole, sizes + 4, struct.pack("<Q", 2**40)), "ends before its tensor"),
+        (changed(whole, sizes + 4, struct.pack("<Q", 100)), "which its type Q4_K cannot have"),
+        (changed(whole, sizes + 4, struct.pack("<Q", 0)), "which its type Q4_K cannot have"),
+        (changed(whole, kind, struct.pack("<I", 77)), "in type 77, which is unknown"),
+        (changed(whole, offset, struct.pack("<Q", 2**50)), "ends before its tensor"),
+        (changed(whole, offset, struct.pack("<Q", 3)), "not aligned"),
+        (whole[:-100], "ends before its tensor"),
+        (whole[:embedding], "it is cut off"),
+        (whole.replace(b"blk.0.attn_k.weight", b"blk.0.attn_q.weight"), "has two tensors"),
+        (whole.replace(b"general.architecture", b"general.architectura"), "does not say what architecture"),
+        (whole.replace(b"blk.0.attn_k.weight", b"blk.0.attn_\xff.weight"), "not UTF-8"),
+    ]:
+        assert words in refusal(tmp_path, content)
+
+
+def test_no_mutation_breaks_the_reader(tmp_path: Path, whole: bytes) -> None:
+    """`make soak` makes a hundred times as many."""
+    assert check_mutations(whole, tmp_path, random.Random(0), 1000) > 300
+
+
+def test_a_model_that_cannot_be_read_is_one_sentence(tmp_path: Path, whole: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    for content, words in [
+        (whole[:1000], "cut off"),
+        (whole.replace(b"llama", b"drama"), "drama"),
+        (whole.replace(b"blk.0.attn_k.weight", b"blk.0.attn_x.weight"), "lacks some of the model's weights"),
+        (whole.replace(b"token_embd.weight", b"token_embx.weight"), "holds no language model"),
+        (changed(whole, -210 * 3 + 208, b"\xff\x7f"), "not finite"),
+    ]:
+        at_the_end = content if len(content) < len(whole) else content[: len(whole)]
+        path.write_bytes(at_the_end)
+        with pytest.raises(ModelError, match=words):
+            LLM(str(path))
+
+
+# ------------------------------------------------------------------------------------------------------ names
+
+
+def test_a_name_means_a_file(tmp_path: Path, whole: bytes) -> None:
+    path = tmp_path / "model.Q4_K_M.gguf"
+    path.write_bytes(whole)
+    assert find_gguf(path) == path
+    assert find_gguf(tmp_path) == path
+    assert find_gguf("some/repository") is None
+    (tmp_path / "other.gguf").write_bytes(whole)
+    with pytest.raises(ModelError, match=r"several GGUF files: name one of model.Q4_K_M.gguf, other.gguf"):
+        find_gguf(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert find_gguf(tmp_path) is None
+    with pytest.raises(ModelError, match="there is no GGUF file"):
+        find_gguf(tmp_path / "missing.gguf")
+
+
+def test_a_file_of_a_repository_is_looked_for_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def download(repository: str, file: str, revision: str | None) -> str:
+        asked.append((repository, file, revision))
+        return str(tmp_path / file)
+
+    names = ["README.md", "model-Q4_K_M.gguf", "model-Q8_0.gguf", "model-Q4_K_S.gguf"]
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *args, **kwargs: names)
+    assert find_gguf("org/model:model-Q8_0.gguf", "main") == tmp_path / "model-Q8_0.gguf"
+    assert find_gguf("org/model:q4_k_m") == tmp_path / "model-Q4_K_M.gguf"
+    assert asked == [("org/model", "model-Q8_0.gguf", "main"), ("org/model", "model-Q4_K_M.gguf", None)]
+    with pytest.raises(ModelError, match="has not exactly one GGUF file for 'Q4'"):
+        find_gguf("org/model:Q4")
+
+
+def test_info_reads_only_the_header(tmp_path: Path, whole: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole)
+    done = CliRunner().invoke(app, ["info", str(path)])
+    assert done.exit_code == 0
+    assert "4 in Q4_K" in done.output
+    assert "512 tokens" in done.output
+    summary = json.loads(CliRunner().invoke(app, ["info", "--json", str(path)]).output)
+    assert summary["architecture"] == "llama"

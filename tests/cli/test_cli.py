@@ -186,7 +186,7 @@ def test_info_shows_what_preparation_found(command: Command, folder: Path) -> No
     assert lines["context"] == f"{found['max_model_len']} tokens"
     assert "a token" in lines["cache"]
     other = command("info", folder, "--dtype", "bfloat16", "--num-blocks", 10).stdout
-    assert re.search(r"^weights .* in bfloat16; the checkpoint is in float32 *$", other, re.MULTILINE)
+    assert re.search(r"^computes +in bfloat16; the checkpoint is in float32 *$", other, re.MULTILINE)
     assert re.search(r"^cache +60 KiB: 10 blocks of 16 tokens, 384 bytes a token", other, re.MULTILINE)
 
 

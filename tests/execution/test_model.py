@@ -187,13 +187,6 @@ def test_a_file_is_not_accepted_as_a_folder(saved: Path) -> None:
         load_model(saved / "model.safetensors", EngineConfig())
 
 
-def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "tiny.Q4_K_M.gguf").write_bytes(b"GGUF")
-    for source in (tmp_path / "tiny.Q4_K_M.gguf", str(tmp_path / "not-there.GGUF"), tmp_path):
-        with pytest.raises(ModelError, match="is in GGUF, which is not read here; give the checkpoint that"):
-            load_model(source, EngineConfig())
-
-
 @pytest.mark.parametrize("device", ["nonesuch", "", "cuda:99"])
 def test_an_unavailable_device_is_refused_by_name(saved: Path, device: str) -> None:
     for source in (str(saved), zoo.build("llama")):

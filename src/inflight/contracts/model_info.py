@@ -30,8 +30,6 @@ class ModelInfo:
         proved_on: what the proof was done on: the model itself, or a small float32 copy of its class.
         compile: how the model is compiled: "off", "auto" or "max".
         quantization: how its weights were rounded while it was loaded: "int8", "int4", or None.
-        arithmetic: how weights in groups are multiplied: "fast" or "exact"; None: there are none.
-        weights: what the weights are stored in, the largest share first.
         logits_error, attention_error: the proof's relative errors against the plain model; `attention_error` is None
             where attention is the model's own.
         attention_calls: each kind of attention call of a forward pass, as "28 x 16 heads over 8 key/value heads …".
@@ -45,6 +43,8 @@ class ModelInfo:
         kv_bytes_per_lasting_token: cache memory of one token that has left all windows.
         eos_token_ids: tokens that end a sequence.
         notes: what is limited or not honoured, and why.
+        arithmetic: how weights in groups are multiplied: "fast" or "exact"; None: there are none.
+        weights: what the weights are stored in, the largest share first.
     """
 
     model_class: str
@@ -57,8 +57,6 @@ class ModelInfo:
     attention_backend: str
     compile: str
     quantization: str | None
-    arithmetic: str | None
-    weights: tuple[StoredWeights, ...]
     attention_calls: tuple[str, ...]
     logits_error: float
     attention_error: float | None
@@ -75,3 +73,5 @@ class ModelInfo:
     kv_bytes_per_lasting_token: int
     eos_token_ids: tuple[int, ...]
     notes: tuple[str, ...]
+    arithmetic: str | None = None
+    weights: tuple[StoredWeights, ...] = ()

@@ -26,7 +26,8 @@ from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
 logger = logging.getLogger(__name__)
 
 MIN_ROWS = 4
-"""On a CPU oneDNN computes a single row differently, with other bits; and fewer than four rows are no faster."""
+"""On a CPU oneDNN computes a single row differently, with other bits; and fewer than four rows are no faster. A compiled
+step has at least so many, too, because `torch.compile` takes sizes below two for constants."""
 
 
 class PackedExecutor:
@@ -39,6 +40,7 @@ class PackedExecutor:
         grouping: the attention calls of one forward pass in order, as found by `find_attention_calls`, and how they lie
             in the cache (`group_calls`).
         modules: those that attend, in order, each once; only `compile` needs them.
+        min_rows: rows that a step on a CPU has at least, without being compiled.
     """
 
     name = "packed"
@@ -51,8 +53,10 @@ class PackedExecutor:
         backend: AttentionBackend,
         grouping: Grouping,
         modules: Sequence[torch.nn.Module] = (),
+        min_rows: int = MIN_ROWS,
     ) -> None:
         self.model = model
+        self.min_rows = min_rows
         self.modules = modules
         self.backend = backend
         self.grouping = grouping
@@ -93,7 +97,8 @@ class PackedExecutor:
                 self.backend.copy_blocks(storage, copies)
         rows = batch.input_ids, batch.positions, batch.logit_rows
         if self._on_cpu:
-            rows = _at_least_min_rows(rows[0]), _at_least_min_rows(rows[1]), _at_least_min_rows(rows[2])
+            number = self.min_rows if self._compiled is None else MIN_ROWS
+            rows = _at_least(number, rows[0]), _at_least(number, rows[1]), _at_least(number, rows[2])
         if self._compiled is not None:
             return self._compiled(*rows)[: batch.num_logit_rows]
         self._num_calls, self._num_tokens = 0, batch.num_tokens
@@ -194,10 +199,10 @@ def _in_part(batch: RaggedBatch, part: BlockPart, block_size: int) -> CacheGroup
     )
 
 
-def _at_least_min_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Rows `[n]`, the last one repeated until there are `MIN_ROWS`; zeros if there are none."""
-    if rows.shape[0] >= MIN_ROWS:
+def _at_least(number: int, rows: torch.Tensor) -> torch.Tensor:
+    """Rows `[n]`, the last one repeated until there are so many; zeros if there are none."""
+    if rows.shape[0] >= number:
         return rows
     with torch.inference_mode(False):  # a compiled model takes tensors of one kind
         last = rows[-1:] if rows.shape[0] else rows.new_zeros(1)
-        return torch.cat([rows, last.repeat(MIN_ROWS - rows.shape[0])])
+        return torch.cat([rows, last.repeat(number - rows.shape[0])])

@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from inflight.contracts.errors import ModelError
@@ -38,7 +37,7 @@ def read_gguf_config(header: GgufHeader) -> PreTrainedConfig:
         except Exception as error:
             line = str(error).strip().split("\n")[0]
             raise ModelError(f"{str(header.path)!r} cannot be loaded: {line}") from error
-    config.dtype = torch.float32 if {each.kind for each in header.tensors.values()} == {"F32"} else torch.bfloat16
+    config.dtype = "float32" if {each.kind for each in header.tensors.values()} == {"F32"} else "bfloat16"
     _complete(config, header)
     return config
 

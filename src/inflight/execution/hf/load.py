@@ -19,7 +19,7 @@ from transformers.utils import logging
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.execution.hf.gguf_model import load_gguf_model
-from inflight.execution.hf.source import check_source, first_line
+from inflight.execution.hf.source import first_line, read_config
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 
@@ -42,7 +42,7 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
     if isinstance(source, PreTrainedModel):
         return _own_copy(source, config)
     device = resolve_device(config.device)
-    model_config, name = check_source(source, config), os.path.expanduser(source)
+    model_config, name = read_config(source, config), os.path.expanduser(source)
     gguf = find_gguf(source, config.revision)
     try:
         dtype = resolve_dtype(config.dtype, model_config, device)

@@ -1,4 +1,5 @@
-"""`check_source`: whether there is a model of a name. A caller of the engine's process can ask without torch."""
+"""`check_source`: whether there is a model of a name. A caller of the engine's process can ask without torch.
+`read_config`: its configuration."""
 
 import os
 from pathlib import Path
@@ -12,9 +13,17 @@ from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 
 
-def check_source(source: str | os.PathLike[str], config: EngineConfig) -> PreTrainedConfig:
-    """The configuration of a folder, a hub repository or a GGUF file. Raises `ModelError`, before anything large is
-    loaded, if there is none."""
+def check_source(source: str | os.PathLike[str], config: EngineConfig) -> None:
+    """Raise `ModelError`, before anything large is loaded, if there is no model of this name."""
+    gguf = find_gguf(source, config.revision)
+    if gguf is None:
+        read_config(source, config)
+    else:
+        GgufHeader.read(gguf)  # `transformers` needs torch to say more
+
+
+def read_config(source: str | os.PathLike[str], config: EngineConfig) -> PreTrainedConfig:
+    """The configuration of a folder, a hub repository or a GGUF file. Raises `ModelError` if there is none."""
     gguf = find_gguf(source, config.revision)
     if gguf is not None:
         return read_gguf_config(GgufHeader.read(gguf))

@@ -25,6 +25,7 @@ from inflight.contracts.errors import ModelError
 from inflight.execution.attention import AttentionBackend
 from inflight.execution.attention.grouping import Grouping
 from inflight.execution.executors import PackedExecutor
+from inflight.execution.executors.packed import MIN_ROWS
 from inflight.execution.hf.hook import use_attention
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.preparation.agreement import (
@@ -57,6 +58,7 @@ from inflight.execution.weights.experts import pad_routers, prepack_experts, pre
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.linear_calls import watch_linears
 from inflight.execution.weights.linears import LetGo, prepack_linears
+from inflight.execution.weights.onednn import OneDnnLinear
 
 INVARIANCE_LENGTHS = (24, 9)
 ALONE: Sequence[Step] = (((0, 0, 24),),)
@@ -68,7 +70,12 @@ IN_COMPANY: Sequence[Step] = (
     ((0, 13, 14), (1, 7, 8)),
     ((1, 8, 9), (0, 14, 24)),
 )
-IN_COMPANY_IN_SHORT: Sequence[Step] = (((1, 0, 3), (0, 0, 8)), ((0, 8, 9), (1, 3, 4)), ((1, 4, 9), (0, 9, 24)))
+IN_COMPANY_IN_SHORT: Sequence[Step] = (
+    ((1, 0, 3), (0, 0, 8)),
+    ((0, 8, 9), (1, 3, 4)),
+    ((0, 9, 10),),
+    ((1, 4, 9), (0, 10, 24)),
+)
 """What must give the first prompt the same bits as to run at once and alone: to run in pieces of many sizes beside a
 second prompt, and on one thread."""
 MakeBackend: TypeAlias = Callable[[int], AttentionBackend]
@@ -128,9 +135,7 @@ def prepare_packed(
             if tolerance is not FULL_PRECISION or rounds:
                 tolerance = rounded_anew(weight_format.largest_error)
             attention_error, logits_error = proof.require_agreement(executor, tolerance)
-            is_batch_invariant = _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)
-            if executor.backend.is_batch_invariant and not is_batch_invariant and pad_routers(model):
-                is_batch_invariant = _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)
+            is_batch_invariant = _make_batch_invariant(executor, proof.vocab_size, is_large=is_large)
         except Exception as error:
             raise RuntimeError(f"the weights of {type(model).__name__} could not be prepacked") from error
     return PreparationReport(
@@ -141,6 +146,7 @@ def prepare_packed(
         logits_error=logits_error,
         vocab_size=proof.vocab_size,
         is_batch_invariant=is_batch_invariant,
+        min_rows=executor.min_rows,
         max_row_len=max_row_len(model.config.get_text_config()),
         notes=tuple(notes),
     )
@@ -230,6 +236,19 @@ class PackedProof:
         few = executor.forward(replace(batch, logit_rows=last_rows))
         if not relative_error(few, logits[last_rows]) <= tolerance.logits:
             raise ModelError(f"{name} gives other rows of logits than those it is asked for")
+
+
+def _make_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: bool) -> bool:
+    """Find the fewest rows with which a prepacked model is batch-invariant, and pad its routers if that is needed.
+    Returns whether it is."""
+    if not executor.backend.is_batch_invariant:
+        return False
+    has_onednn = any(isinstance(module, OneDnnLinear) for module in executor.model.modules())
+    for min_rows in (MIN_ROWS,) if has_onednn else (1, MIN_ROWS):
+        executor.min_rows = min_rows
+        if _is_batch_invariant(executor, vocab_size, is_large=is_large):
+            return True
+    return pad_routers(executor.model) and _is_batch_invariant(executor, vocab_size, is_large=is_large)
 
 
 def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: bool) -> bool:

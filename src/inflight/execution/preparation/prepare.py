@@ -9,7 +9,7 @@ from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
 from inflight.execution.executors import Executor
 from inflight.execution.hf.load import ModelSource, dtype_of_checkpoint, load_model, own_tensors
-from inflight.execution.hf.source import check_source
+from inflight.execution.hf.source import read_config
 from inflight.execution.mapped_memory import give_back_freed_memory, let_go_of_file_pages
 from inflight.execution.preparation.choice import choose_executor
 from inflight.execution.preparation.describe import describe
@@ -37,7 +37,7 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
     if isinstance(source, PreTrainedModel):
         checkpoint_dtype = source.dtype
     else:
-        checkpoint_dtype = dtype_of_checkpoint(check_source(source, config))
+        checkpoint_dtype = dtype_of_checkpoint(read_config(source, config))
     model = load_model(source, config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     why_not = find_format(config.quantization).why_unusable(model)

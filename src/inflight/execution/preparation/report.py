@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from inflight.execution.attention import AttentionSpec
+from inflight.execution.executors.packed import MIN_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class PreparationReport:
             the model.
         vocab_size: the lesser of embedding rows and logit columns: token ids that can be fed and can come out.
         is_batch_invariant: whether logits were the same bits alone, in company, and in chunks.
+        min_rows: rows that a step has at least, as `PackedExecutor` takes it.
         max_row_len: the longest row, in tokens, that the model runs exactly; None: any.
         notes: what was limited, and why.
     """
@@ -32,5 +34,6 @@ class PreparationReport:
     attention_error: float | None = None
     vocab_size: int
     is_batch_invariant: bool = False
+    min_rows: int = MIN_ROWS
     max_row_len: int | None = None
     notes: tuple[str, ...]

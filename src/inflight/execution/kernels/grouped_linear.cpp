@@ -325,14 +325,14 @@ struct RoundedRows {
       largest = max(largest, max(each, -each));
       not_finite += each - each;
     }
-    const float maximum = max_of_lanes(largest), poison = sum_of_lanes(not_finite);
     int8_t* to = numbers.data() + number * kChunk;
-    if (poison != 0) {  // NaN
+    if (any(not_finite != 0)) {
       std::memset(to, 0, kChunk);
       offsets[2 * number] = offsets[2 * number + 1] = 0;
-      scales[number] = sums[number] = poison;
+      scales[number] = sums[number] = std::numeric_limits<float>::quiet_NaN();
       return;
     }
+    const float maximum = _mm512_reduce_max_ps((__m512)largest);
     const float inverse = maximum > 0 ? 127 / maximum : 0;
     constexpr float kRounder = 12582912.f;
     int32_t sums_of_halves[2] = {};
@@ -348,26 +348,96 @@ struct RoundedRows {
   }
 };
 
+// Where the weights of a panel come from, chunk by chunk: from the panel itself,
+template <class Kind>
+struct FromPanel {
+  const uint8_t* at;
+  Scales<Kind> coarse[kVectors] = {{at, 0}, {at, 1}};
+
+  explicit FromPanel(const uint8_t* panel) : at(panel) {}
+  void begin_run() {
+    for (int v = 0; v < kVectors; ++v) coarse[v] = {at, v};
+    at += kBytesOfHead<Kind>;
+  }
+  void next() { at += kBytesOfChunk<Kind>; }
+  void read(int vector, int eight, Quads& first, Quads& second) const {
+    unpack<Kind::kBits>(at + kNumbersOfChunk<Kind>, vector, eight, first, second);
+  }
+  Floats scale(int vector, int part) const { return coarse[vector].scale_of(at, vector, part); }
+  Floats minimum(int vector) const { return coarse[vector].minimum_of(at, vector); }
+};
+
+// or, for many rows, from what was made of it once.
+template <class Kind>
+struct Unpacked {
+  std::vector<uint8_t> numbers;       // [chunks, 8, 32, 4], as in panels of int8
+  std::vector<float> scales, minima;  // [chunks, parts, 32], [chunks, 32]
+
+  void take(const Grouped& layout, const uint8_t* panel, int64_t num_chunks) {
+    numbers.resize(num_chunks * kChunk * kPanelOutputs);
+    scales.resize(num_chunks * Kind::kParts * kPanelOutputs);
+    minima.resize(Kind::kMinima ? num_chunks * kPanelOutputs : 0);
+    uint8_t* to = numbers.data();
+    FromPanel<Kind> from(panel);
+    for (int64_t chunk = 0; chunk < num_chunks; ++chunk, from.next(), to += kChunk * kPanelOutputs) {
+      if (chunk % layout.chunks() == 0) from.begin_run();
+      for (int v = 0; v < kVectors; ++v) {
+        for (int eight = 0; eight < kChunk / 8; ++eight) {
+          Quads first, second;
+          from.read(v, eight, first, second);
+          store(to + (2 * eight * kPanelOutputs + v * kLanes) * 4, first.words);
+          store(to + ((2 * eight + 1) * kPanelOutputs + v * kLanes) * 4, second.words);
+        }
+        for (int part = 0; part < Kind::kParts; ++part)
+          store(&scales[(chunk * Kind::kParts + part) * kPanelOutputs + v * kLanes], from.scale(v, part));
+        if constexpr (Kind::kMinima) store(&minima[chunk * kPanelOutputs + v * kLanes], from.minimum(v));
+      }
+    }
+  }
+};
+
+template <class Kind>
+struct FromUnpacked {
+  const uint8_t* numbers;
+  const float *scales, *minima;
+
+  explicit FromUnpacked(const Unpacked<Kind>& all)
+      : numbers(all.numbers.data()), scales(all.scales.data()), minima(all.minima.data()) {}
+  void begin_run() {}
+  void next() {
+    numbers += kChunk * kPanelOutputs;
+    scales += Kind::kParts * kPanelOutputs;
+    minima += kPanelOutputs;
+  }
+  void read(int vector, int eight, Quads& first, Quads& second) const {
+    first.words = load<Bits>(numbers + (2 * eight * kPanelOutputs + vector * kLanes) * 4);
+    second.words = load<Bits>(numbers + ((2 * eight + 1) * kPanelOutputs + vector * kLanes) * 4);
+  }
+  Floats scale(int vector, int part) const { return load<Floats>(scales + part * kPanelOutputs + vector * kLanes); }
+  Floats minimum(int vector) const { return load<Floats>(minima + vector * kLanes); }
+};
+
 template <class Kind, class Output>
 struct WholeNumbers {
-  static constexpr int64_t kRowsOfItem = 64, kRowsAtOnce = 6;
+  static constexpr int64_t kRowsOfItem = 128, kRowsAtOnce = 6, kRowsWorthUnpacking = 12;
+
+  Unpacked<Kind> unpacked;
 
   // sums[row][vector] for all inputs.
-  template <int kRows>
-  static void multiply(const Grouped& layout, const RoundedRows& x, int64_t first_row, const uint8_t* panel,
+  template <int kRows, class From>
+  static void multiply(From from, int64_t chunks_of_run, const RoundedRows& x, int64_t first_row,
                        Floats (&sums)[kRows][kVectors]) {
     for (auto& row : sums)
       for (auto& sum : row) sum = Floats{};
-    const int64_t num_chunks = x.num_chunks, chunks_of_run = layout.chunks();
+    const int64_t num_chunks = x.num_chunks;
     int64_t at = first_row * num_chunks;
     for (int64_t run = 0; run < num_chunks; run += chunks_of_run) {
-      const Scales<Kind> scales[kVectors] = {{panel, 0}, {panel, 1}};
-      panel += kBytesOfHead<Kind>;
-      for (int64_t chunk = 0; chunk < chunks_of_run; ++chunk, ++at, panel += kBytesOfChunk<Kind>) {
-        for (int part = 0; part < Kind::kParts; ++part) add_part<kRows>(x, at, panel, scales, part, sums);
+      from.begin_run();
+      for (int64_t chunk = 0; chunk < chunks_of_run; ++chunk, ++at, from.next()) {
+        for (int part = 0; part < Kind::kParts; ++part) add_part<kRows>(from, x, at, part, sums);
         if constexpr (Kind::kMinima)
           for (int v = 0; v < kVectors; ++v) {
-            const Floats minimum = scales[v].minimum_of(panel, v);
+            const Floats minimum = from.minimum(v);
             for (int row = 0; row < kRows; ++row)
               sums[row][v] = (Floats)_mm512_fnmadd_ps((__m512)minimum, _mm512_set1_ps(x.sums[at + row * num_chunks]),
                                                       (__m512)sums[row][v]);
@@ -377,9 +447,9 @@ struct WholeNumbers {
   }
 
   // A chunk's inputs that share a scale.
-  template <int kRows>
-  static inline void add_part(const RoundedRows& x, int64_t at, const uint8_t* chunk,
-                              const Scales<Kind> (&scales)[kVectors], int part, Floats (&sums)[kRows][kVectors]) {
+  template <int kRows, class From>
+  static inline void add_part(const From& from, const RoundedRows& x, int64_t at, int part,
+                              Floats (&sums)[kRows][kVectors]) {
     constexpr int kLoads = kChunk / 8 / Kind::kParts;
     const int64_t num_chunks = x.num_chunks;
     Ints products[kRows][kVectors];
@@ -394,8 +464,7 @@ struct WholeNumbers {
     for (int i = 0; i < kLoads; ++i) {
       const int eight = part * kLoads + i;
       Quads first[kVectors], second[kVectors];
-      for (int v = 0; v < kVectors; ++v)
-        unpack<Kind::kBits>(chunk + kNumbersOfChunk<Kind>, v, eight, first[v], second[v]);
+      for (int v = 0; v < kVectors; ++v) from.read(v, eight, first[v], second[v]);
       for (int row = 0; row < kRows; ++row) {
         const int8_t* inputs = x.numbers.data() + (at + row * num_chunks) * kChunk + eight * 8;
         for (int v = 0; v < kVectors; ++v) {
@@ -405,7 +474,7 @@ struct WholeNumbers {
       }
     }
     for (int v = 0; v < kVectors; ++v) {
-      const Floats scale = scales[v].scale_of(chunk, v, part);
+      const Floats scale = from.scale(v, part);
       for (int row = 0; row < kRows; ++row)
         sums[row][v] = (Floats)_mm512_fmadd_ps(
             (__m512)__builtin_convertvector(products[row][v], Floats),
@@ -413,11 +482,11 @@ struct WholeNumbers {
     }
   }
 
-  template <int kRows>
-  static void run_rows(const Grouped& layout, const RoundedRows& x, const uint8_t* panel, int64_t first_row,
+  template <int kRows, class From>
+  static void run_rows(const From& from, int64_t chunks_of_run, const RoundedRows& x, int64_t first_row,
                        int64_t first_output, const Finish<Output>& finish) {
     Floats sums[kRows][kVectors];
-    multiply<kRows>(layout, x, first_row, panel, sums);
+    multiply<kRows>(from, chunks_of_run, x, first_row, sums);
     for (int v = 0; v < kVectors; ++v) {
       const int64_t first = first_output + v * kLanes, left = finish.out_features - first;
       if (left <= 0) return;
@@ -426,12 +495,26 @@ struct WholeNumbers {
     }
   }
 
+  template <class From, int... kRows>
+  static constexpr auto by_rows(std::integer_sequence<int, kRows...>) {
+    return std::array{&WholeNumbers::template run_rows<kRows + 1, From>...};
+  }
+
+  template <class From>
+  static void run_from(const From& from, int64_t chunks_of_run, const RoundedRows& x, int64_t first_row, int64_t count,
+                       int64_t first_output, const Finish<Output>& finish) {
+    constexpr auto functions = by_rows<From>(std::make_integer_sequence<int, kRowsAtOnce>{});
+    for_each_group(count, kRowsAtOnce, [&](int64_t first, int64_t rows) {
+      functions[rows - 1](from, chunks_of_run, x, first_row + first, first_output, finish);
+    });
+  }
+
   void run_panel(const Grouped& layout, const RoundedRows& x, const uint8_t* panel, int64_t first_row, int64_t count,
                  int64_t first_output, const Finish<Output>& finish) {
-    constexpr auto by_rows = rows_functions<WholeNumbers>(std::make_integer_sequence<int, kRowsAtOnce>{});
-    for_each_group(count, kRowsAtOnce, [&](int64_t first, int64_t rows) {
-      by_rows[rows - 1](layout, x, panel, first_row + first, first_output, finish);
-    });
+    if (count <= kRowsWorthUnpacking)
+      return run_from(FromPanel<Kind>(panel), layout.chunks(), x, first_row, count, first_output, finish);
+    unpacked.take(layout, panel, x.num_chunks);
+    run_from(FromUnpacked<Kind>(unpacked), layout.chunks(), x, first_row, count, first_output, finish);
   }
 };
 

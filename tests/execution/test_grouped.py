@@ -88,7 +88,7 @@ def test_panels_hold_every_weight(layout: GroupedLayout, shape: tuple[int, int])
     weight = grouped(groups)
     assert torch.equal(weight.values(), groups.values())
     numbers = torch.randint(0, shape[0], (3, 5))
-    assert torch.equal(weight.rows(numbers), groups.values()[numbers])
+    assert torch.equal(weight.stored_rows.rows(numbers), groups.values()[numbers])
 
 
 def test_a_grouped_weight_is_a_parameter_like_any_other() -> None:

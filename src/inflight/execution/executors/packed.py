@@ -26,8 +26,8 @@ from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
 logger = logging.getLogger(__name__)
 
 MIN_ROWS = 4
-"""On a CPU oneDNN computes a single row differently, with other bits; and fewer than four rows are no faster. A compiled
-step has at least so many, too, because `torch.compile` takes sizes below two for constants."""
+"""On a CPU oneDNN computes a single row differently, with other bits; and fewer than four rows are no faster. A
+compiled step has at least so many, too, because `torch.compile` takes sizes below two for constants."""
 
 
 class PackedExecutor:

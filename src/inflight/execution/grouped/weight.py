@@ -99,6 +99,32 @@ def _spread(coarse: torch.Tensor, run: int, fine: torch.Tensor | None, group: in
     return spread if fine is None else spread * fine.float().repeat_interleave(group, dim=1)[:, :num_inputs]
 
 
+@dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """Reads rows of a weight `[out, in]` in groups.
+
+    Attributes:
+        words: of its layout.
+        panels: `[out / 32, bytes]` uint8.
+        dtype: of the rows.
+        scales: None: what is read was not rounded for it.
+    """
+
+    words: list[int]
+    panels: torch.Tensor
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    scales: None = None
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The rows of these numbers: `[…]` int64 to `[…, in]`."""
+        rows: torch.Tensor = torch.ops.inflight.grouped_rows(
+            self.words, self.panels, numbers.flatten(), self.out_features, self.in_features, self.dtype
+        )
+        return rows.view(*numbers.shape, self.in_features)
+
+
 class GroupedWeight(torch.Tensor):
     """A weight `[out, in]`, or one `[experts, out, in]` for each expert, float32 or bfloat16 to those who use it; or
     the transposed one.
@@ -149,9 +175,6 @@ class GroupedWeight(torch.Tensor):
         first, second = self.shape[-2:]
         return (second, first) if self.is_transposed else (first, second)
 
-    scales = None
-    """Its rows are not rounded when a layer takes it."""
-
     @property
     def num_bytes(self) -> int:
         """Bytes that it takes."""
@@ -164,12 +187,10 @@ class GroupedWeight(torch.Tensor):
         weight: torch.Tensor = matrices[0] if self.dim() == 2 else torch.stack(matrices)
         return weight.mT if self.is_transposed else weight
 
-    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The rows of a matrix that have these numbers: `[…]` int64 to `[…, in]`."""
-        rows: torch.Tensor = torch.ops.inflight.grouped_rows(
-            self.grouping.words, self.panels[0], numbers.flatten(), *self.matrix_shape, self.dtype
-        )
-        return rows.view(*numbers.shape, rows.shape[-1])
+    @property
+    def stored_rows(self) -> "GroupedRows":
+        """What reads the rows of a weight `[out, in]`."""
+        return GroupedRows(self.grouping.words, self.panels[0], *self.matrix_shape, self.dtype)
 
     def like(self, **changes: Any) -> "GroupedWeight":
         """The same with other panels, another shape (before it is transposed) or another dtype."""
@@ -261,7 +282,7 @@ def _joined(weights: Sequence[Any], dim: int = 0) -> GroupedWeight | None:
 def _embedded(weight: Any, indices: torch.Tensor, *args: Any) -> torch.Tensor | None:
     if not isinstance(weight, GroupedWeight) or weight.dim() != 2 or weight.is_transposed:
         return None
-    return weight.rows(indices.long())
+    return weight.stored_rows.rows(indices.long())
 
 
 KEPT: dict[Any, Callable[..., Any]] = {

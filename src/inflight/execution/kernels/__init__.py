@@ -65,7 +65,18 @@ def _describe_operators() -> None:
     def experts(x: torch.Tensor, chosen: torch.Tensor, number: int) -> torch.Tensor:
         return x.new_empty(chosen.shape[0] * chosen.shape[1], x.shape[1])
 
+    def grouped_rows(
+        layout: list[int],
+        panels: torch.Tensor,
+        rows: torch.Tensor,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        return panels.new_empty(rows.shape[0], in_features, dtype=dtype)
+
     torch.library.register_fake("inflight::linear", linear)
+    torch.library.register_fake("inflight::grouped_rows", grouped_rows)
     torch.library.register_fake("inflight::experts", experts)
     torch.library.register_fake("inflight::write_and_attend", write_and_attend)
 

@@ -419,7 +419,8 @@ struct FromUnpacked {
 
 template <class Kind, class Output>
 struct WholeNumbers {
-  static constexpr int64_t kRowsOfItem = 128, kRowsAtOnce = 6, kRowsWorthUnpacking = 12;
+  static constexpr int64_t kRowsOfItem = 128, kRowsAtOnce = 6;
+  static constexpr int64_t kRowsWorthUnpacking = Kind::kBits == 4 ? 2 * kRowsAtOnce : kRowsAtOnce;
 
   Unpacked<Kind> unpacked;
 

@@ -144,8 +144,8 @@ TORCH_LIBRARY(inflight, library) {
               "Tensor? fine_minima) -> Tensor",
               &inflight::pack_grouped);
   library.def("grouped_rows(int[] layout, Tensor panels, Tensor rows, int out_features, int in_features, "
-              "ScalarType dtype) -> Tensor",
-              &inflight::grouped_rows);
+              "ScalarType dtype) -> Tensor");
+  library.impl("grouped_rows", c10::DispatchKey::CPU, &inflight::grouped_rows);
   library.def("grouped_values(int[] layout, Tensor panels, int out_features, int in_features, ScalarType dtype) -> Tensor",
               &inflight::grouped_values);
   library.def("new_grouped_linear(Tensor panels, int[] layout, bool is_exact, Tensor? bias, int in_features, "

@@ -20,7 +20,7 @@ class GroupedLinear(PanelLinear):
         assert weight.dim() == 2
         assert not weight.is_transposed
         (self.prepacked,) = weight.panels
-        self.grouped = weight
+        self.kind, self._rows = weight.kind, weight.stored_rows
         self._register(
             torch.ops.inflight.new_grouped_linear(
                 *(self.prepacked, weight.grouping.words, self.is_exact, self.bias),
@@ -30,7 +30,7 @@ class GroupedLinear(PanelLinear):
 
     def layout(self) -> StoredRows:
         """See `PrepackedLinear`."""
-        return self.grouped
+        return self._rows
 
 
 class ExactGroupedLinear(GroupedLinear):

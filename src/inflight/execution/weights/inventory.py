@@ -47,7 +47,7 @@ def _layers(module: nn.Module) -> Iterator[PrepackedLinear]:
 def _of_module(module: nn.Module) -> Iterator[tuple[str, int, int]]:
     """What a module's own weights are stored in, a number that tells them apart, and their bytes."""
     for layer in _layers(module):
-        kind = layer.grouped.kind if isinstance(layer, GroupedLinear) else _name(layer.prepacked.dtype)
+        kind = layer.kind if isinstance(layer, GroupedLinear) else _name(layer.prepacked.dtype)
         num_bytes = layer.prepacked.numel() * layer.prepacked.dtype.itemsize
         yield kind, id(layer), num_bytes + (0 if layer.scales is None else layer.scales.nbytes)
     for parameter in module.parameters(recurse=False):

@@ -12,13 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from inflight.execution.grouped.weight import GroupedWeight
+from inflight.execution.grouped.weight import GroupedWeight, as_values
 from inflight.execution.kernels import kernels_available
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.layers import NarrowLinear, RowActivation, SiblingLinear, SiblingLinears, is_narrow
 from inflight.execution.weights.linear_calls import ACTIVATIONS, LinearCalls, is_linear, is_watched
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
-from inflight.execution.weights.tied_embedding import share_prepacked_weight
+from inflight.execution.weights.tied_embedding import read_rows_in_groups, share_prepacked_weight
 
 LetGo: TypeAlias = Callable[[torch.Tensor], None]
 """Gives back the memory of a weight that was prepacked and is not needed any more."""
@@ -74,6 +74,20 @@ def prepack_linears(
         if module._parameters:
             let_go(module.weight)
         module._parameters.clear()
+    _settle_groups(model)
+
+
+def _settle_groups(model: nn.Module) -> None:
+    """Deal with weights in groups that no layer has taken: an embedding's, and those of layers that are never
+    called."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not isinstance(parameter.data, GroupedWeight):
+                continue
+            if isinstance(module, nn.Embedding) and not is_watched(module):
+                read_rows_in_groups(module)
+                break
+            module._parameters[name] = nn.Parameter(as_values(parameter.data), requires_grad=False)
 
 
 def _joinable(siblings: Sequence[Sequence[str]], modules: Mapping[str, Any]) -> Iterator[list[str]]:

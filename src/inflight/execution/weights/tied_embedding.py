@@ -1,10 +1,12 @@
-"""An input embedding that shares its weight with the output head: once the head is prepacked, it reads rows there."""
+"""An input embedding without a weight of its own: it shares it with the output head, and once that is prepacked, reads
+rows there; or its weight is in groups, and rows are read out of them."""
 
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, StoredRows
 
 HALF_A_STEP = 0.51
@@ -26,14 +28,16 @@ class PrepackedTable:
     """Stands for such an embedding's weight `[vocabulary, hidden]`, also for models that index it themselves.
 
     Args:
-        head: kept because it owns the memory behind the layout.
+        shape: the weight's.
         dtype: of the rows.
+        owner: of the memory behind the layout; kept as long as this.
     """
 
-    def __init__(self, head: PrepackedLinear, layout: StoredRows, dtype: torch.dtype) -> None:
-        self.head, self.layout, self.dtype = head, layout, dtype
+    def __init__(
+        self, layout: StoredRows, shape: torch.Size, dtype: torch.dtype, owner: PrepackedLinear | None = None
+    ) -> None:
+        self.layout, self.shape, self.dtype, self.owner = layout, shape, dtype, owner
         self.device = torch.device("cpu")
-        self.shape = torch.Size((head.out_features, head.in_features))
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Row numbers `[…]` int64 to `[…, hidden]`."""
@@ -45,7 +49,7 @@ class PrepackedTable:
         return rows[..., *others] if others else rows
 
     def __len__(self) -> int:
-        return self.head.out_features
+        return self.shape[0]
 
 
 def share_prepacked_weight(embedding: nn.Embedding, head: PrepackedLinear) -> None:
@@ -59,11 +63,21 @@ def share_prepacked_weight(embedding: nn.Embedding, head: PrepackedLinear) -> No
     allowed = 0 if layout.scales is None else HALF_A_STEP * layout.scales[sample, None]
     if not (error <= allowed).all():
         return
+    _replace_weight(embedding, PrepackedTable(layout, embedding.weight.shape, embedding.weight.dtype, head))
+
+
+def read_rows_in_groups(embedding: nn.Embedding) -> None:
+    """Let `embedding`, whose weight is in groups and in no layer, read its rows there with our operator."""
+    weight = embedding.weight.data
+    assert isinstance(weight, GroupedWeight)
+    _replace_weight(embedding, PrepackedTable(weight.stored_rows, weight.shape, weight.dtype))
+
+
+def _replace_weight(embedding: nn.Embedding, table: PrepackedTable) -> None:
     kind = type(embedding)
     # The forward pass of a subclass (one that scales, say) goes first, and finds the lookup in its base class.
     embedding.__class__ = (
         PrepackedEmbedding if kind is nn.Embedding else type(f"Tied{kind.__name__}", (kind, PrepackedEmbedding), {})
     )
-    dtype = embedding.weight.dtype
     embedding._parameters.clear()
-    cast(PrepackedEmbedding, embedding).weight = PrepackedTable(head, layout, dtype)
+    cast(PrepackedEmbedding, embedding).weight = table

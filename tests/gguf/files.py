@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +75,22 @@ def tiny(model_type: str, **changes: Any) -> PreTrainedModel:
 
 
 def write(
-    path: Path, model: PreTrainedModel, kind_of: Callable[[str], str], tokenizer: PreTrainedTokenizerBase | None = None
+    path: Path,
+    model: PreTrainedModel,
+    kind_of: Callable[[str], str],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    extra: Mapping[str, str | float] | None = None,
+    more: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write `model` to a file; `kind_of` says by its name in the file in which type a matrix is."""
+    """Write `model` to a file; `kind_of` says by its name in the file in which type a matrix is. `extra` is metadata
+    about the architecture, and `more` are further tensors."""
     config = model.config
     architecture = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     _write_metadata(writer, config)
+    for key, value in (extra or {}).items():
+        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        add(f"{architecture}.{key}", value)
     if tokenizer is not None:
         _write_tokenizer(writer, tokenizer)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -95,6 +104,8 @@ def write(
             own = suffix or names.get_name(stem)
             ending = ending if ending in ("weight", "bias") else "weight"
             _write_tensor(writer, f"{own}.{ending}", tensor, kind_of)
+    for name, tensor in (more or {}).items():
+        writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -141,7 +152,7 @@ def _as_converted(
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         pairs = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
         return [(None, pairs.transpose(1, 2).reshape(values.shape))]
-    if architecture == "gemma3" and name.endswith("norm.weight"):
+    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return [(None, values + 1)]
     if architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return [(None, values.T)]

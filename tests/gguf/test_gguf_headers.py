@@ -4,14 +4,19 @@ import json
 import random
 import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
+import torch
 from click.testing import CliRunner
 
 from inflight import LLM
 from inflight.cli import app
+from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.execution.hf.gguf_config import read_gguf_config
+from inflight.execution.hf.load import load_model
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 from inflight.gguf.summary import GgufSummary
@@ -105,7 +110,7 @@ def test_a_model_that_cannot_be_read_is_one_sentence(tmp_path: Path, whole: byte
     for content, words in [
         (whole[:1000], "cut off"),
         (whole.replace(b"llama", b"drama"), "drama"),
-        (whole.replace(b"blk.0.attn_k.weight", b"blk.0.attn_x.weight"), "lacks some of the model's weights"),
+        (whole.replace(b"blk.0.attn_k.weight", b"blk.0.attn_x.weight"), "no place for: blk.0.attn_x.weight"),
         (whole.replace(b"token_embd.weight", b"token_embx.weight"), "holds no language model"),
         (changed(whole, -210 * 3 + 208, b"\xff\x7f"), "not finite"),
     ]:
@@ -113,6 +118,37 @@ def test_a_model_that_cannot_be_read_is_one_sentence(tmp_path: Path, whole: byte
         path.write_bytes(at_the_end)
         with pytest.raises(ModelError, match=words):
             LLM(str(path))
+
+
+def test_what_cannot_be_honoured_is_refused_and_what_transformers_overlooks_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+
+    def config_of(model_type: str, **extra: Any) -> Any:
+        model = tiny(model_type, num_hidden_layers=1, vocab_size=32, intermediate_size=256)
+        write(path, model, lambda name: "Q4_K", extra=extra)
+        return read_gguf_config(GgufHeader.read(path))
+
+    assert config_of("qwen3").head_dim == 64
+    linear = config_of("llama", **{"rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
+    assert linear.rope_parameters["rope_type"] == "linear"
+    assert linear.rope_parameters["factor"] == 8.0
+    gemma = config_of("gemma3_text", **{"rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
+    assert gemma.rope_parameters["full_attention"]["factor"] == 8.0
+    assert gemma.rope_parameters["sliding_attention"]["rope_type"] == "default"
+    with pytest.raises(ModelError, match="scales positions in a way"):
+        config_of("llama", **{"rope.scaling.type": "longrope", "rope.scaling.factor": 8.0})
+
+
+def test_frequencies_are_divided_as_the_file_says(tmp_path: Path) -> None:
+    path, factors = tmp_path / "model.gguf", torch.linspace(1, 8, 32)
+    model = tiny("llama", num_hidden_layers=1, vocab_size=32, intermediate_size=256)
+    write(path, model, lambda name: "Q4_K", more={"rope_freqs.weight": factors})
+    own = load_model(path, EngineConfig(dtype="float32"))
+    expected = model.model.rotary_emb.inv_freq / factors
+    assert torch.equal(own.model.rotary_emb.inv_freq, expected)
+    write(path, model, lambda name: "Q4_K", more={"blk.0.attn_q.bias": torch.ones(256)})
+    with pytest.raises(ModelError, match="no place for: blk.0.attn_q.bias"):
+        load_model(path, EngineConfig(dtype="float32"))
 
 
 # ------------------------------------------------------------------------------------------------------ names

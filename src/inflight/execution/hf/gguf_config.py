@@ -19,6 +19,10 @@ OVERLOOKED = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 """Keys of metadata, and what a configuration calls them if it has them."""
+SCALING = ("type", "factor", "original_context_length")
+GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+"""The layers of the models of these families that scale scores by the width of a head, which llama.cpp, too, knows only
+by this number."""
 ROOM = 2**16
 """Bytes behind a header, where its tensors would lie."""
 
@@ -30,6 +34,13 @@ def read_gguf_config(header: GgufHeader) -> PreTrainedConfig:
     """
     if "token_embd.weight" not in header.tensors:
         raise ModelError(f"{str(header.path)!r} holds no language model: it has no token_embd.weight")
+    from transformers.integrations.gguf import GGUF_ARCHS  # imports torch
+
+    if header.architecture in GGUF_ARCHS:
+        raise ModelError(
+            f"{str(header.path)!r} has the architecture {header.architecture!r}, which is not read from GGUF here yet; "
+            "give the checkpoint that it was made from"
+        )
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "header.gguf").write_bytes(_short_copy(header))
         try:
@@ -47,12 +58,34 @@ def _complete(config: PreTrainedConfig, header: GgufHeader) -> None:
     config.vocab_size = header.tensors["token_embd.weight"].shape[0]
     for key, name in OVERLOOKED.items():
         value = header.metadata.get(f"{header.architecture}.{key}")
-        if (
-            value is not None
-            and hasattr(config, name)
-            and not (name == "head_dim" and hasattr(config, "global_head_dim"))
-        ):
-            setattr(config, name, value)
+        is_computed = isinstance(getattr(type(config), name, None), property)
+        if value is None or not hasattr(config, name) or is_computed:
+            continue
+        if name == "head_dim" and hasattr(config, "global_head_dim"):
+            continue  # Gemma 4 has two, and `transformers` knows which this is
+        setattr(config, name, value)
+    _scale_positions(config, header)
+    if GEMMA_27B.get(header.architecture) == header.metadata.get(f"{header.architecture}.block_count"):
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+
+
+def _scale_positions(config: PreTrainedConfig, header: GgufHeader) -> None:
+    """Set how positions are scaled beyond the context of training."""
+    scaling = {key: header.metadata.get(f"{header.architecture}.rope.scaling.{key}") for key in SCALING}
+    kind, factor = scaling["type"], scaling["factor"]
+    if kind in (None, "none") or factor in (None, 0, 1):
+        return
+    if kind not in ("linear", "yarn") or not isinstance(getattr(config, "rope_parameters", None), dict):
+        raise ModelError(f"{str(header.path)!r} scales positions in a way ({kind!r}) that is not read from GGUF here")
+    changes = {"rope_type": kind, "factor": factor}
+    if kind == "yarn" and scaling["original_context_length"] is not None:
+        changes["original_max_position_embeddings"] = scaling["original_context_length"]
+    parameters = config.rope_parameters
+    config.rope_parameters = (
+        {**parameters, "full_attention": {**parameters["full_attention"], **changes}}
+        if "full_attention" in parameters
+        else {**parameters, **changes}
+    )
 
 
 def _short_copy(header: GgufHeader) -> bytes:

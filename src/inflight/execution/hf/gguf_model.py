@@ -94,7 +94,9 @@ class _Loader:
                 raise ModelError(f"{str(self._header.path)!r} has one part of {name!r} in blocks and one in floats")
             state[name] = self._gathered(name, parts)
         if unknown:
-            self.notes.append(f"the model has no place for {len(unknown)} of the file's tensors: {unknown[0]} …")
+            raise ModelError(
+                f"{str(self._header.path)!r} has {len(unknown)} tensors that the model has no place for: {unknown[0]} …"
+            )
         for kind, number in self._widened.items():
             self.notes.append(f"{number} weights in {kind} are expanded to {self._dtype}, because no kernel reads them")
         return state

@@ -147,7 +147,7 @@ def test_frequencies_are_divided_as_the_file_says(tmp_path: Path) -> None:
     expected = model.model.rotary_emb.inv_freq / factors
     assert torch.equal(own.model.rotary_emb.inv_freq, expected)
     write(path, model, lambda name: "Q4_K", more={"blk.0.attn_q.bias": torch.ones(256)})
-    with pytest.raises(ModelError, match="no place for: blk.0.attn_q.bias"):
+    with pytest.raises(ModelError, match=r"no place for: blk\.0\.attn_q\.bias"):
         load_model(path, EngineConfig(dtype="float32"))
 
 

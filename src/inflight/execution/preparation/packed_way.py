@@ -54,7 +54,7 @@ from inflight.execution.preparation.proof import (
 )
 from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.execution.weights.experts import pad_routers, prepack_experts, prepack_routers
+from inflight.execution.weights.experts import has_routers, pad_routers, prepack_experts, prepack_routers
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.linear_calls import watch_linears
 from inflight.execution.weights.linears import LetGo, prepack_linears
@@ -240,11 +240,11 @@ class PackedProof:
 
 def _make_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: bool) -> bool:
     """Find the fewest rows with which a prepacked model is batch-invariant, and pad its routers if that is needed.
-    Returns whether it is."""
+    Returns whether it is. (A short trial does not show all that a router does with the numbers of a single row.)"""
     if not executor.backend.is_batch_invariant:
         return False
-    has_onednn = any(isinstance(module, OneDnnLinear) for module in executor.model.modules())
-    for min_rows in (MIN_ROWS,) if has_onednn else (1, MIN_ROWS):
+    needs_rows = has_routers(executor.model) or any(isinstance(each, OneDnnLinear) for each in executor.model.modules())
+    for min_rows in (MIN_ROWS,) if needs_rows else (1, MIN_ROWS):
         executor.min_rows = min_rows
         if _is_batch_invariant(executor, vocab_size, is_large=is_large):
             return True

@@ -145,6 +145,11 @@ def _has_experts(module: nn.Module, number: int) -> bool:
     return any("expert" in name and value == number for name, value in vars(module).items())
 
 
+def has_routers(model: PreTrainedModel) -> bool:
+    """Whether a prepacked model has routers, or experts that it runs in a way of its own."""
+    return any(isinstance(each, CaughtMatrix | CaughtMatrices) for each in model.parameters())
+
+
 def pad_routers(model: PreTrainedModel) -> bool:
     """Let the routers of `model` run with multiples of `STEP` rows from now on: some compute with the numbers of the
     experts that they have chosen, and torch computes the end of a few numbers in another way. False if there is none.

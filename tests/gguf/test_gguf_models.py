@@ -126,3 +126,17 @@ def test_the_embedded_model_completes_and_chats_as_a_file(tmp_path: Path) -> Non
     greedy = SamplingParams(temperature=0, max_tokens=8)
     for ask in (lambda each: each.generate(text, greedy, use_tqdm=False), lambda each: each.chat(CHAT, greedy)):
         assert ask(llm)[0].outputs[0].text == ask(original)[0].outputs[0].text
+
+
+def test_in_bfloat16_every_parameter_is_in_bfloat16(tmp_path: Path) -> None:
+    """Experts in floats, which two tensors of the file share, included."""
+    this_cpu.needs(torch.bfloat16)
+    path = tmp_path / "model.gguf"
+    write(path, MODELS["qwen3_moe"], lambda name: "F16" if "exps" in name else "Q4_K")
+    own = load_model(path, EngineConfig(dtype="bfloat16"))
+    expected = read_by_transformers("qwen3_moe", path)
+    assert {parameter.dtype for parameter in own.parameters()} == {torch.bfloat16}
+    experts = [name for name, _ in own.named_parameters() if "experts" in name]
+    assert len(experts) == 4
+    for name in experts:
+        assert torch.equal(own.get_parameter(name), expected.get_parameter(name).bfloat16())

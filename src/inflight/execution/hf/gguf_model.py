@@ -6,7 +6,7 @@ move whole tensors of floats; here it moves the numbers of their rows instead, a
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,22 @@ class _Names:
         return [(name, _Names(part, has_parts=False)) for name, part in self._parts.items()]
 
 
+class _Touched(dict[str, torch.Tensor]):
+    """Parameters to which `transformers` adds parts; remembers which it has read or written."""
+
+    def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(given)
+        self.touched: set[str] = set()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.touched.add(name)
+        return super().__getitem__(name)
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        self.touched.add(name)
+        super().__setitem__(name, tensor)
+
+
 class _Loader:
     """Moves the tensors of one file to where the model has them."""
 
@@ -69,7 +85,7 @@ class _Loader:
         self._shapes = {name: tuple(each.shape) for name, each in self._model.state_dict().items()}
         self._processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=_flat(config))
         self._names: dict[str, str] = get_gguf_hf_weights_map(_Names(self._model), self._processor)
-        self._merged: dict[str, torch.Tensor] = {}
+        self._merged: Mapping[str, torch.Tensor] = {}
         """Parameters of which several tensors give a part, in floats; `transformers` fills them."""
         self._widened: Counter[str] = Counter()
         self.notes: list[str] = []
@@ -86,7 +102,7 @@ class _Loader:
                 if tensor.dtype == torch.int64:
                     sources.setdefault(name, []).append((entry, tensor))
                 else:
-                    state[name] = tensor.to(self._dtype)
+                    state[name] = tensor
             if not moved and entry.name != ROPE_FACTORS:
                 unknown.append(entry.name)
         for name, parts in sources.items():
@@ -124,11 +140,13 @@ class _Loader:
             given = self._floats(entry)
             if len(entry.shape) == 1 or given.dtype == torch.bfloat16:
                 given = given.float()
-        parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {} if in_blocks else self._merged}
+        parts = _Touched({} if in_blocks else self._merged)
         result = self._processor.process(
-            weights=given.numpy(), name=entry.name, tensor_key_mapping=self._names, parsed_parameters=parsed
+            weights=given.numpy(), name=entry.name, tensor_key_mapping=self._names, parsed_parameters={"tensors": parts}
         )
-        yield from list(parsed["tensors"].items())
+        if not in_blocks:
+            self._merged = parts
+        yield from ((name, parts[name]) for name in list(parts.touched))
         if result.name in self._names:
             yield self._names[result.name], torch.from_numpy(np.ascontiguousarray(result.weights))
 

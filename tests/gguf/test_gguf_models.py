@@ -1,6 +1,9 @@
 """A GGUF file runs as `transformers` runs it when it has dequantised it, and its weights stay as they are."""
 
 import copy
+import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -123,6 +126,12 @@ def test_the_embedded_model_completes_and_chats_as_a_file(tmp_path: Path) -> Non
     text = "Once upon a time, there was a little girl"
     assert llm.tokenizer is not None
     assert llm.tokenizer.encode(text) == tokenizer.encode(text)
+    without_torch = (
+        "import sys; sys.modules['torch'] = None; from inflight.text.tokenizer_files import read_tokenizer; "
+    )
+    script = f"{without_torch} print(read_tokenizer(sys.argv[1]).encode(sys.argv[2]))"
+    done = subprocess.run([sys.executable, "-c", script, path, text], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == tokenizer.encode(text), "as in the process of `inflight serve`"
     greedy = SamplingParams(temperature=0, max_tokens=8)
     for ask in (lambda each: each.generate(text, greedy, use_tqdm=False), lambda each: each.chat(CHAT, greedy)):
         assert ask(llm)[0].outputs[0].text == ask(original)[0].outputs[0].text

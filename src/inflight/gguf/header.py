@@ -24,7 +24,7 @@ STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """What `struct` calls the types of metadata that have a fixed size."""
 SHORT = 4096
-"""Arrays of more elements, which are vocabularies, are not read, only counted."""
+"""Arrays of more elements, which are vocabularies, are only counted, unless they are asked for."""
 
 BLOCKS = {
     0: ("F32", 1, 4),
@@ -112,11 +112,12 @@ class GgufHeader:
         return sum(each.num_elements for each in self.tensors.values())
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> "GgufHeader":
-        """Raises `ModelError` if the file cannot be read, or is no intact GGUF file."""
+    def read(cls, path: str | os.PathLike[str], *, with_vocabulary: bool = False) -> "GgufHeader":
+        """Read a file's header, and its long arrays, too, if asked to. Raises `ModelError` if the file cannot be read,
+        or is no intact GGUF file."""
         try:
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                return _Reader(Path(path), memoryview(content)).header()
+                return _Reader(Path(path), memoryview(content), 2**63 if with_vocabulary else SHORT).header()
         except (OSError, ValueError) as error:  # mmap refuses an empty file
             raise ModelError(f"{os.fspath(path)!r} cannot be read: {error}") from error
 
@@ -124,9 +125,10 @@ class GgufHeader:
 class _Reader:
     """Walks through a header; everything that a file says is checked before it is believed."""
 
-    def __init__(self, path: Path, content: memoryview) -> None:
+    def __init__(self, path: Path, content: memoryview, longest: int) -> None:
         self._path = path
         self._content = content
+        self._longest = longest  # of the arrays that are read
         self._at = 0
 
     def header(self) -> GgufHeader:
@@ -201,11 +203,15 @@ class _Reader:
             size = struct.calcsize(f"<{SCALARS[element]}")
             length = self._count(size)
             values = self._take(length * size)
-            return list(struct.unpack(f"<{length}{SCALARS[element]}", values)) if length <= SHORT else Counted(length)
+            return (
+                list(struct.unpack(f"<{length}{SCALARS[element]}", values))
+                if length <= self._longest
+                else Counted(length)
+            )
         if element != STRING:
             raise self._error(f"has an array of type {element}, which is unknown")
         length = self._count(8)
-        if length <= SHORT:
+        if length <= self._longest:
             return [self._string(len(self._content)) for _ in range(length)]
         at, end, size_of = self._at, len(self._content), struct.Struct("<Q").unpack_from
         for _ in range(length):

@@ -24,6 +24,9 @@ _TOKENIZER_FILES = (
     "tiktoken.model",
 )
 
+SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""What a tokenizer and a GGUF file call the tokens with a role."""
+
 
 def read_tokenizer(source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer | None:
     """The tokenizer of a local folder, of a repository on the Hugging Face hub, or of a GGUF file; None if it has none.
@@ -53,11 +56,27 @@ def read_tokenizer(source: str, *, trust_remote_code: bool = False, revision: st
 
 
 def _from_gguf(path: Path) -> Tokenizer | None:
-    if "tokenizer.ggml.tokens" not in GgufHeader.read(path).metadata:
+    """As `get_gguf_tokenizer` of `transformers`, which imports torch to read the header."""
+    metadata = GgufHeader.read(path, with_vocabulary=True).metadata
+    if "tokenizer.ggml.tokens" not in metadata:
         return None
     from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
 
+    given, options = (
+        {name: metadata[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in metadata}
+        for names in (GGUF_TOKENIZER_MAPPING["tokenizer"], GGUF_TOKENIZER_MAPPING["tokenizer_config"])
+    )
+    kind = given.get("tokenizer_type")
+    if kind == "llama":
+        options.setdefault("add_bos_token", True)  # files from before there was such a key
+    elif kind == "gemma4":
+        options["add_bos_token"] = False  # its chat template writes one
     try:
-        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name))
+        for role, key in SPECIAL_TOKENS.items():
+            number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+            options[f"{role}_token"] = None if number is None else given["tokens"][number]
+        backend, _ = convert_gguf_tokenizer(metadata["general.architecture"], given)
+        return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **options))
     except Exception as error:
         raise ModelError(f"cannot load the tokenizer of {str(path)!r}: {one_line(error)}") from error

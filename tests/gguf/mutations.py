@@ -44,7 +44,9 @@ def _mutated(whole: bytes, length: int, rng: random.Random) -> bytes:
     """Some bytes of the first `length` changed, taken out, doubled or cut off."""
     content = bytearray(whole)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
-        at = rng.randrange(length)
+        if not content:
+            break
+        at = rng.randrange(min(length, len(content)))
         match rng.randrange(6):
             case 0:
                 content[at] = rng.randrange(256)

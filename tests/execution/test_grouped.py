@@ -117,6 +117,8 @@ def test_a_grouped_weight_is_a_parameter_like_any_other() -> None:
         assert kept.shape == expected.shape
         assert torch.equal(kept.values(), expected)
     assert not isinstance(torch.cat([one, values]), GroupedWeight)
+    with pytest.raises(RuntimeError, match="cannot be changed in place"):
+        one.mul_(2)
     assert not isinstance(torch.cat([grouped(random_groups(LAYOUTS["a minimum"], (33, 96)))] * 2), GroupedWeight)
 
 

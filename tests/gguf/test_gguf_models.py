@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from inflight import LLM, SamplingParams
 from inflight.contracts.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
-from inflight.execution.grouped.weight import GroupedWeight
+from inflight.execution.grouped.weight import GroupedWeight, as_values
 from inflight.execution.hf.load import load_model
 from tests.execution import this_cpu
 from tests.gguf.files import tiny, write
@@ -135,6 +135,16 @@ def test_the_embedded_model_completes_and_chats_as_a_file(tmp_path: Path) -> Non
     greedy = SamplingParams(temperature=0, max_tokens=8)
     for ask in (lambda each: each.generate(text, greedy, use_tqdm=False), lambda each: each.chat(CHAT, greedy)):
         assert ask(llm)[0].outputs[0].text == ask(original)[0].outputs[0].text
+
+
+def test_types_that_no_kernel_reads_are_expanded_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, MODELS["llama"], of_kinds("Q2_K", "IQ3_S", "TQ2_0", "Q4_K"))
+    own, expected = load_model(path, EngineConfig(dtype="float32")), read_by_transformers("llama", path).state_dict()
+    for kind in ("Q2_K", "IQ3_S", "TQ2_0"):
+        assert any(f"weights in {kind} are expanded to torch.float32" in note for note in own.inflight_notes)
+    for name, weight in own.state_dict().items():
+        assert torch.equal(as_values(weight), expected[name]), name
 
 
 def test_in_bfloat16_every_parameter_is_in_bfloat16(tmp_path: Path) -> None:

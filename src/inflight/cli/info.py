@@ -73,14 +73,15 @@ def _header_for_people(summary: GgufSummary) -> dict[str, str]:
     """What a GGUF file's header says."""
     per_token = summary.cache_bytes_per_token
     needed = [f"{length:,} tokens {_size(length * per_token)}" for length in CONTEXTS if length < summary.context]
-    needed.append(f"{summary.context:,} tokens {_size(summary.context * per_token)}")
+    if summary.context:
+        needed.append(f"{summary.context:,} tokens {_size(summary.context * per_token)}")
     kinds = [f"{each.number} in {each.kind}, {_size(each.num_bytes)}" for each in summary.tensors]
     return {
         "file": f"{summary.path}, {_size(sum(each.num_bytes for each in summary.tensors))}",
         "model": f"{summary.name or 'unnamed'}, {summary.architecture}, {_count(summary.num_parameters)} parameters",
         "tensors": "\n".join(kinds),
         "context": f"{summary.context:,} tokens" if summary.context else "not stated",
-        "cache": f"{_size(per_token)} a token in 16 bits: " + ", ".join(needed) if per_token else "",
+        "cache": ", ".join([f"{_size(per_token)} a token in 16 bits", *needed]) if per_token else "",
         "chat template": "yes" if summary.has_chat_template else "none: it completes texts, and cannot chat",
     }
 

@@ -20,10 +20,11 @@ def find_gguf(source: str | os.PathLike[str], revision: str | None = None) -> Pa
     path = Path(name)
     if path.is_dir():
         return _only_one(path) if not (path / "config.json").exists() else None
-    if name.lower().endswith(SUFFIX) and ":" not in name:
-        if not path.is_file():
+    if name.lower().endswith(SUFFIX):
+        if path.is_file():
+            return path
+        if ":" not in name:
             raise ModelError(f"there is no GGUF file {name!r}")
-        return path
     repository, colon, file = name.partition(":")
     if colon and not path.exists() and repository.count("/") == 1 and not repository.startswith((".", "/")):
         return _from_hub(repository, file, revision)

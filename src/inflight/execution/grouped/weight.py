@@ -206,8 +206,8 @@ class GroupedWeight(torch.Tensor):
         """Whether another weight `[out, in]` can lie below this one, in the same panels."""
         return (
             isinstance(other, GroupedWeight)
-            and (self.grouping, self.dtype, self.matrix_shape[1])
-            == (other.grouping, other.dtype, other.matrix_shape[1])
+            and (self.kind, self.grouping, self.dtype, self.matrix_shape[1])
+            == (other.kind, other.grouping, other.dtype, other.matrix_shape[1])
             and (self.dim(), self.is_transposed) == (other.dim(), other.is_transposed) == (2, False)
             and self.matrix_shape[0] % PANEL_OUTPUTS == 0
         )
@@ -225,6 +225,8 @@ class GroupedWeight(torch.Tensor):
         result = kept(*args, **kwargs) if kept else None
         if result is not None:
             return result
+        if function._schema.is_mutable and isinstance(args[0], GroupedWeight):
+            raise RuntimeError(f"a weight in groups ({args[0].kind}) cannot be changed in place")
         args, kwargs = tree_map(as_values, (args, kwargs))
         return function(*args, **kwargs)
 

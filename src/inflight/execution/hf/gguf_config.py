@@ -20,7 +20,7 @@ OVERLOOKED = {
 }
 """Keys of metadata, and what a configuration calls them if it has them."""
 SCALING = ("type", "factor", "original_context_length")
-GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
 """The layers of the models of these families that scale scores by the width of a head, which llama.cpp, too, knows only
 by this number."""
 ROOM = 2**16
@@ -65,7 +65,8 @@ def _complete(config: PreTrainedConfig, header: GgufHeader) -> None:
             continue  # Gemma 4 has two, and `transformers` knows which this is
         setattr(config, name, value)
     _scale_positions(config, header)
-    if GEMMA_27B.get(header.architecture) == header.metadata.get(f"{header.architecture}.block_count"):
+    num_layers = header.metadata.get(f"{header.architecture}.block_count")
+    if (header.architecture, num_layers) in GEMMA_27B:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
 
 

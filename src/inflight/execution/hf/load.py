@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.execution.hf.gguf_config import read_gguf_config
 from inflight.execution.hf.gguf_model import load_gguf_model
 from inflight.execution.hf.source import first_line, read_config
 from inflight.gguf.find import find_gguf
@@ -42,16 +43,17 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
     if isinstance(source, PreTrainedModel):
         return _own_copy(source, config)
     device = resolve_device(config.device)
-    model_config, name = read_config(source, config), os.path.expanduser(source)
-    gguf = find_gguf(source, config.revision)
+    gguf, name = find_gguf(source, config.revision), os.path.expanduser(source)
+    header = None if gguf is None else GgufHeader.read(gguf)
+    model_config = read_config(source, config) if header is None else read_gguf_config(header)
     try:
         dtype = resolve_dtype(config.dtype, model_config, device)
         is_dummy = config.load_format == "dummy"
         with ONE_AT_A_TIME, _bars_that_leave():
             if is_dummy:
                 model = _dummy_model(model_config, dtype, device, config)
-            elif gguf is not None:
-                model = load_gguf_model(GgufHeader.read(gguf), model_config, dtype)
+            elif header is not None:
+                model = load_gguf_model(header, model_config, dtype)
             else:
                 model = _pretrained_model(name, dtype, config)
         model = model.to(device)

@@ -1,5 +1,6 @@
 """Weights in groups: what they stand for, and that both arithmetics compute what their definitions say."""
 
+from dataclasses import replace
 from typing import Any
 
 import gguf
@@ -33,6 +34,11 @@ LAYOUTS = {
     "eight bits, a minimum": GroupedLayout(8, 32, has_minima=True),
     "fine scales": GroupedLayout(4, 256, fine=1, has_minima=True),
     "two fine scales": GroupedLayout(6, 256, fine=2, middle=32),
+    "a wide scale": GroupedLayout(4, 128, middle=8, has_wide_scales=True),
+    "a wide minimum": GroupedLayout(8, 64, has_minima=True, has_wide_scales=True),
+    "floats of eight bits": GroupedLayout(8, 128, has_wide_scales=True, code="e4m3"),
+    "floats of four bits": GroupedLayout(4, 32, middle=12, code="e2m1"),
+    "nonlinear": GroupedLayout(4, 256, fine=1, middle=128, code="nonlinear"),
 }
 SHAPES = [(64, 64), (300, 96), (33, 40), (70, 33), (16, 700)]
 
@@ -46,7 +52,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def random_groups(layout: GroupedLayout, shape: tuple[int, int]) -> Groups:
+def random_groups(layout: GroupedLayout, shape: tuple[int, int], *, in_another_order: bool = False) -> Groups:
     generator = torch.Generator().manual_seed(1)
     num_outputs, num_inputs = shape
     num_runs, num_chunks = -(-num_inputs // layout.coarse), -(-num_inputs // CHUNK)
@@ -54,13 +60,21 @@ def random_groups(layout: GroupedLayout, shape: tuple[int, int]) -> Groups:
     def whole(number: int) -> torch.Tensor:
         return torch.randint(-100, 100, (num_outputs, number), generator=generator, dtype=torch.int8)
 
+    def scales() -> torch.Tensor:
+        drawn = torch.rand(num_outputs, num_runs, generator=generator).half()
+        return drawn.float() / 2**20 if layout.has_wide_scales else drawn
+
+    numbers = torch.randint(0, 1 << layout.bits, shape, generator=generator, dtype=torch.uint8)
+    if layout.code == "e4m3":
+        numbers[numbers & 127 == 127] = 126  # NaN
     return Groups(
         layout,
-        torch.randint(0, 1 << layout.bits, shape, generator=generator, dtype=torch.uint8),
-        torch.rand(num_outputs, num_runs, generator=generator).half(),
+        numbers,
+        scales(),
         whole(num_chunks * layout.fine) if layout.fine else None,
-        torch.rand(num_outputs, num_runs, generator=generator).half() if layout.has_minima else None,
+        scales() if layout.has_minima else None,
         whole(num_chunks) if layout.has_minima and layout.fine else None,
+        order=torch.randperm(num_inputs, generator=generator) if in_another_order else None,
     )
 
 
@@ -91,6 +105,23 @@ def test_panels_hold_every_weight(layout: GroupedLayout, shape: tuple[int, int])
     assert torch.equal(weight.stored_rows.rows(numbers), groups.values()[numbers])
 
 
+@pytest.mark.parametrize("kind", [GroupedLinear, ExactGroupedLinear])
+def test_inputs_may_lie_in_another_order(kind: type[GroupedLinear]) -> None:
+    groups = random_groups(LAYOUTS["a scale for 64"], (70, 96), in_another_order=True)
+    weight, straight = grouped(groups), grouped(replace(groups, order=None))
+    assert groups.order is not None
+    places = groups.order.argsort()
+    assert torch.equal(groups.values(), straight.values()[:, places])
+    assert torch.equal(weight.values(), groups.values())
+    numbers = torch.tensor([[3, 0]])
+    assert torch.equal(weight.stored_rows.rows(numbers), groups.values()[numbers])
+    x = drawn(5, 96)
+    assert torch.equal(kind(weight, None)(x), kind(straight, None)(x[:, groups.order]))
+    above = grouped(replace(groups, numbers=groups.numbers[:64], coarse=groups.coarse[:64]))
+    assert isinstance(torch.cat([above, weight]), GroupedWeight)
+    assert not isinstance(torch.cat([above, straight]), GroupedWeight)
+
+
 def test_a_grouped_weight_is_a_parameter_like_any_other() -> None:
     groups = [random_groups(LAYOUTS["a minimum"], (64, 96)) for _ in range(3)]
     one, several = grouped(groups[0]), GroupedWeight.of("test", groups, torch.float32, is_stacked=True)
@@ -112,11 +143,16 @@ def test_a_grouped_weight_is_a_parameter_like_any_other() -> None:
         (several[2], stacked[2]),
         (list(several)[1], stacked[1]),
         (torch.cat([one, one]), torch.cat([values, values])),
+        (torch.stack([one, one]), torch.stack([values, values])),
+        (torch.stack([one.T, one.T]), torch.stack([values.T, values.T])),
+        (torch.cat([several, several], dim=1), torch.cat([stacked, stacked], dim=1)),
+        (torch.cat([several.mT, several.mT], dim=-1), torch.cat([stacked.mT, stacked.mT], dim=-1)),
     ]:
         assert isinstance(kept, GroupedWeight)
         assert kept.shape == expected.shape
         assert torch.equal(kept.values(), expected)
     assert not isinstance(torch.cat([one, values]), GroupedWeight)
+    assert not isinstance(torch.cat([several, several]), GroupedWeight)
     with pytest.raises(RuntimeError, match="cannot be changed in place"):
         one.mul_(2)
     assert not isinstance(torch.cat([grouped(random_groups(LAYOUTS["a minimum"], (33, 96)))] * 2), GroupedWeight)
@@ -166,6 +202,8 @@ def test_the_fast_arithmetic_computes_what_its_definition_says(
         pytest.skip("this CPU is slow with whole numbers")
     groups, bias = random_groups(layout, shape), drawn(shape[0]).to(dtype)
     layer = GroupedLinear(grouped(groups, dtype), bias)
+    if layer.is_exact:
+        pytest.skip("floats have no fast arithmetic")
     for num_rows in (1, 2, 6, 7, 13, 150):
         x = drawn(num_rows, shape[1], seed=num_rows).to(dtype)
         expected = rounded_product(x, groups.values()) + bias.double()

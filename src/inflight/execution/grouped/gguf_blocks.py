@@ -12,8 +12,6 @@ from inflight.execution.grouped.weight import GroupedLayout, Groups
 
 LOW, HIGH = 15, 4
 """Half a byte: what is left of the lower one, and how far away the higher one is."""
-NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the numbers of `IQ4_NL` and `IQ4_XS` stand for."""
 
 
 def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -107,26 +105,19 @@ def _q3_k(blocks: torch.Tensor) -> Groups:
     return Groups(layout, _rows(low) | _rows(high) << 2, _halves(blocks, 108), fine)
 
 
-def _looked_up(numbers: torch.Tensor) -> torch.Tensor:
-    """What the numbers of the nonlinear types stand for, in eight bits around 128."""
-    table = torch.tensor([128 + value for value in NONLINEAR], dtype=torch.uint8)
-    return table[numbers.int()]
-
-
 def _iq4_nl(blocks: torch.Tensor) -> Groups:
-    """In eight bits, because nothing multiplies with numbers that have to be looked up."""
-    numbers = _looked_up(_both_halves(blocks[..., 2:]))
-    return Groups(GroupedLayout(8, 32, middle=128), _rows(numbers), _halves(blocks, 0))
+    layout = GroupedLayout(4, 32, middle=128, code="nonlinear")
+    return Groups(layout, _rows(_both_halves(blocks[..., 2:])), _halves(blocks, 0))
 
 
 def _iq4_xs(blocks: torch.Tensor) -> Groups:
-    """In eight bits, like `IQ4_NL`."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
     low = torch.stack([blocks[..., 4:8] & LOW, blocks[..., 4:8] >> HIGH], dim=-1).flatten(-2)
     high = (blocks[..., 2:4, None] >> shifts & 3).flatten(-2)
     fine = _rows(low | high << 4).to(torch.int8) - 32
-    numbers = _looked_up(_both_halves(_parted(blocks[..., 8:], 8, 16)))
-    return Groups(GroupedLayout(8, 256, fine=1, middle=128), _rows(numbers), _halves(blocks, 0), fine)
+    numbers = _both_halves(_parted(blocks[..., 8:], 8, 16))
+    layout = GroupedLayout(4, 256, fine=1, middle=128, code="nonlinear")
+    return Groups(layout, _rows(numbers), _halves(blocks, 0), fine)
 
 
 BLOCK_TYPES: dict[str, Callable[[torch.Tensor], Groups]] = {

@@ -20,6 +20,14 @@ CHUNK = 32
 """Inputs that are multiplied at a time."""
 ROWS_AT_ONCE = 8192
 """Rows that are laid out at a time."""
+TABLES = {
+    "e2m1": (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0),
+    "nonlinear": (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241),
+}
+"""What numbers of four bits stand for where they are looked up: "e2m1", the floats of MXFP4, twice each, around 12;
+"nonlinear", the values of GGUF's `IQ4_NL`, around 128."""
+CODES = ("whole", "e4m3", "e2m1", "nonlinear")
+"""What numbers can stand for: for themselves; for floats of eight bits (`float8_e4m3fn`); for entries of `TABLES`."""
 aten = torch.ops.aten
 
 
@@ -32,7 +40,9 @@ class GroupedLayout:
         coarse: inputs that share a coarse scale, a multiple of `CHUNK`.
         fine: fine scales, whole numbers, of each `CHUNK` inputs: 0, 1 or 2.
         has_minima: whether a minimum is subtracted, too.
-        middle: the number that stands for 0 where there are no minima.
+        middle: what is subtracted from what a number stands for.
+        has_wide_scales: whether coarse scales and minima are float32 instead of float16.
+        code: what a number stands for, one of `CODES`.
     """
 
     bits: int
@@ -40,11 +50,15 @@ class GroupedLayout:
     fine: int = 0
     has_minima: bool = False
     middle: int = 0
+    has_wide_scales: bool = False
+    code: str = "whole"
 
     @property
     def words(self) -> list[int]:
         """As the kernels take it."""
-        return [self.bits, self.coarse, self.fine, int(self.has_minima), self.middle]
+        scale_bytes = 4 if self.has_wide_scales else 2
+        code = CODES.index(self.code)
+        return [self.bits, self.coarse, self.fine, int(self.has_minima), self.middle, scale_bytes, code]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +68,11 @@ class Groups:
 
     Attributes:
         numbers: `[out, in]` uint8.
-        coarse: `[out, runs]` float16, for `layout.coarse` inputs each.
+        coarse: `[out, runs]` float16 or float32, for `layout.coarse` inputs each.
         fine: `[out, in / 32 * layout.fine]` int8.
-        coarse_minima: `[out, runs]` float16.
+        coarse_minima: `[out, runs]`, like `coarse`.
         fine_minima: `[out, in / 32]` int8.
+        order: `[in]` int64, which input each column is; None: they lie in order.
     """
 
     layout: GroupedLayout
@@ -66,18 +81,27 @@ class Groups:
     fine: torch.Tensor | None = None
     coarse_minima: torch.Tensor | None = None
     fine_minima: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:
         """The weight `[out, in]` float32: the definition."""
         num_inputs, layout = self.numbers.shape[1], self.layout
         scales = _spread(self.coarse, layout.coarse, self.fine, CHUNK // max(1, layout.fine), num_inputs)
-        weight = (self.numbers.float() - layout.middle) * scales
-        if self.coarse_minima is None:
-            return weight
-        return weight - _spread(self.coarse_minima, layout.coarse, self.fine_minima, CHUNK, num_inputs)
+        weight = (self._decoded() - layout.middle) * scales
+        if self.coarse_minima is not None:
+            weight -= _spread(self.coarse_minima, layout.coarse, self.fine_minima, CHUNK, num_inputs)
+        return weight if self.order is None else weight[:, self.order.argsort()]
 
-    def panels(self) -> torch.Tensor:
-        """In the layout of `kernels/grouped.h`, `[out / 32, bytes]` uint8."""
+    def _decoded(self) -> torch.Tensor:
+        """What the numbers stand for, `[out, in]` float32."""
+        if self.layout.code == "e4m3":
+            return self.numbers.view(torch.float8_e4m3fn).float()
+        if self.layout.code in TABLES:
+            return torch.tensor(TABLES[self.layout.code], dtype=torch.float32)[self.numbers.int()]
+        return self.numbers.float()
+
+    def packed(self) -> "PackedMatrix":
+        """In the layout of `kernels/grouped.h`."""
         missing = -self.numbers.shape[1] % self.layout.coarse // CHUNK  # chunks
         parts = (self.numbers, self.coarse, self.fine, self.coarse_minima, self.fine_minima)
         numbers, coarse, fine, coarse_minima, fine_minima = (
@@ -87,10 +111,10 @@ class Groups:
             fine = functional.pad(fine, (0, missing * self.layout.fine))
         if missing and fine_minima is not None:
             fine_minima = functional.pad(fine_minima, (0, missing))
-        packed: torch.Tensor = torch.ops.inflight.pack_grouped(
+        panels = torch.ops.inflight.pack_grouped(
             self.layout.words, numbers, coarse, fine, coarse_minima, fine_minima
         )
-        return packed
+        return PackedMatrix(panels, self.order)
 
 
 def _spread(coarse: torch.Tensor, run: int, fine: torch.Tensor | None, group: int, num_inputs: int) -> torch.Tensor:
@@ -100,18 +124,40 @@ def _spread(coarse: torch.Tensor, run: int, fine: torch.Tensor | None, group: in
 
 
 @dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A weight `[out, in]` as it lies in memory.
+
+    Attributes:
+        panels: `[out / 32, bytes]` uint8, in the layout of `kernels/grouped.h`.
+        order: see `Groups`.
+    """
+
+    panels: torch.Tensor
+    order: torch.Tensor | None = None
+
+    def in_order(self, columns: torch.Tensor) -> torch.Tensor:
+        """The columns of `[…, in]` where the inputs are."""
+        return columns if self.order is None else columns[..., self.order.argsort()]
+
+    def joins(self, other: "PackedMatrix") -> bool:
+        """Whether another one reads the inputs in the same order."""
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return torch.equal(self.order, other.order)
+
+
+@dataclass(frozen=True, slots=True)
 class GroupedRows:
     """Reads rows of a weight `[out, in]` in groups.
 
     Attributes:
         words: of its layout.
-        panels: `[out / 32, bytes]` uint8.
         dtype: of the rows.
         scales: None: what is read was not rounded for it.
     """
 
     words: list[int]
-    panels: torch.Tensor
+    matrix: PackedMatrix
     out_features: int
     in_features: int
     dtype: torch.dtype
@@ -120,9 +166,9 @@ class GroupedRows:
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """The rows of these numbers: `[…]` int64 to `[…, in]`."""
         rows: torch.Tensor = torch.ops.inflight.grouped_rows(
-            self.words, self.panels, numbers.flatten(), self.out_features, self.in_features, self.dtype
+            self.words, self.matrix.panels, numbers.flatten(), self.out_features, self.in_features, self.dtype
         )
-        return rows.view(*numbers.shape, self.in_features)
+        return self.matrix.in_order(rows).view(*numbers.shape, self.in_features)
 
 
 class GroupedWeight(torch.Tensor):
@@ -131,13 +177,13 @@ class GroupedWeight(torch.Tensor):
 
     Attributes:
         kind: what the numbers are called in the format that they come from, such as "Q4_K".
-        panels: `[out / 32, bytes]` uint8, one for each matrix.
+        matrices: one, or one for each expert.
         is_transposed: whether the last two dimensions are swapped.
     """
 
     kind: str
     grouping: GroupedLayout
-    panels: tuple[torch.Tensor, ...]
+    matrices: tuple[PackedMatrix, ...]
     is_transposed: bool
 
     @staticmethod
@@ -145,18 +191,18 @@ class GroupedWeight(torch.Tensor):
         cls,
         kind: str,
         grouping: GroupedLayout,
-        panels: Sequence[torch.Tensor],
+        matrices: Sequence[PackedMatrix],
         shape: Sequence[int],
         dtype: torch.dtype,
         is_transposed: bool = False,
     ) -> "GroupedWeight":
-        """From panels of matrices; `shape` is `[out, in]` or `[experts, out, in]`."""
+        """`shape` is `[out, in]` or `[experts, out, in]`."""
         seen = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else tuple(shape)
         with torch.inference_mode(False):  # so that views of it may be made inside and outside of inference mode
             made: GroupedWeight = torch.Tensor._make_wrapper_subclass(
                 cls, seen, dtype=dtype, device=torch.device("cpu")
             )
-        made.kind, made.grouping, made.panels, made.is_transposed = kind, grouping, tuple(panels), is_transposed
+        made.kind, made.grouping, made.matrices, made.is_transposed = kind, grouping, tuple(matrices), is_transposed
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -165,9 +211,9 @@ class GroupedWeight(torch.Tensor):
     @classmethod
     def of(cls, kind: str, matrices: Sequence[Groups], dtype: torch.dtype, *, is_stacked: bool) -> "GroupedWeight":
         """From the groups of one matrix, or of one for each expert, all of the same sizes."""
-        panels = [each.panels() for each in matrices]
+        packed = [each.packed() for each in matrices]
         shape = matrices[0].numbers.shape
-        return cls(kind, matrices[0].layout, panels, (len(panels), *shape) if is_stacked else shape, dtype)
+        return cls(kind, matrices[0].layout, packed, (len(packed), *shape) if is_stacked else shape, dtype)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -178,38 +224,47 @@ class GroupedWeight(torch.Tensor):
     @property
     def num_bytes(self) -> int:
         """Bytes that it takes."""
-        return sum(each.nbytes for each in self.panels)
+        return sum(each.panels.nbytes for each in self.matrices)
 
     def values(self) -> torch.Tensor:
         """The weight as an ordinary tensor."""
         words, sizes = self.grouping.words, self.matrix_shape
-        matrices = [torch.ops.inflight.grouped_values(words, each, *sizes, self.dtype) for each in self.panels]
+        matrices = [
+            each.in_order(torch.ops.inflight.grouped_values(words, each.panels, *sizes, self.dtype))
+            for each in self.matrices
+        ]
         weight: torch.Tensor = matrices[0] if self.dim() == 2 else torch.stack(matrices)
         return weight.mT if self.is_transposed else weight
 
     @property
     def stored_rows(self) -> "GroupedRows":
         """What reads the rows of a weight `[out, in]`."""
-        return GroupedRows(self.grouping.words, self.panels[0], *self.matrix_shape, self.dtype)
+        return GroupedRows(self.grouping.words, self.matrices[0], *self.matrix_shape, self.dtype)
 
     def like(self, **changes: Any) -> "GroupedWeight":
-        """The same with other panels, another shape (before it is transposed) or another dtype."""
+        """The same with other matrices, another shape (before it is transposed) or another dtype."""
         before = {
-            "panels": self.panels,
+            "matrices": self.matrices,
             "shape": (*self.shape[:-2], *self.matrix_shape),
             "dtype": self.dtype,
             "is_transposed": self.is_transposed,
         }
         return GroupedWeight(self.kind, self.grouping, **{**before, **changes})
 
+    def is_like(self, other: object) -> bool:
+        """Whether another weight differs in nothing but its numbers, and the rows of its matrices."""
+        return isinstance(other, GroupedWeight) and (
+            (self.kind, self.grouping, self.dtype, self.matrix_shape[1], self.shape[:-2], self.is_transposed)
+            == (other.kind, other.grouping, other.dtype, other.matrix_shape[1], other.shape[:-2], other.is_transposed)
+        )
+
     def joins(self, other: object) -> bool:
-        """Whether another weight `[out, in]` can lie below this one, in the same panels."""
+        """Whether the matrices of another weight can lie below those of this one, in the same panels."""
         return (
             isinstance(other, GroupedWeight)
-            and (self.kind, self.grouping, self.dtype, self.matrix_shape[1])
-            == (other.kind, other.grouping, other.dtype, other.matrix_shape[1])
-            and (self.dim(), self.is_transposed) == (other.dim(), other.is_transposed) == (2, False)
+            and self.is_like(other)
             and self.matrix_shape[0] % PANEL_OUTPUTS == 0
+            and all(above.joins(below) for above, below in zip(self.matrices, other.matrices, strict=True))
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
@@ -262,23 +317,37 @@ def _permuted(weight: GroupedWeight, dims: Sequence[int]) -> GroupedWeight | Non
 def _matrix(weight: GroupedWeight, dim: int, index: int) -> GroupedWeight | None:
     if weight.dim() != 3 or dim != 0:
         return None
-    return weight.like(panels=weight.panels[index : index + 1 or None], shape=weight.matrix_shape)
+    return weight.like(matrices=weight.matrices[index : index + 1 or None], shape=weight.matrix_shape)
 
 
 def _matrices(weight: GroupedWeight, dim: int = 0) -> list[GroupedWeight] | None:
     if weight.dim() != 3 or dim != 0:
         return None
-    return [weight.like(panels=[each], shape=weight.matrix_shape) for each in weight.panels]
+    return [weight.like(matrices=[each], shape=weight.matrix_shape) for each in weight.matrices]
+
+
+def _stacked(weights: Sequence[Any], dim: int = 0) -> GroupedWeight | None:
+    first = weights[0]
+    if dim != 0 or not isinstance(first, GroupedWeight) or first.dim() != 2:
+        return None
+    if not all(first.is_like(each) and first.shape == each.shape for each in weights):
+        return None
+    matrices = [each.matrices[0] for each in weights]
+    return first.like(matrices=matrices, shape=(len(matrices), *first.matrix_shape))
 
 
 def _joined(weights: Sequence[Any], dim: int = 0) -> GroupedWeight | None:
     first = weights[0]
-    if dim != 0 or not isinstance(first, GroupedWeight):
+    if not isinstance(first, GroupedWeight) or dim % first.dim() != first.dim() - (1 if first.is_transposed else 2):
         return None
-    if not all(above.joins(below) for above, below in pairwise(weights)):
+    if not all(isinstance(above, GroupedWeight) and above.joins(below) for above, below in pairwise(weights)):
         return None
-    panels = torch.cat([each.panels[0] for each in weights])
-    return first.like(panels=[panels], shape=(sum(each.shape[0] for each in weights), first.shape[1]))
+    matrices = [
+        PackedMatrix(torch.cat([each.panels for each in parts]), parts[0].order)
+        for parts in zip(*(each.matrices for each in weights), strict=True)
+    ]
+    num_rows = sum(each.matrix_shape[0] for each in weights)
+    return first.like(matrices=matrices, shape=(*first.shape[:-2], num_rows, first.matrix_shape[1]))
 
 
 def _embedded(weight: Any, indices: torch.Tensor, *args: Any) -> torch.Tensor | None:
@@ -298,6 +367,7 @@ KEPT: dict[Any, Callable[..., Any]] = {
     aten.permute.default: _permuted,
     aten.select.int: _matrix,
     aten.unbind.int: _matrices,
+    aten.stack.default: _stacked,
     aten.cat.default: _joined,
     aten.embedding.default: _embedded,
 }

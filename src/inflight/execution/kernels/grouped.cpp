@@ -4,6 +4,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <cmath>
+#include <cstring>
+
 #include "checks.h"
 #include "convert.h"
 #include "linear.h"
@@ -54,16 +57,46 @@ int read_number(const Grouped& layout, const uint8_t* chunk, int64_t output, int
   return number | (chunk[high.byte] >> high.shift & ((1 << (layout.bits - 4)) - 1)) << 4;
 }
 
-float read_half(const uint8_t* halves, int64_t index) { return load<at::Half>(halves + 2 * index); }
+float read_scale(const Grouped& layout, const uint8_t* scales, int64_t index) {
+  const uint8_t* from = scales + layout.scale_bytes * index;
+  return layout.scale_bytes == 4 ? load<float>(from) : float(load<at::Half>(from));
+}
+
+float decoded(const Grouped& layout, int number) {
+  if (layout.code == Code::kE4M3) {
+    const int magnitude = number & 127, exponent = magnitude >> 3;
+    const float value = exponent ? std::ldexp(float(8 + magnitude % 8), exponent - 10) : std::ldexp(float(magnitude), -9);
+    return number & 128 ? -value : value;
+  }
+  const uint8_t* table = layout.table();
+  return float((table ? table[number] : number) - int(layout.middle));
+}
+
+constexpr uint8_t kTableE2M1[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+constexpr uint8_t kTableNonlinear[] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
 }  // namespace
 
+const uint8_t* Grouped::table() const {
+  return code == Code::kE2M1 ? kTableE2M1 : code == Code::kNonlinear ? kTableNonlinear : nullptr;
+}
+
 Grouped::Grouped(at::IntArrayRef layout)
-    : bits(layout.at(0)), coarse(layout.at(1)), fine(layout.at(2)), minima(layout.at(3)), middle(layout.at(4)) {
+    : bits(layout.at(0)),
+      coarse(layout.at(1)),
+      fine(layout.at(2)),
+      minima(layout.at(3)),
+      middle(layout.at(4)),
+      scale_bytes(layout.at(5)),
+      code(Code(layout.at(6))) {
   TORCH_CHECK(bits == 4 || bits == 5 || bits == 6 || bits == 8, "numbers cannot have ", bits, " bits");
   TORCH_CHECK(coarse > 0 && coarse % kChunk == 0 && coarse < 1 << 24, "a coarse scale cannot stand for ", coarse, " inputs");
   TORCH_CHECK(fine >= 0 && fine <= 2, "a chunk cannot have ", fine, " fine scales");
-  TORCH_CHECK(middle >= 0 && middle < 1 << bits, "the middle cannot be ", middle);
+  TORCH_CHECK(code >= Code::kWhole && code <= Code::kNonlinear, "there is no code ", int64_t(code));
+  TORCH_CHECK(middle >= 0 && middle < 1 << (table() ? 8 : bits), "the middle cannot be ", middle);
+  TORCH_CHECK(scale_bytes == 2 || scale_bytes == 4, "a scale cannot have ", scale_bytes, " bytes");
+  TORCH_CHECK(!table() || bits == 4, "numbers of ", bits, " bits cannot be looked up");
+  TORCH_CHECK(code != Code::kE4M3 || bits == 8, "a float of eight bits cannot have ", bits);
 }
 
 void check_grouped(const Grouped& layout, const at::Tensor& panels, int64_t out_features, int64_t in_features) {
@@ -90,22 +123,26 @@ at::Tensor pack_grouped(at::IntArrayRef words, const at::Tensor& numbers, const 
     check_size(*each, name, 0, out);
     check_size(*each, name, 1, size);
   };
-  check(coarse, "coarse scales", true, at::kHalf, num_runs);
+  const at::ScalarType scale_type = layout.scale_bytes == 4 ? at::kFloat : at::kHalf;
+  check(coarse, "coarse scales", true, scale_type, num_runs);
   check(fine, "fine scales", layout.fine > 0, at::kChar, num_chunks * layout.fine);
-  check(coarse_minima, "coarse minima", layout.minima, at::kHalf, num_runs);
+  check(coarse_minima, "coarse minima", layout.minima, scale_type, num_runs);
   check(fine_minima, "fine minima", layout.minima && layout.fine > 0, at::kChar, num_chunks);
   const int64_t num_panels = (out + kPanelOutputs - 1) / kPanelOutputs;
   at::Tensor panels = at::zeros({num_panels, num_runs * layout.run_bytes()}, at::kByte);
   const auto* from = numbers.const_data_ptr<uint8_t>();
+  const auto* scales = static_cast<const uint8_t*>(coarse.const_data_ptr());
+  const auto* least = layout.minima ? static_cast<const uint8_t*>(coarse_minima->const_data_ptr()) : nullptr;
+  const int64_t bytes = layout.scale_bytes;
   at::parallel_for(0, out, kPanelOutputs, [&](int64_t begin, int64_t end) {
     // Outputs of a panel share bytes with nobody else's.
     for (int64_t row = begin; row < end; ++row) {
       const int64_t output = row % kPanelOutputs;
       uint8_t* run = panels.data_ptr<uint8_t>() + row / kPanelOutputs * panels.size(1);
       for (int64_t r = 0; r < num_runs; ++r, run += layout.run_bytes()) {
-        store(run + 2 * output, coarse.const_data_ptr<at::Half>()[row * num_runs + r]);
-        if (layout.minima)
-          store(run + 2 * kPanelOutputs + 2 * output, coarse_minima->const_data_ptr<at::Half>()[row * num_runs + r]);
+        const int64_t number = (row * num_runs + r) * bytes;
+        std::memcpy(run + bytes * output, scales + number, bytes);
+        if (least) std::memcpy(run + bytes * (kPanelOutputs + output), least + number, bytes);
         uint8_t* chunk = run + layout.head_bytes();
         for (int64_t c = r * layout.chunks(); c < (r + 1) * layout.chunks(); ++c, chunk += layout.chunk_bytes()) {
           for (int64_t part = 0; part < layout.fine; ++part)
@@ -143,12 +180,12 @@ at::Tensor grouped_rows(at::IntArrayRef words, const at::Tensor& panels, const a
           if (i > 0 && i % layout.coarse == 0) run += layout.run_bytes();
           const uint8_t* chunk = run + layout.head_bytes() + i % layout.coarse / kChunk * layout.chunk_bytes();
           const auto* fine = reinterpret_cast<const int8_t*>(chunk) + o;
-          float minimum = layout.minima ? read_half(run, kPanelOutputs + o) : 0;
+          float minimum = layout.minima ? read_scale(layout, run, kPanelOutputs + o) : 0;
           if (layout.minima_bytes()) minimum *= fine[layout.fine_bytes()];
           chunk += layout.fine_bytes() + layout.minima_bytes();
           for (int64_t j = 0; j < std::min<int64_t>(kChunk, in_features - i); ++j) {
-            const float scale = read_half(run, o) * (layout.fine ? float(fine[j / half * kPanelOutputs]) : 1.f);
-            const float value = float(read_number(layout, chunk, o, j) - int(layout.middle)) * scale - minimum;
+            const float scale = read_scale(layout, run, o) * (layout.fine ? float(fine[j / half * kPanelOutputs]) : 1.f);
+            const float value = decoded(layout, read_number(layout, chunk, o, j)) * scale - minimum;
             store_float(value, to + row * in_features + i + j);
           }
         }

@@ -1,11 +1,11 @@
 // Weights of a few bits in groups of inputs that share a scale: how they lie in panels.
 //
-// A weight is `(number - middle) * scale - minimum`. Inputs are taken 32 at a time, in chunks; some chunks in a row share
-// a coarse scale (and a coarse minimum). Where there are fine scales, whole numbers, a chunk or each half of it has one of
-// its own, and its scale is the product of both.
+// A weight is `(number - middle) * scale - minimum`, where a number may be the code of another one. Inputs are taken 32 at
+// a time, in chunks; some chunks in a row share a coarse scale (and a coarse minimum). Where there are fine scales, whole
+// numbers, a chunk or each half of it has one of its own, and its scale is the product of both.
 //
-// For each such run of chunks a panel has, for its 32 outputs side by side: the coarse scales in float16; the coarse
-// minima in float16; and for each chunk the fine scales in int8, the fine minima in int8, and the numbers. Of these come
+// For each such run of chunks a panel has, for its 32 outputs side by side: the coarse scales in float16 or float32; the
+// coarse minima likewise; and for each chunk the fine scales in int8, the fine minima in int8, and the numbers. Of these come
 // first all of sixteen outputs, then of the others, eight inputs after the other, each time for every output: four bytes
 // with the first four inputs in their low halves and the others in their high halves. The fifth bits of all, or the fifth
 // and sixth, follow, in bytes that lie in the same way: from the lowest bits up those of the first four inputs, of the
@@ -21,20 +21,33 @@ namespace inflight {
 constexpr int kChunk = 32;          // inputs
 constexpr int kOutputsOfQuads = 16;  // whose numbers lie side by side
 
+// What a number stands for.
+enum class Code : int64_t {
+  kWhole,      // itself
+  kE4M3,       // a float of eight bits, `float8_e4m3fn`, which is not NaN
+  kE2M1,       // of the sixteen floats of four bits, twice each, around 12
+  kNonlinear,  // of the sixteen values of GGUF's IQ4_NL, around 128
+};
+
 struct Grouped {
   int64_t bits;    // of a number: 4, 5, 6 or 8
   int64_t coarse;  // inputs that share a coarse scale, a multiple of 32
   int64_t fine;    // fine scales of a chunk: 0, 1 or 2
   bool minima;
-  int64_t middle;  // of the numbers
+  int64_t middle;  // of what the numbers stand for
+  int64_t scale_bytes;  // of a coarse scale, or a minimum: 2 or 4
+  Code code;
 
-  // From these five, in this order. Refuses what no kernel reads.
+  // From these seven, in this order. Refuses what no kernel reads.
   explicit Grouped(at::IntArrayRef layout);
+
+  // What sixteen numbers stand for, where they are looked up; else nullptr.
+  const uint8_t* table() const;
 
   int64_t chunks() const { return coarse / kChunk; }
   int64_t fine_bytes() const { return kChunk * fine; }
   int64_t minima_bytes() const { return minima && fine ? kChunk : 0; }
-  int64_t head_bytes() const { return 2 * kChunk * (minima ? 2 : 1); }
+  int64_t head_bytes() const { return scale_bytes * kChunk * (minima ? 2 : 1); }
   int64_t chunk_bytes() const { return fine_bytes() + minima_bytes() + kChunk * kChunk * bits / 8; }
   int64_t run_bytes() const { return head_bytes() + chunks() * chunk_bytes(); }
   int64_t num_runs(int64_t in_features) const { return (in_features + coarse - 1) / coarse; }
@@ -43,8 +56,8 @@ struct Grouped {
 // Refuses panels that are not `[out / 32, runs * run_bytes]` uint8 for a weight `[out, in]`.
 void check_grouped(const Grouped& layout, const at::Tensor& panels, int64_t out_features, int64_t in_features);
 
-// Panels from numbers `[out, in]` uint8, coarse scales `[out, runs]` float16, fine ones `[out, runs * chunks * fine]`
-// int8, and minima: coarse like the scales, fine `[out, runs * chunks]`.
+// Panels from numbers `[out, in]` uint8, coarse scales `[out, runs]` float16 or float32, fine ones
+// `[out, runs * chunks * fine]` int8, and minima: coarse like the scales, fine `[out, runs * chunks]`.
 at::Tensor pack_grouped(at::IntArrayRef layout, const at::Tensor& numbers, const at::Tensor& coarse,
                         const std::optional<at::Tensor>& fine, const std::optional<at::Tensor>& coarse_minima,
                         const std::optional<at::Tensor>& fine_minima);

@@ -24,19 +24,23 @@ namespace {
 #define INFLIGHT_WHOLE_NUMBERS
 #endif
 
+enum class Reading { kWhole, kLookedUp, kFloat };
+
 // The layouts that there are kernels for: what the compiler must know of them.
-template <int kBits_, int kFine_, bool kMinima_>
+template <int kBits_, int kFine_, bool kMinima_, Reading kReading_ = Reading::kWhole>
 struct Kind {
   static constexpr int kBits = kBits_, kFine = kFine_;
   static constexpr bool kMinima = kMinima_;
+  static constexpr Reading kReading = kReading_;
   static constexpr int kParts = kFine == 2 ? 2 : 1;  // of a chunk, each with a scale
 };
 
 // Calls `function` with the kind of a layout.
 template <class Function>
 void with_kind(const Grouped& layout, const Function& function) {
-  const auto is = [&](int bits, int fine, bool minima) {
-    return layout.bits == bits && layout.fine == fine && layout.minima == minima;
+  const auto reading = layout.table() ? Reading::kLookedUp : layout.code == Code::kE4M3 ? Reading::kFloat : Reading::kWhole;
+  const auto is = [&](int bits, int fine, bool minima, Reading own = Reading::kWhole) {
+    return layout.bits == bits && layout.fine == fine && layout.minima == minima && reading == own;
   };
   if (is(4, 0, false)) return function(Kind<4, 0, false>{});
   if (is(4, 0, true)) return function(Kind<4, 0, true>{});
@@ -47,7 +51,9 @@ void with_kind(const Grouped& layout, const Function& function) {
   if (is(6, 2, false)) return function(Kind<6, 2, false>{});
   if (is(8, 0, false)) return function(Kind<8, 0, false>{});
   if (is(8, 0, true)) return function(Kind<8, 0, true>{});
-  if (is(8, 1, false)) return function(Kind<8, 1, false>{});
+  if (is(4, 0, false, Reading::kLookedUp)) return function(Kind<4, 0, false, Reading::kLookedUp>{});
+  if (is(4, 1, false, Reading::kLookedUp)) return function(Kind<4, 1, false, Reading::kLookedUp>{});
+  if (is(8, 0, false, Reading::kFloat)) return function(Kind<8, 0, false, Reading::kFloat>{});
   TORCH_CHECK(false, "there is no kernel for ", layout.bits, " bits with ", layout.fine, " fine scales",
               layout.minima ? " and minima" : "");
 }
@@ -57,10 +63,39 @@ struct Quads {
   Bits words;
 };
 
+// A table of sixteen bytes for `look_up`.
+inline Bits spread(const uint8_t* table) {
+  Bits spread{};
+  for (int i = 0; table && i < int(sizeof spread); i += 16) std::memcpy(reinterpret_cast<char*>(&spread) + i, table, 16);
+  return spread;
+}
+
+// For each byte of `numbers` its entry.
+inline Bits look_up(Bits table, Bits numbers) {
+#ifdef __AVX512BW__
+  return (Bits)_mm512_shuffle_epi8((__m512i)table, (__m512i)numbers);
+#else
+  uint8_t bytes[sizeof numbers], entries[sizeof table];
+  store(bytes, numbers);
+  store(entries, table);
+  for (uint8_t& byte : bytes) byte = entries[byte];
+  return load<Bits>(bytes);
+#endif
+}
+
+// A float of eight bits from each lane.
+inline Floats read_e4m3(Bits codes) {
+  const Bits magnitude = codes & 127;
+  const Floats normal = (Floats)((magnitude << 20) + (120u << 23));
+  const Floats subnormal = __builtin_convertvector((Ints)magnitude, Floats) * 0x1p-9f;
+  return (Floats)((Bits)(magnitude < 8 ? subnormal : normal) | (codes & 128) << 24);
+}
+
 // The numbers of eight inputs, from `8 * part` on, for a vector of outputs: four in `first`, four in `second`. `numbers`
 // are a chunk's.
-template <int kBits>
-inline void unpack(const uint8_t* numbers, int vector, int part, Quads& first, Quads& second) {
+template <class Kind>
+inline void unpack(const uint8_t* numbers, Bits table, int vector, int part, Quads& first, Quads& second) {
+  constexpr int kBits = Kind::kBits;
   const int output = vector * kLanes;
   const uint8_t* own = numbers + output / kOutputsOfQuads * (kOutputsOfQuads * kChunk * kBits / 8) +
                        output % kOutputsOfQuads * 4;
@@ -84,6 +119,10 @@ inline void unpack(const uint8_t* numbers, int vector, int part, Quads& first, Q
     const int bit = part % 2 * 4;
     first.words |= (bit == 0 ? high << 4 : high) & 0x30303030;
     second.words |= (bit == 0 ? high << 2 : high >> 2) & 0x30303030;
+  }
+  if constexpr (Kind::kReading == Reading::kLookedUp) {
+    first.words = look_up(table, first.words);
+    second.words = look_up(table, second.words);
   }
 }
 
@@ -110,8 +149,14 @@ template <class Kind>
 struct Scales {
   Floats scale, minimum;
 
-  Scales(const uint8_t* run, int vector) : scale(load_halves(run + 2 * vector * kLanes)), minimum{} {
-    if constexpr (Kind::kMinima) minimum = load_halves(run + 2 * kPanelOutputs + 2 * vector * kLanes);
+  Scales(const Grouped& layout, const uint8_t* run, int vector) : minimum{} {
+    if (layout.scale_bytes == 4) {
+      scale = load<Floats>(run + 4 * vector * kLanes);
+      if constexpr (Kind::kMinima) minimum = load<Floats>(run + 4 * (kPanelOutputs + vector * kLanes));
+    } else {
+      scale = load_halves(run + 2 * vector * kLanes);
+      if constexpr (Kind::kMinima) minimum = load_halves(run + 2 * (kPanelOutputs + vector * kLanes));
+    }
   }
   Floats scale_of(const uint8_t* chunk, int vector, int part) const {
     if constexpr (Kind::kFine == 0) return scale;
@@ -126,8 +171,6 @@ struct Scales {
 template <class Kind>
 constexpr int64_t kBytesOfChunk =
     kPanelOutputs * (Kind::kFine + (Kind::kMinima && Kind::kFine)) + kChunk * kChunk * Kind::kBits / 8;
-template <class Kind>
-constexpr int64_t kBytesOfHead = 2 * kPanelOutputs * (Kind::kMinima ? 2 : 1);
 template <class Kind>
 constexpr int64_t kNumbersOfChunk = kPanelOutputs * (Kind::kFine + (Kind::kMinima && Kind::kFine));
 
@@ -175,21 +218,27 @@ struct Expanded {
 #endif
   }
 
-  // All inputs of a chunk.
-  static void expand(const uint8_t* run, const uint8_t* chunk, int middle, Stored* to) {
+  // All inputs of the chunk of this number in a run.
+  static void expand(const Grouped& layout, const uint8_t* run, int64_t number, Stored* to) {
+    const uint8_t* chunk = run + layout.head_bytes() + number * kBytesOfChunk<Kind>;
     const uint8_t* numbers = chunk + kNumbersOfChunk<Kind>;
+    const int middle = int(layout.middle);
+    const Bits table = spread(layout.table());
     for (int v = 0; v < kVectors; ++v) {
-      const Scales<Kind> scales(run, v);
+      const Scales<Kind> scales(layout, run, v);
       const Floats minimum = scales.minimum_of(chunk, v);
       for (int part = 0; part < kChunk / 8; ++part) {
         const Floats scale = scales.scale_of(chunk, v, part * Kind::kParts / 4);
         Quads quads[2];
-        unpack<Kind::kBits>(numbers, v, part, quads[0], quads[1]);
+        unpack<Kind>(numbers, table, v, part, quads[0], quads[1]);
         for (int half = 0; half < 2; ++half) {
           Floats values[4];
           for (int i = 0; i < 4; ++i) {
-            const Ints number = (Ints)(quads[half].words >> (8 * i) & 255) - middle;
-            values[i] = __builtin_convertvector(number, Floats) * scale;
+            const Bits code = quads[half].words >> (8 * i) & 255;
+            if constexpr (Kind::kReading == Reading::kFloat)
+              values[i] = read_e4m3(code) * scale;
+            else
+              values[i] = __builtin_convertvector((Ints)code - middle, Floats) * scale;
             if constexpr (Kind::kMinima) values[i] -= minimum;
           }
           store_values(values, to + (part * 8 + half * 4) * kPanelOutputs + v * kLanes * Rows::kPack);
@@ -229,8 +278,7 @@ struct Exact {
       for (int64_t c = 0; c < layout.chunks(); c += kChunksOfPart) {
         const int64_t num_chunks = std::min(kChunksOfPart, layout.chunks() - c);
         for (int64_t i = 0; i < num_chunks; ++i)
-          Expanded<Kind, Rows>::expand(panel, panel + kBytesOfHead<Kind> + (c + i) * kBytesOfChunk<Kind>,
-                                       int(layout.middle), expanded + i * kChunk * kPanelOutputs);
+          Expanded<Kind, Rows>::expand(layout, panel, c + i, expanded + i * kChunk * kPanelOutputs);
         const Stored* inputs = x + first_row * num_inputs + run * layout.coarse + c * kChunk;
         for_each_group(count, kRowsAtOnce, [&](int64_t first, int64_t rows) {
           by_rows[rows - 1](inputs + first * num_inputs, num_inputs, expanded, num_chunks * kChunk / Rows::kPack,
@@ -275,8 +323,7 @@ void expand_panel(const Grouped& layout, const uint8_t* panel, int64_t num_outpu
   alignas(64) typename Rows::Stored expanded[kChunk * kPanelOutputs];
   for (int64_t i = 0; i < in_features; i += kChunk) {
     if (i > 0 && i % layout.coarse == 0) panel += layout.run_bytes();
-    Expanded<Kind, Rows>::expand(panel, panel + kBytesOfHead<Kind> + i % layout.coarse / kChunk * kBytesOfChunk<Kind>,
-                                 int(layout.middle), expanded);
+    Expanded<Kind, Rows>::expand(layout, panel, i % layout.coarse / kChunk, expanded);
     const int64_t count = std::min<int64_t>(kChunk, in_features - i);
     for (int64_t output = 0; output < num_outputs; ++output)
       for (int64_t j = 0; j < count; ++j)
@@ -351,17 +398,19 @@ struct RoundedRows {
 // Where the weights of a panel come from, chunk by chunk: from the panel itself,
 template <class Kind>
 struct FromPanel {
+  const Grouped& layout;
   const uint8_t* at;
-  Scales<Kind> coarse[kVectors] = {{at, 0}, {at, 1}};
+  const Bits table = spread(layout.table());
+  Scales<Kind> coarse[kVectors] = {{layout, at, 0}, {layout, at, 1}};
 
-  explicit FromPanel(const uint8_t* panel) : at(panel) {}
+  FromPanel(const Grouped& layout, const uint8_t* panel) : layout(layout), at(panel) {}
   void begin_run() {
-    for (int v = 0; v < kVectors; ++v) coarse[v] = {at, v};
-    at += kBytesOfHead<Kind>;
+    for (int v = 0; v < kVectors; ++v) coarse[v] = {layout, at, v};
+    at += layout.head_bytes();
   }
   void next() { at += kBytesOfChunk<Kind>; }
   void read(int vector, int eight, Quads& first, Quads& second) const {
-    unpack<Kind::kBits>(at + kNumbersOfChunk<Kind>, vector, eight, first, second);
+    unpack<Kind>(at + kNumbersOfChunk<Kind>, table, vector, eight, first, second);
   }
   Floats scale(int vector, int part) const { return coarse[vector].scale_of(at, vector, part); }
   Floats minimum(int vector) const { return coarse[vector].minimum_of(at, vector); }
@@ -378,7 +427,7 @@ struct Unpacked {
     scales.resize(num_chunks * Kind::kParts * kPanelOutputs);
     minima.resize(Kind::kMinima ? num_chunks * kPanelOutputs : 0);
     uint8_t* to = numbers.data();
-    FromPanel<Kind> from(panel);
+    FromPanel<Kind> from(layout, panel);
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk, from.next(), to += kChunk * kPanelOutputs) {
       if (chunk % layout.chunks() == 0) from.begin_run();
       for (int v = 0; v < kVectors; ++v) {
@@ -513,7 +562,7 @@ struct WholeNumbers {
   void run_panel(const Grouped& layout, const RoundedRows& x, const uint8_t* panel, int64_t first_row, int64_t count,
                  int64_t first_output, const Finish<Output>& finish) {
     if (count <= kRowsWorthUnpacking)
-      return run_from(FromPanel<Kind>(panel), layout.chunks(), x, first_row, count, first_output, finish);
+      return run_from(FromPanel<Kind>(layout, panel), layout.chunks(), x, first_row, count, first_output, finish);
     unpacked.take(layout, panel, x.num_chunks);
     run_from(FromUnpacked<Kind>(unpacked), layout.chunks(), x, first_row, count, first_output, finish);
   }
@@ -535,12 +584,14 @@ void run_in_whole_numbers(const Linear& linear, const at::Tensor& x, at::Tensor&
   const auto* panels = linear.panels.const_data_ptr<uint8_t>();
   const Finish<Value> finish{linear, nullptr, output};
   with_kind(layout, [&](auto kind) {
-    using Way = WholeNumbers<decltype(kind), Value>;
-    for_each_panel<Way>(linear.panels.size(0), num_rows, num_chunks * kChunk / 4,
-                        [&](Way& way, int64_t panel, int64_t first, int64_t count) {
-                          way.run_panel(layout, rounded, panels + panel * linear.panels.stride(0), first, count,
-                                        panel * kPanelOutputs, finish);
-                        });
+    if constexpr (decltype(kind)::kReading != Reading::kFloat) {
+      using Way = WholeNumbers<decltype(kind), Value>;
+      for_each_panel<Way>(linear.panels.size(0), num_rows, num_chunks * kChunk / 4,
+                          [&](Way& way, int64_t panel, int64_t first, int64_t count) {
+                            way.run_panel(layout, rounded, panels + panel * linear.panels.stride(0), first, count,
+                                          panel * kPanelOutputs, finish);
+                          });
+    }
   });
 }
 
@@ -585,7 +636,7 @@ void run_grouped(const Linear& linear, const at::Tensor& x, at::Tensor& output) 
   const bool is_float = x.scalar_type() == at::kFloat;
   TORCH_CHECK(is_float || x.scalar_type() == at::kBFloat16, "activations cannot be ", x.scalar_type());
 #ifdef INFLIGHT_WHOLE_NUMBERS
-  if (!linear.is_exact) {
+  if (!linear.is_exact && linear.grouped->code != Code::kE4M3) {
     if (is_float) return run_in_whole_numbers<float>(linear, x, output);
     return run_in_whole_numbers<at::BFloat16>(linear, x, output);
   }

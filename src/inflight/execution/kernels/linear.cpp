@@ -239,17 +239,25 @@ Linear::Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, 
   }
 }
 
-Linear::Linear(const at::Tensor& panels, const Grouped& grouped, bool is_exact, const std::optional<at::Tensor>& bias,
-               int64_t in_features, int64_t out_features, Activation activation)
+Linear::Linear(const at::Tensor& panels, const Grouped& grouped, const std::optional<at::Tensor>& order, bool is_exact,
+               const std::optional<at::Tensor>& bias, int64_t in_features, int64_t out_features, Activation activation)
     : panels(panels),
       bias(bias),
       in_features(in_features),
       out_features(out_features),
       activation(activation),
       grouped(grouped),
-      is_exact(is_exact) {
+      is_exact(is_exact),
+      order(order) {
   check_bias();
   check_grouped(grouped, panels, out_features, in_features);
+  if (!order) return;
+  check_whole(*order, "the order", 1, at::kLong);
+  check_size(*order, "the order", 0, in_features);
+  for (int64_t i = 0; i < in_features; ++i) {
+    const int64_t input = order->const_data_ptr<int64_t>()[i];
+    TORCH_CHECK(input >= 0 && input < in_features, "there is no input ", input);
+  }
 }
 
 void Linear::check_bias() const {
@@ -283,7 +291,7 @@ at::Tensor apply(const Linear& linear, const at::Tensor& x) {
   const int64_t num_rows = x.numel() / linear.in_features;
   if (num_rows == 0) return output;
   if (linear.grouped) {
-    run_grouped(linear, x, output);
+    run_grouped(linear, linear.order ? x.index_select(-1, *linear.order) : x, output);
     return output;
   }
   const auto dtype = linear.panels.scalar_type();

@@ -23,12 +23,13 @@ struct Linear {
   Activation activation;  // or nullptr
   at::Tensor offsets;     // of int8, `[out]` int32: what a row's zero point adds to each sum
   std::optional<Grouped> grouped;
-  bool is_exact = false;  // of a grouped weight: see grouped_linear.h
+  bool is_exact = false;            // of a grouped weight: see grouped_linear.h
+  std::optional<at::Tensor> order;  // of a grouped weight, `[in]` int64: which input each of its own is
 
   Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& scales,
          int64_t in_features, int64_t out_features, Activation activation);
-  Linear(const at::Tensor& panels, const Grouped& grouped, bool is_exact, const std::optional<at::Tensor>& bias,
-         int64_t in_features, int64_t out_features, Activation activation);
+  Linear(const at::Tensor& panels, const Grouped& grouped, const std::optional<at::Tensor>& order, bool is_exact,
+         const std::optional<at::Tensor>& bias, int64_t in_features, int64_t out_features, Activation activation);
 
  private:
   void check_bias() const;

@@ -89,10 +89,10 @@ int64_t new_linear(const Tensor& panels, const std::optional<Tensor>& bias, cons
   return linears.add(std::make_shared<Linear>(panels, bias, scales, in_features, out_features,
                                               find_activation(activation, variant)));
 }
-int64_t new_grouped_linear(const Tensor& panels, at::IntArrayRef layout, bool is_exact, const std::optional<Tensor>& bias,
-                           int64_t in_features, int64_t out_features, std::string_view activation,
-                           std::string_view variant) {
-  return linears.add(std::make_shared<Linear>(panels, Grouped(layout), is_exact, bias, in_features, out_features,
+int64_t new_grouped_linear(const Tensor& panels, at::IntArrayRef layout, const std::optional<Tensor>& order,
+                           bool is_exact, const std::optional<Tensor>& bias, int64_t in_features, int64_t out_features,
+                           std::string_view activation, std::string_view variant) {
+  return linears.add(std::make_shared<Linear>(panels, Grouped(layout), order, is_exact, bias, in_features, out_features,
                                               find_activation(activation, variant)));
 }
 void delete_linear(int64_t linear) { linears.remove(linear); }
@@ -148,8 +148,8 @@ TORCH_LIBRARY(inflight, library) {
   library.impl("grouped_rows", c10::DispatchKey::CPU, &inflight::grouped_rows);
   library.def("grouped_values(int[] layout, Tensor panels, int out_features, int in_features, ScalarType dtype) -> Tensor",
               &inflight::grouped_values);
-  library.def("new_grouped_linear(Tensor panels, int[] layout, bool is_exact, Tensor? bias, int in_features, "
-              "int out_features, str activation, str variant) -> int",
+  library.def("new_grouped_linear(Tensor panels, int[] layout, Tensor? order, bool is_exact, Tensor? bias, "
+              "int in_features, int out_features, str activation, str variant) -> int",
               &ours::new_grouped_linear);
   library.def("delete_linear(int linear) -> ()", &ours::delete_linear);
   library.def("linear(Tensor x, int linear, int out_features) -> Tensor");

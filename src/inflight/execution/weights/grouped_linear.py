@@ -10,7 +10,7 @@ from inflight.execution.weights.prepacked_linear import StoredRows
 
 class GroupedLinear(PanelLinear):
     """A layer that rounds the activations of 32 inputs to int8, with a scale of their own, and multiplies them with the
-    numbers as they are."""
+    numbers as they are. (Where these are floats, it is an exact one.)"""
 
     is_exact = False
     """Whether weights are expanded to the activations' dtype and multiplied like those of a plain layer."""
@@ -19,11 +19,12 @@ class GroupedLinear(PanelLinear):
         assert isinstance(weight, GroupedWeight)
         assert weight.dim() == 2
         assert not weight.is_transposed
-        (self.prepacked,) = weight.panels
-        self.kind, self._rows = weight.kind, weight.stored_rows
+        (matrix,) = weight.matrices
+        self.prepacked, self.kind, self._rows = matrix.panels, weight.kind, weight.stored_rows
+        self.is_exact = type(self).is_exact or weight.grouping.code == "e4m3"
         self._register(
             torch.ops.inflight.new_grouped_linear(
-                *(self.prepacked, weight.grouping.words, self.is_exact, self.bias),
+                *(self.prepacked, weight.grouping.words, matrix.order, self.is_exact, self.bias),
                 *(self.in_features, self.out_features, self.activation, self.variant),
             )
         )

@@ -53,7 +53,7 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, int, int]]:
     for parameter in module.parameters(recurse=False):
         weight = parameter.data
         if isinstance(weight, GroupedWeight):
-            yield weight.kind, id(weight.panels[0]), weight.num_bytes
+            yield weight.kind, id(weight.matrices[0].panels), weight.num_bytes
         elif weight.device.type != "meta":
             yield _name(weight.dtype), id(parameter), weight.nbytes
 

@@ -5,7 +5,9 @@ is the definition that our kernels are held to. `prepack_linears` finds such par
 the numbers as they are.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -54,6 +56,11 @@ class GroupedLayout:
     code: str = "whole"
 
     @property
+    def has_whole_numbers(self) -> bool:
+        """Whether its numbers can be multiplied with whole numbers."""
+        return self.code != "e4m3"
+
+    @property
     def words(self) -> list[int]:
         """As the kernels take it."""
         scale_bytes = 4 if self.has_wide_scales else 2
@@ -83,6 +90,12 @@ class Groups:
     fine_minima: torch.Tensor | None = None
     order: torch.Tensor | None = None
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all scales and minima are."""
+        given = (each for each in (self.coarse, self.coarse_minima) if each is not None)
+        return all(bool(each.isfinite().all()) for each in given)
+
     def values(self) -> torch.Tensor:
         """The weight `[out, in]` float32: the definition."""
         num_inputs, layout = self.numbers.shape[1], self.layout
@@ -111,9 +124,7 @@ class Groups:
             fine = functional.pad(fine, (0, missing * self.layout.fine))
         if missing and fine_minima is not None:
             fine_minima = functional.pad(fine_minima, (0, missing))
-        panels = torch.ops.inflight.pack_grouped(
-            self.layout.words, numbers, coarse, fine, coarse_minima, fine_minima
-        )
+        panels = torch.ops.inflight.pack_grouped(self.layout.words, numbers, coarse, fine, coarse_minima, fine_minima)
         return PackedMatrix(panels, self.order)
 
 
@@ -286,9 +297,27 @@ class GroupedWeight(torch.Tensor):
         return function(*args, **kwargs)
 
 
+_watchers: list[Counter[str]] = []
+
+
+@contextmanager
+def watch_expansions() -> Iterator[Counter[str]]:
+    """Counts, by kind, the weights in groups that are read as ordinary tensors inside."""
+    seen: Counter[str] = Counter()
+    _watchers.append(seen)
+    try:
+        yield seen
+    finally:
+        _watchers.remove(seen)
+
+
 def as_values(weight: torch.Tensor) -> torch.Tensor:
     """A weight as an ordinary tensor, which it may be already."""
-    return weight.values() if isinstance(weight, GroupedWeight) else weight
+    if not isinstance(weight, GroupedWeight):
+        return weight
+    for seen in _watchers:
+        seen[weight.kind] += 1
+    return weight.values()
 
 
 def _same(weight: GroupedWeight, *args: Any, **kwargs: Any) -> GroupedWeight:

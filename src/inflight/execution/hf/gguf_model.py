@@ -16,7 +16,8 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from inflight.contracts.errors import ModelError
 from inflight.execution.grouped.gguf_blocks import BLOCK_TYPES
-from inflight.execution.grouped.weight import CHUNK, GroupedWeight, Groups
+from inflight.execution.grouped.weight import CHUNK, GroupedWeight
+from inflight.execution.hf.state import model_of_state
 from inflight.execution.kernels import kernels_available
 from inflight.gguf.header import BLOCKS, GgufHeader, TensorEntry
 
@@ -31,15 +32,9 @@ def load_gguf_model(header: GgufHeader, config: PreTrainedConfig, dtype: torch.d
     Raises `ModelError` if the file does not have all weights."""
     loader = _Loader(header, config, dtype)
     state = loader.state()
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    model, report = model_class.from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    for kind, problem in (("missing_keys", "lacks"), ("mismatched_keys", "has wrong shapes for")):
-        if keys := sorted(map(str, report.get(kind) or ())):
-            raise ModelError(f"{str(header.path)!r} {problem} some of the model's weights ({len(keys)}): {keys[0]} …")
+    model = model_of_state(config, state, dtype, repr(str(header.path)))
     loader.divide_frequencies(model)
-    model.inflight_notes = tuple(loader.notes)
+    model.inflight_notes = (*loader.notes, *model.inflight_notes)
     return model
 
 
@@ -162,7 +157,9 @@ class _Loader:
         kinds, first = {entry.kind for entry in entries}, entries[0]
         take = BLOCK_TYPES.get(first.kind) if len(kinds) == 1 and kernels_available() else None
         if take and first.shape[-1] % CHUNK == 0:
-            groups = [checked(take(self._blocks(entries, each)), first.name) for each in matrices]
+            groups = [take(self._blocks(entries, each)) for each in matrices]
+            if not all(each.is_finite for each in groups):
+                raise ModelError(f"the weight {first.name!r} has scales that are not finite: is the file intact?")
             weight: torch.Tensor = GroupedWeight.of(first.kind, groups, self._dtype, is_stacked=is_stacked)
         else:
             self._widened["/".join(sorted(kinds))] += 1
@@ -225,11 +222,3 @@ def _dequantised(blocks: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
         return torch.from_numpy(gguf.dequantize(blocks.flatten(1).numpy(), kind).copy())
     except (KeyError, NotImplementedError) as error:
         raise ModelError(f"the weight {entry.name!r} is in {entry.kind}, which cannot be read") from error
-
-
-def checked(groups: Groups, name: str) -> Groups:
-    """Refuse scales that are not finite."""
-    for each in (groups.coarse, groups.coarse_minima):
-        if each is not None and not each.isfinite().all():
-            raise ModelError(f"the weight {name!r} has scales that are not finite: is the file intact?")
-    return groups

@@ -20,7 +20,9 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.execution.hf.gguf_config import read_gguf_config
 from inflight.execution.hf.gguf_model import load_gguf_model
+from inflight.execution.hf.quantized_model import load_quantized_model
 from inflight.execution.hf.source import first_line, read_config
+from inflight.execution.hf.state import refuse_incomplete
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 
@@ -55,7 +57,7 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
             elif header is not None:
                 model = load_gguf_model(header, model_config, dtype)
             else:
-                model = _pretrained_model(name, dtype, config)
+                model = _pretrained_model(name, model_config, dtype, device, config)
         model = model.to(device)
         if not is_dummy and getattr(model_config, "quantization_config", None) is not None:
             _unify_dtype(model, dtype)
@@ -245,7 +247,13 @@ def _bars_that_leave() -> Iterator[None]:
         logging.set_tqdm_hook(before)
 
 
-def _pretrained_model(name: str, dtype: torch.dtype, config: EngineConfig) -> PreTrainedModel:
+def _pretrained_model(
+    name: str, model_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, config: EngineConfig
+) -> PreTrainedModel:
+    if device.type == "cpu":
+        quantized = load_quantized_model(name, model_config, dtype, config.revision)
+        if quantized is not None:
+            return quantized
     model, report = AutoModelForCausalLM.from_pretrained(
         name,
         dtype=dtype,
@@ -254,11 +262,7 @@ def _pretrained_model(name: str, dtype: torch.dtype, config: EngineConfig) -> Pr
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # these are reported, and refused below
     )
-    for kind, problem in (("missing_keys", "lacks"), ("mismatched_keys", "has wrong shapes for")):
-        if keys := sorted(map(str, report.get(kind) or ())):
-            raise ModelError(
-                f"the checkpoint {name!r} {problem} some of the model's weights ({len(keys)}): {keys[0]} …"
-            )
+    refuse_incomplete(report, f"the checkpoint {name!r}")
     return model
 
 

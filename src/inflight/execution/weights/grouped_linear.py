@@ -21,7 +21,7 @@ class GroupedLinear(PanelLinear):
         assert not weight.is_transposed
         (matrix,) = weight.matrices
         self.prepacked, self.kind, self._rows = matrix.panels, weight.kind, weight.stored_rows
-        self.is_exact = type(self).is_exact or weight.grouping.code == "e4m3"
+        self.is_exact = type(self).is_exact or not weight.grouping.has_whole_numbers
         self._register(
             torch.ops.inflight.new_grouped_linear(
                 *(self.prepacked, weight.grouping.words, matrix.order, self.is_exact, self.bias),

@@ -38,8 +38,9 @@ class WeightFormat(ABC):
     def rounds(self, model: PreTrainedModel) -> bool:
         """Whether anything is rounded that is not rounded in `model`, whose weights are not prepacked yet. If not, the
         prepacked one is held to the tolerance of its dtype; else only to a loose one, which finds mistakes."""
-        in_groups = any(isinstance(parameter.data, GroupedWeight) for parameter in model.parameters())
-        return not self.is_lossless or (in_groups and not self.is_exact)
+        weights = (parameter.data for parameter in model.parameters())
+        are_rounded = any(isinstance(each, GroupedWeight) and each.grouping.has_whole_numbers for each in weights)
+        return not self.is_lossless or (are_rounded and not self.is_exact)
 
     @property
     def of_head(self) -> "WeightFormat":

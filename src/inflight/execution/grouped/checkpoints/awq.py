@@ -1,0 +1,48 @@
+"""AWQ: numbers of four bits, packed along the outputs. After the layout of AutoAWQ's "GEMM"."""
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+
+from inflight.contracts.errors import ModelError
+from inflight.execution.grouped.affine import bytes_of, in_groups, unpacked
+from inflight.execution.grouped.checkpoints.interface import QuantizationMethod
+from inflight.execution.grouped.weight import Groups
+
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where each of eight outputs lies in its int32."""
+
+
+class Awq(QuantizationMethod):
+    """See `QuantizationMethod`. `qweight` is `[in, out / 8]` int32, `qzeros` `[groups, out / 8]` int32, and `scales`
+    `[groups, out]`."""
+
+    endings = (".qweight", ".qzeros", ".scales")
+    parameter = ".weight"
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        bits = settings.get("bits") or settings.get("w_bit") or 4
+        if bits != 4:
+            raise ModelError(f"AWQ in {bits} bits cannot be read; 4 can")
+        layout = str(settings.get("version") or settings.get("format") or "gemm").lower()
+        if layout != "gemm":
+            raise ModelError(f"AWQ in the layout {layout!r} cannot be read; 'gemm' can")
+        self._group = int(settings.get("group_size") or settings.get("q_group_size") or 128)
+        self.kind = "AWQ 4 bits"
+
+    def is_quantised(self, parts: Set[str]) -> bool:
+        """See `QuantizationMethod`."""
+        return ".qweight" in parts
+
+    def read(self, parts: Mapping[str, torch.Tensor]) -> Groups | torch.Tensor:
+        """See `QuantizationMethod`."""
+        numbers, scales = _by_outputs(parts[".qweight"]), parts[".scales"].T
+        group = numbers.shape[1] if self._group == -1 else self._group
+        return in_groups(numbers, 4, scales, _by_outputs(parts[".qzeros"]), group)
+
+
+def _by_outputs(packed: torch.Tensor) -> torch.Tensor:
+    """`[n, out / 8]` int32 as numbers `[out, n]` uint8."""
+    numbers = unpacked(bytes_of(packed), 4).reshape(*packed.shape, len(PLACES))
+    return numbers[..., list(PLACES)].flatten(-2).T.contiguous()

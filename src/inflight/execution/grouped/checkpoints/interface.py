@@ -1,0 +1,44 @@
+"""What a method of quantisation says about its checkpoints."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Set
+from typing import Any, ClassVar
+
+import torch
+
+from inflight.execution.grouped.weight import Groups
+
+
+class QuantizationMethod(ABC):
+    """How a checkpoint stores its quantised weights: each in several tensors, its parts.
+
+    Args:
+        settings: `quantization_config` of its `config.json`. Raises `ModelError` for what cannot be read.
+
+    Attributes:
+        endings: how the names of parts end, which is also what parts are called here.
+        parameter: what stands in the parameter's name instead.
+        kind: what such weights are called in `model_info`.
+        has_inputs_first: whether the model has the weight transposed, `[in, out]`.
+    """
+
+    endings: ClassVar[tuple[str, ...]]
+    parameter: ClassVar[str] = ""
+    has_inputs_first: ClassVar[bool] = False
+    kind: str
+
+    @abstractmethod
+    def __init__(self, settings: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
+    def is_quantised(self, parts: Set[str]) -> bool:
+        """Whether these are the parts of a quantised weight."""
+
+    def is_stacked(self, parts: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the first dimension of every part is the number of an expert."""
+        return False
+
+    @abstractmethod
+    def read(self, parts: Mapping[str, torch.Tensor]) -> Groups | torch.Tensor:
+        """The weight `[out, in]` of these parts, or its values, float32, where no kernel reads it. Raises `ValueError`
+        for what cannot be read."""

@@ -1,0 +1,48 @@
+"""A `transformers` model from weights that were read by us: its class, and which weight goes where, stay
+`transformers`'."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from inflight.contracts.errors import ModelError
+from inflight.execution.grouped.weight import watch_expansions
+
+
+def model_of_state(
+    config: PreTrainedConfig,
+    state: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    source: str,
+    generation_config: GenerationConfig | None = None,
+) -> PreTrainedModel:
+    """The model whose weights are `state`, by the names that checkpoints have for them. Raises `ModelError` if some are
+    missing or have wrong shapes; `source` says whose they are.
+
+    Its `inflight_notes` say which weights in groups did not stay so."""
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    with watch_expansions() as expanded:
+        model, report = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            generation_config=generation_config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    refuse_incomplete(report, source)
+    model.inflight_notes = tuple(
+        f"{number} weights in {kind} are expanded to {dtype}, because `transformers` changes them while it loads"
+        for kind, number in expanded.items()
+    )
+    return model
+
+
+def refuse_incomplete(report: Mapping[str, Any], source: str) -> None:
+    """Raise `ModelError` if a report of `from_pretrained` says that weights are missing or have wrong shapes."""
+    for kind, problem in (("missing_keys", "lacks"), ("mismatched_keys", "has wrong shapes for")):
+        if keys := sorted(map(str, report.get(kind) or ())):
+            raise ModelError(f"{source} {problem} some of the model's weights ({len(keys)}): {keys[0]} …")

@@ -10,18 +10,18 @@ from torch import nn
 
 from inflight import LLM, SamplingParams
 from inflight.census.tiny_configs import model_class, tiny_config
+from inflight.execution.grouped.rounding import Rounding
 from inflight.execution.preparation.agreement import relative_error
 from inflight.execution.weights.caught_matrices import CaughtMatrix
 from inflight.execution.weights.experts import PrepackedExperts
-from inflight.execution.weights.formats import PLAIN, WeightFormat
-from inflight.execution.weights.formats.int4 import FORMAT as INT4
-from inflight.execution.weights.formats.int8 import FORMAT as INT8
+from inflight.execution.weights.formats import INT8, PLAIN, WeightFormat, find_format
 from inflight.execution.weights.panels import has_panels
 from tests import zoo
 from tests.execution import this_cpu
 
 NUM_TOKENS = 40
-STORED = {"int8": torch.int8, "int4": torch.uint8}
+FAST = find_format(None, "fast")
+STORED = {"int8": torch.int8}
 """What the weights of a format are stored in."""
 
 
@@ -61,11 +61,19 @@ def test_each_choice_gives_the_result_of_its_expert(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weight_format", [PLAIN, INT8, INT4])
-def test_a_token_gets_the_same_bits_in_any_batch(dtype: torch.dtype, weight_format: WeightFormat) -> None:
+@pytest.mark.parametrize(
+    ("weight_format", "rounding"), [(PLAIN, None), (INT8, None), (FAST, Rounding(4)), (FAST, Rounding(8))]
+)
+def test_a_token_gets_the_same_bits_in_any_batch(
+    dtype: torch.dtype, weight_format: WeightFormat, rounding: Rounding | None
+) -> None:
     this_cpu.needs(dtype)
     this_cpu.needs(STORED.get(weight_format.name, dtype))
     module = mixture(dtype=dtype)
+    if rounding:
+        this_cpu.needs(torch.uint8)
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(module, name, nn.Parameter(rounding.rounded(getattr(module, name).detach(), dtype), False))
     states, chosen = tokens(module, dtype)
     prepacked = PrepackedExperts(module, weight_format)
     together = prepacked.run(module, states, chosen).view(NUM_TOKENS, 2, -1)

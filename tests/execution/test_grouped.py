@@ -1,6 +1,8 @@
 """Weights in groups: what they stand for, and that both arithmetics compute what their definitions say."""
 
+import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -14,11 +16,15 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.engine.engine import Engine
 from inflight.execution.grouped.gguf_blocks import BLOCK_TYPES
+from inflight.execution.grouped.rounding import Rounding, channels_of, rounded_channels
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, Groups
-from inflight.execution.weights.formats import PLAIN, int4
-from inflight.execution.weights.formats.int4 import round_weight
+from inflight.execution.preparation import prepare as preparation
+from inflight.execution.preparation.prepare import prepare
+from inflight.execution.weights.formats import PLAIN, find_format
 from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, multiplies_whole_numbers
+from inflight.execution.weights.int8_linear import int8_layer
 from inflight.execution.weights.panels import has_panels
+from inflight.execution.weights.rounded_model import round_weights
 from inflight.execution.weights.tied_embedding import PrepackedEmbedding
 from tests import zoo
 from tests.execution import this_cpu
@@ -238,22 +244,82 @@ def test_non_finite_values_stay_within_their_row(kind: type[GroupedLinear]) -> N
         assert torch.equal(actual[[0, 2]], expected[[0, 2]])
 
 
-# ------------------------------------------------------------------------------------------------------------ int4
+# -------------------------------------------------------------------------------------------------------- rounding
+
+FOUR_BITS = [Rounding(4, group, has_minima) for group in (32, 64, 128) for has_minima in (False, True)]
 
 
-def test_a_weight_that_four_bits_can_hold_keeps_its_values() -> None:
-    groups = random_groups(int4.LAYOUT, (50, 90))
-    groups.numbers[:, ::32] = 0  # the largest
-    weight = groups.values()
-    assert torch.equal(round_weight(weight).values(), weight)
-    assert not round_weight(torch.zeros(4, 90)).values().any()
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("rounding", FOUR_BITS, ids=str)
+def test_a_weight_that_four_bits_can_hold_keeps_its_values(rounding: Rounding, dtype: torch.dtype) -> None:
+    layout = GroupedLayout(4, rounding.group, has_minima=rounding.has_minima, middle=0 if rounding.has_minima else 8)
+    groups = random_groups(layout, (50, 160))
+    groups.coarse[:] = 2.0 ** -drawn(*groups.coarse.shape).abs().round()
+    if groups.coarse_minima is not None:
+        groups.coarse_minima[:] = 4 * groups.coarse
+        groups.numbers[:, 1::32] = 15
+    groups.numbers[:, ::32] = 0  # the least, or the furthest from the middle
+    weight = groups.values().to(dtype)
+    assert torch.equal(rounding.rounded(weight, torch.float32).values(), weight.float())
+    assert not rounding.rounded(torch.zeros(4, 90), torch.float32).values().any()
+    assert rounding.rounded(torch.full((4, 90), torch.nan), torch.float32).values().isnan().all()
 
 
-def test_a_scale_is_chosen_with_the_least_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rounding", FOUR_BITS, ids=str)
+def test_a_scale_is_chosen_with_the_least_error(rounding: Rounding) -> None:
+    """Better than the scale that reaches the largest weight, and minima are better than none."""
     weight = drawn(64, 512)
-    chosen = (round_weight(weight).values() - weight).norm()
-    monkeypatch.setattr(int4, "SHARES", (1.0,))
-    assert chosen < 0.98 * (round_weight(weight).values() - weight).norm()
+    parts = weight.view(64, -1, rounding.group)
+    if rounding.has_minima:
+        low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+        naive = ((parts - low) / (high - low) * 15).round() * (high - low) / 15 + low
+    else:
+        largest = parts.gather(-1, parts.abs().argmax(-1, keepdim=True)) / -8
+        naive = (parts / largest).round().clamp(-8, 7) * largest
+    error = (rounding.rounded(weight, torch.float32).values() - weight).norm()
+    assert error < 0.99 * (naive.flatten(1) - weight).norm()
+    if rounding.has_minima:
+        symmetric = replace(rounding, has_minima=False)
+        assert error < 0.98 * (symmetric.rounded(weight, torch.float32).values() - weight).norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_eight_bits_by_channels_run_as_int8_layers(shape: tuple[int, int]) -> None:
+    this_cpu.needs(torch.int8)
+    weight, x = drawn(*shape), drawn(5, shape[1])
+    rounded = Rounding(8).rounded(weight, torch.float32)
+    numbers, scales = rounded_channels(weight)
+    assert torch.equal(rounded.values(), numbers * scales[:, None])
+    assert all(map(torch.equal, channels_of(rounded), (numbers, scales)))
+    fast = find_format(None, "fast").prepack_linear(rounded, None)
+    assert isinstance(fast, int8_layer())
+    assert torch.equal(fast(x), int8_layer()(weight, None)(x))
+    assert torch.equal(PLAIN.prepack_linear(rounded, None)(x), PLAIN.prepack_linear(rounded.values(), None)(x))
+
+
+def test_every_linear_layer_and_expert_is_rounded_and_no_router() -> None:
+    model = copy.deepcopy(zoo.build("qwen3_moe"))
+    told = []
+    round_weights(model, Rounding(4), torch.float32, told=lambda name, before, after: told.append(name))
+    for name, parameter in model.named_parameters():
+        is_rounded = isinstance(parameter.data, GroupedWeight)
+        assert is_rounded == (name in told)
+        assert is_rounded == (name.endswith("proj.weight") or "experts" in name or name == "lm_head.weight"), name
+    head = model.get_output_embeddings().weight.data
+    assert isinstance(head, GroupedWeight)
+    assert head.kind == "int8"
+
+
+def test_a_model_of_another_dtype_is_rounded_from_its_files(tmp_path: Path) -> None:
+    """Not from what they are after a conversion."""
+    model = copy.deepcopy(zoo.build("llama")).to(torch.float16)
+    model.save_pretrained(tmp_path)
+    own = prepare(tmp_path, EngineConfig(dtype="float32", quantization="int4", num_blocks=20)).model
+    assert own.model.norm.weight.dtype == torch.float32
+    layer = own.model.layers[0].mlp.down_proj
+    expected = Rounding(4).rounded(model.model.layers[0].mlp.down_proj.weight.detach(), torch.float32)
+    assert isinstance(layer, GroupedLinear)
+    assert torch.equal(layer.prepacked, expected.matrices[0].panels)
 
 
 @pytest.mark.parametrize("arithmetic", ["fast", "exact"])
@@ -271,7 +337,7 @@ def test_a_model_in_four_bits_is_close_and_reads_its_embedding_out_of_the_head(a
 
 
 def test_without_kernels_four_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int4, "can_group", lambda: False)
+    monkeypatch.setattr(preparation, "can_group", lambda: False)
     with pytest.raises(ModelError, match="quantization 'int4' needs a C\\+\\+ compiler"):
         Engine(zoo.build("llama"), EngineConfig(num_blocks=20, quantization="int4"))
 

@@ -4,7 +4,6 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from importlib import import_module
 from typing import Literal
 
 import pytest
@@ -14,13 +13,14 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.config import QUANTIZATIONS, EngineConfig
+from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.engine.engine import Engine
+from inflight.execution.grouped.rounding import rounded_channels
+from inflight.execution.weights import int8_linear
 from inflight.execution.weights.experts import prepack_experts, prepack_routers
-from inflight.execution.weights.formats import PLAIN, find_format
-from inflight.execution.weights.formats.int8 import FORMAT as INT8
-from inflight.execution.weights.formats.int8 import Int8OneDnnLinear, Int8PanelLinear, round_weight, sums_int8
+from inflight.execution.weights.formats import INT8, PLAIN, plain
+from inflight.execution.weights.int8_linear import Int8OneDnnLinear, Int8PanelLinear, sums_int8
 from inflight.execution.weights.layers import RowActivation, SiblingLinear
 from inflight.execution.weights.linear_calls import LinearCalls, is_linear, watch_linears
 from inflight.execution.weights.linears import prepack_linears
@@ -146,7 +146,7 @@ def test_rounded_activations_keep_non_finite_values_within_their_row(kind: type[
 def test_weights_are_rounded_to_the_nearest_quantised_value() -> None:
     weight = random_weight((50, 96), torch.float32)
     weight[7] = 0
-    rounded, scales = round_weight(weight)
+    rounded, scales = rounded_channels(weight)
     assert rounded.abs().max() == 127
     assert ((weight - rounded * scales[:, None]).abs() <= scales[:, None] / 2 + 1e-7).all()
 
@@ -245,17 +245,12 @@ def test_a_model_that_uses_onednn_is_not_compiled_and_the_notes_say_why(
 ) -> None:
     if quantization:
         this_cpu.needs(torch.int8)
-    module = import_module(type(find_format(quantization)).__module__)
-    monkeypatch.setattr(module, "has_panels", lambda dtype: False)
+    for module in (plain, int8_linear):
+        monkeypatch.setattr(module, "has_panels", lambda dtype: False)
     info = Engine(zoo.build("llama"), EngineConfig(num_blocks=20, compile="auto", quantization=quantization)).model_info
     assert info.compile == "off"
     (note,) = info.notes
     assert note.startswith("the model is not compiled: this CPU has no AVX-512 for its dtype")
-
-
-def test_every_quantization_option_has_a_format() -> None:
-    assert [find_format(name).name for name in QUANTIZATIONS] == list(QUANTIZATIONS)
-    assert find_format(None).name == PLAIN.name
 
 
 @pytest.mark.skipif(sums_int8(), reason="this CPU can")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from inflight.execution.weights.formats.int8 import sums_int8
 from inflight.execution.weights.grouped_linear import can_group
+from inflight.execution.weights.int8_linear import sums_int8
 
 
 def needs(dtype: torch.dtype) -> None:

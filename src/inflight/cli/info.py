@@ -21,8 +21,8 @@ CONTEXTS = (4096, 32768)
 """Lengths for which the cache's memory is said."""
 
 ARITHMETICS = {
-    "fast": "beside weights in groups, activations are rounded to int8",
-    "exact": "weights in groups are expanded first",
+    "fast": "beside weights of a few bits, activations are rounded to int8",
+    "exact": "weights of a few bits are expanded first",
 }
 
 

@@ -97,6 +97,8 @@ _RUNNING = (
     _one_of("--dtype", config.DTYPES, "Of weights, activations and cache. auto: the checkpoint's own."),
     Shared("--device", str, "auto (CUDA, else MPS, else CPU), or a device such as cuda:1."),
     _one_of("--quantization", config.QUANTIZATIONS, "Quantize weights while loading.", "none"),
+    Shared("--quantization-group-size", int, "Of int4: weights that share a scale: 32, 64 or 128."),
+    Shared("--quantization-minima", None, "Of int4: a minimum for them, too."),
     _one_of("--quantization-arithmetic", config.ARITHMETICS, "How weights of a few bits are multiplied."),
     _one_of("--compile", config.COMPILE_MODES, "Use torch.compile: starts later, runs faster."),
     _one_of("--kv-cache-dtype", config.KV_CACHE_DTYPES, "Of keys and values. auto: the model's."),

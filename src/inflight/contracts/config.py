@@ -9,6 +9,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 POLICIES = ("fcfs", "priority")
 QUANTIZATIONS = ("int8", "int4")
+GROUP_SIZES = (32, 64, 128)
 ARITHMETICS = ("auto", "fast", "exact")
 COMPILE_MODES = ("off", "auto", "max")
 KV_CACHE_DTYPES = ("auto", "int8")
@@ -40,8 +41,11 @@ class EngineConfig:
             bfloat16's memory; not exact; only with the "cpu" backend).
         quantization: None, or a way to round the weights of any checkpoint while it is loaded, on a CPU; not exact.
             "int8": weights with a scale for each output channel, activations with a scale for each row; a quarter of
-            float32's memory. "int4": four bits and a scale for every 32 weights, activations in int8 with a scale for
-            every 32, the head in int8; a seventh of float32's memory, and more for the head.
+            float32's memory. "int4": four bits and a scale for every 32 weights, the head in int8; a seventh of
+            float32's memory, and more for the head.
+        quantization_group_size: of "int4": how many weights share a scale: 32, 64 or 128. Larger groups take less
+            memory, and are less exact.
+        quantization_minima: of "int4": whether these weights share a minimum, too, instead of being rounded around 0.
         quantization_arithmetic: of weights that are stored in groups of a few bits, by `quantization="int4"` or in the
             checkpoint. "exact": they are expanded to the model's dtype, and the results are those of the plain model
             with these weights; "fast": activations are rounded to int8, with a scale for every 32 inputs; "auto": fast
@@ -76,6 +80,8 @@ class EngineConfig:
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
+    quantization_group_size: int = 32
+    quantization_minima: bool = False
     quantization_arithmetic: str = "auto"
     compile: str = "off"
     max_model_len: int | None = None
@@ -101,6 +107,9 @@ class EngineConfig:
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if self.quantization is not None:
             check_choice("quantization", self.quantization, QUANTIZATIONS)
+        check_integer("quantization_group_size", self.quantization_group_size, 1)
+        if self.quantization_group_size not in GROUP_SIZES:
+            raise ValueError(f"quantization_group_size is {self.quantization_group_size}; it may be 32, 64 or 128")
         check_choice("quantization_arithmetic", self.quantization_arithmetic, ARITHMETICS)
         if self.quantization == "int8" and self.quantization_arithmetic == "exact":
             raise ValueError("quantization 'int8' rounds activations: its arithmetic cannot be 'exact'")
@@ -113,5 +122,5 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "aging_steps", "block_size"):
             check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, MAX_SEED)
-        for name in ("trust_remote_code", "enable_prefix_caching", "remember_verdicts"):
+        for name in ("trust_remote_code", "enable_prefix_caching", "remember_verdicts", "quantization_minima"):
             check_switch(name, getattr(self, name))

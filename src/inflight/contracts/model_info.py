@@ -43,7 +43,7 @@ class ModelInfo:
         kv_bytes_per_lasting_token: cache memory of one token that has left all windows.
         eos_token_ids: tokens that end a sequence.
         notes: what is limited or not honoured, and why.
-        arithmetic: how weights in groups are multiplied: "fast" or "exact"; None: there are none.
+        arithmetic: how weights of a few bits are multiplied: "fast" or "exact"; None: there are none.
         weights: what the weights are stored in, the largest share first.
     """
 

@@ -36,8 +36,11 @@ that do so at once would restore each other's."""
 ModelSource: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 
 
-def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
+def load_model(source: ModelSource, config: EngineConfig, *, in_own_dtype: bool = False) -> PreTrainedModel:
     """The model of `source`, in evaluation mode, on the device and in the dtype that `config` asks for.
+
+    Args:
+        in_own_dtype: whether a checkpoint's weights keep its dtype, and stay in its files until they are used.
 
     A loaded `PreTrainedModel` is copied; the copy shares its parameters, and the caller's model stays as it is. Raises
     `ModelError` if the model cannot be loaded completely: missing weights are never made up.
@@ -50,6 +53,8 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
     model_config = read_config(source, config) if header is None else read_gguf_config(header)
     try:
         dtype = resolve_dtype(config.dtype, model_config, device)
+        if in_own_dtype:
+            dtype = dtype_of_checkpoint(model_config)
         is_dummy = config.load_format == "dummy"
         with ONE_AT_A_TIME, _bars_that_leave():
             if is_dummy:
@@ -60,7 +65,12 @@ def load_model(source: ModelSource, config: EngineConfig) -> PreTrainedModel:
                 model = _pretrained_model(name, model_config, dtype, device, config)
         model = model.to(device)
         if not is_dummy and getattr(model_config, "quantization_config", None) is not None:
-            _unify_dtype(model, dtype)
+            for name, module in model.named_modules():
+                if type(module) is torch.nn.Linear and module.weight.dtype not in PLAIN_DTYPES:
+                    raise ModelError(
+                        f"the quantised weights of {name} could not be read: they are {module.weight.dtype}"
+                    )
+            convert(model, dtype)
     except ModelError:
         raise
     except Exception as error:
@@ -266,18 +276,16 @@ def _pretrained_model(
     return model
 
 
-def _unify_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert all parameters to `dtype`: where `transformers` cannot run a checkpoint's quantised layers, it turns them
-    into plain ones in another dtype than the rest. Raises `ModelError` if that has failed for some."""
-    for name, module in model.named_modules():
-        if type(module) is torch.nn.Linear and module.weight.dtype not in PLAIN_DTYPES:
-            raise ModelError(f"the quantised weights of {name} could not be read: they are {module.weight.dtype}")
+def convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Convert all parameters to `dtype`, except those that the class keeps in float32. (Where `transformers` cannot run
+    a checkpoint's quantised layers, it turns them into plain ones in another dtype than the rest.)"""
     if any(parameter.dtype not in PLAIN_DTYPES for parameter in model.parameters()):
         return  # quantised layers that `transformers` runs
     kept = _kept_in_float32(model)
     for name, parameter in model.named_parameters():
         if not kept.intersection(name.split(".")):
             parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
 
 
 def _kept_in_float32(model: PreTrainedModel) -> set[str]:

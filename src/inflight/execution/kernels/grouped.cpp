@@ -36,18 +36,6 @@ Place high_place_of(const Grouped& layout, int64_t output, int64_t input) {
   return {first + bit / 8 * 64 + output % kOutputsOfQuads * 4 + input % 4, int(bit % 8)};
 }
 
-void write_number(const Grouped& layout, uint8_t* chunk, int64_t output, int64_t input, uint8_t number) {
-  const Place low = place_of(layout, output, input);
-  if (layout.bits == 8) {
-    chunk[low.byte] = number;
-    return;
-  }
-  chunk[low.byte] |= (number & 15) << low.shift;
-  if (layout.bits == 4) return;
-  const Place high = high_place_of(layout, output, input);
-  chunk[high.byte] |= (number >> 4) << high.shift;
-}
-
 int read_number(const Grouped& layout, const uint8_t* chunk, int64_t output, int64_t input) {
   const Place low = place_of(layout, output, input);
   if (layout.bits == 8) return chunk[low.byte];
@@ -97,6 +85,23 @@ Grouped::Grouped(at::IntArrayRef layout)
   TORCH_CHECK(scale_bytes == 2 || scale_bytes == 4, "a scale cannot have ", scale_bytes, " bytes");
   TORCH_CHECK(!table() || bits == 4, "numbers of ", bits, " bits cannot be looked up");
   TORCH_CHECK(code != Code::kE4M3 || bits == 8, "a float of eight bits cannot have ", bits);
+}
+
+void write_numbers(const Grouped& layout, uint8_t* to, int64_t output, const uint8_t* numbers) {
+  const int64_t of_outputs = kOutputsOfQuads * kChunk * layout.bits / 8;
+  uint8_t* own = to + output / kOutputsOfQuads * of_outputs + output % kOutputsOfQuads * 4;
+  constexpr int kQuads = kChunk / 4;
+  uint32_t quads[kQuads], high[2] = {};
+  std::memcpy(quads, numbers, sizeof quads);
+  for (int quad = 0; quad < kQuads; ++quad) {
+    if (layout.bits == 8) store(own + quad * 64, quads[quad]);
+    if (layout.bits == 5) high[0] |= (quads[quad] >> 4 & 0x01010101) << quad;
+    if (layout.bits == 6) high[quad / 4] |= (quads[quad] >> 4 & 0x03030303) << quad % 4 * 2;
+  }
+  if (layout.bits == 8) return;
+  for (int quad = 0; quad < kQuads; quad += 2)
+    store(own + quad * 32, (quads[quad] & 0x0f0f0f0f) | (quads[quad + 1] & 0x0f0f0f0f) << 4);
+  for (int part = 0; part < layout.bits - 4; ++part) store(own + 256 + part * 64, high[part]);
 }
 
 void check_grouped(const Grouped& layout, const at::Tensor& panels, int64_t out_features, int64_t in_features) {
@@ -150,9 +155,10 @@ at::Tensor pack_grouped(at::IntArrayRef words, const at::Tensor& numbers, const 
                 fine->const_data_ptr<int8_t>()[(row * num_chunks + c) * layout.fine + part];
           if (layout.minima_bytes())
             chunk[layout.fine_bytes() + output] = fine_minima->const_data_ptr<int8_t>()[row * num_chunks + c];
-          uint8_t* to = chunk + layout.fine_bytes() + layout.minima_bytes();
-          for (int64_t i = 0; i < std::min<int64_t>(kChunk, in - c * kChunk); ++i)
-            write_number(layout, to, output, i, from[row * in + c * kChunk + i]);
+          uint8_t whole[kChunk] = {};
+          const int64_t count = std::clamp<int64_t>(in - c * kChunk, 0, kChunk);
+          std::copy_n(from + row * in + c * kChunk, count, whole);
+          write_numbers(layout, chunk + layout.fine_bytes() + layout.minima_bytes(), output, whole);
         }
       }
     }

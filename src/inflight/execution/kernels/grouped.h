@@ -53,6 +53,9 @@ struct Grouped {
   int64_t num_runs(int64_t in_features) const { return (in_features + coarse - 1) / coarse; }
 };
 
+// Writes the numbers of a chunk's 32 inputs for one output to where a chunk has its numbers.
+void write_numbers(const Grouped& layout, uint8_t* to, int64_t output, const uint8_t* numbers);
+
 // Refuses panels that are not `[out / 32, runs * run_bytes]` uint8 for a weight `[out, in]`.
 void check_grouped(const Grouped& layout, const at::Tensor& panels, int64_t out_features, int64_t in_features);
 

@@ -12,6 +12,7 @@
 #include "grouped.h"
 #include "grouped_linear.h"
 #include "linear.h"
+#include "round.h"
 #include "sample.h"
 
 namespace inflight::operators {
@@ -143,6 +144,7 @@ TORCH_LIBRARY(inflight, library) {
   library.def("pack_grouped(int[] layout, Tensor numbers, Tensor coarse, Tensor? fine, Tensor? coarse_minima, "
               "Tensor? fine_minima) -> Tensor",
               &inflight::pack_grouped);
+  library.def("round_grouped(int[] layout, Tensor weight) -> Tensor", &inflight::round_grouped);
   library.def("grouped_rows(int[] layout, Tensor panels, Tensor rows, int out_features, int in_features, "
               "ScalarType dtype) -> Tensor");
   library.impl("grouped_rows", c10::DispatchKey::CPU, &inflight::grouped_rows);

@@ -31,11 +31,11 @@ from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.preparation.agreement import (
     FULL_PRECISION,
     LOW_PRECISION,
+    ROUNDED_ANEW,
     Tolerance,
     as_model_error,
     precision_of,
     relative_error,
-    rounded_anew,
     worst,
 )
 from inflight.execution.preparation.attention_calls import DRY_RUN_LENGTH, find_attention_calls, watch_outputs
@@ -133,7 +133,7 @@ def prepare_packed(
             prepack_linears(model, proof.linear_calls, weight_format, let_go)
             prepack_routers(model)
             if tolerance is not FULL_PRECISION or rounds:
-                tolerance = rounded_anew(weight_format.largest_error)
+                tolerance = ROUNDED_ANEW
             attention_error, logits_error = proof.require_agreement(executor, tolerance)
             is_batch_invariant = _make_batch_invariant(executor, proof.vocab_size, is_large=is_large)
         except Exception as error:

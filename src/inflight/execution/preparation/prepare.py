@@ -2,18 +2,30 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from transformers import PreTrainedModel
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
 from inflight.execution.executors import Executor
-from inflight.execution.hf.load import ModelSource, dtype_of_checkpoint, load_model, own_tensors
+from inflight.execution.grouped.rounding import Rounding
+from inflight.execution.hf.load import (
+    ModelSource,
+    convert,
+    dtype_of_checkpoint,
+    load_model,
+    own_tensors,
+    resolve_dtype,
+)
 from inflight.execution.hf.source import read_config
 from inflight.execution.mapped_memory import give_back_freed_memory, let_go_of_file_pages
 from inflight.execution.preparation.choice import choose_executor
 from inflight.execution.preparation.describe import describe
 from inflight.execution.weights.formats import find_format
+from inflight.execution.weights.grouped_linear import can_group
+from inflight.execution.weights.linears import LetGo
+from inflight.execution.weights.rounded_model import round_weights, rounding_of
 
 MAX_COPIED = 2**26
 """Parameters of a caller's model up to so many bytes are copied; larger ones are shared, and watched."""
@@ -38,12 +50,17 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
         checkpoint_dtype = source.dtype
     else:
         checkpoint_dtype = dtype_of_checkpoint(read_config(source, config))
-    model = load_model(source, config)
+    rounding = rounding_of(config)
+    model = load_model(source, config, in_own_dtype=rounding is not None)
+    is_loaded_here = model.device.type == "cpu" and not isinstance(source, PreTrainedModel)  # no caller's memory
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if rounding is not None:
+        is_callers = isinstance(source, PreTrainedModel)
+        dtype = model.dtype if is_callers else resolve_dtype(config.dtype, model.config, model.device)
+        _round(model, rounding, dtype, let_go_of_file_pages if is_loaded_here else None)
     why_not = find_format(config.quantization).why_unusable(model)
     if config.quantization is not None and why_not is not None:
         raise ModelError(f"quantization {config.quantization!r} {why_not}")
-    is_loaded_here = model.device.type == "cpu" and not isinstance(source, PreTrainedModel)  # no caller's memory
     choice = choose_executor(model, config, let_go_of_file_pages if is_loaded_here else None)
     if is_loaded_here:
         own_tensors(model)
@@ -58,3 +75,13 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
         note = () if reason is None else (f"the model is not compiled: {reason}",)
         info = replace(info, compile="off" if reason else config.compile, notes=info.notes + note)
     return PreparedModel(model, executor, info)
+
+
+def _round(model: PreTrainedModel, rounding: Rounding, dtype: torch.dtype, let_go: LetGo | None) -> None:
+    """Round the weights of a model, and give the others this dtype. Raises `ModelError` where that cannot be done."""
+    if not can_group():
+        raise ModelError(f"quantization {rounding.kind!r} needs a C++ compiler")
+    if model.device.type != "cpu":
+        raise ModelError(f"quantization {rounding.kind!r} needs a CPU, not {model.device}")
+    round_weights(model, rounding, dtype, let_go)
+    convert(model, dtype)

@@ -27,10 +27,13 @@ def stored_weights(model: nn.Module) -> tuple[StoredWeights, ...]:
 
 
 def arithmetic_of(model: nn.Module) -> str | None:
-    """How weights in groups are multiplied, as `EngineConfig.quantization_arithmetic` calls it; None if there are
+    """How weights of a few bits are multiplied, as `EngineConfig.quantization_arithmetic` calls it; None if there are
     none."""
-    layers = [layer for module in model.modules() for layer in _layers(module) if isinstance(layer, GroupedLinear)]
-    return None if not layers else "exact" if all(layer.is_exact for layer in layers) else "fast"
+    layers = [layer for module in model.modules() for layer in _layers(module)]
+    if any(layer.scales is not None for layer in layers):  # int8, as are the activations
+        return "fast"
+    grouped = [layer for layer in layers if isinstance(layer, GroupedLinear)]
+    return None if not grouped else "exact" if all(layer.is_exact for layer in grouped) else "fast"
 
 
 def _layers(module: nn.Module) -> Iterator[PrepackedLinear]:

@@ -63,8 +63,7 @@ def prepack_linears(
                 continue
             activation = calls.activations.get(name)
             kind = ACTIVATIONS[type(originals[activation])] if activation else ("none", "none")
-            own_format = weight_format.of_head if module is head else weight_format
-            shared[id(module)] = own_format.prepack_linear(*_weight_and_bias(module), *kind)
+            shared[id(module)] = weight_format.prepack_linear(*_weight_and_bias(module), *kind)
             if activation:
                 _replace(model, activation, nn.Identity())
         linear = shared[id(module)]

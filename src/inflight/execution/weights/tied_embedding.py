@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, StoredRows
@@ -59,7 +60,7 @@ def share_prepacked_weight(embedding: nn.Embedding, head: PrepackedLinear) -> No
     if layout is None:
         return
     sample = torch.linspace(0, head.out_features - 1, 64, dtype=torch.float64).long()
-    error = (layout.rows(sample) - embedding.weight[sample]).abs()
+    error = (layout.rows(sample) - functional.embedding(sample, embedding.weight)).abs()
     allowed = 0 if layout.scales is None else HALF_A_STEP * layout.scales[sample, None]
     if not (error <= allowed).all():
         return

@@ -7,8 +7,10 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel
 
+from inflight.execution.grouped.rounding import is_by_channels
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, multiplies_whole_numbers
+from inflight.execution.weights.int8_linear import int8_layer, sums_int8
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, can_prepack
 
 
@@ -16,18 +18,15 @@ class WeightFormat(ABC):
     """How the weights of linear layers and experts are stored once they are prepacked.
 
     Attributes:
-        name: the module's, and as `EngineConfig.quantization` says it.
+        name: "plain", or as `EngineConfig.quantization` says it.
         is_lossless: whether every weight keeps its value.
         is_exact: the arithmetic of weights in groups: whether they are multiplied in the model's dtype, or activations
             are rounded, too.
-        largest_error: the relative error that rounding into this format may explain. (Results that have nothing to do
-            with the right ones have one of 1.4, and no results at all one of 1.)
     """
 
     name: str
     is_lossless: bool
     is_exact: bool = True
-    largest_error = 0.5
 
     def with_arithmetic(self, name: str) -> Self:
         """The same format in the arithmetic that `EngineConfig.quantization_arithmetic` names."""
@@ -42,11 +41,6 @@ class WeightFormat(ABC):
         are_rounded = any(isinstance(each, GroupedWeight) and each.grouping.has_whole_numbers for each in weights)
         return not self.is_lossless or (are_rounded and not self.is_exact)
 
-    @property
-    def of_head(self) -> "WeightFormat":
-        """The format of the output head, which often is the embedding, too."""
-        return self
-
     @abstractmethod
     def layer_class(self, dtype: torch.dtype) -> type[PrepackedLinear]:
         """The layer for this CPU, for weights that come in `dtype` (float32 or bfloat16)."""
@@ -56,17 +50,15 @@ class WeightFormat(ABC):
     ) -> PrepackedLinear:
         """A layer from a weight `[out, in]`, float32 or bfloat16, and a bias `[out]`; see `PrepackedLinear`. A weight
         in groups stays as it is."""
-        weight = self.stored(weight)
-        if isinstance(weight, GroupedWeight) and not weight.is_transposed:
-            kind = ExactGroupedLinear if self.is_exact else GroupedLinear
-            return kind(weight, bias, activation, variant)
-        if isinstance(weight, GroupedWeight):
+        if isinstance(weight, GroupedWeight) and weight.is_transposed:
             weight = weight.values()
-        return self.layer_class(weight.dtype)(weight, bias, activation, variant)
+        layer = self._layer_in_groups(weight) if isinstance(weight, GroupedWeight) else self.layer_class(weight.dtype)
+        return layer(weight, bias, activation, variant)
 
-    def stored(self, weight: torch.Tensor) -> torch.Tensor:
-        """What a layer keeps of a weight `[out, in]`."""
-        return weight
+    def _layer_in_groups(self, weight: GroupedWeight) -> type[PrepackedLinear]:
+        if self.is_exact:
+            return ExactGroupedLinear
+        return int8_layer() if is_by_channels(weight) and sums_int8() else GroupedLinear
 
     def why_unusable(self, model: PreTrainedModel) -> str | None:
         """Why `model` cannot have this format here, as words that follow the format's name; None: it can."""

@@ -1,0 +1,83 @@
+"""A model's weights, rounded to a few bits one after the other: what `EngineConfig.quantization` "int4" means, and what
+`inflight quantize` writes."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from inflight.contracts.config import EngineConfig
+from inflight.execution.grouped.rounding import Rounding
+from inflight.execution.grouped.weight import GroupedWeight
+from inflight.execution.weights.linear_calls import is_linear, is_watched
+from inflight.execution.weights.linears import LetGo
+
+HEAD = Rounding(8)
+"""The head chooses the tokens, and often is the embedding, too."""
+Told: TypeAlias = Callable[[str, torch.Tensor, GroupedWeight], None]
+"""Is told the name of a weight that was rounded, what it was, and what it is."""
+
+
+def rounding_of(config: EngineConfig) -> Rounding | None:
+    """What `config` asks weights to be rounded to before the model is looked at; None: nothing."""
+    if config.quantization != "int4":
+        return None
+    return Rounding(4, config.quantization_group_size, config.quantization_minima)
+
+
+def round_weights(
+    model: PreTrainedModel,
+    rounding: Rounding,
+    dtype: torch.dtype,
+    let_go: LetGo | None = None,
+    told: Told | None = None,
+) -> None:
+    """Round the linear layers and experts of `model`, which is ours alone; routers and what is in groups already stay
+    as they are.
+
+    Args:
+        dtype: of the weights to those who use them.
+        let_go: called with each weight as soon as it is rounded.
+    """
+    head = model.get_output_embeddings()
+    rounded: dict[int, nn.Parameter] = {}
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, name))
+    for path, module, name, has_inputs_first in _matrices(model):
+        parameter = module._parameters[name]
+        if parameter is None or id(parameter) in rounded or isinstance(parameter.data, GroupedWeight):
+            continue
+        before = parameter.detach()
+        after = (HEAD if module is head else rounding).rounded(before.mT if has_inputs_first else before, dtype)
+        seen = after.mT if has_inputs_first else after
+        own = nn.Parameter(seen, requires_grad=False)
+        for owner, its_name in owners[id(parameter)]:
+            owner._parameters[its_name] = own
+        rounded[id(own)] = own
+        if told:
+            told(f"{path}.{name}", before, after)
+        if let_go:
+            let_go(before)
+
+
+def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any, str, bool]]:
+    """What can be rounded: the module's name and itself, the parameter's name, and whether that is `[…, in, out]`."""
+    sizes = model.config.get_text_config().to_dict()
+    numbers_of_experts = {value for key, value in sizes.items() if "expert" in key and isinstance(value, int)}
+    for path, module in list(model.named_modules()):
+        if is_watched(module):
+            continue
+        if is_linear(module):
+            is_router = module.weight.shape[0] in numbers_of_experts
+            if not is_router and module.weight.is_floating_point():
+                yield path, module, "weight", isinstance(module, Conv1D)
+        elif hasattr(module, "_apply_gate") and hasattr(module, "has_gate"):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.dim() == 3:
+                    yield path, module, name, module.is_transposed

@@ -325,9 +325,12 @@ void expand_panel(const Grouped& layout, const uint8_t* panel, int64_t num_outpu
     if (i > 0 && i % layout.coarse == 0) panel += layout.run_bytes();
     Expanded<Kind, Rows>::expand(layout, panel, i % layout.coarse / kChunk, expanded);
     const int64_t count = std::min<int64_t>(kChunk, in_features - i);
-    for (int64_t output = 0; output < num_outputs; ++output)
-      for (int64_t j = 0; j < count; ++j)
-        to[output * in_features + i + j] = expanded[j / kPack * kPanelOutputs * kPack + output * kPack + j % kPack];
+    for (int64_t output = 0; output < num_outputs; ++output) {
+      alignas(64) typename Rows::Operand row[kChunk / kPack];  // neighbouring inputs lie together
+      for (int64_t j = 0; j < kChunk / kPack; ++j)
+        row[j] = load<typename Rows::Operand>(expanded + (j * kPanelOutputs + output) * kPack);
+      std::memcpy(to + output * in_features + i, row, count * sizeof *to);
+    }
   }
 }
 

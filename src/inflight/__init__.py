@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from inflight.contracts.record import EngineStats
     from inflight.contracts.structured_output import StructuredOutput
     from inflight.llm import LLM
+    from inflight.quantization import QuantizedWeight, quantize
 
 __version__ = "0.1.0.dev0"
 
@@ -48,6 +49,8 @@ _HOMES = {
     "EngineGivenUpError": "contracts.errors",
     "EngineStats": "contracts.record",
     "StructuredOutput": "contracts.structured_output",
+    "quantize": "quantization",
+    "QuantizedWeight": "quantization",
 }
 
 __all__ = [
@@ -62,12 +65,14 @@ __all__ = [
     "InvalidRequestError",
     "Logprob",
     "ModelError",
+    "QuantizedWeight",
     "QueueFullError",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutput",
     "TextDelta",
     "__version__",
+    "quantize",
 ]
 
 

@@ -13,6 +13,7 @@ from inflight.cli.generate import generate
 from inflight.cli.help import Group
 from inflight.cli.info import info
 from inflight.cli.profile import profile
+from inflight.cli.quantize import quantize
 from inflight.cli.race import race
 from inflight.cli.serve import serve
 from inflight.cli.show import show
@@ -20,7 +21,7 @@ from inflight.cli.simulate import simulate
 from inflight.cli.trace import trace
 
 HEADINGS = {
-    "Run a model": ("generate", "chat", "serve", "info"),
+    "Run a model": ("generate", "chat", "serve", "info", "quantize"),
     "See how it works": ("demo", "show", "race", "trace"),
     "Measure and plan": ("bench", "profile", "simulate", "census"),
 }
@@ -39,7 +40,7 @@ def app() -> None:
     """
 
 
-for command in (generate, serve, chat, info, demo, show, race, bench, profile, trace, simulate, census):
+for command in (generate, serve, chat, info, quantize, demo, show, race, bench, profile, trace, simulate, census):
     app.add_command(command)
 
 

@@ -8,6 +8,7 @@ import click
 
 from inflight.cli.help import Command
 from inflight.cli.options import engine_options, engine_values, model_argument, quiet_libraries
+from inflight.cli.words import in_bytes, in_words
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 from inflight.gguf.summary import GgufSummary
@@ -72,16 +73,16 @@ def _print(lines: dict[str, str]) -> "Console":
 def _header_for_people(summary: GgufSummary) -> dict[str, str]:
     """What a GGUF file's header says."""
     per_token = summary.cache_bytes_per_token
-    needed = [f"{length:,} tokens {_size(length * per_token)}" for length in CONTEXTS if length < summary.context]
+    needed = [f"{length:,} tokens {in_bytes(length * per_token)}" for length in CONTEXTS if length < summary.context]
     if summary.context:
-        needed.append(f"{summary.context:,} tokens {_size(summary.context * per_token)}")
-    kinds = [f"{each.number} in {each.kind}, {_size(each.num_bytes)}" for each in summary.tensors]
+        needed.append(f"{summary.context:,} tokens {in_bytes(summary.context * per_token)}")
+    kinds = [f"{each.number} in {each.kind}, {in_bytes(each.num_bytes)}" for each in summary.tensors]
     return {
-        "file": f"{summary.path}, {_size(sum(each.num_bytes for each in summary.tensors))}",
-        "model": f"{summary.name or 'unnamed'}, {summary.architecture}, {_count(summary.num_parameters)} parameters",
+        "file": f"{summary.path}, {in_bytes(sum(each.num_bytes for each in summary.tensors))}",
+        "model": f"{summary.name or 'unnamed'}, {summary.architecture}, {in_words(summary.num_parameters)} parameters",
         "tensors": "\n".join(kinds),
         "context": f"{summary.context:,} tokens" if summary.context else "not stated",
-        "cache": ", ".join([f"{_size(per_token)} a token in 16 bits", *needed]) if per_token else "",
+        "cache": ", ".join([f"{in_bytes(per_token)} a token in 16 bits", *needed]) if per_token else "",
         "chat template": "yes" if summary.has_chat_template else "none: it completes texts, and cannot chat",
     }
 
@@ -104,7 +105,7 @@ def _for_people(llm: "LLM") -> dict[str, str]:
     """The same in words, line by line."""
     info, around = llm.model_info, _around(llm)
     own = "" if info.checkpoint_dtype == info.dtype else f"; the checkpoint is in {info.checkpoint_dtype}"
-    kinds = ", ".join(f"{each.kind} {_size(each.num_bytes)}" for each in info.weights)
+    kinds = ", ".join(f"{each.kind} {in_bytes(each.num_bytes)}" for each in info.weights)
     arithmetic = f"; {ARITHMETICS[info.arithmetic]}" if info.arithmetic else ""
     errors = f"logits differ by at most {info.logits_error:.1e} of their range"
     if info.attention_error is not None:
@@ -112,8 +113,8 @@ def _for_people(llm: "LLM") -> dict[str, str]:
     tokenizer = llm.tokenizer
     ends = info.eos_token_ids if tokenizer is None else [tokenizer.decode([i], False) for i in info.eos_token_ids]
     return {
-        "model": f"{info.model_class}, {_count(info.num_parameters)} parameters, a vocabulary of {info.vocab_size:,}",
-        "weights": f"{_size(around['weight_bytes'])}: {kinds}",
+        "model": f"{info.model_class}, {in_words(info.num_parameters)} parameters, a vocabulary of {info.vocab_size:,}",
+        "weights": f"{in_bytes(around['weight_bytes'])}: {kinds}",
         "computes": f"in {info.dtype}{own}{arithmetic}",
         "runs": f"on {info.device} with {around['num_threads']} threads, {info.executor}, attention by "
         f"{info.attention_backend}, {'not compiled' if info.compile == 'off' else f'compiled ({info.compile})'}",
@@ -122,8 +123,8 @@ def _for_people(llm: "LLM") -> dict[str, str]:
         "attention": "\n".join(info.attention_calls),
         "context": f"{info.max_model_len:,} tokens"
         + (f"; the cache holds {info.max_cached_len:,}" if info.max_cached_len < info.max_model_len else ""),
-        "cache": f"{_size(around['cache_bytes'])}: {info.num_blocks:,} blocks of {info.block_size} tokens, "
-        f"{_size(info.kv_bytes_per_token)} a token"
+        "cache": f"{in_bytes(around['cache_bytes'])}: {info.num_blocks:,} blocks of {info.block_size} tokens, "
+        f"{in_bytes(info.kv_bytes_per_token)} a token"
         + ("" if info.can_share_prefixes else "; prefixes cannot be shared"),
         "ends at": ", ".join(map(str, ends)) or "nothing: give --max-tokens",
         "chat template": "yes" if around["has_chat_template"] else "none: it completes texts, and cannot chat",
@@ -136,21 +137,3 @@ def _gains_from_bfloat16(llm: "LLM") -> bool:
 
     info = llm.model_info
     return info.device == "cpu" and info.dtype == "float32" and info.quantization is None and has_fast_bfloat16()
-
-
-def _size(num_bytes: int) -> str:
-    """A number of bytes with a unit."""
-    size, unit = float(num_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "bytes" or size >= 100 else f"{size:.3g} {unit}"
-
-
-def _count(number: int) -> str:
-    """A number of parameters in words."""
-    for name, power in (("billion", 10**9), ("million", 10**6)):
-        if number >= power:
-            return f"{number / power:.3g} {name}"
-    return f"{number:,}"

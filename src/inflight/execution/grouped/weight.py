@@ -372,11 +372,22 @@ def _joined(weights: Sequence[Any], dim: int = 0) -> GroupedWeight | None:
     if not all(isinstance(above, GroupedWeight) and above.joins(below) for above, below in pairwise(weights)):
         return None
     matrices = [
-        PackedMatrix(torch.cat([each.panels for each in parts]), parts[0].order)
+        PackedMatrix(_below_each_other([each.panels for each in parts]), parts[0].order)
         for parts in zip(*(each.matrices for each in weights), strict=True)
     ]
     num_rows = sum(each.matrix_shape[0] for each in weights)
     return first.like(matrices=matrices, shape=(*first.shape[:-2], num_rows, first.matrix_shape[1]))
+
+
+def _below_each_other(panels: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All panels as one tensor; where they are neighbours in memory already, nothing is copied."""
+    first = panels[0]
+    sizes = [each.numel() for each in panels]
+    starts = [first.data_ptr() + sum(sizes[:number]) for number in range(len(panels))]
+    storages = {each.untyped_storage().data_ptr() for each in panels}
+    if len(storages) > 1 or [each.data_ptr() for each in panels] != starts:
+        return torch.cat(list(panels))
+    return first.as_strided((sum(map(len, panels)), first.shape[1]), first.stride())
 
 
 def _embedded(weight: Any, indices: torch.Tensor, *args: Any) -> torch.Tensor | None:

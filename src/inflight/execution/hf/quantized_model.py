@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from inflight.contracts.errors import ModelError
 from inflight.execution.grouped.checkpoints import QuantizationMethod, find_method
 from inflight.execution.grouped.weight import GroupedWeight, Groups
+from inflight.execution.hf.packed_checkpoint import METHOD, read_packed_weights
 from inflight.execution.hf.state import model_of_state
 from inflight.execution.kernels import kernels_available
 
@@ -30,15 +31,21 @@ def load_quantized_model(
     settings = getattr(config, "quantization_config", None)
     if settings is None or type(config) not in AutoModelForCausalLM._model_mapping:
         return None
-    method = find_method(settings if isinstance(settings, dict) else settings.to_dict())
-    if method is None:
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    is_ours = settings.get("quant_method") == METHOD
+    method = None if is_ours else find_method(settings)
+    if method is None and not is_ours:
         return None
-    reader = _Reader(_tensors(name, revision), method, dtype)
+    paths = _paths(name, revision)
+    if method is None:
+        state, notes = dict(read_packed_weights(paths, settings, dtype)), []
+    else:
+        reader = _Reader(_tensors(paths), method, dtype)
+        state, notes = dict(reader.weights()), reader.notes()
     plain = copy.deepcopy(config)
     del plain.quantization_config
-    defaults = _generation_config(name, revision)
-    model = model_of_state(plain, dict(reader.weights()), dtype, f"the checkpoint {name!r}", defaults)
-    model.inflight_notes = (*reader.notes(), *model.inflight_notes)
+    model = model_of_state(plain, state, dtype, f"the checkpoint {name!r}", _generation_config(name, revision))
+    model.inflight_notes = (*notes, *model.inflight_notes)
     return model
 
 
@@ -110,10 +117,10 @@ def _layout(matrix: Groups | torch.Tensor) -> Any:
     return matrix.layout if isinstance(matrix, Groups) else None
 
 
-def _tensors(name: str, revision: str | None) -> dict[str, Any]:
-    """For each tensor of a checkpoint, the open file that it is in. Raises `ModelError` if there are none."""
+def _tensors(paths: Sequence[Path]) -> dict[str, Any]:
+    """For each tensor of some files, the open file that it is in. Raises `ModelError` if one is not intact."""
     tensors = {}
-    for path in _paths(name, revision):
+    for path in paths:
         try:
             file: Any = safe_open(path, framework="pt")
         except SafetensorError as error:
@@ -123,7 +130,7 @@ def _tensors(name: str, revision: str | None) -> dict[str, Any]:
 
 
 def _paths(name: str, revision: str | None) -> list[Path]:
-    """The files of a checkpoint, downloaded if need be."""
+    """The files of a checkpoint, downloaded if need be. Raises `ModelError` if there are none."""
     index = cached_file(name, f"{FILE}.index.json", revision=revision, _raise_exceptions_for_missing_entries=False)
     if index is not None:
         shards: list[str] = get_checkpoint_shard_files(name, index, revision=revision)[0]

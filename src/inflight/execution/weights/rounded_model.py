@@ -43,13 +43,14 @@ def round_weights(
         let_go: called with each weight as soon as it is rounded.
     """
     head = model.get_output_embeddings()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     rounded: dict[int, nn.Parameter] = {}
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((module, name))
-    for path, module, name, has_inputs_first in _matrices(model):
+    for module, name, has_inputs_first in _matrices(model):
         parameter = module._parameters[name]
         if parameter is None or id(parameter) in rounded or isinstance(parameter.data, GroupedWeight):
             continue
@@ -61,23 +62,23 @@ def round_weights(
             owner._parameters[its_name] = own
         rounded[id(own)] = own
         if told:
-            told(f"{path}.{name}", before, after)
+            told(names[id(parameter)], before, after)
         if let_go:
             let_go(before)
 
 
-def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any, str, bool]]:
-    """What can be rounded: the module's name and itself, the parameter's name, and whether that is `[…, in, out]`."""
+def _matrices(model: PreTrainedModel) -> Iterator[tuple[Any, str, bool]]:
+    """What can be rounded: a module, its name for the parameter, and whether that is `[…, in, out]`."""
     sizes = model.config.get_text_config().to_dict()
     numbers_of_experts = {value for key, value in sizes.items() if "expert" in key and isinstance(value, int)}
-    for path, module in list(model.named_modules()):
+    for module in list(model.modules()):
         if is_watched(module):
             continue
         if is_linear(module):
             is_router = module.weight.shape[0] in numbers_of_experts
             if not is_router and module.weight.is_floating_point():
-                yield path, module, "weight", isinstance(module, Conv1D)
+                yield module, "weight", isinstance(module, Conv1D)
         elif hasattr(module, "_apply_gate") and hasattr(module, "has_gate"):
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and parameter.dim() == 3:
-                    yield path, module, name, module.is_transposed
+                    yield module, name, module.is_transposed

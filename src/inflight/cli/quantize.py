@@ -1,0 +1,73 @@
+"""`inflight quantize MODEL FOLDER`: writes a model with weights of a few bits."""
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from inflight.cli.help import Command
+from inflight.cli.options import quiet_libraries
+from inflight.cli.words import in_bytes
+from inflight.contracts.config import GROUP_SIZES
+
+if TYPE_CHECKING:
+    from inflight.quantization import QuantizedWeight
+
+
+@click.command(cls=Command)
+@click.argument("model")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--format", "wanted", type=click.Choice(("int4", "int8")), default="int4", help="What weights become.")
+@click.option(
+    "--group-size",
+    type=click.Choice([str(each) for each in GROUP_SIZES]),
+    default="32",
+    help="Of int4: weights that share a scale.",
+)
+@click.option("--minima", is_flag=True, help="Of int4: a minimum for them, too: a little larger, and more exact.")
+@click.option("--revision", help="Branch, tag or commit of a hub repository.")
+@click.option("--trust-remote-code", is_flag=True, help="Allow code that comes with the model.")
+def quantize(
+    model: str, folder: Path, wanted: str, group_size: str, minima: bool, revision: str | None, trust_remote_code: bool
+) -> None:
+    """Write a model with weights of four or eight bits, and print what each weight became.
+
+    MODEL is a hub id, a folder or a GGUF file. FOLDER must be new or empty. What is written loads at once: its file is
+    mapped into memory as it is. Weights that have a few bits already keep them, so a GGUF file can be written so, too.
+    """
+    quiet_libraries()
+    from inflight.quantization import quantize as run
+
+    weights = run(
+        model,
+        folder,
+        wanted,
+        group_size=int(group_size),
+        minima=minima,
+        use_tqdm=sys.stderr.isatty(),
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    _print(weights)
+    print(f"\nRun it: inflight chat {folder}")
+
+
+def _print(weights: Sequence["QuantizedWeight"]) -> None:
+    """Print what became of the weights; those of all layers share a line."""
+    from rich.console import Console
+    from rich.table import Table
+
+    alike: dict[tuple[str, str, str], list[QuantizedWeight]] = defaultdict(list)
+    for each in weights:
+        alike[re.sub(r"\d+", "*", each.name.removesuffix(".weight")), each.before, each.after].append(each)
+    table = Table("weight", "number", "was", "is", "from", "to", box=None, pad_edge=False)
+    for number, column in enumerate(table.columns):
+        column.no_wrap, column.justify = True, "right" if number in (1, 4, 5) else "left"
+    for (name, before, after), members in (*alike.items(), (("all", "", ""), list(weights))):
+        sizes = (sum(each.bytes_before for each in members), sum(each.bytes_after for each in members))
+        table.add_row(name, f"{len(members):,}", before, after, *map(in_bytes, sizes))
+    Console(highlight=False, markup=False).print(table)

@@ -1,0 +1,5 @@
+"""Shared fixtures."""
+
+from tests.command import command
+
+__all__ = ["command"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.argument("model")
+@click.argument("source", metavar="MODEL")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--format", "wanted", type=click.Choice(("int4", "int8")), default="int4", help="What weights become.")
 @click.option(
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--revision", help="Branch, tag or commit of a hub repository.")
 @click.option("--trust-remote-code", is_flag=True, help="Allow code that comes with the model.")
 def quantize(
-    model: str, folder: Path, wanted: str, group_size: str, minima: bool, revision: str | None, trust_remote_code: bool
+    source: str, folder: Path, wanted: str, group_size: str, minima: bool, revision: str | None, trust_remote_code: bool
 ) -> None:
     """Write a model with weights of four or eight bits, and print what each weight became.
 
@@ -43,7 +43,7 @@ def quantize(
     from inflight.quantization import quantize as run
 
     weights = run(
-        model,
+        source,
         folder,
         wanted,
         group_size=int(group_size),

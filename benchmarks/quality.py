@@ -11,6 +11,7 @@ import argparse
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,12 +26,18 @@ from tools.train_demo_model import write_documents
 HELD_OUT_SEED = 987_654
 CHUNK = 64
 MAX_LENGTH = 256
-ENGINES = {
+INT4 = {"dtype": "bfloat16", "quantization": "int4"}
+ENGINES: dict[str, dict[str, Any]] = {
     "engine, float32": {"dtype": "float32"},
     "engine, bfloat16": {"dtype": "bfloat16"},
     "engine, bfloat16, int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "engine, int8 weights": {"dtype": "bfloat16", "quantization": "int8"},
-    "engine, int4 weights": {"dtype": "bfloat16", "quantization": "int4"},
+    "engine, int4 weights": INT4,
+    "engine, int4 weights, exact": INT4 | {"quantization_arithmetic": "exact"},
+    "engine, int4 weights, groups of 64": INT4 | {"quantization_group_size": 64},
+    "engine, int4 weights, groups of 128": INT4 | {"quantization_group_size": 128},
+    "engine, int4 weights, minima": INT4 | {"quantization_minima": True},
+    "engine, int4 weights, minima, groups of 64": INT4 | {"quantization_minima": True, "quantization_group_size": 64},
     "engine, int8 weights and cache": {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
 }
 
@@ -88,9 +95,9 @@ def plain(dtype: str) -> Callable[[list[int]], torch.Tensor]:
     return run
 
 
-def through_engine(options: dict[str, str]) -> Callable[[list[int]], torch.Tensor]:
+def through_engine(options: dict[str, Any]) -> Callable[[list[int]], torch.Tensor]:
     """Return a function from a document to its logits `[tokens, V]`, computed by the engine's executor."""
-    runner = ModelRunner(str(DEMO_MODEL), EngineConfig(num_blocks=64, **options))  # type: ignore[arg-type]
+    runner = ModelRunner(str(DEMO_MODEL), EngineConfig(num_blocks=64, **options))
 
     def chunks(document: list[int]) -> Iterator[torch.Tensor]:
         for first in range(0, len(document), CHUNK):

@@ -15,6 +15,7 @@ from inflight import LLM, SamplingParams
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.engine.engine import Engine
+from inflight.execution.grouped import weight as weights
 from inflight.execution.grouped.gguf_blocks import BLOCK_TYPES
 from inflight.execution.grouped.rounding import Rounding, channels_of, rounded_channels
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, Groups
@@ -164,6 +165,22 @@ def test_a_grouped_weight_is_a_parameter_like_any_other() -> None:
     assert not isinstance(torch.cat([grouped(random_groups(LAYOUTS["a minimum"], (33, 96)))] * 2), GroupedWeight)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_large_weight_is_expanded_piece_by_piece(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, bias, x = (
+        random_groups(LAYOUTS["a scale for 64"], (100, 96)),
+        drawn(100).to(dtype),
+        drawn(2, 3, 96).to(dtype),
+    )
+    weight, values = grouped(groups, dtype), groups.values().to(dtype)
+    monkeypatch.setattr(weights, "BYTES_AT_ONCE", 1)
+    with torch.inference_mode(), weights.watch_expansions() as expanded:
+        torch.testing.assert_close(functional.linear(x, weight, bias), functional.linear(x, values, bias))
+        torch.testing.assert_close(x @ weight.T, x @ values.T)
+    assert not expanded
+    torch.testing.assert_close(x[0] @ weight.T, x[0] @ values.T)
+
+
 # ------------------------------------------------------------------------------------------------ the arithmetics
 
 
@@ -304,10 +321,10 @@ def test_every_linear_layer_and_expert_is_rounded_and_no_router() -> None:
     for name, parameter in model.named_parameters():
         is_rounded = isinstance(parameter.data, GroupedWeight)
         assert is_rounded == (name in told)
-        assert is_rounded == (name.endswith("proj.weight") or "experts" in name or name == "lm_head.weight"), name
-    head = model.get_output_embeddings().weight.data
-    assert isinstance(head, GroupedWeight)
-    assert head.kind == "int8"
+        is_end = name in ("lm_head.weight", "model.embed_tokens.weight")
+        assert is_rounded == (name.endswith("proj.weight") or "experts" in name or is_end), name
+        if is_rounded:
+            assert parameter.data.kind == ("int8" if is_end else "int4")
 
 
 def test_a_model_of_another_dtype_is_rounded_from_its_files(tmp_path: Path) -> None:

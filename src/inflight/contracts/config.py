@@ -41,8 +41,8 @@ class EngineConfig:
             bfloat16's memory; not exact; only with the "cpu" backend).
         quantization: None, or a way to round the weights of any checkpoint while it is loaded, on a CPU; not exact.
             "int8": weights with a scale for each output channel, activations with a scale for each row; a quarter of
-            float32's memory. "int4": four bits and a scale for every 32 weights, the head in int8; a seventh of
-            float32's memory, and more for the head.
+            float32's memory. "int4": four bits and a scale for every 32 weights, head and embedding in eight;
+            a seventh of float32's memory, and more for these two.
         quantization_group_size: of "int4": how many weights share a scale: 32, 64 or 128. Larger groups take less
             memory, and are less exact.
         quantization_minima: of "int4": whether these weights share a minimum, too, instead of being rounded around 0.

@@ -8,7 +8,7 @@ the numbers as they are.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,8 +20,9 @@ from inflight.execution.kernels import PANEL_OUTPUTS
 
 CHUNK = 32
 """Inputs that are multiplied at a time."""
-ROWS_AT_ONCE = 8192
-"""Rows that are laid out at a time."""
+BYTES_AT_ONCE = 2**22
+"""What a weight's values take at most while something is multiplied with them: memory that is used again and again,
+instead of taken from the system each time."""
 TABLES = {
     "e2m1": (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0),
     "nonlinear": (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241),
@@ -390,6 +391,26 @@ def _below_each_other(panels: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((sum(map(len, panels)), first.shape[1]), first.stride())
 
 
+def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """`functional.linear`, for some rows of the weight after the other."""
+    if not isinstance(weight, GroupedWeight) or weight.dim() != 2 or weight.is_transposed:
+        return None
+    num_outputs, num_inputs = weight.matrix_shape
+    matrix, out = weight.matrices[0], x.new_empty(*x.shape[:-1], num_outputs)
+    step = max(1, BYTES_AT_ONCE // (PANEL_OUTPUTS * num_inputs * x.itemsize))  # panels
+    for first in range(0, len(matrix.panels), step):
+        some = slice(first * PANEL_OUTPUTS, min((first + step) * PANEL_OUTPUTS, num_outputs))
+        rows = replace(matrix, panels=matrix.panels[first : first + step])
+        values = weight.like(matrices=[rows], shape=(some.stop - some.start, num_inputs)).values()
+        out[..., some] = functional.linear(x, values, None if bias is None else bias[some])
+    return out
+
+
+def _multiplied(x: torch.Tensor, weight: Any) -> torch.Tensor | None:
+    """`[T, in]` times a weight `[in, out]`."""
+    return _linear(x, weight.T) if isinstance(weight, GroupedWeight) else None
+
+
 def _embedded(weight: Any, indices: torch.Tensor, *args: Any) -> torch.Tensor | None:
     if not isinstance(weight, GroupedWeight) or weight.dim() != 2 or weight.is_transposed:
         return None
@@ -410,5 +431,7 @@ KEPT: dict[Any, Callable[..., Any]] = {
     aten.stack.default: _stacked,
     aten.cat.default: _joined,
     aten.embedding.default: _embedded,
+    aten.linear.default: _linear,
+    aten.mm.default: _multiplied,
 }
 """Operators that keep numbers as they are. One that cannot, for these arguments, gives None."""

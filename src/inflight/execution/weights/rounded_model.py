@@ -15,8 +15,8 @@ from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.weights.linear_calls import is_linear, is_watched
 from inflight.execution.weights.linears import LetGo
 
-HEAD = Rounding(8)
-"""The head chooses the tokens, and often is the embedding, too."""
+ENDS = Rounding(8)
+"""Of the head, which chooses the tokens, and the input embedding, which often has the same weight, beside four bits."""
 Told: TypeAlias = Callable[[str, torch.Tensor, GroupedWeight], None]
 """Is told the name of a weight that was rounded, what it was, and what it is."""
 
@@ -35,14 +35,14 @@ def round_weights(
     let_go: LetGo | None = None,
     told: Told | None = None,
 ) -> None:
-    """Round the linear layers and experts of `model`, which is ours alone; routers and what is in groups already stay
-    as they are.
+    """Round the linear layers and experts of `model`, which is ours alone, and beside four bits its input embedding.
+    Routers and what is in groups already stay as they are.
 
     Args:
         dtype: of the weights to those who use them.
         let_go: called with each weight as soon as it is rounded.
     """
-    head = model.get_output_embeddings()
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     rounded: dict[int, nn.Parameter] = {}
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -50,12 +50,13 @@ def round_weights(
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((module, name))
-    for module, name, has_inputs_first in _matrices(model):
+    of_embedding = [(ends[0], "weight", False)] if rounding.bits == 4 and _is_embedding(ends[0]) else []
+    for module, name, has_inputs_first in (*_matrices(model), *of_embedding):
         parameter = module._parameters[name]
         if parameter is None or id(parameter) in rounded or isinstance(parameter.data, GroupedWeight):
             continue
         before = parameter.detach()
-        after = (HEAD if module is head else rounding).rounded(before.mT if has_inputs_first else before, dtype)
+        after = (ENDS if module in ends else rounding).rounded(before.mT if has_inputs_first else before, dtype)
         seen = after.mT if has_inputs_first else after
         own = nn.Parameter(seen, requires_grad=False)
         for owner, its_name in owners[id(parameter)]:
@@ -65,6 +66,10 @@ def round_weights(
             told(names[id(parameter)], before, after)
         if let_go:
             let_go(before)
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) and not is_watched(module)
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[Any, str, bool]]:

@@ -433,5 +433,6 @@ KEPT: dict[Any, Callable[..., Any]] = {
     aten.embedding.default: _embedded,
     aten.linear.default: _linear,
     aten.mm.default: _multiplied,
+    aten.matmul.default: _multiplied,
 }
 """Operators that keep numbers as they are. One that cannot, for these arguments, gives None."""

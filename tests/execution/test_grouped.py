@@ -167,11 +167,8 @@ def test_a_grouped_weight_is_a_parameter_like_any_other() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_large_weight_is_expanded_piece_by_piece(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, bias, x = (
-        random_groups(LAYOUTS["a scale for 64"], (100, 96)),
-        drawn(100).to(dtype),
-        drawn(2, 3, 96).to(dtype),
-    )
+    groups, bias = random_groups(LAYOUTS["a scale for 64"], (100, 96)), drawn(100).to(dtype)
+    x = drawn(2, 3, 96).to(dtype)
     weight, values = grouped(groups, dtype), groups.values().to(dtype)
     monkeypatch.setattr(weights, "BYTES_AT_ONCE", 1)
     with torch.inference_mode(), weights.watch_expansions() as expanded:

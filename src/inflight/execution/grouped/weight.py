@@ -344,6 +344,10 @@ def _permuted(weight: GroupedWeight, dims: Sequence[int]) -> GroupedWeight | Non
     return _transposed(weight) if [dim % weight.dim() for dim in dims] == swapped else None
 
 
+def _reversed(weight: GroupedWeight) -> GroupedWeight | None:
+    return _transposed(weight) if weight.dim() == 2 else None
+
+
 def _matrix(weight: GroupedWeight, dim: int, index: int) -> GroupedWeight | None:
     if weight.dim() != 3 or dim != 0:
         return None
@@ -424,6 +428,8 @@ KEPT: dict[Any, Callable[..., Any]] = {
     aten.lift_fresh.default: _same,
     aten._to_copy.default: _converted,
     aten.t.default: _transposed,
+    aten.mT.default: _transposed,
+    aten.numpy_T.default: _reversed,
     aten.transpose.int: _transposed,
     aten.permute.default: _permuted,
     aten.select.int: _matrix,

@@ -219,7 +219,7 @@ def test_the_fast_arithmetic_computes_what_its_definition_says(
     layout: GroupedLayout, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     if not multiplies_whole_numbers():
-        pytest.skip("this CPU is slow with whole numbers")
+        pytest.skip("this CPU does not multiply whole numbers")
     groups, bias = random_groups(layout, shape), drawn(shape[0]).to(dtype)
     layer = GroupedLinear(grouped(groups, dtype), bias)
     if layer.is_exact:
@@ -308,7 +308,8 @@ def test_eight_bits_by_channels_run_as_int8_layers(shape: tuple[int, int]) -> No
     fast = find_format(None, "fast").prepack_linear(rounded, None)
     assert isinstance(fast, int8_layer())
     assert torch.equal(fast(x), int8_layer()(weight, None)(x))
-    assert torch.equal(PLAIN.prepack_linear(rounded, None)(x), PLAIN.prepack_linear(rounded.values(), None)(x))
+    exact, plain = (PLAIN.prepack_linear(each, None)(x) for each in (rounded, rounded.values()))
+    torch.testing.assert_close(exact, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_every_linear_layer_and_expert_is_rounded_and_no_router() -> None:

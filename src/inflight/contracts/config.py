@@ -49,7 +49,7 @@ class EngineConfig:
         quantization_arithmetic: of weights that are stored in groups of a few bits, by `quantization="int4"` or in the
             checkpoint. "exact": they are expanded to the model's dtype, and the results are those of the plain model
             with these weights; "fast": activations are rounded to int8, with a scale for every 32 inputs; "auto": fast
-            where the CPU is (VNNI), else exact.
+            where the CPU is faster so (AVX-512), else exact.
         compile: "off", "auto" (`torch.compile`: faster steps, after compiling once for up to a minute) or "max" (faster
             still, longer to compile). Only on a CPU with our kernels; a model that cannot be compiled runs as with
             "off".

@@ -17,10 +17,17 @@
 #include "grouped.h"
 #include "lanewise.h"
 
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace inflight {
 namespace {
 
-#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+#if defined(__AVX512BW__) || (defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)) || \
+    defined(__ARM_FEATURE_DOTPROD)
 #define INFLIGHT_WHOLE_NUMBERS
 #endif
 
@@ -32,6 +39,7 @@ struct Kind {
   static constexpr int kBits = kBits_, kFine = kFine_;
   static constexpr bool kMinima = kMinima_;
   static constexpr Reading kReading = kReading_;
+  static constexpr bool kIsWide = kBits == 8 || kReading == Reading::kLookedUp;  // whether numbers exceed 127
   static constexpr int kParts = kFine == 2 ? 2 : 1;  // of a chunk, each with a scale
 };
 
@@ -72,8 +80,12 @@ inline Bits spread(const uint8_t* table) {
 
 // For each byte of `numbers` its entry.
 inline Bits look_up(Bits table, Bits numbers) {
-#ifdef __AVX512BW__
+#if defined(__AVX512BW__)
   return (Bits)_mm512_shuffle_epi8((__m512i)table, (__m512i)numbers);
+#elif defined(__AVX2__)
+  return (Bits)_mm256_shuffle_epi8((__m256i)table, (__m256i)numbers);
+#elif defined(__ARM_NEON)
+  return (Bits)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)numbers);
 #else
   uint8_t bytes[sizeof numbers], entries[sizeof table];
   store(bytes, numbers);
@@ -149,6 +161,7 @@ template <class Kind>
 struct Scales {
   Floats scale, minimum;
 
+  Scales() = default;
   Scales(const Grouped& layout, const uint8_t* run, int vector) : minimum{} {
     if (layout.scale_bytes == 4) {
       scale = load<Floats>(run + 4 * vector * kLanes);
@@ -320,15 +333,16 @@ template <class Kind, class Rows>
 void expand_panel(const Grouped& layout, const uint8_t* panel, int64_t num_outputs, int64_t in_features,
                   typename Rows::Stored* to) {
   constexpr int64_t kPack = Rows::kPack;
+  using Neighbours = std::array<typename Rows::Stored, kPack>;  // inputs that lie together
   alignas(64) typename Rows::Stored expanded[kChunk * kPanelOutputs];
   for (int64_t i = 0; i < in_features; i += kChunk) {
     if (i > 0 && i % layout.coarse == 0) panel += layout.run_bytes();
     Expanded<Kind, Rows>::expand(layout, panel, i % layout.coarse / kChunk, expanded);
     const int64_t count = std::min<int64_t>(kChunk, in_features - i);
     for (int64_t output = 0; output < num_outputs; ++output) {
-      alignas(64) typename Rows::Operand row[kChunk / kPack];  // neighbouring inputs lie together
+      alignas(64) Neighbours row[kChunk / kPack];
       for (int64_t j = 0; j < kChunk / kPack; ++j)
-        row[j] = load<typename Rows::Operand>(expanded + (j * kPanelOutputs + output) * kPack);
+        row[j] = load<Neighbours>(expanded + (j * kPanelOutputs + output) * kPack);
       std::memcpy(to + output * in_features + i, row, count * sizeof *to);
     }
   }
@@ -338,8 +352,60 @@ void expand_panel(const Grouped& layout, const uint8_t* panel, int64_t num_outpu
 
 #ifdef INFLIGHT_WHOLE_NUMBERS
 
+// Adds the products of four unsigned numbers below 128 in each lane and four signed inputs.
+inline Ints dot_of_few_bits(Ints sum, Bits weights, int32_t inputs) {
+#if defined(__AVX512BW__)
+  const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(inputs));
+  return sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(inputs));
+  return sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, vreinterpretq_s8_s32(vdupq_n_s32(inputs)));
+#endif
+}
+
+// The same for unsigned numbers of eight bits, if they are wide.
+template <bool kIsWide>
 inline Ints dot(Ints sum, Quads weights, int32_t inputs) {
+#if defined(__AVX512VNNI__)
   return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights.words, _mm512_set1_epi32(inputs));
+#elif defined(__AVXVNNI__)
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights.words, _mm256_set1_epi32(inputs));
+#else
+  if constexpr (!kIsWide) return dot_of_few_bits(sum, weights.words, inputs);
+  const Ints high = dot_of_few_bits(Ints{}, weights.words >> 4 & 0x0f0f0f0f, inputs);
+  return dot_of_few_bits(sum + high * 16, weights.words & 0x0f0f0f0f, inputs);
+#endif
+}
+
+inline int32_t sum_of(Ints v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t sum = 0;
+  for (int lane = 0; lane < kLanes; ++lane) sum += v[lane];
+  return sum;
+#endif
+}
+
+inline float largest_of(Floats v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  return max_of_lanes(v);
+#endif
+}
+
+// `a * b + c`, rounded once.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#endif
 }
 
 // Rows of activations, rounded by chunks.
@@ -382,13 +448,13 @@ struct RoundedRows {
       scales[number] = sums[number] = std::numeric_limits<float>::quiet_NaN();
       return;
     }
-    const float maximum = _mm512_reduce_max_ps((__m512)largest);
+    const float maximum = largest_of(largest);
     const float inverse = maximum > 0 ? 127 / maximum : 0;
     constexpr float kRounder = 12582912.f;
     int32_t sums_of_halves[2] = {};
     for (int v = 0; v < kVectorsOfChunk; ++v) {
       const Ints rounded = (Ints)(values[v] * inverse + kRounder) - 0x4B400000;
-      sums_of_halves[v * kLanes / kHalf] += _mm512_reduce_add_epi32((__m512i)rounded);
+      sums_of_halves[v * kLanes / kHalf] += sum_of(rounded);
       store(to + v * kLanes, __builtin_convertvector(rounded, Bytes));
     }
     scales[number] = maximum / 127;
@@ -404,7 +470,7 @@ struct FromPanel {
   const Grouped& layout;
   const uint8_t* at;
   const Bits table = spread(layout.table());
-  Scales<Kind> coarse[kVectors] = {{layout, at, 0}, {layout, at, 1}};
+  Scales<Kind> coarse[kVectors];
 
   FromPanel(const Grouped& layout, const uint8_t* panel) : layout(layout), at(panel) {}
   void begin_run() {
@@ -472,14 +538,15 @@ struct FromUnpacked {
 template <class Kind, class Output>
 struct WholeNumbers {
   static constexpr int64_t kRowsOfItem = 128, kRowsAtOnce = 6;
+  static constexpr int kAtOnce = kLanes == 16 ? 2 : 1;  // vectors, for which there are registers
   static constexpr int64_t kRowsWorthUnpacking = Kind::kBits == 4 ? 2 * kRowsAtOnce : kRowsAtOnce;
 
   Unpacked<Kind> unpacked;
 
-  // sums[row][vector] for all inputs.
+  // sums[row][vector] for all inputs, of vectors from `base` on.
   template <int kRows, class From>
-  static void multiply(From from, int64_t chunks_of_run, const RoundedRows& x, int64_t first_row,
-                       Floats (&sums)[kRows][kVectors]) {
+  static void multiply(From from, int base, int64_t chunks_of_run, const RoundedRows& x, int64_t first_row,
+                       Floats (&sums)[kRows][kAtOnce]) {
     for (auto& row : sums)
       for (auto& sum : row) sum = Floats{};
     const int64_t num_chunks = x.num_chunks;
@@ -487,13 +554,12 @@ struct WholeNumbers {
     for (int64_t run = 0; run < num_chunks; run += chunks_of_run) {
       from.begin_run();
       for (int64_t chunk = 0; chunk < chunks_of_run; ++chunk, ++at, from.next()) {
-        for (int part = 0; part < Kind::kParts; ++part) add_part<kRows>(from, x, at, part, sums);
+        for (int part = 0; part < Kind::kParts; ++part) add_part<kRows>(from, base, x, at, part, sums);
         if constexpr (Kind::kMinima)
-          for (int v = 0; v < kVectors; ++v) {
-            const Floats minimum = from.minimum(v);
+          for (int v = 0; v < kAtOnce; ++v) {
+            const Floats minimum = from.minimum(base + v);
             for (int row = 0; row < kRows; ++row)
-              sums[row][v] = (Floats)_mm512_fnmadd_ps((__m512)minimum, _mm512_set1_ps(x.sums[at + row * num_chunks]),
-                                                      (__m512)sums[row][v]);
+              sums[row][v] = fused(-minimum, broadcast(x.sums[at + row * num_chunks]), sums[row][v]);
           }
       }
     }
@@ -501,50 +567,52 @@ struct WholeNumbers {
 
   // A chunk's inputs that share a scale.
   template <int kRows, class From>
-  static inline void add_part(const From& from, const RoundedRows& x, int64_t at, int part,
-                              Floats (&sums)[kRows][kVectors]) {
+  static inline void add_part(const From& from, int base, const RoundedRows& x, int64_t at, int part,
+                              Floats (&sums)[kRows][kAtOnce]) {
     constexpr int kLoads = kChunk / 8 / Kind::kParts;
     const int64_t num_chunks = x.num_chunks;
-    Ints products[kRows][kVectors];
+    Ints products[kRows][kAtOnce];
     for (int row = 0; row < kRows; ++row) {
       Ints offset{};
       if constexpr (!Kind::kMinima) {
         const int32_t* halves = x.offsets.data() + 2 * (at + row * num_chunks);
-        offset = (Ints)_mm512_set1_epi32(Kind::kParts == 2 ? halves[part] : halves[0] + halves[1]);
+        offset += Kind::kParts == 2 ? halves[part] : halves[0] + halves[1];
       }
-      for (int v = 0; v < kVectors; ++v) products[row][v] = offset;
+      for (int v = 0; v < kAtOnce; ++v) products[row][v] = offset;
     }
     for (int i = 0; i < kLoads; ++i) {
       const int eight = part * kLoads + i;
-      Quads first[kVectors], second[kVectors];
-      for (int v = 0; v < kVectors; ++v) from.read(v, eight, first[v], second[v]);
+      Quads first[kAtOnce], second[kAtOnce];
+      for (int v = 0; v < kAtOnce; ++v) from.read(base + v, eight, first[v], second[v]);
       for (int row = 0; row < kRows; ++row) {
         const int8_t* inputs = x.numbers.data() + (at + row * num_chunks) * kChunk + eight * 8;
-        for (int v = 0; v < kVectors; ++v) {
-          products[row][v] = dot(products[row][v], first[v], load<int32_t>(inputs));
-          products[row][v] = dot(products[row][v], second[v], load<int32_t>(inputs + 4));
+        for (int v = 0; v < kAtOnce; ++v) {
+          products[row][v] = dot<Kind::kIsWide>(products[row][v], first[v], load<int32_t>(inputs));
+          products[row][v] = dot<Kind::kIsWide>(products[row][v], second[v], load<int32_t>(inputs + 4));
         }
       }
     }
-    for (int v = 0; v < kVectors; ++v) {
-      const Floats scale = from.scale(v, part);
+    for (int v = 0; v < kAtOnce; ++v) {
+      const Floats scale = from.scale(base + v, part);
       for (int row = 0; row < kRows; ++row)
-        sums[row][v] = (Floats)_mm512_fmadd_ps(
-            (__m512)__builtin_convertvector(products[row][v], Floats),
-            _mm512_mul_ps((__m512)scale, _mm512_set1_ps(x.scales[at + row * num_chunks])), (__m512)sums[row][v]);
+        sums[row][v] = fused(__builtin_convertvector(products[row][v], Floats),
+                             scale * x.scales[at + row * num_chunks], sums[row][v]);
     }
   }
 
   template <int kRows, class From>
   static void run_rows(const From& from, int64_t chunks_of_run, const RoundedRows& x, int64_t first_row,
                        int64_t first_output, const Finish<Output>& finish) {
-    Floats sums[kRows][kVectors];
-    multiply<kRows>(from, chunks_of_run, x, first_row, sums);
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t first = first_output + v * kLanes, left = finish.out_features - first;
-      if (left <= 0) return;
-      for (int row = 0; row < kRows; ++row)
-        finish(sums[row][v], first_row + row, first, std::min<int64_t>(kLanes, left));
+    Floats sums[kRows][kAtOnce];
+    for (int base = 0; base < kVectors; base += kAtOnce) {
+      if (first_output + base * kLanes >= finish.out_features) return;
+      multiply<kRows>(from, base, chunks_of_run, x, first_row, sums);
+      for (int v = 0; v < kAtOnce; ++v) {
+        const int64_t first = first_output + (base + v) * kLanes, left = finish.out_features - first;
+        if (left <= 0) return;
+        for (int row = 0; row < kRows; ++row)
+          finish(sums[row][v], first_row + row, first, std::min<int64_t>(kLanes, left));
+      }
     }
   }
 
@@ -632,6 +700,14 @@ bool multiplies_whole_numbers() {
   return true;
 #else
   return false;
+#endif
+}
+
+bool prefers_whole_numbers() {
+#ifdef __AVX512BW__
+  return true;
+#else
+  return false;  // slower with AVX2; with AVX-VNNI and NEON never measured
 #endif
 }
 

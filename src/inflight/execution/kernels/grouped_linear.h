@@ -13,7 +13,8 @@ namespace inflight {
 // numbers, and sums of chunks float32.
 void run_grouped(const Linear& linear, const at::Tensor& x, at::Tensor& output);
 
-// Whether this CPU multiplies whole numbers fast enough for the second one.
+// Whether this CPU has the instructions for the second one, else the first one is used; and whether it is faster with it.
 bool multiplies_whole_numbers();
+bool prefers_whole_numbers();
 
 }  // namespace inflight

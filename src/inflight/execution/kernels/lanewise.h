@@ -23,6 +23,14 @@ constexpr int kRowsAtOnce = 8;  // 16 sums, of 32 registers
 constexpr int kRowsAtOnce = 3;  // 12 sums, of 16 registers
 #endif
 
+// The operand that begins here. Without the hardware's products of bfloat16 it is made of two of them.
+template <class Kind>
+inline typename Kind::Operand operand_at(const typename Kind::Stored* from) {
+  using Operand = typename Kind::Operand;
+  if constexpr (sizeof(Operand) == Kind::kPack * sizeof(*from)) return load<Operand>(from);
+  else return {float_of(from[0]), float_of(from[1])};
+}
+
 // Adds to sums[row][vector] the products of `steps` operands, for kRows rows that lie `stride` elements apart.
 template <class Kind, int kRows, class Weight>
 inline void multiply_panel(const typename Kind::Stored* x, int64_t stride, const Weight* panel, int64_t steps,
@@ -32,7 +40,7 @@ inline void multiply_panel(const typename Kind::Stored* x, int64_t stride, const
     typename Kind::Panel weights[kVectors];
     for (int v = 0; v < kVectors; ++v) weights[v] = Kind::load_panel(panel + v * kLanes * kPack);
     for (int row = 0; row < kRows; ++row) {
-      const auto operand = load<typename Kind::Operand>(x + row * stride + step * kPack);
+      const auto operand = operand_at<Kind>(x + row * stride + step * kPack);
       for (int v = 0; v < kVectors; ++v) sums[row][v] = Kind::multiply_add(sums[row][v], operand, weights[v]);
     }
   }

@@ -141,6 +141,7 @@ TORCH_LIBRARY(inflight, library) {
               "str activation, str variant) -> int",
               &ours::new_linear);
   library.def("multiplies_whole_numbers() -> bool", &inflight::multiplies_whole_numbers);
+  library.def("prefers_whole_numbers() -> bool", &inflight::prefers_whole_numbers);
   library.def("pack_grouped(int[] layout, Tensor numbers, Tensor coarse, Tensor? fine, Tensor? coarse_minima, "
               "Tensor? fine_minima) -> Tensor",
               &inflight::pack_grouped);

@@ -21,7 +21,8 @@ class GroupedLinear(PanelLinear):
         assert not weight.is_transposed
         (matrix,) = weight.matrices
         self.prepacked, self.kind, self._rows = matrix.panels, weight.kind, weight.stored_rows
-        self.is_exact = type(self).is_exact or not weight.grouping.has_whole_numbers
+        can_be_fast = weight.grouping.has_whole_numbers and multiplies_whole_numbers()
+        self.is_exact = type(self).is_exact or not can_be_fast
         self._register(
             torch.ops.inflight.new_grouped_linear(
                 *(self.prepacked, weight.grouping.words, matrix.order, self.is_exact, self.bias),
@@ -46,5 +47,10 @@ def can_group() -> bool:
 
 
 def multiplies_whole_numbers() -> bool:
-    """Whether this CPU is fast at what `GroupedLinear` does."""
+    """Whether this CPU can do what `GroupedLinear` does; if not, that is an exact one."""
     return can_group() and bool(torch.ops.inflight.multiplies_whole_numbers())
+
+
+def prefers_whole_numbers() -> bool:
+    """Whether this CPU is faster with `GroupedLinear` than with `ExactGroupedLinear`."""
+    return can_group() and bool(torch.ops.inflight.prefers_whole_numbers())

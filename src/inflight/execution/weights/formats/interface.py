@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from inflight.execution.grouped.rounding import is_by_channels
 from inflight.execution.grouped.weight import GroupedWeight
-from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, multiplies_whole_numbers
+from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, prefers_whole_numbers
 from inflight.execution.weights.int8_linear import int8_layer, sums_int8
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, can_prepack
 
@@ -31,7 +31,7 @@ class WeightFormat(ABC):
     def with_arithmetic(self, name: str) -> Self:
         """The same format in the arithmetic that `EngineConfig.quantization_arithmetic` names."""
         chosen = copy.copy(self)
-        chosen.is_exact = name == "exact" or (name == "auto" and not multiplies_whole_numbers())
+        chosen.is_exact = name == "exact" or (name == "auto" and not prefers_whole_numbers())
         return chosen
 
     def rounds(self, model: PreTrainedModel) -> bool:

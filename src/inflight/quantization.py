@@ -3,11 +3,11 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
+from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.execution.grouped.rounding import Rounding
 from inflight.execution.grouped.weight import GroupedWeight
@@ -16,7 +16,7 @@ from inflight.execution.hf.packed_checkpoint import write_packed_checkpoint
 from inflight.execution.kernels import kernels_available
 from inflight.execution.mapped_memory import let_go_of_file_pages
 from inflight.execution.weights.rounded_model import round_weights
-from inflight.sources import engine_config, load_tokenizer, model_source
+from inflight.sources import load_tokenizer, model_source
 
 FORMATS = ("int4", "int8")
 
@@ -44,8 +44,8 @@ def quantize(
     *,
     group_size: int = 32,
     minima: bool = False,
+    revision: str | None = None,
     use_tqdm: bool = True,
-    **options: Any,
 ) -> list[QuantizedWeight]:
     """Write `model` with its linear layers and experts in 4 or 8 bits. Weights of a few bits keep those that they have.
 
@@ -55,19 +55,25 @@ def quantize(
         format: "int4", or "int8" (a scale for each output channel).
         group_size: of int4: weights that share a scale: 32, 64 or 128.
         minima: of int4: whether these weights share a minimum, too.
+        revision: branch, tag or commit of a hub repository.
         use_tqdm: whether to show a progress bar.
-        options: `revision` and `trust_remote_code`, as for `LLM`.
 
     Returns what became of each weight, in the order of the model.
 
     Raises:
-        ModelError: the model cannot be loaded, or the folder has something in it.
+        ModelError: the model cannot be loaded, its class is not one of `transformers`, or the folder has something in
+            it.
         ValueError: an option is unknown or out of range.
     """
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it may be {' or '.join(map(repr, FORMATS))}")
-    of_int4 = {"quantization": "int4", "quantization_group_size": group_size, "quantization_minima": minima}
-    config = engine_config({"device": "cpu", **of_int4, **options}, "quantize")
+    config = EngineConfig(
+        device="cpu",
+        revision=revision,
+        quantization="int4",
+        quantization_group_size=group_size,
+        quantization_minima=minima,
+    )
     out = Path(folder).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{str(out)!r} exists already; give another folder")

@@ -29,7 +29,7 @@ from inflight.execution.weights.rounded_model import round_weights
 from inflight.execution.weights.tied_embedding import PrepackedEmbedding
 from tests import zoo
 from tests.execution import this_cpu
-from tests.gguf.files import random_blocks
+from tests.gguf.files import random_blocks, tiny
 
 DTYPES = [torch.float32, torch.bfloat16]
 LAYOUTS = {
@@ -323,6 +323,17 @@ def test_every_linear_layer_and_expert_is_rounded_and_no_router() -> None:
         assert is_rounded == (name.endswith("proj.weight") or "experts" in name or is_end), name
         if is_rounded:
             assert parameter.data.kind == ("int8" if is_end else "int4")
+
+
+def test_only_a_number_of_experts_makes_a_router() -> None:
+    """The shared expert is as wide as a size whose name speaks of experts."""
+    model = tiny(
+        "qwen2_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=96
+    )
+    assert model.config.shared_expert_intermediate_size == model.model.layers[0].mlp.shared_expert.up_proj.out_features
+    round_weights(model, Rounding(4), torch.float32)
+    shared = model.model.layers[0].mlp.shared_expert
+    assert all(isinstance(each.weight.data, GroupedWeight) for each in (shared.gate_proj, shared.up_proj))
 
 
 def test_a_model_of_another_dtype_is_rounded_from_its_files(tmp_path: Path) -> None:

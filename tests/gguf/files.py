@@ -27,6 +27,8 @@ SCALES = {
     "IQ4_XS": [0],
 }
 """Where the float16 of a block are."""
+EXPONENT = {"MXFP4": 0}
+"""Where a block has the exponent of its scale."""
 COMMON = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -52,7 +54,9 @@ def random_blocks(kind: str, num_rows: int, num_inputs: int, size: float = 0.01,
     generator = torch.Generator().manual_seed(seed)
     shape = (num_rows, num_inputs // elements)
     blocks = torch.randint(0, 256, (*shape, num_bytes), generator=generator, dtype=torch.uint8)
-    for place in SCALES[kind]:
+    if kind in EXPONENT:
+        blocks[..., EXPONENT[kind]] = torch.randint(115, 125, shape, generator=generator, dtype=torch.uint8)
+    for place in SCALES.get(kind, []):
         scales = torch.randn(shape, generator=generator).mul(size).half()
         blocks[..., place : place + 2] = scales[..., None].view(torch.uint8)
     return blocks

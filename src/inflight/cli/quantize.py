@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 )
 @click.option("--minima", is_flag=True, help="Of int4: a minimum for them, too: a little larger, and more exact.")
 @click.option("--revision", help="Branch, tag or commit of a hub repository.")
-@click.option("--trust-remote-code", is_flag=True, help="Allow code that comes with the model.")
-def quantize(
-    source: str, folder: Path, wanted: str, group_size: str, minima: bool, revision: str | None, trust_remote_code: bool
-) -> None:
+def quantize(source: str, folder: Path, wanted: str, group_size: str, minima: bool, revision: str | None) -> None:
     """Write a model with weights of four or eight bits, and print what each weight became.
 
     MODEL is a hub id, a folder or a GGUF file. FOLDER must be new or empty. What is written loads at once: its file is
@@ -48,9 +45,8 @@ def quantize(
         wanted,
         group_size=int(group_size),
         minima=minima,
-        use_tqdm=sys.stderr.isatty(),
         revision=revision,
-        trust_remote_code=trust_remote_code,
+        use_tqdm=sys.stderr.isatty(),
     )
     _print(weights)
     print(f"\nRun it: inflight chat {folder}")

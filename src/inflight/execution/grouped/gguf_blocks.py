@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from inflight.execution.grouped.checkpoints.four_bit_floats import powers_of_two
 from inflight.execution.grouped.weight import GroupedLayout, Groups
 
 LOW, HIGH = 15, 4
@@ -120,6 +121,10 @@ def _iq4_xs(blocks: torch.Tensor) -> Groups:
     return Groups(layout, _rows(numbers), _halves(blocks, 0), fine)
 
 
+def _mxfp4(blocks: torch.Tensor) -> Groups:
+    return powers_of_two(_both_halves(blocks[..., 1:]).flatten(-2), blocks[..., 0])
+
+
 BLOCK_TYPES: dict[str, Callable[[torch.Tensor], Groups]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -132,5 +137,6 @@ BLOCK_TYPES: dict[str, Callable[[torch.Tensor], Groups]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
 """Takes blocks `[out, in / block, bytes]` uint8 apart, for the types that can be kept as they are."""

@@ -260,10 +260,9 @@ def _bars_that_leave() -> Iterator[None]:
 def _pretrained_model(
     name: str, model_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, config: EngineConfig
 ) -> PreTrainedModel:
-    if device.type == "cpu":
-        quantized = load_quantized_model(name, model_config, dtype, config.revision)
-        if quantized is not None:
-            return quantized
+    quantized = load_quantized_model(name, model_config, dtype, device, config.revision)
+    if quantized is not None:
+        return quantized
     model, report = AutoModelForCausalLM.from_pretrained(
         name,
         dtype=dtype,

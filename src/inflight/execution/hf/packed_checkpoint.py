@@ -62,7 +62,7 @@ def write_packed_checkpoint(model: PreTrainedModel, folder: Path) -> None:
     config = model.config.to_dict() | {"quantization_config": {"quant_method": METHOD, "version": VERSION}}
     folder.mkdir(parents=True, exist_ok=True)
     _write_safetensors(folder / "model.safetensors", tensors, {"format": "pt", METHOD: json.dumps(layouts)})
-    model.generation_config.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(model.generation_config.to_json_string() + "\n")
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
 
 

@@ -22,10 +22,11 @@ FILE = "model.safetensors"
 
 
 def load_quantized_model(
-    name: str, config: PreTrainedConfig, dtype: torch.dtype, revision: str | None
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, revision: str | None
 ) -> PreTrainedModel | None:
-    """The model of a folder or a hub repository, with its large weights as `GroupedWeight`s; its `inflight_notes` say
-    what is not as in the files. None if it is not quantised, or in a way that is left to `transformers`.
+    """The model of a folder or a hub repository, on the CPU, with its large weights as `GroupedWeight`s; its
+    `inflight_notes` say what is not as in the files. None if it is not quantised, or in a way that is left to
+    `transformers`, as all ways but our own are for other devices.
 
     Raises `ModelError` if the checkpoint does not have all weights, or some of them cannot be read."""
     settings = getattr(config, "quantization_config", None)
@@ -33,7 +34,7 @@ def load_quantized_model(
         return None
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     is_ours = settings.get("quant_method") == METHOD
-    method = None if is_ours else find_method(settings)
+    method = None if is_ours or device.type != "cpu" else find_method(settings)
     if method is None and not is_ours:
         return None
     paths = _paths(name, revision)

@@ -1,6 +1,7 @@
 """A model's weights, rounded to a few bits one after the other: what `EngineConfig.quantization` "int4" means, and what
 `inflight quantize` writes."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -75,7 +76,7 @@ def _is_embedding(module: nn.Module) -> bool:
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[Any, str, bool]]:
     """What can be rounded: a module, its name for the parameter, and whether that is `[…, in, out]`."""
     sizes = model.config.get_text_config().to_dict()
-    numbers_of_experts = {value for key, value in sizes.items() if "expert" in key and isinstance(value, int)}
+    numbers_of_experts = {value for key, value in sizes.items() if re.search(r"(^|_)(num|n)_.*expert", key)}
     for module in list(model.modules()):
         if is_watched(module):
             continue

@@ -58,7 +58,7 @@ class CompressedTensors(QuantizationMethod):
         if "_packed" not in parts and parts[""].dtype == torch.float8_e4m3fn:
             return scaled_floats(parts[""], scales, self._block)
         if "_packed" in parts and parts["_packed"].dtype == torch.uint8:
-            return powers_of_two(parts["_packed"], scales)
+            return powers_of_two(unpacked(parts["_packed"], 4), scales)
         if "_packed" in parts:
             num_outputs, num_inputs = parts["_shape"].tolist()
             packed = parts["_packed"]

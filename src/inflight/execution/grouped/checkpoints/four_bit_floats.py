@@ -37,14 +37,14 @@ class FourBitFloats(QuantizationMethod):
 
     def read(self, parts: Mapping[str, torch.Tensor]) -> Groups | torch.Tensor:
         """See `QuantizationMethod`."""
-        return powers_of_two(parts["_blocks"].flatten(-2), parts["_scales"])
+        return powers_of_two(unpacked(parts["_blocks"].flatten(-2), 4), parts["_scales"])
 
 
-def powers_of_two(packed: torch.Tensor, exponents: torch.Tensor) -> Groups:
-    """A weight from `[out, in / 2]` uint8, two numbers a byte, the first in the lower half, and the exponents
-    `[out, in / 32]` uint8 of its groups. Raises `ValueError` if one stands for NaN."""
+def powers_of_two(numbers: torch.Tensor, exponents: torch.Tensor) -> Groups:
+    """A weight from its numbers `[out, in]` uint8, and the exponents `[out, in / 32]` uint8 of its groups. Raises
+    `ValueError` if one stands for NaN."""
     if bool((exponents == NOT_A_NUMBER).any()):
         raise ValueError("some of its scales are not numbers")
     scales = narrowest(torch.ldexp(torch.ones(exponents.shape), exponents.int() - (BIAS + TWICE)))
     layout = GroupedLayout(4, CHUNK, middle=MIDDLE, has_wide_scales=scales.dtype == torch.float32, code="e2m1")
-    return Groups(layout, unpacked(packed, 4), scales)
+    return Groups(layout, numbers, scales)

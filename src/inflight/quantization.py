@@ -13,10 +13,11 @@ from inflight.execution.grouped.rounding import Rounding
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.hf.load import load_model
 from inflight.execution.hf.packed_checkpoint import write_packed_checkpoint
+from inflight.execution.hf.source import check_source
 from inflight.execution.kernels import kernels_available
 from inflight.execution.mapped_memory import let_go_of_file_pages
 from inflight.execution.weights.rounded_model import round_weights
-from inflight.sources import load_tokenizer, model_source
+from inflight.sources import load_tokenizer
 
 FORMATS = ("int4", "int8")
 
@@ -79,7 +80,8 @@ def quantize(
         raise ModelError(f"{str(out)!r} exists already; give another folder")
     if not kernels_available():
         raise ModelError("to quantise, inflight needs its kernels, and so a C++ compiler")
-    source = model_source(model)
+    source = os.path.expanduser(os.fspath(model))
+    check_source(source, config)
     tokenizer = load_tokenizer(source, None, config)
     loaded = load_model(source, config, in_own_dtype=True)
     rounding = Rounding(8) if format == "int8" else Rounding(4, group_size, minima)

@@ -147,6 +147,9 @@ def test_the_command_writes_a_model_that_chats(tmp_path: Path, command: Command)
     assert llm.tokenizer.encode("Once upon a time") == expected.encode("Once upon a time")
     assert llm.model_info.eos_token_ids == LLM().model_info.eos_token_ids
     assert llm.chat([{"role": "user", "content": "Tell me a story."}], SamplingParams(max_tokens=5))[0].outputs[0].text
+    assert "…" not in done.stdout
+    nowhere = command("quantize", str(tmp_path / "nowhere"), str(tmp_path / "other"))
+    assert nowhere.stderr.startswith(f"inflight: there is no model folder '{tmp_path}/nowhere'")
     again = command("quantize", str(DEMO_MODEL), str(out))
     assert again.returncode == 2
     assert again.stderr == f"inflight: '{out}' exists already; give another folder\n"

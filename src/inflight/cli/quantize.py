@@ -61,7 +61,8 @@ def _print(weights: Sequence["QuantizedWeight"]) -> None:
     for each in weights:
         alike[re.sub(r"\d+", "*", each.name.removesuffix(".weight")), each.before, each.after].append(each)
     table = Table("weight", "number", "was", "is", "from", "to", box=None, pad_edge=False)
-    for number, column in enumerate(table.columns):
+    table.columns[0].overflow = "fold"
+    for number, column in enumerate(table.columns[1:], 1):
         column.no_wrap, column.justify = True, "right" if number in (1, 4, 5) else "left"
     for (name, before, after), members in (*alike.items(), (("all", "", ""), list(weights))):
         sizes = (sum(each.bytes_before for each in members), sum(each.bytes_after for each in members))

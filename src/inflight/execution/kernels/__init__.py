@@ -45,7 +45,8 @@ def kernels_available() -> bool:
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
         _describe_operators()
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        reason = str(error).strip().split("\n")[0]
+        lines = str(error).strip().split("\n")
+        reason = next((line for line in lines if " error: " in line), lines[0])  # the compiler's
         logger.warning("no CPU kernels of our own (%s): attention runs through torch's operators, slower", reason)
         return False
     return True

@@ -45,7 +45,6 @@ def round_weights(
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    rounded: dict[int, nn.Parameter] = {}
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -54,15 +53,13 @@ def round_weights(
     of_embedding = [(ends[0], "weight", False)] if rounding.bits == 4 and _is_embedding(ends[0]) else []
     for module, name, has_inputs_first in (*_matrices(model), *of_embedding):
         parameter = module._parameters[name]
-        if parameter is None or id(parameter) in rounded or isinstance(parameter.data, GroupedWeight):
+        if parameter is None or isinstance(parameter.data, GroupedWeight):
             continue
         before = parameter.detach()
         after = (ENDS if module in ends else rounding).rounded(before.mT if has_inputs_first else before, dtype)
-        seen = after.mT if has_inputs_first else after
-        own = nn.Parameter(seen, requires_grad=False)
+        own = nn.Parameter(after.mT if has_inputs_first else after, requires_grad=False)
         for owner, its_name in owners[id(parameter)]:
             owner._parameters[its_name] = own
-        rounded[id(own)] = own
         if told:
             told(names[id(parameter)], before, after)
         if let_go:

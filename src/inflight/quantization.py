@@ -71,7 +71,7 @@ def quantize(
     config = EngineConfig(
         device="cpu",
         revision=revision,
-        quantization="int4",
+        quantization=format,
         quantization_group_size=group_size,
         quantization_minima=minima,
     )

@@ -110,6 +110,8 @@ class EngineConfig:
         check_integer("quantization_group_size", self.quantization_group_size, 1)
         if self.quantization_group_size not in GROUP_SIZES:
             raise ValueError(f"quantization_group_size is {self.quantization_group_size}; it may be 32, 64 or 128")
+        if self.quantization != "int4" and (self.quantization_group_size != GROUP_SIZES[0] or self.quantization_minima):
+            raise ValueError("quantization_group_size and quantization_minima are of quantization 'int4'")
         check_choice("quantization_arithmetic", self.quantization_arithmetic, ARITHMETICS)
         if self.quantization == "int8" and self.quantization_arithmetic == "exact":
             raise ValueError("quantization 'int8' rounds activations: its arithmetic cannot be 'exact'")

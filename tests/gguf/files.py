@@ -79,6 +79,14 @@ def tiny(model_type: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
+def continuation(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    """What `transformers` makes of a prompt, greedily."""
+    ids = torch.tensor([prompt])
+    given = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)
+    tokens: list[int] = given[0, len(prompt) :].tolist()
+    return tokens
+
+
 def write(
     path: Path,
     model: PreTrainedModel,

@@ -17,7 +17,7 @@ from inflight.demo_model import DEMO_MODEL
 from inflight.execution.grouped.weight import GroupedWeight, as_values
 from inflight.execution.hf.load import load_model
 from tests.execution import this_cpu
-from tests.gguf.files import tiny, write
+from tests.gguf.files import continuation, tiny, write
 
 MIXED = [
     "Q4_K",
@@ -109,9 +109,7 @@ def test_in_exact_arithmetic_every_token_is_the_plain_models(name: str, tmp_path
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
-        ids = torch.tensor([prompt])
-        given = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        assert list(output.outputs[0].token_ids) == given[0, len(prompt) :].tolist()
+        assert list(output.outputs[0].token_ids) == continuation(plain, prompt, 12)
 
 
 def test_the_embedded_model_completes_and_chats_as_a_file(tmp_path: Path) -> None:

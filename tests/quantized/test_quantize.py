@@ -19,7 +19,7 @@ from inflight.execution.weights.layers import SiblingLinear
 from tests import zoo
 from tests.command import Command
 from tests.execution import this_cpu
-from tests.gguf.files import tiny
+from tests.gguf.files import continuation, tiny
 from tests.gguf.files import write as write_gguf
 from tests.quantized import checkpoints
 
@@ -84,9 +84,7 @@ def test_in_exact_arithmetic_every_token_is_the_plain_models(name: str, tmp_path
         for key, parameter in plain.named_parameters():
             parameter.copy_(as_values(own[key].data))
     for prompt, tokens in zip(PROMPTS, tokens_of(llm), strict=True):
-        ids = torch.tensor([prompt["prompt_token_ids"]])
-        given = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        assert list(tokens) == given[0, ids.shape[1] :].tolist()
+        assert list(tokens) == continuation(plain, prompt["prompt_token_ids"], 12)
 
 
 def test_loading_copies_no_weight_not_even_those_that_run_as_one(tmp_path: Path) -> None:

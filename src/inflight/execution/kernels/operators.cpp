@@ -12,6 +12,7 @@
 #include "grouped.h"
 #include "grouped_linear.h"
 #include "linear.h"
+#include "program.h"
 #include "round.h"
 #include "sample.h"
 
@@ -119,6 +120,19 @@ Tensor experts(const Tensor& x, const Tensor& chosen, int64_t number) {
   return inflight::run_experts(x, chosen, mixture->experts, mixture->activation);
 }
 
+Registry<Program> programs;
+
+int64_t new_program(at::IntArrayRef codes, at::ArrayRef<double> numbers, const std::vector<std::string>& words,
+                    const std::vector<Tensor>& constants) {
+  Reader reader(codes, numbers, words);
+  return programs.add(std::make_shared<Program>(reader, constants));
+}
+void delete_program(int64_t program) { programs.remove(program); }
+
+Tensor run_program(const Tensor& input_ids, const Tensor& positions, const Tensor& logit_rows, int64_t program) {
+  return programs.get(program)->run(input_ids, positions, logit_rows);
+}
+
 }  // namespace inflight::operators
 
 TORCH_LIBRARY(inflight, library) {
@@ -162,6 +176,11 @@ TORCH_LIBRARY(inflight, library) {
   library.def("experts(Tensor x, Tensor chosen, int experts) -> Tensor");
   library.impl("experts", c10::DispatchKey::CPU, &ours::experts);
   library.def("activate(Tensor x, str activation, str variant) -> Tensor", &inflight::activate);
+  library.def("scalar_type(ScalarType dtype) -> int", [](at::ScalarType dtype) { return int64_t(dtype); });
+  library.def("new_program(int[] codes, float[] numbers, str[] words, Tensor[] constants) -> int", &ours::new_program);
+  library.def("delete_program(int program) -> ()", &ours::delete_program);
+  library.def("run_program(Tensor input_ids, Tensor positions, Tensor logit_rows, int program) -> Tensor",
+              &ours::run_program);
   library.def("greedy(Tensor logits) -> Tensor", &inflight::greedy);
   library.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
               &inflight::sample);

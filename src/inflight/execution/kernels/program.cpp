@@ -1,0 +1,154 @@
+#include "program.h"
+
+#include <ATen/ScalarOps.h>
+#include <ATen/core/List.h>
+
+#include "checks.h"
+
+namespace inflight {
+namespace {
+
+constexpr int64_t kNumInputs = 3;
+
+enum class Kind : int64_t { kNone, kInteger, kNumber, kFlag, kTensor, kIntegers, kTensors, kNumberAsTensor,
+                            kIntegerAsTensor, kWord, kDevice, kNumbers };
+
+at::DimVector at_step(const std::vector<Size>& sizes, const StepSize& step) {
+  at::DimVector numbers;
+  for (const Size& size : sizes) numbers.push_back(size.at(step));
+  return numbers;
+}
+
+ValueView read_view(Reader& reader) {
+  const int64_t value = reader.code();
+  const at::ScalarType dtype = reader.dtype();
+  std::vector<Size> sizes = reader.sizes(), strides = reader.sizes();
+  return {value, dtype, std::move(sizes), std::move(strides), reader.size()};
+}
+
+// A number that takes part in type promotion as Python's do.
+at::Tensor wrapped(const at::Scalar& number) {
+  at::Tensor tensor = c10::scalar_to_tensor(number);
+  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return tensor;
+}
+
+}  // namespace
+
+at::Tensor ValueView::of(const std::vector<at::Tensor>& values, const StepSize& step) const {
+  const at::Tensor& base = values[value];
+  TORCH_INTERNAL_ASSERT(base.defined());
+  const at::DimVector shape = at_step(sizes, step), distances = at_step(strides, step);
+  const int64_t first = offset.at(step);
+  int64_t end = first + 1;
+  for (size_t dim = 0; dim < shape.size(); ++dim) end = shape[dim] == 0 ? 0 : end + (shape[dim] - 1) * distances[dim];
+  TORCH_CHECK(end * int64_t(c10::elementSize(dtype)) <= int64_t(base.storage().nbytes()), "a view would leave its memory");
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
+                                                             base.key_set(), c10::scalarTypeToTypeMeta(dtype));
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(shape, distances, first);
+  return view;
+}
+
+OperatorCall::OperatorCall(Reader& reader)
+    : operator_([&] {
+        const std::string& name = reader.word();
+        return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), reader.word().c_str());
+      }()) {
+  const auto& schema = operator_.schema().arguments();
+  size_t next = 0;
+  arguments_ = reader.list([&] { return read_argument(reader, schema.at(next++).type()); });
+  TORCH_CHECK(arguments_.size() == schema.size(), "an operator of a program has ", schema.size(), " arguments, not ",
+              arguments_.size());
+  outputs_ = reader.list([&] { return reader.code(); });
+}
+
+OperatorCall::Argument OperatorCall::read_argument(Reader& reader, const c10::TypePtr& type) const {
+  const auto as_whole = [](c10::IValue value) { return Argument(std::move(value)); };
+  switch (Kind(reader.code())) {
+    case Kind::kNone: return as_whole({});
+    case Kind::kInteger: return reader.size();
+    case Kind::kNumber: return as_whole(reader.number());
+    case Kind::kFlag: return as_whole(reader.flag());
+    case Kind::kTensor: return read_view(reader);
+    case Kind::kIntegers: return reader.sizes();
+    case Kind::kTensors:
+      return Views_{reader.list([&] { return reader.flag() ? std::optional(read_view(reader)) : std::nullopt; }),
+                    !type->isSubtypeOf(*c10::ListType::ofTensors())};
+    case Kind::kNumberAsTensor: return as_whole(wrapped(reader.number()));
+    case Kind::kIntegerAsTensor: return as_whole(wrapped(reader.code()));
+    case Kind::kWord: return as_whole(reader.word());
+    case Kind::kDevice: return as_whole(c10::Device(reader.word()));
+    case Kind::kNumbers: return as_whole(c10::List<double>(reader.list([&] { return reader.number(); })));
+  }
+  TORCH_CHECK(false, "a program has an argument of no known kind");
+}
+
+void OperatorCall::run(std::vector<at::Tensor>& values, const StepSize& step) const {
+  torch::jit::Stack stack;
+  stack.reserve(arguments_.size());
+  for (const Argument& argument : arguments_) {
+    if (const auto* whole = std::get_if<c10::IValue>(&argument)) {
+      stack.push_back(*whole);
+    } else if (const auto* size = std::get_if<Size>(&argument)) {
+      stack.emplace_back(size->at(step));
+    } else if (const auto* view = std::get_if<ValueView>(&argument)) {
+      stack.emplace_back(view->of(values, step));
+    } else if (const auto* sizes = std::get_if<std::vector<Size>>(&argument)) {
+      const at::DimVector numbers = at_step(*sizes, step);
+      stack.emplace_back(at::IntArrayRef(numbers));
+    } else {
+      const auto& tensors = std::get<Views_>(argument);
+      c10::List<std::optional<at::Tensor>> optional;
+      c10::List<at::Tensor> whole_list;
+      for (const auto& each : tensors.views) {
+        if (tensors.are_optional) optional.push_back(each ? std::optional(each->of(values, step)) : std::nullopt);
+        else whole_list.push_back(each->of(values, step));
+      }
+      if (tensors.are_optional) stack.emplace_back(std::move(optional));
+      else stack.emplace_back(std::move(whole_list));
+    }
+  }
+  operator_.callBoxed(&stack);
+  size_t next = 0;
+  const auto keep = [&](const c10::IValue& result) {
+    if (!result.isTensor()) return;
+    const int64_t value = outputs_.at(next++);
+    if (value >= 0) values[value] = result.toTensor();
+  };
+  for (const c10::IValue& result : stack) {
+    if (result.isTensorList()) {
+      for (const at::Tensor& each : result.toTensorVector()) keep(each);
+    } else {
+      keep(result);
+    }
+  }
+}
+
+Program::Program(Reader& reader, const std::vector<at::Tensor>& constants) : values_(reader.code()) {
+  size_t next = 0;
+  reader.list([&] { return values_.at(reader.code()) = constants.at(next++); });
+  items_ = reader.list([&] {
+    const bool is_call = reader.flag();
+    auto work = is_call ? std::variant<OperatorCall, RowKernel>(OperatorCall(reader)) : RowKernel(reader);
+    return Item{std::move(work), reader.list([&] { return reader.code(); })};
+  });
+  output_ = read_view(reader);
+}
+
+at::Tensor Program::run(const at::Tensor& input_ids, const at::Tensor& positions, const at::Tensor& logit_rows) const {
+  const StepSize step{input_ids.size(0), logit_rows.size(0)};
+  std::vector<at::Tensor> values = values_;
+  const at::Tensor* inputs[kNumInputs] = {&input_ids, &positions, &logit_rows};
+  for (int64_t i = 0; i < kNumInputs; ++i) {
+    check_whole(*inputs[i], "a program's input", 1, at::kLong);
+    values.at(i) = *inputs[i];
+  }
+  check_size(positions, "positions", 0, step.tokens);
+  for (const Item& item : items_) {
+    std::visit([&](const auto& work) { work.run(values, step); }, item.work);
+    for (const int64_t value : item.released) values[value].reset();
+  }
+  return output_.of(values, step);
+}
+
+}  // namespace inflight

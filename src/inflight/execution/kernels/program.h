@@ -1,0 +1,64 @@
+// A recorded forward pass: a list of operators and row kernels that runs without Python.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <variant>
+#include <vector>
+
+#include "reader.h"
+#include "row_kernel.h"
+
+namespace inflight {
+
+// A tensor as a view of the memory of one of the program's values.
+struct ValueView {
+  int64_t value;
+  at::ScalarType dtype;
+  std::vector<Size> sizes, strides;
+  Size offset;
+
+  at::Tensor of(const std::vector<at::Tensor>& values, const StepSize& step) const;
+};
+
+// Calls one operator of torch's, or of ours.
+class OperatorCall {
+ public:
+  explicit OperatorCall(Reader& reader);
+  void run(std::vector<at::Tensor>& values, const StepSize& step) const;
+
+ private:
+  using Views = std::vector<std::optional<ValueView>>;
+  struct Views_ {
+    Views views;
+    bool are_optional;
+  };
+  using Argument = std::variant<c10::IValue, Size, ValueView, std::vector<Size>, Views_>;
+
+  Argument read_argument(Reader& reader, const c10::TypePtr& type) const;
+
+  c10::OperatorHandle operator_;
+  std::vector<Argument> arguments_;
+  std::vector<int64_t> outputs_;  // values; -1: not needed
+};
+
+class Program {
+ public:
+  Program(Reader& reader, const std::vector<at::Tensor>& constants);
+
+  // Logits `[R, V]` of token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64.
+  at::Tensor run(const at::Tensor& input_ids, const at::Tensor& positions, const at::Tensor& logit_rows) const;
+
+ private:
+  struct Item {
+    std::variant<OperatorCall, RowKernel> work;
+    std::vector<int64_t> released;  // values that nothing needs any more
+  };
+
+  std::vector<at::Tensor> values_;  // the constants, each in its place
+  std::vector<Item> items_;
+  ValueView output_;
+};
+
+}  // namespace inflight

@@ -1,0 +1,57 @@
+// How a program comes from Python: as lists of numbers and words, read in order.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+namespace inflight {
+
+struct StepSize {
+  int64_t tokens, logit_rows;
+};
+
+// A number that grows with a step.
+struct Size {
+  int64_t fixed, per_token, per_logit_row;
+  int64_t at(const StepSize& step) const {
+    return fixed + per_token * step.tokens + per_logit_row * step.logit_rows;
+  }
+};
+
+class Reader {
+ public:
+  Reader(at::IntArrayRef codes, at::ArrayRef<double> numbers, const std::vector<std::string>& words)
+      : codes_(codes), numbers_(numbers), words_(words) {}
+
+  int64_t code() {
+    TORCH_CHECK(next_ < codes_.size(), "a program ends too early");
+    return codes_[next_++];
+  }
+  double number() { return numbers_.at(code()); }
+  const std::string& word() { return words_.at(code()); }
+  bool flag() { return code() != 0; }
+  at::ScalarType dtype() { return at::ScalarType(code()); }
+  Size size() {
+    const int64_t fixed = code(), per_token = code();
+    return {fixed, per_token, code()};
+  }
+
+  // What `read` reads, as often as the next number says.
+  template <class Read>
+  auto list(const Read& read) {
+    std::vector<decltype(read())> values;
+    for (int64_t left = code(); left > 0; --left) values.push_back(read());
+    return values;
+  }
+  std::vector<Size> sizes() { return list([&] { return size(); }); }
+
+ private:
+  at::IntArrayRef codes_;
+  at::ArrayRef<double> numbers_;
+  const std::vector<std::string>& words_;
+  size_t next_ = 0;
+};
+
+}  // namespace inflight

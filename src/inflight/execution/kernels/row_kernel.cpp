@@ -1,0 +1,249 @@
+#include "row_kernel.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+
+#include <array>
+#include <cmath>
+
+#include "convert.h"
+
+namespace inflight {
+namespace {
+
+constexpr int64_t kMinWork = 1 << 17;  // elements times instructions that are worth another thread
+constexpr int kMaxDims = 6;
+
+// To the nearest bfloat16 as torch rounds, with denormal numbers.
+Floats rounded(Floats values) {
+  const Bits bits = (Bits)values;
+  const Bits to_nearest = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+  return values == values ? (Floats)to_nearest : values;
+}
+
+void store_row(const float* from, int64_t length, float* to) { std::copy_n(from, length, to); }
+void store_row(const float* from, int64_t length, at::BFloat16* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= length; i += kLanes) store(to + i, __builtin_convertvector(load<Bits>(from + i) >> 16, Halves));
+  for (; i < length; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, sizeof bits);
+    to[i].x = uint16_t(bits >> 16);
+  }
+}
+
+template <class Value>
+void load_row(const Value* from, int64_t length, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= length; i += kLanes) store(to + i, load_floats(from + i));
+  read_floats(from + i, length - i, to + i);
+}
+
+// The sum of a row in the order of torch's `sum` on a CPU (`cascade_sum` in ATen's SumKernel.cpp), so that the bits are
+// the same: eight lanes, four sums side by side, each of several levels.
+class TorchSum {
+ public:
+  static float of(const float* row, int64_t length) {
+    const int64_t num_vectors = length / kWidth, steps = num_vectors / kSums;
+    std::array<Lanes, kSums> sums = cascade(row, steps);
+    for (int64_t i = steps * kSums; i < num_vectors; ++i) sums[0] += load<Lanes>(row + i * kWidth);
+    for (int k = 1; k < kSums; ++k) sums[0] += sums[k];
+    float total = 0;
+    for (int64_t i = num_vectors * kWidth; i < length; ++i) total += row[i];
+    for (int lane = 0; lane < kWidth; ++lane) total += sums[0][lane];
+    return total;
+  }
+
+ private:
+  static constexpr int kWidth = 8, kSums = 4, kLevels = 4;
+  using Lanes = float __attribute__((vector_size(4 * kWidth)));
+
+  static std::array<Lanes, kSums> cascade(const float* row, int64_t steps) {
+    int64_t ceil_log2 = 0;
+    while ((int64_t(1) << ceil_log2) < steps) ++ceil_log2;
+    const int64_t power = std::max<int64_t>(4, ceil_log2 / kLevels), level_steps = int64_t(1) << power;
+    Lanes sums[kLevels][kSums] = {};
+    const auto add_step = [&](int64_t step) {
+      for (int k = 0; k < kSums; ++k) sums[0][k] += load<Lanes>(row + (step * kSums + k) * kWidth);
+    };
+    int64_t step = 0;
+    while (step + level_steps <= steps) {
+      for (int64_t i = 0; i < level_steps; ++i) add_step(step++);
+      for (int level = 1; level < kLevels; ++level) {
+        for (int k = 0; k < kSums; ++k) {
+          sums[level][k] += sums[level - 1][k];
+          sums[level - 1][k] = Lanes{};
+        }
+        if (step & ((level_steps - 1) << (level * power))) break;
+      }
+    }
+    while (step < steps) add_step(step++);
+    std::array<Lanes, kSums> total;
+    for (int k = 0; k < kSums; ++k) {
+      for (int level = 1; level < kLevels; ++level) sums[0][k] += sums[level][k];
+      total[k] = sums[0][k];
+    }
+    return total;
+  }
+};
+
+// One row's registers.
+class Registers {
+ public:
+  Registers(const std::vector<int64_t>& places, int64_t num_floats) : places_(places), floats_(num_floats) {}
+  float* operator[](const Operand& operand) { return floats_.data() + places_[operand.index] + operand.offset; }
+
+  template <class Operation>
+  void unary(const RowInstruction& at, const Operation& operation) {
+    const float* a = (*this)[at.a];
+    float* to = (*this)[at.to];
+    for (int64_t i = 0; i < at.length; i += kLanes) {
+      const Floats result = operation(load<Floats>(a + i));
+      store(to + i, at.rounds ? rounded(result) : result);
+    }
+  }
+
+  template <class Operation>
+  void binary(const RowInstruction& at, const Operation& operation) {
+    const float *a = (*this)[at.a], *b = (*this)[at.b];
+    float* to = (*this)[at.to];
+    const Floats all_a = broadcast(*a), all_b = broadcast(*b);
+    for (int64_t i = 0; i < at.length; i += kLanes) {
+      const Floats result = operation(at.a.is_single ? all_a : load<Floats>(a + i),
+                                      at.b.is_single ? all_b : load<Floats>(b + i));
+      store(to + i, at.rounds ? rounded(result) : result);
+    }
+  }
+
+  void run(const RowInstruction& at) {
+    switch (at.code) {
+      case Opcode::kCopy: return unary(at, [](Floats a) { return a; });
+      case Opcode::kAdd: return binary(at, [](Floats a, Floats b) { return a + b; });
+      case Opcode::kSubtract: return binary(at, [](Floats a, Floats b) { return a - b; });
+      case Opcode::kMultiply: return binary(at, [](Floats a, Floats b) { return a * b; });
+      case Opcode::kDivide: return binary(at, [](Floats a, Floats b) { return a / b; });
+      case Opcode::kNegate: return unary(at, [](Floats a) { return -a; });
+      case Opcode::kSquare: return unary(at, [](Floats a) { return a * a; });
+      case Opcode::kSquareRoot: return unary(at, square_root);
+      case Opcode::kReciprocalRoot: return unary(at, [](Floats a) { return 1.f / square_root(a); });
+      case Opcode::kActivate: return unary(at, at.activation);
+      case Opcode::kSum: *(*this)[at.to] = TorchSum::of((*this)[at.a], at.length); return;
+      case Opcode::kLoad:
+      case Opcode::kStore: break;
+    }
+    TORCH_CHECK(false, "a row kernel has no instruction ", int64_t(at.code));
+  }
+
+ private:
+  static Floats square_root(Floats values) {
+    for (int lane = 0; lane < kLanes; ++lane) values[lane] = std::sqrt(values[lane]);
+    return values;
+  }
+
+  const std::vector<int64_t>& places_;
+  std::vector<float> floats_;
+};
+
+Operand read_operand(Reader& reader) {
+  const int64_t index = reader.code(), offset = reader.code();
+  return {index, offset, reader.flag()};
+}
+
+// Rows of one step: where they begin, and how far apart they are in each dimension.
+struct PlacedRows {
+  char* first;
+  std::array<int64_t, kMaxDims> strides;  // bytes
+};
+
+}  // namespace
+
+RowKernel::RowKernel(Reader& reader)
+    : space_(reader.sizes()), registers_(reader.list([&] { return reader.code(); })), num_floats_(reader.code()) {
+  TORCH_CHECK(space_.size() <= kMaxDims, "a row kernel has too many dimensions");
+  constants_ = reader.list([&] {
+    const int64_t index = reader.code();
+    return Constant{index, float(reader.number())};
+  });
+  outputs_ = reader.list([&] {
+    const int64_t value = reader.code();
+    const at::ScalarType dtype = reader.dtype();
+    return Output{value, dtype, reader.size()};
+  });
+  instructions_ = reader.list([&] {
+    RowInstruction at{};
+    at.code = Opcode(reader.code());
+    at.length = reader.code();
+    at.rounds = reader.flag();
+    at.to = read_operand(reader);
+    at.a = read_operand(reader);
+    at.b = read_operand(reader);
+    if (at.code == Opcode::kLoad || at.code == Opcode::kStore) {
+      at.rows.value = reader.code();
+      at.rows.dtype = reader.dtype();
+      at.rows.offset = reader.size();
+      at.rows.strides = reader.sizes();
+    } else if (at.code == Opcode::kActivate) {
+      const std::string& activation = reader.word();
+      at.activation = find_activation(activation, reader.word());
+    }
+    return at;
+  });
+  for (const RowInstruction& at : instructions_) work_ += at.length;
+}
+
+void RowKernel::run(std::vector<at::Tensor>& values, const StepSize& step) const {
+  RECORD_FUNCTION("inflight::row_kernel", c10::ArrayRef<const c10::IValue>{});
+  for (const Output& output : outputs_)
+    values[output.value] = at::empty({output.length.at(step)}, at::TensorOptions().dtype(output.dtype));
+  const int num_dims = int(space_.size());
+  std::array<int64_t, kMaxDims> sizes{};
+  int64_t num_rows = 1;
+  for (int dim = 0; dim < num_dims; ++dim) num_rows *= sizes[dim] = space_[dim].at(step);
+  if (num_rows == 0) return;
+  std::vector<PlacedRows> placed(instructions_.size());
+  for (size_t i = 0; i < instructions_.size(); ++i) {
+    const RowInstruction& at = instructions_[i];
+    if (at.code != Opcode::kLoad && at.code != Opcode::kStore) continue;
+    const at::Tensor& value = values[at.rows.value];
+    const int64_t offset = at.rows.offset.at(step);
+    int64_t end = offset + at.length;
+    for (int dim = 0; dim < num_dims; ++dim) {
+      const int64_t stride = at.rows.strides[dim].at(step);
+      placed[i].strides[dim] = stride * c10::elementSize(at.rows.dtype);
+      end += stride * (sizes[dim] - 1);
+    }
+    TORCH_CHECK(value.scalar_type() == at.rows.dtype && end * value.element_size() <= int64_t(value.storage().nbytes()),
+                "a row kernel would leave its memory");
+    placed[i].first = static_cast<char*>(value.storage().mutable_data()) + offset * value.element_size();
+  }
+  at::parallel_for(0, num_rows, std::max<int64_t>(1, kMinWork / std::max<int64_t>(1, work_)), [&](int64_t begin, int64_t end) {
+    Registers registers(registers_, num_floats_);
+    for (const Constant& constant : constants_) *registers[{constant.index, 0, true}] = constant.number;
+    for (int64_t row = begin; row < end; ++row) {
+      std::array<int64_t, kMaxDims> place{};
+      for (int64_t dim = num_dims - 1, rest = row; dim >= 0; rest /= sizes[dim--]) place[dim] = rest % sizes[dim];
+      for (size_t i = 0; i < instructions_.size(); ++i) {
+        const RowInstruction& at = instructions_[i];
+        if (at.code != Opcode::kLoad && at.code != Opcode::kStore) {
+          registers.run(at);
+          continue;
+        }
+        char* memory = placed[i].first;
+        for (int dim = 0; dim < num_dims; ++dim) memory += place[dim] * placed[i].strides[dim];
+        const bool is_float = at.rows.dtype == at::kFloat;
+        if (at.code == Opcode::kLoad) {
+          float* to = registers[at.to];
+          if (is_float) load_row(reinterpret_cast<const float*>(memory), at.length, to);
+          else load_row(reinterpret_cast<const at::BFloat16*>(memory), at.length, to);
+        } else {
+          const float* from = registers[at.a];
+          if (is_float) store_row(from, at.length, reinterpret_cast<float*>(memory));
+          else store_row(from, at.length, reinterpret_cast<at::BFloat16*>(memory));
+        }
+      }
+    }
+  });
+}
+
+}  // namespace inflight

@@ -1,0 +1,216 @@
+"""A forward pass of any size, from recordings of a few sizes: what differs between them grows with the step."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from inflight.execution.recording.recorder import Recording, SeenCall, SeenTensor, UnrecordableError
+
+SAMPLES = ((6, 2), (11, 2), (11, 5))
+"""Tokens T and rows of logits R of the recordings that sizes are found from. None is a size that models have."""
+NUM_INPUTS = 3
+"""Token ids, positions and logit rows: the first values of a program."""
+MAX_FOLDED_BYTES = 2**20
+"""What is computed from weights alone is kept, if it is no larger."""
+
+
+class Size(NamedTuple):
+    """A number that grows with a step: `fixed + per_token * T + per_logit_row * R`."""
+
+    fixed: int
+    per_token: int = 0
+    per_logit_row: int = 0
+
+    def at(self, num_tokens: int, num_logit_rows: int) -> int:
+        """The number for one step."""
+        return self.fixed + self.per_token * num_tokens + self.per_logit_row * num_logit_rows
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it is the same in all steps."""
+        return self.per_token == self.per_logit_row == 0
+
+
+ONE = Size(1)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor as a view of the memory of a value. `offset` is in elements, like strides."""
+
+    value: int
+    dtype: torch.dtype
+    sizes: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    offset: Size
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an operator. Among its arguments are `View`s, `Size`s, tuples of these, and what never changes."""
+
+    operator: torch._ops.OpOverload
+    arguments: tuple[Any, ...]
+    outputs: tuple[View, ...]
+
+    @property
+    def inputs(self) -> list[View]:
+        """All tensors among the arguments."""
+        return [each for each in _flat(self.arguments) if isinstance(each, View)]
+
+    @property
+    def written(self) -> list[View]:
+        """The tensors that the operator writes into."""
+        schema = self.operator._schema.arguments
+        return [
+            each
+            for argument, given in zip(schema, self.arguments, strict=True)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for each in _flat((given,))
+            if isinstance(each, View)
+        ]
+
+
+Constants: TypeAlias = dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPass:
+    """A forward pass as calls, in order.
+
+    Attributes:
+        constants: the values that are there before it begins, besides the inputs.
+        output: the logits `[R, V]`.
+    """
+
+    calls: list[Call]
+    constants: Constants
+    output: View
+
+
+def as_recorded_pass(recordings: Sequence[Recording], outputs: Sequence[torch.Tensor]) -> RecordedPass:
+    """The pass that was recorded with the `SAMPLES`, in this order, and gave `outputs`. Raises `UnrecordableError`."""
+    first = recordings[0]
+    if any([c.operator for c in each.calls] != [c.operator for c in first.calls] for each in recordings):
+        raise UnrecordableError("it calls other operators for other lengths")
+    seen = [recording.see(output) for recording, output in zip(recordings, outputs, strict=True)]
+    calls = [_joined_call(each) for each in zip(*(recording.calls for recording in recordings), strict=True)]
+    output = _joined(tuple(seen))
+    made = {view.value for call in calls for view in call.outputs} - {
+        number for number in _seen_first_as_arguments(calls)
+    }
+    constants = {
+        number: _same_constant([recording.tensors[number] for recording in recordings])
+        for number in range(NUM_INPUTS, len(first.tensors))
+        if number not in made
+    }
+    for call in calls:
+        if any(view.value in constants or view.value < NUM_INPUTS for view in call.written):
+            raise UnrecordableError(f"it writes into what it keeps ({call.operator})")
+    return _simplified(RecordedPass(calls, constants, output), first)
+
+
+def _seen_first_as_arguments(calls: Sequence[Call]) -> Iterator[int]:
+    known: set[int] = set()
+    for call in calls:
+        for view in call.inputs:
+            if view.value not in known:
+                known.add(view.value)
+                yield view.value
+        known.update(view.value for view in call.outputs)
+
+
+def _simplified(recorded: RecordedPass, recording: Recording) -> RecordedPass:
+    """The same pass without views, without what comes out of constants alone, and without what nothing needs."""
+    constants = dict(recorded.constants)
+    known = set(constants) | set(range(NUM_INPUTS))
+    calls: list[Call] = []
+    for call in recorded.calls:
+        inputs, made = call.inputs, {view.value for view in call.outputs} - known
+        if not call.operator._schema.is_mutable:
+            if not made and call.operator.namespace == "aten":
+                continue
+            is_constant = bool(inputs) and all(view.value in constants for view in inputs)
+            if is_constant and all(_is_small(recording.tensors[value]) for value in made):
+                constants |= {value: recording.tensors[value] for value in made}
+                known |= made
+                continue
+        known |= made
+        calls.append(call)
+    needed = {recorded.output.value}
+    for call in reversed(calls):
+        is_needed = call.operator.namespace != "aten" or call.operator._schema.is_mutable
+        if is_needed or needed.intersection(view.value for view in call.outputs):
+            needed.update(view.value for view in call.inputs)
+    kept = [
+        call
+        for call in calls
+        if call.operator.namespace != "aten"
+        or call.operator._schema.is_mutable
+        or needed.intersection(view.value for view in call.outputs)
+    ]
+    return RecordedPass(kept, {value: each for value, each in constants.items() if value in needed}, recorded.output)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() <= MAX_FOLDED_BYTES
+
+
+def _same_constant(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor that was there before the pass began, in each recording."""
+    first, *others = tensors
+    for other in others:
+        if other.untyped_storage()._cdata != first.untyped_storage()._cdata and not torch.equal(first, other):
+            raise UnrecordableError("it makes a tensor that depends on the length without torch's operators")
+    return first
+
+
+def _joined_call(calls: tuple[SeenCall, ...]) -> Call:
+    arguments = _joined(tuple(call.arguments for call in calls))
+    return Call(calls[0].operator, arguments, _joined(tuple(call.outputs for call in calls)))
+
+
+def _joined(values: tuple[Any, ...]) -> Any:
+    """One argument, from what it was in each recording."""
+    first = values[0]
+    if any(type(value) is not type(first) for value in values):
+        raise UnrecordableError("an argument changes its type with the length")
+    if isinstance(first, SeenTensor):
+        if any((each.memory, each.dtype, len(each.sizes)) != (first.memory, first.dtype, len(first.sizes)) for each in values):
+            raise UnrecordableError("it takes other tensors for other lengths")
+        return View(
+            first.memory,
+            first.dtype,
+            tuple(map(_size, zip(*(each.sizes for each in values), strict=True))),
+            tuple(map(_size, zip(*(each.strides for each in values), strict=True))),
+            _size(tuple(each.offset for each in values)),
+        )
+    if isinstance(first, tuple):
+        if any(len(value) != len(first) for value in values):
+            raise UnrecordableError("a list of arguments changes its length")
+        return tuple(map(_joined, zip(*values, strict=True)))
+    if isinstance(first, int) and not isinstance(first, bool):
+        return _size(values)
+    if any(value != first for value in values):
+        raise UnrecordableError("an argument depends on the length")
+    return first
+
+
+def _size(numbers: tuple[int, ...]) -> Size:
+    """The size that these numbers are samples of."""
+    (tokens, rows), (more_tokens, _), (_, more_rows) = SAMPLES
+    per_token, rest_of_tokens = divmod(numbers[1] - numbers[0], more_tokens - tokens)
+    per_row, rest_of_rows = divmod(numbers[2] - numbers[1], more_rows - rows)
+    if rest_of_tokens or rest_of_rows:
+        raise UnrecordableError("a size does not grow evenly with the length")
+    return Size(numbers[0] - per_token * tokens - per_row * rows, per_token, per_row)
+
+
+def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
+    for each in arguments:
+        if isinstance(each, tuple) and not isinstance(each, Size):
+            yield from _flat(each)
+        else:
+            yield each

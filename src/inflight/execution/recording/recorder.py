@@ -1,0 +1,101 @@
+"""Watches one forward pass: which operators it calls, with which numbers, on which parts of which memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
+"""What an operator must not be: its result, or the course of the model after it, would not be the same another time."""
+
+
+class UnrecordableError(Exception):
+    """Why a forward pass cannot be recorded, as words that follow "because"."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTensor:
+    """A tensor as a view of its memory.
+
+    Attributes:
+        memory: the number of its storage, in the order in which storages were seen.
+        offset: of its first element, in elements.
+    """
+
+    memory: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class SeenCall:
+    """One call of an operator.
+
+    Attributes:
+        arguments: all that its schema names, in that order, each tensor as a `SeenTensor`.
+    """
+
+    operator: torch._ops.OpOverload
+    arguments: tuple[Any, ...]
+    outputs: tuple[SeenTensor, ...]
+
+
+class Recording(TorchDispatchMode):
+    """The operators that run inside, as `calls`.
+
+    Args:
+        inputs: the tensors that are new in each forward pass. They have the first numbers.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.calls: list[SeenCall] = []
+        self.tensors: list[torch.Tensor] = []
+        """One tensor of each memory, which keeps it from being used again."""
+        self._numbers: dict[int, int] = {}
+        for tensor in inputs:
+            self.see(tensor)
+
+    def see(self, tensor: torch.Tensor) -> SeenTensor:
+        """Where a tensor lies."""
+        storage = tensor.untyped_storage()._cdata
+        number = self._numbers.setdefault(storage, len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(tensor)
+        return SeenTensor(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and remember it."""
+        kwargs = kwargs or {}
+        schema = func._schema.arguments
+        given = [
+            args[number] if number < len(args) else kwargs.get(argument.name, argument.default_value)
+            for number, argument in enumerate(schema)
+        ]
+        if any(tag in func.tags for tag in UNREPEATABLE) and not _indexes_by_number(func, given):
+            raise UnrecordableError(f"it depends on the values of tensors ({func})")
+        arguments = tuple(self._seen(each) for each in given)  # before the operator can write into them
+        result = func(*args, **kwargs)
+        results = result if isinstance(result, list | tuple) else (result,)
+        outputs = tuple(self.see(each) for each in results if isinstance(each, torch.Tensor))
+        self.calls.append(SeenCall(func, arguments, outputs))
+        return result
+
+    def _seen(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return self.see(argument)
+        if isinstance(argument, list | tuple):
+            return tuple(map(self._seen, argument))
+        return argument
+
+
+def _indexes_by_number(operator: torch._ops.OpOverload, given: Sequence[Any]) -> bool:
+    """Whether it is an indexing whose result has the size of its indices; with a mask its size would depend on the
+    mask's values."""
+    if operator not in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+        return False
+    return all(index is None or index.dtype in (torch.int64, torch.int32) for index in given[1])

@@ -22,6 +22,8 @@ from inflight.execution.hf.hook import attend_with, attention_sinks, use_attenti
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
+from inflight.execution.recording.recorded_forward import RecordedForward, record_forward
+from inflight.execution.recording.recorder import UnrecordableError
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class PackedExecutor:
         takes_logit_rows = "logits_to_keep" in forward_parameters(model)
         self._forward = plain_forward(model, takes_logit_rows=takes_logit_rows)
         self._compiled: Forward | None = None
+        self._recorded: RecordedForward | None = None
         self._caches: list[KVStorage] = []  # one for each call
         self._storages: list[KVStorage] = []  # those that have memory of their own
         self._num_blocks = 0
@@ -101,6 +104,8 @@ class PackedExecutor:
             rows = _at_least(number, rows[0]), _at_least(number, rows[1]), _at_least(number, rows[2])
         if self._compiled is not None:
             return self._compiled(*rows)[: batch.num_logit_rows]
+        if self._recorded is not None:
+            return self._recorded(*rows)[: batch.num_logit_rows]
         self._num_calls, self._num_tokens = 0, batch.num_tokens
         limit = self._longrope_length
         embeddings = nullcontext() if limit is None else length_of_its_own(self.model, batch, len(rows[0]), limit)
@@ -124,6 +129,21 @@ class PackedExecutor:
         except Exception as error:
             logger.debug("torch.compile failed", exc_info=True)
             return f"torch.compile cannot take it in one piece: {str(error).strip().splitlines()[0]}"
+        return None
+
+    @torch.inference_mode()
+    def record(self) -> str | None:
+        """Run the forward pass as a recorded program from now on; return the reason if that is impossible."""
+        caches = [cache for cache in self._caches if isinstance(cache, CpuCache)]
+        if not caches:
+            return "it needs the attention backend 'cpu'"
+        if self._longrope_length is not None:
+            return "its position embeddings depend on each sequence's length (LongRoPE)"
+        self.backend.begin_step(RaggedBatch.empty(len(self.grouping.parts), self.model.device))
+        try:
+            self._recorded = RecordedForward(record_forward(self._forward, self.specs, caches))
+        except UnrecordableError as error:
+            return str(error)
         return None
 
     def witness(self) -> WitnessedAttention:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
-from inflight.execution.executors import Executor
+from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.grouped.rounding import Rounding
 from inflight.execution.hf.load import (
     ModelSource,
@@ -74,6 +74,10 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
         reason = executor.compile(config.compile)
         note = () if reason is None else (f"the model is not compiled: {reason}",)
         info = replace(info, compile="off" if reason else config.compile, notes=info.notes + note)
+    elif isinstance(executor, PackedExecutor) and not __import__("os").environ.get("NOREC"):
+        reason = executor.record()
+        if reason is not None:
+            info = replace(info, notes=(*info.notes, f"every step walks through the model in Python: {reason}"))
     return PreparedModel(model, executor, info)
 
 

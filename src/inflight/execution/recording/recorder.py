@@ -76,7 +76,7 @@ class Recording(TorchDispatchMode):
             args[number] if number < len(args) else kwargs.get(argument.name, argument.default_value)
             for number, argument in enumerate(schema)
         ]
-        if any(tag in func.tags for tag in UNREPEATABLE) and not _indexes_by_number(func, given):
+        if any(tag in func.tags for tag in UNREPEATABLE) and not _is_repeatable(func, given):
             raise UnrecordableError(f"it depends on the values of tensors ({func})")
         arguments = tuple(self._seen(each) for each in given)  # before the operator can write into them
         result = func(*args, **kwargs)
@@ -93,9 +93,11 @@ class Recording(TorchDispatchMode):
         return argument
 
 
-def _indexes_by_number(operator: torch._ops.OpOverload, given: Sequence[Any]) -> bool:
-    """Whether it is an indexing whose result has the size of its indices; with a mask its size would depend on the
-    mask's values."""
-    if operator not in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
-        return False
-    return all(index is None or index.dtype in (torch.int64, torch.int32) for index in given[1])
+def _is_repeatable(operator: torch._ops.OpOverload, given: Sequence[Any]) -> bool:
+    """Whether a call of an operator that may be unrepeatable is none of these: dropout in evaluation, and indexing by
+    numbers, whose result has the size of its indices. (With a mask its size depends on the mask's values.)"""
+    if operator == torch.ops.aten.dropout.default:
+        return given[2] is False
+    if operator in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+        return all(index is None or index.dtype in (torch.int64, torch.int32) for index in given[1])
+    return False

@@ -45,6 +45,7 @@ class ModelInfo:
         notes: what is limited or not honoured, and why.
         arithmetic: how weights of a few bits are multiplied: "fast" or "exact"; None: there are none.
         weights: what the weights are stored in, the largest share first.
+        is_recorded: whether the forward pass was recorded, and runs without Python.
     """
 
     model_class: str
@@ -75,3 +76,4 @@ class ModelInfo:
     notes: tuple[str, ...]
     arithmetic: str | None = None
     weights: tuple[StoredWeights, ...] = ()
+    is_recorded: bool = False

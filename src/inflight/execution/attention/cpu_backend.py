@@ -99,7 +99,8 @@ class CpuAttention:
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
         assert isinstance(cache, CpuCache)
-        out: torch.Tensor = torch.ops.inflight.attend(query, None if sinks is None else sinks.float(), cache.call)
+        sinks = None if sinks is None else sinks.float()
+        out: torch.Tensor = torch.ops.inflight.attend(query, sinks, cache.call, spec.value_head_size)
         return out
 
     def copy_blocks(self, cache: KVStorage, copies: Sequence[tuple[int, int]]) -> None:

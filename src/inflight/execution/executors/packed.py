@@ -24,6 +24,7 @@ from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
 from inflight.execution.recording.recorded_forward import RecordedForward, record_forward
 from inflight.execution.recording.recorder import UnrecordableError
+from inflight.execution.weights.linear_calls import is_watched
 
 logger = logging.getLogger(__name__)
 
@@ -131,20 +132,33 @@ class PackedExecutor:
             return f"torch.compile cannot take it in one piece: {str(error).strip().splitlines()[0]}"
         return None
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the forward pass runs as a recorded program, without Python."""
+        return self._recorded is not None
+
     @torch.inference_mode()
-    def record(self) -> str | None:
-        """Run the forward pass as a recorded program from now on; return the reason if that is impossible."""
+    def record(self, max_tokens: int, *, fuses: bool = True) -> None:
+        """Run the forward pass as a recorded program from now on. Raises `UnrecordableError` if that is impossible.
+
+        Args:
+            max_tokens: the most tokens that a step may have.
+            fuses: whether small operators run as row kernels.
+        """
         caches = [cache for cache in self._caches if isinstance(cache, CpuCache)]
         if not caches:
-            return "it needs the attention backend 'cpu'"
+            raise UnrecordableError("it needs the attention backend 'cpu'")
         if self._longrope_length is not None:
-            return "its position embeddings depend on each sequence's length (LongRoPE)"
+            raise UnrecordableError("its position embeddings depend on each sequence's length (LongRoPE)")
+        if any(is_watched(module) for module in self.model.modules()):
+            raise UnrecordableError("somebody watches its modules")
         self.backend.begin_step(RaggedBatch.empty(len(self.grouping.parts), self.model.device))
-        try:
-            self._recorded = RecordedForward(record_forward(self._forward, self.specs, caches))
-        except UnrecordableError as error:
-            return str(error)
-        return None
+        recorded = record_forward(self._forward, self.specs, caches, max_tokens)
+        self._recorded = RecordedForward(recorded, fuses=fuses)
+
+    def walk(self) -> None:
+        """Run the model's own Python in every forward pass from now on."""
+        self._recorded = None
 
     def witness(self) -> WitnessedAttention:
         """Run the definition of attention beside the backend from now on, and compare them. The cache is made anew, so
@@ -153,6 +167,7 @@ class PackedExecutor:
         witness = WitnessedAttention(self.backend, definition, self.grouping.parts[0].num_parts)
         use_attention(self.model, "inflight")
         self.backend, self._compiled = witness, None
+        self.walk()
         self.allocate(self._num_blocks)
         return witness
 

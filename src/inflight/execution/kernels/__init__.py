@@ -53,7 +53,7 @@ def kernels_available() -> bool:
 
 
 def _describe_operators() -> None:
-    """Tell `torch.compile` the shapes of our operators' results."""
+    """Tell torch the shapes of our operators' results, for `torch.compile` and for forward passes without data."""
 
     def linear(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
         return x.new_empty(*x.shape[:-1], out_features)
@@ -62,6 +62,12 @@ def _describe_operators() -> None:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, call: int
     ) -> torch.Tensor:
         return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+    def attend(query: torch.Tensor, sinks: torch.Tensor | None, call: int, value_head_size: int) -> torch.Tensor:
+        return query.new_empty(query.shape[0], query.shape[1], value_head_size)
+
+    def activate(x: torch.Tensor, activation: str, variant: str) -> torch.Tensor:
+        return x.new_empty(x.shape)
 
     def experts(x: torch.Tensor, chosen: torch.Tensor, number: int) -> torch.Tensor:
         return x.new_empty(chosen.shape[0] * chosen.shape[1], x.shape[1])
@@ -80,6 +86,8 @@ def _describe_operators() -> None:
     torch.library.register_fake("inflight::grouped_rows", grouped_rows)
     torch.library.register_fake("inflight::experts", experts)
     torch.library.register_fake("inflight::write_and_attend", write_and_attend)
+    torch.library.register_fake("inflight::attend", attend)
+    torch.library.register_fake("inflight::activate", activate)
 
 
 def _built_library() -> Path:

@@ -75,7 +75,7 @@ void delete_call(int64_t call) { calls.remove(call); }
 
 void write(const Tensor& key, const Tensor& value, int64_t call) { inflight::write(*calls.get(call), key, value); }
 
-Tensor attend(const Tensor& query, const std::optional<Tensor>& sinks, int64_t call) {
+Tensor attend(const Tensor& query, const std::optional<Tensor>& sinks, int64_t call, int64_t) {
   return inflight::attend(*calls.get(call), query, sinks);
 }
 
@@ -147,7 +147,8 @@ TORCH_LIBRARY(inflight, library) {
               &ours::new_call);
   library.def("delete_call(int call) -> ()", &ours::delete_call);
   library.def("write(Tensor key, Tensor value, int call) -> ()", &ours::write);
-  library.def("attend(Tensor query, Tensor? sinks, int call) -> Tensor", &ours::attend);
+  library.def("attend(Tensor query, Tensor? sinks, int call, int value_head_size) -> Tensor");
+  library.impl("attend", c10::DispatchKey::CPU, &ours::attend);
   library.def("write_and_attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, int call) -> Tensor");
   library.impl("write_and_attend", c10::DispatchKey::CPU, &ours::write_and_attend);
   library.def("has_panels(ScalarType dtype) -> bool", &inflight::has_panels);
@@ -175,7 +176,8 @@ TORCH_LIBRARY(inflight, library) {
   library.def("delete_experts(int experts) -> ()", &ours::delete_experts);
   library.def("experts(Tensor x, Tensor chosen, int experts) -> Tensor");
   library.impl("experts", c10::DispatchKey::CPU, &ours::experts);
-  library.def("activate(Tensor x, str activation, str variant) -> Tensor", &inflight::activate);
+  library.def("activate(Tensor x, str activation, str variant) -> Tensor");
+  library.impl("activate", c10::DispatchKey::CPU, &inflight::activate);
   library.def("scalar_type(ScalarType dtype) -> int", [](at::ScalarType dtype) { return int64_t(dtype); });
   library.def("new_program(int[] codes, float[] numbers, str[] words, Tensor[] constants) -> int", &ours::new_program);
   library.def("delete_program(int program) -> ()", &ours::delete_program);

@@ -22,6 +22,7 @@ from inflight.execution.hf.source import read_config
 from inflight.execution.mapped_memory import give_back_freed_memory, let_go_of_file_pages
 from inflight.execution.preparation.choice import choose_executor
 from inflight.execution.preparation.describe import describe
+from inflight.execution.preparation.recording_proof import prove_recording
 from inflight.execution.weights.formats import find_format
 from inflight.execution.weights.grouped_linear import can_group
 from inflight.execution.weights.linears import LetGo
@@ -74,10 +75,10 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
         reason = executor.compile(config.compile)
         note = () if reason is None else (f"the model is not compiled: {reason}",)
         info = replace(info, compile="off" if reason else config.compile, notes=info.notes + note)
-    elif isinstance(executor, PackedExecutor) and not __import__("os").environ.get("NOREC"):
-        reason = executor.record()
-        if reason is not None:
-            info = replace(info, notes=(*info.notes, f"every step walks through the model in Python: {reason}"))
+    elif config.record and isinstance(executor, PackedExecutor):
+        reason = prove_recording(executor, config, info.num_blocks)
+        note = () if reason is None else (f"every step runs in Python: {reason}",)
+        info = replace(info, is_recorded=reason is None, notes=info.notes + note)
     return PreparedModel(model, executor, info)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from inflight.execution.recording.recorder import Recording, SeenCall, SeenTensor, UnrecordableError
+from inflight.execution.recording.recorder import Recording, SeenTensor, UnrecordableError
 
 SAMPLES = ((6, 2), (11, 2), (11, 5))
 """Tokens T and rows of logits R of the recordings that sizes are found from. None is a size that models have."""
@@ -90,17 +90,36 @@ class RecordedPass:
     output: View
 
 
-def as_recorded_pass(recordings: Sequence[Recording], outputs: Sequence[torch.Tensor]) -> RecordedPass:
-    """The pass that was recorded with the `SAMPLES`, in this order, and gave `outputs`. Raises `UnrecordableError`."""
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """A recording, and the logits that it ended with."""
+
+    recording: Recording
+    output: SeenTensor
+
+
+def as_recorded_pass(runs: Sequence[RecordedRun], long_run: RecordedRun, longest: tuple[int, int]) -> RecordedPass:
+    """The pass that was recorded with the `SAMPLES`, in this order.
+
+    Args:
+        long_run: without data, with `longest` tokens and logit rows. It must be what the others foretell.
+
+    Raises:
+        UnrecordableError: the recordings are not of one pass.
+    """
+    recordings = [run.recording for run in runs]
     first = recordings[0]
-    if any([c.operator for c in each.calls] != [c.operator for c in first.calls] for each in recordings):
+    operators = [call.operator for call in first.calls]
+    if any([call.operator for call in run.recording.calls] != operators for run in (*runs, long_run)):
         raise UnrecordableError("it calls other operators for other lengths")
-    seen = [recording.see(output) for recording, output in zip(recordings, outputs, strict=True)]
-    calls = [_joined_call(each) for each in zip(*(recording.calls for recording in recordings), strict=True)]
-    output = _joined(tuple(seen))
-    made = {view.value for call in calls for view in call.outputs} - {
-        number for number in _seen_first_as_arguments(calls)
-    }
+    join = _Joiner(longest)
+    all_runs = (*runs, long_run)
+    calls = [
+        Call(each[0].operator, join(tuple(call.arguments for call in each)), join(tuple(call.outputs for call in each)))
+        for each in zip(*(run.recording.calls for run in all_runs), strict=True)
+    ]
+    output = join(tuple(run.output for run in all_runs))
+    made = {view.value for call in calls for view in call.outputs} - set(_seen_first_as_arguments(calls))
     constants = {
         number: _same_constant([recording.tensors[number] for recording in recordings])
         for number in range(NUM_INPUTS, len(first.tensors))
@@ -167,45 +186,46 @@ def _same_constant(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return first
 
 
-def _joined_call(calls: tuple[SeenCall, ...]) -> Call:
-    arguments = _joined(tuple(call.arguments for call in calls))
-    return Call(calls[0].operator, arguments, _joined(tuple(call.outputs for call in calls)))
+class _Joiner:
+    """Makes one argument of what it was in each run: in those of the `SAMPLES`, and in the longest."""
 
+    def __init__(self, longest: tuple[int, int]) -> None:
+        self._longest = longest
+        self._of_longest: dict[int, int] = {}
+        """The memory that the longest run has in place of each. There may be more: without data, a view of a constant
+        has a memory of its own."""
 
-def _joined(values: tuple[Any, ...]) -> Any:
-    """One argument, from what it was in each recording."""
-    first = values[0]
-    if any(type(value) is not type(first) for value in values):
-        raise UnrecordableError("an argument changes its type with the length")
-    if isinstance(first, SeenTensor):
-        if any((each.memory, each.dtype, len(each.sizes)) != (first.memory, first.dtype, len(first.sizes)) for each in values):
-            raise UnrecordableError("it takes other tensors for other lengths")
-        return View(
-            first.memory,
-            first.dtype,
-            tuple(map(_size, zip(*(each.sizes for each in values), strict=True))),
-            tuple(map(_size, zip(*(each.strides for each in values), strict=True))),
-            _size(tuple(each.offset for each in values)),
-        )
-    if isinstance(first, tuple):
-        if any(len(value) != len(first) for value in values):
-            raise UnrecordableError("a list of arguments changes its length")
-        return tuple(map(_joined, zip(*values, strict=True)))
-    if isinstance(first, int) and not isinstance(first, bool):
-        return _size(values)
-    if any(value != first for value in values):
-        raise UnrecordableError("an argument depends on the length")
-    return first
+    def __call__(self, values: tuple[Any, ...]) -> Any:
+        """The argument. Raises `UnrecordableError` if it depends on the length in another way than sizes do."""
+        first = values[0]
+        if any(type(value) is not type(first) for value in values):
+            raise UnrecordableError("an argument changes its type with the length")
+        if isinstance(first, SeenTensor):
+            *others, longest = values
+            same_memory = self._of_longest.setdefault(longest.memory, first.memory) == first.memory
+            same_memory &= all(each.memory == first.memory for each in others)
+            if not same_memory or any((v.dtype, len(v.sizes)) != (first.dtype, len(first.sizes)) for v in values):
+                raise UnrecordableError("it takes other tensors for other lengths")
+            sizes, strides = self(tuple(each.sizes for each in values)), self(tuple(each.strides for each in values))
+            return View(first.memory, first.dtype, sizes, strides, self(tuple(each.offset for each in values)))
+        if isinstance(first, tuple):
+            if any(len(value) != len(first) for value in values):
+                raise UnrecordableError("a list of arguments changes its length")
+            return tuple(map(self, zip(*values, strict=True)))
+        if isinstance(first, int) and not isinstance(first, bool):
+            return self._size(values)
+        if any(value != first for value in values):
+            raise UnrecordableError("an argument depends on the length")
+        return first
 
-
-def _size(numbers: tuple[int, ...]) -> Size:
-    """The size that these numbers are samples of."""
-    (tokens, rows), (more_tokens, _), (_, more_rows) = SAMPLES
-    per_token, rest_of_tokens = divmod(numbers[1] - numbers[0], more_tokens - tokens)
-    per_row, rest_of_rows = divmod(numbers[2] - numbers[1], more_rows - rows)
-    if rest_of_tokens or rest_of_rows:
-        raise UnrecordableError("a size does not grow evenly with the length")
-    return Size(numbers[0] - per_token * tokens - per_row * rows, per_token, per_row)
+    def _size(self, numbers: tuple[int, ...]) -> Size:
+        (tokens, rows), (more_tokens, _), (_, more_rows) = SAMPLES
+        per_token = (numbers[1] - numbers[0]) // (more_tokens - tokens)
+        per_row = (numbers[2] - numbers[1]) // (more_rows - rows)
+        size = Size(numbers[0] - per_token * tokens - per_row * rows, per_token, per_row)
+        if tuple(size.at(*each) for each in (*SAMPLES, self._longest)) != numbers:
+            raise UnrecordableError("a size does not grow evenly with the length")
+        return size
 
 
 def _flat(arguments: Sequence[Any]) -> Iterator[Any]:

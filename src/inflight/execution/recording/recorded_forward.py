@@ -1,21 +1,27 @@
-"""`RecordedForward`: a model's forward pass without Python. It is recorded at three sizes, and then serves every step.
+"""`RecordedForward`: a model's forward pass without Python. It is recorded at a few sizes, and then serves every step.
 
 The operators run in the order in which the model called them, with the same arguments and the same kernels, except that
 small ones run together as row kernels. The results are the same bits; whoever records a forward pass compares them.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inflight.execution.attention import CpuCache
 from inflight.execution.attention.interface import AttentionSpec
 from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.recording.encoding import new_program
-from inflight.execution.recording.program import SAMPLES, RecordedPass, as_recorded_pass
-from inflight.execution.recording.recorder import Recording
+from inflight.execution.recording.program import SAMPLES, RecordedPass, RecordedRun, as_recorded_pass
+from inflight.execution.recording.recorder import Recording, UnrecordableError
+
+logger = logging.getLogger(__name__)
+
+LEAST_LONG, LONG_LOGIT_ROWS = 64, 7
 
 
 class RecordedForward:
@@ -36,7 +42,7 @@ class RecordedForward:
 
 
 def record_forward(
-    forward: Callable[..., torch.Tensor], specs: Sequence[AttentionSpec], caches: Sequence[CpuCache]
+    forward: Callable[..., torch.Tensor], specs: Sequence[AttentionSpec], caches: Sequence[CpuCache], max_tokens: int
 ) -> RecordedPass:
     """Record a forward pass of a model that calls our attention function. The step that its backend has begun is empty,
     so nothing is written into the cache.
@@ -44,17 +50,38 @@ def record_forward(
     Args:
         forward: takes what `RecordedForward` does.
         specs, caches: of its attention calls, in order.
+        max_tokens: the most tokens of a step. So many are recorded, too, without data: a model may do something else
+            with long rows.
 
     Raises:
         UnrecordableError: it is not the same list of operators for every step.
     """
-    recordings, outputs = [], []
+    runs = []
     for num_tokens, num_logit_rows in SAMPLES:
-        inputs = torch.zeros(num_tokens, dtype=torch.int64), torch.arange(num_tokens), torch.arange(num_logit_rows)
-        with attend_with(_AttentionCalls(specs, caches)), Recording(inputs) as recording:
-            outputs.append(forward(*inputs))
-        recordings.append(recording)
-    return as_recorded_pass(recordings, outputs)
+        runs.append(_record(forward, specs, caches, num_tokens, num_logit_rows))
+    longest = max(max_tokens, LEAST_LONG), LONG_LOGIT_ROWS
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        try:
+            long_run = _record(forward, specs, caches, *longest)
+        except UnrecordableError:
+            raise
+        except Exception as error:
+            logger.debug("a forward pass without data failed", exc_info=True)
+            raise UnrecordableError(f"it cannot run without data ({type(error).__name__})") from error
+    return as_recorded_pass(runs, long_run, longest)
+
+
+def _record(
+    forward: Callable[..., torch.Tensor],
+    specs: Sequence[AttentionSpec],
+    caches: Sequence[CpuCache],
+    num_tokens: int,
+    num_logit_rows: int,
+) -> RecordedRun:
+    inputs = torch.zeros(num_tokens, dtype=torch.int64), torch.arange(num_tokens), torch.arange(num_logit_rows)
+    with attend_with(_AttentionCalls(specs, caches)), Recording(inputs) as recording:
+        output = forward(*inputs)
+    return RecordedRun(recording, recording.see(output))
 
 
 class _AttentionCalls:
@@ -78,4 +105,4 @@ class _AttentionCalls:
         sinks = None if sinks is None else sinks.float()
         if spec.shares_cache_with is None:
             return torch.ops.inflight.write_and_attend(query, key, value, sinks, cache.call)[None]
-        return torch.ops.inflight.attend(query, sinks, cache.call)[None]
+        return torch.ops.inflight.attend(query, sinks, cache.call, spec.value_head_size)[None]

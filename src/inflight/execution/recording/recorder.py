@@ -71,6 +71,8 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and remember it."""
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks a tensor without data for its device
+            return func(*args, **kwargs)
         schema = func._schema.arguments
         given = [
             args[number] if number < len(args) else kwargs.get(argument.name, argument.default_value)

@@ -1,0 +1,50 @@
+"""Proves that a recorded forward pass gives the bits of the model that it was recorded from."""
+
+import logging
+from array import array
+from collections.abc import Iterator
+
+import torch
+
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.plan import Span, StepPlan
+from inflight.execution.executors import PackedExecutor
+from inflight.execution.preparation.proof import draw_prompts
+from inflight.execution.ragged_batch import RaggedBatch
+from inflight.execution.recording.recorder import UnrecordableError
+
+logger = logging.getLogger(__name__)
+
+PROMPT_LENGTH = 24
+"""Tokens. All but the last run together, and then that one."""
+
+
+def prove_recording(executor: PackedExecutor, config: EngineConfig, num_blocks: int) -> str | None:
+    """Let an executor, whose cache nobody uses yet, run a recorded forward pass, if that gives the same bits. Returns
+    why it does not; None: it does."""
+    batches = list(_batches(executor, config.block_size, num_blocks))
+    walked = [executor.forward(batch) for batch in batches]
+    try:
+        for fuses in (True, False):
+            executor.record(config.max_num_batched_tokens, fuses=fuses)
+            if all(torch.equal(executor.forward(batch), logits) for batch, logits in zip(batches, walked, strict=True)):
+                return None
+            logger.debug("the recorded forward pass has other bits (fused: %s)", fuses)
+        reason = "a recorded forward pass gives other bits"
+    except UnrecordableError as error:
+        reason = str(error)
+    executor.walk()
+    return reason
+
+
+def _batches(executor: PackedExecutor, block_size: int, num_blocks: int) -> Iterator[RaggedBatch]:
+    """A prompt in two steps, of which all logits are wanted."""
+    num_groups = len(executor.cache_groups)
+    per_group = min(num_blocks // num_groups, -(-PROMPT_LENGTH // block_size))
+    tables = [array("i", range(group * per_group, (group + 1) * per_group)) for group in range(num_groups)]
+    length = min(PROMPT_LENGTH, per_group * block_size)
+    (prompt,) = draw_prompts(executor.model.get_input_embeddings().weight.shape[0], [length])
+    for start, end in ((0, length - 1), (length - 1, length)):
+        if start < end:
+            span = Span(0, 0, start, list(prompt[start:end]), end - start, length)
+            yield RaggedBatch.from_plan(StepPlan((span,), tuple((table,) for table in tables)), block_size, executor.model.device)

@@ -160,18 +160,18 @@ def test_an_attention_call_keeps_its_step_to_its_memory() -> None:
 
     begin([[0, 1]])
     operators.write(states, states, cache.call)
-    assert operators.attend(torch.zeros(6, 2, 8), None, cache.call).shape == (6, 2, 8)
+    assert operators.attend(torch.zeros(6, 2, 8), None, cache.call, 8).shape == (6, 2, 8)
     with pytest.raises(RuntimeError, match="a block table is shorter than its sequence"):
         begin([[0]])
     for tables, changes in (([[0, 4]], {}), ([[0, 1]], {"indices": indices + 20})):
         begin(tables, **changes)
         with pytest.raises(RuntimeError, match="the step names blocks beyond the 4 of the cache"):
-            operators.write(states, states, cache.call)
+            operators.write(states, states, cache.call, 8)
     begin([[-1, 1]])
     with pytest.raises(RuntimeError, match="a block that a query sees was let go"):
-        operators.attend(torch.zeros(6, 2, 8), None, cache.call)
+        operators.attend(torch.zeros(6, 2, 8), None, cache.call, 8)
     begin([[0, 1]])
     with pytest.raises(RuntimeError, match="the step has 6 tokens, and there are 5 queries"):
-        operators.attend(torch.zeros(5, 2, 8), None, cache.call)
+        operators.attend(torch.zeros(5, 2, 8), None, cache.call, 8)
     with pytest.raises(RuntimeError, match="queries has size 9 in dimension 2, not 8"):
-        operators.attend(torch.zeros(6, 2, 9), None, cache.call)
+        operators.attend(torch.zeros(6, 2, 9), None, cache.call, 8)

@@ -106,8 +106,14 @@ def _run(model: PreTrainedModel, finding: Finding) -> Finding:
         return replace(finding, outcome="wrong", reason=f"the engine takes it, but {why_not_causal}")
     info = llm.model_info
     chunks_prompts = llm.engine.runner.executor.capabilities.chunks_prompts
-    limit = next((note for note in info.notes if note.startswith("model.generate")), "")
-    finding = replace(finding, executor=info.executor, in_one_piece=not chunks_prompts, reason=limit)
+    limits = ("model.generate", "every step runs in Python")
+    finding = replace(
+        finding,
+        executor=info.executor,
+        in_one_piece=not chunks_prompts,
+        is_recorded=info.is_recorded,
+        reason="; ".join(note for note in info.notes if note.startswith(limits)),
+    )
     params = [SamplingParams(temperature=0, max_tokens=each.num_tokens, ignore_eos=True) for each in requests]
     outputs = llm.generate([each.prompt for each in requests], params, use_tqdm=False)
     finding = replace(finding, num_preemptions=llm.engine.stats().num_preemptions)

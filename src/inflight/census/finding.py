@@ -34,6 +34,7 @@ class Finding:
         num_near_ties: compared tokens that were not the argmax, but as good within the tolerance.
         num_preemptions: preemptions during the run.
         in_one_piece: whether prompts had to be computed whole.
+        is_recorded: whether its forward pass was recorded, and runs without Python.
         seconds: the total time, without imports.
         peer: the result of `transformers`' own continuous batching: "right", "wrong …", "raises …"; "": not run.
     """
@@ -51,6 +52,7 @@ class Finding:
     num_near_ties: int = 0
     num_preemptions: int = 0
     in_one_piece: bool = False
+    is_recorded: bool = False
     seconds: float = 0.0
     peer: str = ""
 

@@ -87,7 +87,9 @@ def summary(findings: Sequence[Finding]) -> str:
     causal = [each for each in findings if each.outcome not in NO_CAUSAL_LM]
     counts = Counter(each.outcome for each in findings)
     ways = Counter(each.executor for each in causal if each.outcome == "exact")
+    recorded = sum(each.is_recorded for each in causal if each.outcome == "exact")
     how = ", ".join(f"{ways[name]} {name}" for name in EXECUTORS if ways[name])
+    how += f"; {recorded} recorded, without Python in a step" if recorded else ""
     rest = ", ".join(f"{counts[name]} {name}" for name in ("wrong", "refused", "failed") if counts[name])
     apart = ", ".join(f"{counts[name]} {name}" for name in NO_CAUSAL_LM if counts[name])
     sentence = f"{counts['exact']} of {len(causal)} decoder-only causal language models are exact"
@@ -106,7 +108,9 @@ def _table(findings: Sequence[Finding], with_peer: bool) -> str:
         [
             each.model_type,
             f"`{each.model_class}`",
-            (each.executor or "") + (" (prompts whole)" if each.in_one_piece else ""),
+            (each.executor or "")
+            + (" (recorded)" if each.is_recorded else "")
+            + (" (prompts whole)" if each.in_one_piece else ""),
             "yes" if each.outcome == "exact" else f"no: {each.outcome}",
             f"{each.share_changed:.0%}" + (" (small)" if each.share_changed < MIN_SHARE else ""),
             f"{each.num_distinct}" + (" (small)" if each.num_distinct < MIN_DISTINCT else ""),

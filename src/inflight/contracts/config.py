@@ -127,5 +127,6 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "aging_steps", "block_size"):
             check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, MAX_SEED)
-        for name in ("trust_remote_code", "enable_prefix_caching", "remember_verdicts", "quantization_minima", "record"):
+        switches = ("trust_remote_code", "enable_prefix_caching", "remember_verdicts", "quantization_minima", "record")
+        for name in switches:
             check_switch(name, getattr(self, name))

@@ -21,9 +21,10 @@ at::DimVector at_step(const std::vector<Size>& sizes, const StepSize& step) {
 
 ValueView read_view(Reader& reader) {
   const int64_t value = reader.code();
+  const bool is_opaque = reader.flag();
   const at::ScalarType dtype = reader.dtype();
   std::vector<Size> sizes = reader.sizes(), strides = reader.sizes();
-  return {value, dtype, std::move(sizes), std::move(strides), reader.size()};
+  return {value, is_opaque, dtype, std::move(sizes), std::move(strides), reader.size()};
 }
 
 // A number that takes part in type promotion as Python's do.
@@ -36,13 +37,15 @@ at::Tensor wrapped(const at::Scalar& number) {
 }  // namespace
 
 at::Tensor ValueView::of(const std::vector<at::Tensor>& values, const StepSize& step) const {
-  const at::Tensor& base = values[value];
-  TORCH_INTERNAL_ASSERT(base.defined());
+  const at::Tensor& base = values.at(value);
+  TORCH_CHECK(base.defined(), "a program reads a value that is not there");
+  if (is_opaque) return base;
   const at::DimVector shape = at_step(sizes, step), distances = at_step(strides, step);
   const int64_t first = offset.at(step);
   int64_t end = first + 1;
   for (size_t dim = 0; dim < shape.size(); ++dim) end = shape[dim] == 0 ? 0 : end + (shape[dim] - 1) * distances[dim];
-  TORCH_CHECK(end * int64_t(c10::elementSize(dtype)) <= int64_t(base.storage().nbytes()), "a view would leave its memory");
+  const bool goes_back = std::any_of(distances.begin(), distances.end(), [](int64_t stride) { return stride < 0; });
+  TORCH_CHECK(first >= 0 && !goes_back && end * int64_t(c10::elementSize(dtype)) <= int64_t(base.storage().nbytes()), "a view would leave its memory");
   at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
                                                              base.key_set(), c10::scalarTypeToTypeMeta(dtype));
   view.unsafeGetTensorImpl()->set_sizes_and_strides(shape, distances, first);
@@ -72,8 +75,8 @@ OperatorCall::Argument OperatorCall::read_argument(Reader& reader, const c10::Ty
     case Kind::kTensor: return read_view(reader);
     case Kind::kIntegers: return reader.sizes();
     case Kind::kTensors:
-      return Views_{reader.list([&] { return reader.flag() ? std::optional(read_view(reader)) : std::nullopt; }),
-                    !type->isSubtypeOf(*c10::ListType::ofTensors())};
+      return ViewList{reader.list([&] { return reader.flag() ? std::optional(read_view(reader)) : std::nullopt; }),
+                      !type->isSubtypeOf(*c10::ListType::ofTensors())};
     case Kind::kNumberAsTensor: return as_whole(wrapped(reader.number()));
     case Kind::kIntegerAsTensor: return as_whole(wrapped(reader.code()));
     case Kind::kWord: return as_whole(reader.word());
@@ -83,44 +86,34 @@ OperatorCall::Argument OperatorCall::read_argument(Reader& reader, const c10::Ty
   TORCH_CHECK(false, "a program has an argument of no known kind");
 }
 
+c10::IValue OperatorCall::value_of(const Argument& argument, const std::vector<at::Tensor>& values,
+                                  const StepSize& step) const {
+  if (const auto* whole = std::get_if<c10::IValue>(&argument)) return *whole;
+  if (const auto* size = std::get_if<Size>(&argument)) return size->at(step);
+  if (const auto* view = std::get_if<ValueView>(&argument)) return view->of(values, step);
+  if (const auto* sizes = std::get_if<std::vector<Size>>(&argument)) return at::IntArrayRef(at_step(*sizes, step));
+  const auto& [views, are_optional] = std::get<ViewList>(argument);
+  if (!are_optional) {
+    c10::List<at::Tensor> tensors;
+    for (const auto& view : views) tensors.push_back(view.value().of(values, step));
+    return tensors;
+  }
+  c10::List<std::optional<at::Tensor>> tensors;
+  for (const auto& view : views) tensors.push_back(view ? std::optional(view->of(values, step)) : std::nullopt);
+  return tensors;
+}
+
 void OperatorCall::run(std::vector<at::Tensor>& values, const StepSize& step) const {
   torch::jit::Stack stack;
   stack.reserve(arguments_.size());
-  for (const Argument& argument : arguments_) {
-    if (const auto* whole = std::get_if<c10::IValue>(&argument)) {
-      stack.push_back(*whole);
-    } else if (const auto* size = std::get_if<Size>(&argument)) {
-      stack.emplace_back(size->at(step));
-    } else if (const auto* view = std::get_if<ValueView>(&argument)) {
-      stack.emplace_back(view->of(values, step));
-    } else if (const auto* sizes = std::get_if<std::vector<Size>>(&argument)) {
-      const at::DimVector numbers = at_step(*sizes, step);
-      stack.emplace_back(at::IntArrayRef(numbers));
-    } else {
-      const auto& tensors = std::get<Views_>(argument);
-      c10::List<std::optional<at::Tensor>> optional;
-      c10::List<at::Tensor> whole_list;
-      for (const auto& each : tensors.views) {
-        if (tensors.are_optional) optional.push_back(each ? std::optional(each->of(values, step)) : std::nullopt);
-        else whole_list.push_back(each->of(values, step));
-      }
-      if (tensors.are_optional) stack.emplace_back(std::move(optional));
-      else stack.emplace_back(std::move(whole_list));
-    }
-  }
+  for (const Argument& argument : arguments_) stack.push_back(value_of(argument, values, step));
   operator_.callBoxed(&stack);
   size_t next = 0;
-  const auto keep = [&](const c10::IValue& result) {
-    if (!result.isTensor()) return;
-    const int64_t value = outputs_.at(next++);
-    if (value >= 0) values[value] = result.toTensor();
-  };
+  const auto keep = [&](const at::Tensor& result) { values.at(outputs_.at(next++)) = result; };
   for (const c10::IValue& result : stack) {
-    if (result.isTensorList()) {
-      for (const at::Tensor& each : result.toTensorVector()) keep(each);
-    } else {
-      keep(result);
-    }
+    if (result.isTensor()) keep(result.toTensor());
+    if (result.isTensorList())
+      for (const at::Tensor& each : result.toTensorList()) keep(each);
   }
 }
 
@@ -146,7 +139,7 @@ at::Tensor Program::run(const at::Tensor& input_ids, const at::Tensor& positions
   check_size(positions, "positions", 0, step.tokens);
   for (const Item& item : items_) {
     std::visit([&](const auto& work) { work.run(values, step); }, item.work);
-    for (const int64_t value : item.released) values[value].reset();
+    for (const int64_t value : item.released) values.at(value).reset();
   }
   return output_.of(values, step);
 }

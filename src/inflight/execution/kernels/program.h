@@ -15,6 +15,7 @@ namespace inflight {
 // A tensor as a view of the memory of one of the program's values.
 struct ValueView {
   int64_t value;
+  bool is_opaque;  // a tensor of oneDNN's, which is the value itself
   at::ScalarType dtype;
   std::vector<Size> sizes, strides;
   Size offset;
@@ -29,18 +30,18 @@ class OperatorCall {
   void run(std::vector<at::Tensor>& values, const StepSize& step) const;
 
  private:
-  using Views = std::vector<std::optional<ValueView>>;
-  struct Views_ {
-    Views views;
-    bool are_optional;
+  struct ViewList {
+    std::vector<std::optional<ValueView>> views;
+    bool are_optional;  // as the operator declares them
   };
-  using Argument = std::variant<c10::IValue, Size, ValueView, std::vector<Size>, Views_>;
+  using Argument = std::variant<c10::IValue, Size, ValueView, std::vector<Size>, ViewList>;
 
   Argument read_argument(Reader& reader, const c10::TypePtr& type) const;
+  c10::IValue value_of(const Argument& argument, const std::vector<at::Tensor>& values, const StepSize& step) const;
 
   c10::OperatorHandle operator_;
   std::vector<Argument> arguments_;
-  std::vector<int64_t> outputs_;  // values; -1: not needed
+  std::vector<int64_t> outputs_;  // values
 };
 
 class Program {

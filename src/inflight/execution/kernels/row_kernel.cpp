@@ -88,11 +88,15 @@ class TorchSum {
   }
 };
 
-// One row's registers.
+// One row's registers. They lie in memory that the thread keeps.
 class Registers {
  public:
-  Registers(const std::vector<int64_t>& places, int64_t num_floats) : places_(places), floats_(num_floats) {}
-  float* operator[](const Operand& operand) { return floats_.data() + places_[operand.index] + operand.offset; }
+  Registers(const std::vector<int64_t>& places, int64_t num_floats) : places_(places) {
+    thread_local std::vector<float> floats;
+    if (int64_t(floats.size()) < num_floats) floats.resize(num_floats);
+    floats_ = floats.data();
+  }
+  float* operator[](const Operand& operand) { return floats_ + places_[operand.index] + operand.offset; }
 
   template <class Operation>
   void unary(const RowInstruction& at, const Operation& operation) {
@@ -142,7 +146,7 @@ class Registers {
   }
 
   const std::vector<int64_t>& places_;
-  std::vector<float> floats_;
+  float* floats_;
 };
 
 Operand read_operand(Reader& reader) {
@@ -150,11 +154,46 @@ Operand read_operand(Reader& reader) {
   return {index, offset, reader.flag()};
 }
 
-// Rows of one step: where they begin, and how far apart they are in each dimension.
+// Where the rows of a load or a store begin in one step, and how many bytes apart they are in each dimension.
 struct PlacedRows {
-  char* first;
-  std::array<int64_t, kMaxDims> strides;  // bytes
+  char* first = nullptr;
+  std::array<int64_t, kMaxDims> strides{};
+
+  char* at(const std::array<int64_t, kMaxDims>& place, int num_dims) const {
+    char* row = first;
+    for (int dim = 0; dim < num_dims; ++dim) row += place[dim] * strides[dim];
+    return row;
+  }
 };
+
+PlacedRows place(const RowInstruction& at, const at::Tensor& value, const std::array<int64_t, kMaxDims>& sizes,
+                 const StepSize& step) {
+  PlacedRows placed;
+  const int64_t offset = at.rows.offset.at(step), item_size = c10::elementSize(at.rows.dtype);
+  int64_t end = offset + at.length, first_place = offset;
+  for (size_t dim = 0; dim < at.rows.strides.size(); ++dim) {
+    const int64_t stride = at.rows.strides[dim].at(step);
+    placed.strides[dim] = stride * item_size;
+    end += stride * (sizes[dim] - 1);
+    first_place = std::min(first_place, stride);
+  }
+  TORCH_CHECK(value.defined() && value.scalar_type() == at.rows.dtype && first_place >= 0 && end * item_size <= int64_t(value.storage().nbytes()),
+              "a row kernel would leave its memory");
+  placed.first = static_cast<char*>(value.storage().mutable_data()) + offset * item_size;
+  return placed;
+}
+
+void load(const RowInstruction& at, const char* row, float* to) {
+  if (at.rows.dtype == at::kFloat) return load_row(reinterpret_cast<const float*>(row), at.length, to);
+  load_row(reinterpret_cast<const at::BFloat16*>(row), at.length, to);
+}
+
+void store(const RowInstruction& at, const float* from, char* row) {
+  if (at.rows.dtype == at::kFloat) return store_row(from, at.length, reinterpret_cast<float*>(row));
+  store_row(from, at.length, reinterpret_cast<at::BFloat16*>(row));
+}
+
+bool touches_memory(const RowInstruction& at) { return at.code == Opcode::kLoad || at.code == Opcode::kStore; }
 
 }  // namespace
 
@@ -178,7 +217,7 @@ RowKernel::RowKernel(Reader& reader)
     at.to = read_operand(reader);
     at.a = read_operand(reader);
     at.b = read_operand(reader);
-    if (at.code == Opcode::kLoad || at.code == Opcode::kStore) {
+    if (touches_memory(at)) {
       at.rows.value = reader.code();
       at.rows.dtype = reader.dtype();
       at.rows.offset = reader.size();
@@ -189,35 +228,42 @@ RowKernel::RowKernel(Reader& reader)
     }
     return at;
   });
-  for (const RowInstruction& at : instructions_) work_ += at.length;
+  for (const RowInstruction& at : instructions_) {
+    check(at);
+    work_ += at.length;
+  }
+}
+
+// Refuses what would leave the registers. Instructions work on whole vectors.
+void RowKernel::check(const RowInstruction& at) const {
+  TORCH_CHECK(at.code >= Opcode::kLoad && at.code <= Opcode::kActivate && at.length > 0, "a row kernel has no such instruction");
+  TORCH_CHECK(at.code != Opcode::kActivate || at.activation, "a row kernel has no such activation");
+  for (const Operand* operand : {&at.to, &at.a, &at.b}) {
+    const int64_t length = operand->is_single ? 1 : round_up(at.length, kLanes);
+    TORCH_CHECK(operand->offset >= 0 && registers_.at(operand->index) >= 0 &&
+                    registers_.at(operand->index) + operand->offset + length <= num_floats_,
+                "a row kernel would leave its registers");
+  }
+  if (!touches_memory(at)) return;
+  TORCH_CHECK(at.rows.dtype == at::kFloat || at.rows.dtype == at::kBFloat16, "rows must be float32 or bfloat16");
+  TORCH_CHECK(at.rows.strides.size() == space_.size(), "rows must have a stride in each dimension");
 }
 
 void RowKernel::run(std::vector<at::Tensor>& values, const StepSize& step) const {
   RECORD_FUNCTION("inflight::row_kernel", c10::ArrayRef<const c10::IValue>{});
   for (const Output& output : outputs_)
-    values[output.value] = at::empty({output.length.at(step)}, at::TensorOptions().dtype(output.dtype));
+    values.at(output.value) = at::empty({output.length.at(step)}, at::TensorOptions().dtype(output.dtype));
   const int num_dims = int(space_.size());
   std::array<int64_t, kMaxDims> sizes{};
   int64_t num_rows = 1;
   for (int dim = 0; dim < num_dims; ++dim) num_rows *= sizes[dim] = space_[dim].at(step);
   if (num_rows == 0) return;
   std::vector<PlacedRows> placed(instructions_.size());
-  for (size_t i = 0; i < instructions_.size(); ++i) {
-    const RowInstruction& at = instructions_[i];
-    if (at.code != Opcode::kLoad && at.code != Opcode::kStore) continue;
-    const at::Tensor& value = values[at.rows.value];
-    const int64_t offset = at.rows.offset.at(step);
-    int64_t end = offset + at.length;
-    for (int dim = 0; dim < num_dims; ++dim) {
-      const int64_t stride = at.rows.strides[dim].at(step);
-      placed[i].strides[dim] = stride * c10::elementSize(at.rows.dtype);
-      end += stride * (sizes[dim] - 1);
-    }
-    TORCH_CHECK(value.scalar_type() == at.rows.dtype && end * value.element_size() <= int64_t(value.storage().nbytes()),
-                "a row kernel would leave its memory");
-    placed[i].first = static_cast<char*>(value.storage().mutable_data()) + offset * value.element_size();
-  }
-  at::parallel_for(0, num_rows, std::max<int64_t>(1, kMinWork / std::max<int64_t>(1, work_)), [&](int64_t begin, int64_t end) {
+  for (size_t i = 0; i < instructions_.size(); ++i)
+    if (touches_memory(instructions_[i]))
+      placed[i] = place(instructions_[i], values.at(instructions_[i].rows.value), sizes, step);
+  const int64_t min_rows = std::max<int64_t>(1, kMinWork / std::max<int64_t>(1, work_));
+  at::parallel_for(0, num_rows, min_rows, [&](int64_t begin, int64_t end) {
     Registers registers(registers_, num_floats_);
     for (const Constant& constant : constants_) *registers[{constant.index, 0, true}] = constant.number;
     for (int64_t row = begin; row < end; ++row) {
@@ -225,21 +271,12 @@ void RowKernel::run(std::vector<at::Tensor>& values, const StepSize& step) const
       for (int64_t dim = num_dims - 1, rest = row; dim >= 0; rest /= sizes[dim--]) place[dim] = rest % sizes[dim];
       for (size_t i = 0; i < instructions_.size(); ++i) {
         const RowInstruction& at = instructions_[i];
-        if (at.code != Opcode::kLoad && at.code != Opcode::kStore) {
-          registers.run(at);
-          continue;
-        }
-        char* memory = placed[i].first;
-        for (int dim = 0; dim < num_dims; ++dim) memory += place[dim] * placed[i].strides[dim];
-        const bool is_float = at.rows.dtype == at::kFloat;
         if (at.code == Opcode::kLoad) {
-          float* to = registers[at.to];
-          if (is_float) load_row(reinterpret_cast<const float*>(memory), at.length, to);
-          else load_row(reinterpret_cast<const at::BFloat16*>(memory), at.length, to);
+          load(at, placed[i].at(place, num_dims), registers[at.to]);
+        } else if (at.code == Opcode::kStore) {
+          store(at, registers[at.a], placed[i].at(place, num_dims));
         } else {
-          const float* from = registers[at.a];
-          if (is_float) store_row(from, at.length, reinterpret_cast<float*>(memory));
-          else store_row(from, at.length, reinterpret_cast<at::BFloat16*>(memory));
+          registers.run(at);
         }
       }
     }

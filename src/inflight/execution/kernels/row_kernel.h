@@ -55,6 +55,8 @@ class RowKernel {
     float number;
   };
 
+  void check(const RowInstruction& at) const;
+
   std::vector<Size> space_;  // rows in each dimension
   std::vector<int64_t> registers_;  // where each begins
   int64_t num_floats_;  // in all registers

@@ -15,7 +15,7 @@ from inflight.execution.recording.recorder import UnrecordableError
 
 logger = logging.getLogger(__name__)
 
-PROMPT_LENGTH = 24
+PROMPT_LENGTH = 10
 """Tokens. All but the last run together, and then that one."""
 
 
@@ -33,18 +33,25 @@ def prove_recording(executor: PackedExecutor, config: EngineConfig, num_blocks: 
         reason = "a recorded forward pass gives other bits"
     except UnrecordableError as error:
         reason = str(error)
+    except RuntimeError as error:
+        logger.debug("a recorded forward pass failed", exc_info=True)
+        reason = f"a recorded forward pass fails: {str(error).strip().splitlines()[0]}"
     executor.walk()
     return reason
 
 
 def _batches(executor: PackedExecutor, block_size: int, num_blocks: int) -> Iterator[RaggedBatch]:
     """A prompt in two steps, of which all logits are wanted."""
-    num_groups = len(executor.cache_groups)
-    per_group = min(num_blocks // num_groups, -(-PROMPT_LENGTH // block_size))
-    tables = [array("i", range(group * per_group, (group + 1) * per_group)) for group in range(num_groups)]
-    length = min(PROMPT_LENGTH, per_group * block_size)
+    needed = min(num_blocks, -(-PROMPT_LENGTH // block_size))
+    # Where there are fewer blocks than that, groups read what others wrote: the same each time, as it has to be.
+    tables = [
+        array("i", ((group * needed + number) % num_blocks for number in range(needed)))
+        for group in range(len(executor.cache_groups))
+    ]
+    length = min(PROMPT_LENGTH, needed * block_size)
     (prompt,) = draw_prompts(executor.model.get_input_embeddings().weight.shape[0], [length])
     for start, end in ((0, length - 1), (length - 1, length)):
         if start < end:
             span = Span(0, 0, start, list(prompt[start:end]), end - start, length)
-            yield RaggedBatch.from_plan(StepPlan((span,), tuple((table,) for table in tables)), block_size, executor.model.device)
+            plan = StepPlan((span,), tuple((table,) for table in tables))
+            yield RaggedBatch.from_plan(plan, block_size, executor.model.device)

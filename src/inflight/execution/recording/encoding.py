@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from inflight.execution.recording.fusion import Work, fused, last_uses
-from inflight.execution.recording.program import NUM_INPUTS, Call, RecordedPass, Size, UnrecordableError, View
+from inflight.execution.recording.program import NUM_INPUTS, Call, RecordedPass, Size, View
+from inflight.execution.recording.recorder import UnrecordableError
 from inflight.execution.recording.row_kernel import Instruction, Opcode, Operand, RowKernel, Rows
 
 MEMORY_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2}
@@ -153,7 +154,7 @@ class _Writer:
         self._sizes(rows.strides)
 
     def _view(self, view: View) -> None:
-        self.codes += (view.value, _scalar_type(view.dtype))
+        self.codes += (view.value, view.is_opaque, _scalar_type(view.dtype))
         self._sizes(view.sizes)
         self._sizes(view.strides)
         self.codes += view.offset
@@ -180,8 +181,8 @@ def _with_stores(kernel: RowKernel, to_store: Sequence[int]) -> list[Instruction
     """A kernel's instructions; what is stored is stored as soon as it is there."""
     instructions = list(kernel.instructions)
     for store in kernel.stores(to_store):
-        made = max(place for place, each in enumerate(instructions) if each.to.register == store.a.register and each.code is not Opcode.STORE)
-        instructions.insert(made + 1, store)
+        makers = [place for place, each in enumerate(instructions) if each.makes(store.a.register)]
+        instructions.insert(makers[-1] + 1, store)
     return instructions
 
 

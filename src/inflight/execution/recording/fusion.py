@@ -20,11 +20,12 @@ def fused(recorded: RecordedPass) -> tuple[list[Work], list[list[int]]]:
     read_by: dict[int, set[int]] = {}  # which pieces of work read a value
     first = 0  # what a call may join begins here
     for call in recorded.calls:
-        place = _place(call, work, max([first, *(made_by[view.value] for view in call.inputs if view.value in made_by)]))
+        makers = [made_by[view.value] for view in call.inputs if view.value in made_by]
+        place = _place(call, work, max([first, *makers]))
         if place is None:
             place = len(work)
             work.append(call)
-            if call.operator._schema.is_mutable:
+            if call.writes:
                 first = len(work)
         made_by |= {view.value: place for view in call.outputs if view.value not in made_by}
         for view in call.inputs:
@@ -39,7 +40,7 @@ def fused(recorded: RecordedPass) -> tuple[list[Work], list[list[int]]]:
 
 def _place(call: Call, work: list[Work], first: int) -> int | None:
     """Where a call has become part of a kernel; None: it is a piece of work of its own."""
-    if call.operator._schema.is_mutable or not can_begin(call):
+    if call.writes or not can_begin(call):
         return None
     for place, kernel in enumerate(work[first:], first):
         if isinstance(kernel, RowKernel) and _joins(call, kernel):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from inflight.execution.recording.recorder import Recording, SeenTensor, UnrecordableError
+from inflight.execution.recording.recorder import Recording, SeenTensor, UnrecordableError, memory_of
 
 SAMPLES = ((6, 2), (11, 2), (11, 5))
 """Tokens T and rows of logits R of the recordings that sizes are found from. None is a size that models have."""
@@ -38,13 +38,18 @@ ONE = Size(1)
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor as a view of the memory of a value. `offset` is in elements, like strides."""
+    """A tensor as a view of the memory of a value. `offset` is in elements, like strides.
+
+    Attributes:
+        is_opaque: a tensor of oneDNN's, which is no view of memory, and has no strides.
+    """
 
     value: int
     dtype: torch.dtype
     sizes: tuple[Size, ...]
     strides: tuple[Size, ...]
     offset: Size
+    is_opaque: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,22 @@ class Call:
     operator: torch._ops.OpOverload
     arguments: tuple[Any, ...]
     outputs: tuple[View, ...]
+
+    @property
+    def name(self) -> str:
+        """The operator's, as "aten::mul.Tensor"."""
+        schema = self.operator._schema
+        return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+
+    @property
+    def writes(self) -> bool:
+        """Whether the operator writes into a tensor that it is given."""
+        return self.operator._schema.is_mutable
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether it only computes. Of ours, some write into the cache."""
+        return self.operator.namespace == "aten" and not self.writes
 
     @property
     def inputs(self) -> list[View]:
@@ -127,7 +148,7 @@ def as_recorded_pass(runs: Sequence[RecordedRun], long_run: RecordedRun, longest
     }
     for call in calls:
         if any(view.value in constants or view.value < NUM_INPUTS for view in call.written):
-            raise UnrecordableError(f"it writes into what it keeps ({call.operator})")
+            raise UnrecordableError(f"it writes into what it keeps ({call.name})")
     return _simplified(RecordedPass(calls, constants, output), first)
 
 
@@ -148,40 +169,30 @@ def _simplified(recorded: RecordedPass, recording: Recording) -> RecordedPass:
     calls: list[Call] = []
     for call in recorded.calls:
         inputs, made = call.inputs, {view.value for view in call.outputs} - known
-        if not call.operator._schema.is_mutable:
-            if not made and call.operator.namespace == "aten":
-                continue
-            is_constant = bool(inputs) and all(view.value in constants for view in inputs)
-            if is_constant and all(_is_small(recording.tensors[value]) for value in made):
-                constants |= {value: recording.tensors[value] for value in made}
-                known |= made
-                continue
         known |= made
-        calls.append(call)
-    needed = {recorded.output.value}
+        is_constant = bool(inputs) and all(view.value in constants for view in inputs)
+        if call.is_pure and is_constant and all(_is_small(recording.tensors[value]) for value in made):
+            constants |= {value: recording.tensors[value] for value in made}
+        elif made or not call.is_pure:
+            calls.append(call)
+    needed, kept = {recorded.output.value}, []
     for call in reversed(calls):
-        is_needed = call.operator.namespace != "aten" or call.operator._schema.is_mutable
-        if is_needed or needed.intersection(view.value for view in call.outputs):
+        if not call.is_pure or needed.intersection(view.value for view in call.outputs):
             needed.update(view.value for view in call.inputs)
-    kept = [
-        call
-        for call in calls
-        if call.operator.namespace != "aten"
-        or call.operator._schema.is_mutable
-        or needed.intersection(view.value for view in call.outputs)
-    ]
-    return RecordedPass(kept, {value: each for value, each in constants.items() if value in needed}, recorded.output)
+            kept.append(call)
+    constants = {value: each for value, each in constants.items() if value in needed}
+    return RecordedPass(kept[::-1], constants, recorded.output)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() <= MAX_FOLDED_BYTES
+    return not tensor.is_mkldnn and tensor.untyped_storage().nbytes() <= MAX_FOLDED_BYTES
 
 
 def _same_constant(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A tensor that was there before the pass began, in each recording."""
     first, *others = tensors
     for other in others:
-        if other.untyped_storage()._cdata != first.untyped_storage()._cdata and not torch.equal(first, other):
+        if memory_of(other) != memory_of(first) and (first.is_mkldnn or not torch.equal(first, other)):
             raise UnrecordableError("it makes a tensor that depends on the length without torch's operators")
     return first
 
@@ -191,6 +202,7 @@ class _Joiner:
 
     def __init__(self, longest: tuple[int, int]) -> None:
         self._longest = longest
+        self._sizes: dict[tuple[int, ...], Size] = {}
         self._of_longest: dict[int, int] = {}
         """The memory that the longest run has in place of each. There may be more: without data, a view of a constant
         has a memory of its own."""
@@ -207,13 +219,16 @@ class _Joiner:
             if not same_memory or any((v.dtype, len(v.sizes)) != (first.dtype, len(first.sizes)) for v in values):
                 raise UnrecordableError("it takes other tensors for other lengths")
             sizes, strides = self(tuple(each.sizes for each in values)), self(tuple(each.strides for each in values))
-            return View(first.memory, first.dtype, sizes, strides, self(tuple(each.offset for each in values)))
+            offset, is_opaque = self(tuple(each.offset for each in values)), strides is None
+            return View(first.memory, first.dtype, sizes, strides or (), offset, is_opaque)
         if isinstance(first, tuple):
             if any(len(value) != len(first) for value in values):
                 raise UnrecordableError("a list of arguments changes its length")
             return tuple(map(self, zip(*values, strict=True)))
         if isinstance(first, int) and not isinstance(first, bool):
-            return self._size(values)
+            if values not in self._sizes:
+                self._sizes[values] = self._size(values)
+            return self._sizes[values]
         if any(value != first for value in values):
             raise UnrecordableError("an argument depends on the length")
         return first

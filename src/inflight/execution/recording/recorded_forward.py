@@ -103,6 +103,9 @@ class _AttentionCalls:
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
         sinks = attention_sinks(module, kwargs)
         sinks = None if sinks is None else sinks.float()
+        output: torch.Tensor
         if spec.shares_cache_with is None:
-            return torch.ops.inflight.write_and_attend(query, key, value, sinks, cache.call)[None]
-        return torch.ops.inflight.attend(query, sinks, cache.call, spec.value_head_size)[None]
+            output = torch.ops.inflight.write_and_attend(query, key, value, sinks, cache.call)
+        else:
+            output = torch.ops.inflight.attend(query, sinks, cache.call, spec.value_head_size)
+        return output[None]

@@ -62,6 +62,10 @@ class Operand:
     is_single: bool = False
 
 
+NOTHING = Operand(0, is_single=True)
+"""An operand that an instruction has no use for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows in memory: where that of each place begins."""
@@ -78,12 +82,16 @@ class Instruction:
 
     code: Opcode
     length: int
-    to: Operand
-    a: Operand = Operand(0)
-    b: Operand = Operand(0)
+    to: Operand = NOTHING
+    a: Operand = NOTHING
+    b: Operand = NOTHING
     rounds: bool = False
     rows: Rows | None = None
     activation: tuple[str, str] = ("", "")
+
+    def makes(self, register: int) -> bool:
+        """Whether it writes into a register."""
+        return self.code is not Opcode.STORE and self.to.register == register
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +158,7 @@ class RowKernel:
         for value in values:
             held = self.held[value]
             rows = Rows(value, held.dtype, Size(0), held.strides)
-            stores.append(
-                Instruction(Opcode.STORE, held.length, Operand(0), Operand(held.register), rows=rows)
-            )
+            stores.append(Instruction(Opcode.STORE, held.length, a=Operand(held.register), rows=rows))
         return stores
 
     def numel(self, value: int) -> Size:
@@ -167,7 +173,7 @@ def space_of(view: View) -> tuple[Size, ...]:
 
 def can_begin(call: Call) -> bool:
     """Whether a call could be a part of a kernel."""
-    return call.operator.name() in _EMITTERS and len(call.outputs) == 1 and len(call.outputs[0].sizes) > 0
+    return call.name in _EMITTERS and len(call.outputs) == 1 and len(call.outputs[0].sizes) > 0
 
 
 class _Joining:
@@ -187,7 +193,7 @@ class _Joining:
 
     def run(self) -> None:
         """Add its instructions."""
-        register = _EMITTERS[self.call.operator.name()](self)
+        register = _EMITTERS[self.call.name](self)
         strides = [Size(0)] * len(self.kernel.space)
         for dim, place in self.place_of.items():
             strides[place] = self.output.strides[dim]
@@ -198,10 +204,11 @@ class _Joining:
         """Whether results are rounded to bfloat16."""
         return self.output.dtype == torch.bfloat16
 
-    def emit(self, code: Opcode, length: int, a: Operand, b: Operand = Operand(0), **options: Any) -> int:
+    def emit(self, code: Opcode, length: int, a: Operand, b: Operand = NOTHING, **options: Any) -> int:
         """Add an instruction; returns the register of its result."""
-        to = self.kernel.new_register(1 if code is Opcode.SUM else length)
-        self.kernel.instructions.append(Instruction(code, length, Operand(to), a, b, **options))
+        is_single = code is Opcode.SUM
+        to = self.kernel.new_register(1 if is_single else length)
+        self.kernel.instructions.append(Instruction(code, length, Operand(to, is_single=is_single), a, b, **options))
         return to
 
     def operand(self, argument: Any) -> Operand:
@@ -210,7 +217,7 @@ class _Joining:
             return self.kernel.constant(float(argument.fixed))
         if isinstance(argument, int | float) and not isinstance(argument, bool):
             return self.kernel.constant(float(argument))
-        if not isinstance(argument, View):
+        if not isinstance(argument, View) or argument.is_opaque:
             raise CannotJoinError
         length = self._length_of(argument)
         held = self.kernel.held.get(argument.value)
@@ -260,6 +267,8 @@ class _Joining:
             if len(found) != 1:
                 raise CannotJoinError
             places[dim] = found[0]
+        if len(places) != len(self.kernel.space):  # it is the row of one place, for all
+            raise CannotJoinError
         return view.offset.fixed, places
 
     def _length_of(self, view: View) -> int:
@@ -290,7 +299,7 @@ _Emitter: TypeAlias = Callable[[_Joining], int]
 
 def _unary(joining: _Joining) -> int:
     operand = joining.operand(joining.call.arguments[0])
-    return joining.emit(UNARY[joining.call.operator.name()], joining.length, operand, rounds=joining.rounds)
+    return joining.emit(UNARY[joining.call.name], joining.length, operand, rounds=joining.rounds)
 
 
 def _binary(joining: _Joining) -> int:
@@ -298,7 +307,7 @@ def _binary(joining: _Joining) -> int:
     if others and others[0] not in (1, ONE):  # a factor of the second
         raise CannotJoinError
     first, second = joining.operand(a), joining.operand(b)
-    return joining.emit(BINARY[joining.call.operator.name()], joining.length, first, second, rounds=joining.rounds)
+    return joining.emit(BINARY[joining.call.name], joining.length, first, second, rounds=joining.rounds)
 
 
 def _square(joining: _Joining) -> int:
@@ -318,9 +327,7 @@ def _cast(joining: _Joining) -> int:
 def _activate(joining: _Joining) -> int:
     x, *activation = joining.call.arguments
     operand = joining.operand(x)
-    return joining.emit(
-        Opcode.ACTIVATE, joining.length, operand, rounds=joining.rounds, activation=tuple(activation)
-    )
+    return joining.emit(Opcode.ACTIVATE, joining.length, operand, rounds=joining.rounds, activation=tuple(activation))
 
 
 def _mean(joining: _Joining) -> int:
@@ -332,7 +339,7 @@ def _mean(joining: _Joining) -> int:
     if not (is_last and keeps_dim and is_plain and view.sizes[-1].is_fixed and MIN_SUM <= length <= MAX_ROW):
         raise CannotJoinError
     total = joining.emit(Opcode.SUM, length, joining.operand(view))
-    if joining.call.operator.name() == SUM:
+    if joining.call.name == SUM:
         return total
     divisor = joining.kernel.constant(float(length))
     return joining.emit(Opcode.DIVIDE, 1, Operand(total, is_single=True), divisor)
@@ -342,6 +349,7 @@ def _concatenate(joining: _Joining) -> int:
     parts, dim = joining.call.arguments
     if dim not in (Size(-1), Size(len(joining.output.sizes) - 1)):
         raise CannotJoinError
+    parts = [part for part in parts if part.sizes[-1] != Size(0)]
     operands = [joining.operand(part) for part in parts]
     to, offset = joining.kernel.new_register(joining.length), 0
     for part, operand in zip(parts, operands, strict=True):

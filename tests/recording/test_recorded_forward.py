@@ -1,0 +1,227 @@
+"""A recorded forward pass gives the bits of what was recorded, for any number of tokens and rows."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from inflight.execution.kernels import kernels_available
+from inflight.execution.recording.fusion import fused
+from inflight.execution.recording.recorded_forward import RecordedForward, record_forward
+from inflight.execution.recording.recorder import UnrecordableError
+from inflight.execution.recording.row_kernel import RowKernel
+
+pytestmark = pytest.mark.skipif(not kernels_available(), reason="needs a C++ compiler")
+
+MAX_TOKENS = 300
+STEPS = ((1, 1), (2, 1), (7, 3), (33, 33), (300, 2))
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def weight(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=GENERATOR).to(dtype)
+
+
+TABLE, WIDE, SCALE, ANGLES = weight(64, 96), weight(64, 4096), weight(96), weight(16)
+NARROW = weight(64, 7)
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def embedded(input_ids: Tensor, dtype: torch.dtype, table: Tensor = TABLE) -> Tensor:
+    return functional.embedding(input_ids[None], table.to(dtype))
+
+
+def root_mean_square(x: Tensor, scale: Tensor) -> Tensor:
+    whole = x.to(torch.float32)
+    whole = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return scale.to(x.dtype) * whole.to(x.dtype)
+
+
+def rotated(x: Tensor) -> Tensor:
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
+def heads(dtype: torch.dtype) -> Forward:
+    """Norms and rotary embeddings of heads, in both orders of tokens and heads."""
+
+    def forward(input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        x = embedded(input_ids, dtype)
+        angles = (ANGLES[None, :, None] @ positions[None, None].float()).transpose(1, 2)
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
+        query = root_mean_square(x.view(1, -1, 3, 32), SCALE[:32]).transpose(1, 2)
+        query = query * cos + rotated(query) * sin
+        out = query.transpose(1, 2).reshape(1, -1, 96) + x
+        return root_mean_square(out, SCALE)[0, logit_rows]
+
+    return forward
+
+
+def layers(dtype: torch.dtype) -> Forward:
+    """Residuals and gates, with numbers, in a dtype that is rounded after each step."""
+
+    def forward(input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        x = embedded(input_ids, dtype) * 9.797958971132712
+        for factor in (0.25, 3):
+            gate, up = (root_mean_square(x, 1 + SCALE)).split((48, 48), dim=-1)
+            x = x + torch.cat((torch.ops.inflight.activate(gate, "swish", "none") * up, up - gate), -1) / factor
+        return functional.layer_norm(x, (96,), SCALE.to(dtype))[0][logit_rows] * 0.5
+
+    return forward
+
+
+def other_operators(dtype: torch.dtype) -> Forward:
+    """What row kernels cannot do: in torch's own operators."""
+
+    def forward(input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        x = embedded(input_ids, dtype)
+        pairs = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        x = functional.gelu(pairs) * torch.sigmoid(x) + functional.pad(x[..., :90], (0, 6))
+        weights, chosen = torch.topk(x, 4, dim=-1)
+        x = torch.where(x > 0, x, x.tanh() * 2).clone()
+        x[..., :4] += weights.softmax(-1)
+        x.mul_(chosen.to(dtype).amax(-1, keepdim=True))
+        return x[0].index_select(0, logit_rows)
+
+    return forward
+
+
+def narrow(dtype: torch.dtype) -> Forward:
+    """Rows that fill no vector."""
+
+    def forward(input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        x = embedded(input_ids, dtype, NARROW)
+        x = torch.cat((x[..., 3:], x[..., :3] - 1), -1) * x
+        return ((x + x[..., 2:3]) / 3 - x[0, :1])[0, logit_rows]
+
+    return forward
+
+
+def wide(dtype: torch.dtype) -> Forward:
+    def forward(input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        x = embedded(input_ids, dtype, WIDE)
+        return root_mean_square(x + root_mean_square(x, WIDE[0]), WIDE[1])[0, logit_rows]
+
+    return forward
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [heads, layers, other_operators, narrow, wide])
+def test_the_bits_are_those_of_what_was_recorded(
+    make: Callable[[torch.dtype], Forward], dtype: torch.dtype, fuses: bool
+) -> None:
+    forward = make(dtype)
+    with torch.inference_mode():
+        recorded = RecordedForward(record_forward(forward, (), (), MAX_TOKENS), fuses=fuses)
+        for num_tokens, num_rows in STEPS:
+            inputs = (
+                torch.randint(64, (num_tokens,), generator=GENERATOR),
+                torch.randint(1000, (num_tokens,), generator=GENERATOR),
+                torch.randint(num_tokens, (num_rows,), generator=GENERATOR),
+            )
+            assert torch.equal(recorded(*inputs), forward(*inputs)), (num_tokens, num_rows)
+
+
+@pytest.mark.parametrize(
+    "size", [8, 9, 31, 32, 64, 100, 128, 511, 512, 768, 1000, 1024, 2048, 4097, 8192, 20000, 32768]
+)
+def test_sums_have_the_bits_of_torch(size: int) -> None:
+    table = weight(16, size)
+
+    def forward(input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        x = functional.embedding(input_ids, table)
+        return (x * x).sum(-1, keepdim=True)[logit_rows] + x.mean(-1, keepdim=True)[logit_rows]
+
+    with torch.inference_mode():
+        recorded = RecordedForward(record_forward(forward, (), (), MAX_TOKENS))
+        for num_tokens in (1, 2, 40):
+            rows = torch.arange(num_tokens)
+            assert torch.equal(recorded(rows % 16, rows, rows), forward(rows % 16, rows, rows))
+
+
+def test_small_operators_run_together() -> None:
+    with torch.inference_mode():
+        recorded = record_forward(heads(torch.bfloat16), (), (), MAX_TOKENS)
+    work, stored = fused(recorded)
+    kernels = [piece for piece in work if isinstance(piece, RowKernel)]
+    others = [piece.name for piece in work if not isinstance(piece, RowKernel)]
+    # Angles twice; the heads; the residual and its norm. What a kernel keeps to itself is never written.
+    assert len(kernels) <= 4
+    assert sum(map(len, stored)) <= 5
+    # The embedding, positions as numbers, the angles (twice side by side), and the rows that are wanted.
+    assert [name.removeprefix("aten::") for name in others] == [
+        *("embedding", "to.dtype", "matmul", "cat", "cos", "sin", "index.Tensor")
+    ]
+
+
+BUFFER = torch.zeros(4)
+
+
+def reads_a_number(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    return TABLE[ids][rows] * positions.max().item()
+
+
+def branches_on_a_value(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    return TABLE[ids][rows] * (2 if positions.max() > 3 else 3)
+
+
+def branches_on_the_length(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    return TABLE[ids][rows] * 2 if len(ids) < 200 else TABLE[ids][rows] - 3
+
+
+def changes_a_number_with_the_length(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    return TABLE[ids][rows] * (1.0 if len(ids) < 200 else 2.0)
+
+
+def stops_growing(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    return TABLE[ids][:200].sum(0) + TABLE[rows]
+
+
+def chooses_rows_by_value(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    return TABLE[ids[ids > 3]].sum(0) + TABLE[rows]
+
+
+def counts_in_numpy(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    return TABLE[ids][rows] * torch.tensor([float(len(ids))])
+
+
+def draws(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    return TABLE[rows] + torch.rand(96)
+
+
+def keeps_a_state(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    BUFFER.add_(1)
+    return TABLE[rows] + BUFFER[0]
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (reads_a_number, "depends on the values of tensors (aten.item.default)"),
+        (branches_on_a_value, "depends on the values of tensors (aten.is_nonzero.default)"),
+        (branches_on_the_length, "calls other operators for other lengths"),
+        (changes_a_number_with_the_length, "an argument depends on the length"),
+        (stops_growing, "a size does not grow evenly with the length"),
+        (chooses_rows_by_value, "depends on the values of tensors"),
+        (counts_in_numpy, "depends on the length without torch's operators"),
+        (draws, "depends on the values of tensors"),
+        (keeps_a_state, "writes into what it keeps (aten::add_.Tensor)"),
+    ],
+)
+def test_what_is_not_the_same_every_time_is_not_recorded(forward: Forward, reason: str) -> None:
+    with torch.inference_mode(), pytest.raises(UnrecordableError, match=re.escape(reason)):
+        record_forward(forward, (), (), MAX_TOKENS)
+
+
+def test_a_program_takes_nothing_but_a_step() -> None:
+    with torch.inference_mode():
+        recorded = RecordedForward(record_forward(wide(torch.float32), (), (), MAX_TOKENS))
+    rows = torch.arange(3)
+    for inputs in ((rows.float(), rows, rows), (rows, rows[:2], rows), (rows[None], rows, rows)):
+        with pytest.raises(RuntimeError, match="position|program"):
+            recorded(*inputs)

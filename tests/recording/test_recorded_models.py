@@ -1,0 +1,61 @@
+"""Models run recorded by default, with the bits of the model that walks through its own Python."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight import LLM, SamplingParams
+from inflight.execution.kernels import kernels_available
+from tests import zoo
+from tests.execution import this_cpu
+from tests.invariance.test_invariance import PRECISIONS, assert_same_bits, needs, run
+
+pytestmark = pytest.mark.skipif(not kernels_available(), reason="needs a C++ compiler")
+
+LONGROPE = "phi3_longrope"
+
+
+def bits(name: str, **options: Any) -> tuple[dict[int, Tensor], bool]:
+    logits, engine = run(name, num_requests=12, max_num_seqs=5, max_num_batched_tokens=33, **options)
+    return logits, engine.runner.info.is_recorded
+
+
+@pytest.mark.parametrize("name", sorted(zoo.ARCHITECTURES))
+def test_every_architecture_has_the_bits_of_its_own_python(name: str) -> None:
+    this_cpu.needs(torch.float32)
+    recorded, is_recorded = bits(name, dtype="float32")
+    walked, walks = bits(name, dtype="float32", record=False)
+    assert (is_recorded, walks) == (name != LONGROPE, False)
+    assert_same_bits(recorded, walked)
+
+
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "float32"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gpt_oss", "qwen3_moe"])
+def test_every_precision_has_the_bits_of_its_own_python(name: str, precision: str) -> None:
+    needs(precision)
+    options = PRECISIONS[precision]
+    recorded, is_recorded = bits(name, **options)
+    walked, _ = bits(name, **options, record=False)
+    assert is_recorded
+    assert_same_bits(recorded, walked)
+
+
+def test_a_model_that_somebody_watches_walks() -> None:
+    model = copy.deepcopy(zoo.build("llama"))
+    seen: list[int] = []
+    model.model.layers[0].register_forward_hook(lambda *args: seen.append(1))
+    llm = LLM(model)
+    assert not llm.model_info.is_recorded
+    assert any("somebody watches its modules" in note for note in llm.model_info.notes)
+    seen.clear()
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))
+    assert len(seen) == 4
+
+
+def test_a_cache_of_a_few_tokens_is_enough_to_prove_it() -> None:
+    llm = LLM(zoo.build("llama"), num_blocks=1, block_size=4, max_model_len=4, max_num_batched_tokens=4)
+    assert llm.model_info.is_recorded
+    assert llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1))[0].outputs[0].token_ids

@@ -17,11 +17,22 @@ from typing import Any
 import torch
 
 from inflight.execution import kernels
+from inflight.execution.recording.encoding import Encoded, encoded
+from inflight.execution.recording.recorded_forward import record_forward
 from inflight.execution.weights.panels import panels_of
 
 EXTREMES = (-(2**63), -(2**31), -7, -1, 0, 1, 2, 3, 5, 16, 17, 64, 255, 2**20, 2**31 - 1, 2**31, 2**40, 2**63 - 1)
 GROUPED = [(4, 0, False), (4, 0, True), (4, 1, True), (5, 1, True), (6, 2, False), (8, 0, False), (8, 1, False)]
 """Bits, fine scales and minima of weights in groups."""
+
+
+TABLE = torch.randn(16, 48)
+
+
+def _norm_of_rows(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+    x = torch.nn.functional.embedding(input_ids, TABLE) + positions[:, None].float()
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return torch.cat((-x[:, 24:], x[:, :24]), -1).to(torch.bfloat16).view(-1, 3, 16).transpose(0, 1)[:, logit_rows] * 2
 
 
 class Fuzzer:
@@ -31,6 +42,7 @@ class Fuzzer:
         self.random = random.Random(seed)
         self.num_refused = 0
         self.num_accepted = 0
+        self.programs: list[Encoded] = []
         self.operators: list[Callable[[], None]] = [
             self._greedy,
             self._sample,
@@ -38,6 +50,7 @@ class Fuzzer:
             self._linear,
             self._experts,
             self._attention,
+            self._program,
         ]
 
     def run(self, num_calls: int) -> None:
@@ -148,6 +161,24 @@ class Fuzzer:
             self.call("attend", self._floats(tokens, heads[0], head_size), sinks, call, rate=0.1)
             ops.delete_call(call)
         ops.delete_step(step)
+
+    def _program(self) -> None:
+        """A recorded norm of rows, of which one number or another is changed."""
+        if not self.programs:
+            with torch.inference_mode():
+                recorded = record_forward(_norm_of_rows, (), (), max_tokens=64)
+            self.programs = [encoded(recorded, fuses=fuses) for fuses in (True, False)]
+        codes, *others = self.random.choice(self.programs)
+        changed = list(codes)
+        for _ in range(self.random.randint(0, 2)):
+            place = self.random.randrange(len(changed))
+            near = changed[place] + self.random.choice([-16, -2, -1, 1, 2, 16])
+            changed[place] = self.random.choice([near, near, self.random.choice(EXTREMES)])
+        number = self.call("new_program", changed, *others, rate=0.02)
+        if number is not None:
+            rows = torch.arange(self.random.randint(0, 9))
+            self.call("run_program", rows, rows, rows[:3], number, rate=0.05)
+            torch.ops.inflight.delete_program(number)
 
     # ------------------------------------------------------------------------------------- changes
 

@@ -166,7 +166,7 @@ def test_an_attention_call_keeps_its_step_to_its_memory() -> None:
     for tables, changes in (([[0, 4]], {}), ([[0, 1]], {"indices": indices + 20})):
         begin(tables, **changes)
         with pytest.raises(RuntimeError, match="the step names blocks beyond the 4 of the cache"):
-            operators.write(states, states, cache.call, 8)
+            operators.write(states, states, cache.call)
     begin([[-1, 1]])
     with pytest.raises(RuntimeError, match="a block that a query sees was let go"):
         operators.attend(torch.zeros(6, 2, 8), None, cache.call, 8)

@@ -10,8 +10,9 @@
 namespace inflight {
 
 constexpr int kVectors = kPanelOutputs / kLanes;
-constexpr int64_t kSharesOfThread = 4;    // of all rows and panels
-constexpr int64_t kMinShareSize = 16384;  // rows times operands
+constexpr int64_t kSharesOfThread = 4;   // of all rows and panels
+constexpr int64_t kRowsOfReading = 5;    // that are multiplied while a panel comes out of memory
+constexpr int64_t kMinShareSize = 8192;  // such rows times operands: some 4 µs
 
 // What is done to a sum before it is stored. A null pointer means nothing.
 template <class Output>
@@ -66,9 +67,10 @@ struct Finish {
 template <class Way, class Run>
 void for_each_panel(int64_t num_panels, int64_t num_rows, int64_t steps, const Run& run) {
   const int64_t num_blocks = (num_rows + Way::kRowsOfItem - 1) / Way::kRowsOfItem;
-  const int64_t num_items = num_blocks * num_panels, item_size = steps * std::min(num_rows, Way::kRowsOfItem);
-  const int64_t num_shares =
-      std::clamp<int64_t>(num_items * item_size / kMinShareSize, 1, kSharesOfThread * at::get_num_threads());
+  const int64_t num_items = num_blocks * num_panels, num_threads = at::get_num_threads();
+  const int64_t item_size = steps * (kRowsOfReading + std::min(num_rows, Way::kRowsOfItem));
+  int64_t num_shares = std::clamp<int64_t>(num_items * item_size / kMinShareSize, 1, kSharesOfThread * num_threads);
+  if (num_shares > num_threads) num_shares -= num_shares % num_threads;
   for_each_item(num_shares, [&](int64_t share) {
     Way way;
     for (int64_t item = num_items * share / num_shares; item < num_items * (share + 1) / num_shares; ++item) {

@@ -8,7 +8,7 @@
 namespace inflight {
 namespace {
 
-constexpr int64_t kNumInputs = 3;
+constexpr int64_t kNumInputs = 3, kMaxValues = 1 << 20;
 
 enum class Kind : int64_t { kNone, kInteger, kNumber, kFlag, kTensor, kIntegers, kTensors, kNumberAsTensor,
                             kIntegerAsTensor, kWord, kDevice, kNumbers };
@@ -17,6 +17,12 @@ at::DimVector at_step(const std::vector<Size>& sizes, const StepSize& step) {
   at::DimVector numbers;
   for (const Size& size : sizes) numbers.push_back(size.at(step));
   return numbers;
+}
+
+at::DimVector places_at(const std::vector<Size>& sizes, const StepSize& step) {
+  at::DimVector places;
+  for (const Size& size : sizes) places.push_back(size.place_at(step));
+  return places;
 }
 
 ValueView read_view(Reader& reader) {
@@ -40,12 +46,14 @@ at::Tensor ValueView::of(const std::vector<at::Tensor>& values, const StepSize& 
   const at::Tensor& base = values.at(value);
   TORCH_CHECK(base.defined(), "a program reads a value that is not there");
   if (is_opaque) return base;
-  const at::DimVector shape = at_step(sizes, step), distances = at_step(strides, step);
-  const int64_t first = offset.at(step);
-  int64_t end = first + 1;
-  for (size_t dim = 0; dim < shape.size(); ++dim) end = shape[dim] == 0 ? 0 : end + (shape[dim] - 1) * distances[dim];
-  const bool goes_back = std::any_of(distances.begin(), distances.end(), [](int64_t stride) { return stride < 0; });
-  TORCH_CHECK(first >= 0 && !goes_back && end * int64_t(c10::elementSize(dtype)) <= int64_t(base.storage().nbytes()), "a view would leave its memory");
+  TORCH_CHECK(sizes.size() == strides.size(), "a view has a stride for each of its sizes");
+  const at::DimVector shape = places_at(sizes, step), distances = places_at(strides, step);
+  const int64_t first = offset.place_at(step);
+  __int128 end = first + 1;
+  for (size_t dim = 0; dim < shape.size(); ++dim) end += __int128(shape[dim] - 1) * distances[dim];
+  const bool is_empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
+  TORCH_CHECK(is_empty || end * int64_t(c10::elementSize(dtype)) <= int64_t(base.storage().nbytes()),
+              "a view would leave its memory");
   at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
                                                              base.key_set(), c10::scalarTypeToTypeMeta(dtype));
   view.unsafeGetTensorImpl()->set_sizes_and_strides(shape, distances, first);
@@ -117,7 +125,10 @@ void OperatorCall::run(std::vector<at::Tensor>& values, const StepSize& step) co
   }
 }
 
-Program::Program(Reader& reader, const std::vector<at::Tensor>& constants) : values_(reader.code()) {
+Program::Program(Reader& reader, const std::vector<at::Tensor>& constants) {
+  const int64_t num_values = reader.code();
+  TORCH_CHECK(num_values >= kNumInputs && num_values < kMaxValues, "a program cannot have ", num_values, " values");
+  values_.resize(num_values);
   size_t next = 0;
   reader.list([&] { return values_.at(reader.code()) = constants.at(next++); });
   items_ = reader.list([&] {

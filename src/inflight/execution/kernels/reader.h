@@ -12,11 +12,21 @@ struct StepSize {
   int64_t tokens, logit_rows;
 };
 
+// The most that a size, a stride or an offset in memory may be: so no product of two of them overflows.
+constexpr int64_t kMaxPlace = int64_t(1) << 40;
+
 // A number that grows with a step.
 struct Size {
   int64_t fixed, per_token, per_logit_row;
   int64_t at(const StepSize& step) const {
     return fixed + per_token * step.tokens + per_logit_row * step.logit_rows;
+  }
+  // The same, where it is a place in memory.
+  int64_t place_at(const StepSize& step) const {
+    __int128 place = fixed;
+    place += __int128(per_token) * step.tokens + __int128(per_logit_row) * step.logit_rows;
+    TORCH_CHECK(place >= 0 && place < kMaxPlace, "a program asks for too much memory");
+    return int64_t(place);
   }
 };
 
@@ -32,7 +42,11 @@ class Reader {
   double number() { return numbers_.at(code()); }
   const std::string& word() { return words_.at(code()); }
   bool flag() { return code() != 0; }
-  at::ScalarType dtype() { return at::ScalarType(code()); }
+  at::ScalarType dtype() {
+    const int64_t number = code();
+    TORCH_CHECK(number >= 0 && number < int64_t(at::ScalarType::Undefined), "there is no dtype ", number);
+    return at::ScalarType(number);
+  }
   Size size() {
     const int64_t fixed = code(), per_token = code();
     return {fixed, per_token, code()};

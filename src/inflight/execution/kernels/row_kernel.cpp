@@ -13,6 +13,8 @@ namespace inflight {
 namespace {
 
 constexpr int64_t kMinWork = 1 << 17;  // elements times instructions that are worth another thread
+constexpr int64_t kMaxLength = 1 << 20;  // of a row
+constexpr int64_t kMaxFloats = 1 << 24;  // in registers
 constexpr int kMaxDims = 6;
 
 // To the nearest bfloat16 as torch rounds, with denormal numbers.
@@ -169,15 +171,14 @@ struct PlacedRows {
 PlacedRows place(const RowInstruction& at, const at::Tensor& value, const std::array<int64_t, kMaxDims>& sizes,
                  const StepSize& step) {
   PlacedRows placed;
-  const int64_t offset = at.rows.offset.at(step), item_size = c10::elementSize(at.rows.dtype);
-  int64_t end = offset + at.length, first_place = offset;
+  const int64_t offset = at.rows.offset.place_at(step), item_size = c10::elementSize(at.rows.dtype);
+  __int128 end = offset + at.length;
   for (size_t dim = 0; dim < at.rows.strides.size(); ++dim) {
-    const int64_t stride = at.rows.strides[dim].at(step);
+    const int64_t stride = at.rows.strides[dim].place_at(step);
     placed.strides[dim] = stride * item_size;
-    end += stride * (sizes[dim] - 1);
-    first_place = std::min(first_place, stride);
+    end += __int128(stride) * (sizes[dim] - 1);
   }
-  TORCH_CHECK(value.defined() && value.scalar_type() == at.rows.dtype && first_place >= 0 && end * item_size <= int64_t(value.storage().nbytes()),
+  TORCH_CHECK(value.defined() && value.scalar_type() == at.rows.dtype && end * item_size <= int64_t(value.storage().nbytes()),
               "a row kernel would leave its memory");
   placed.first = static_cast<char*>(value.storage().mutable_data()) + offset * item_size;
   return placed;
@@ -200,13 +201,17 @@ bool touches_memory(const RowInstruction& at) { return at.code == Opcode::kLoad 
 RowKernel::RowKernel(Reader& reader)
     : space_(reader.sizes()), registers_(reader.list([&] { return reader.code(); })), num_floats_(reader.code()) {
   TORCH_CHECK(space_.size() <= kMaxDims, "a row kernel has too many dimensions");
+  TORCH_CHECK(num_floats_ >= 0 && num_floats_ <= kMaxFloats, "a row kernel cannot have ", num_floats_, " floats");
   constants_ = reader.list([&] {
     const int64_t index = reader.code();
+    const int64_t first = registers_.at(index);
+    TORCH_CHECK(0 <= first && first < num_floats_, "a row kernel would leave its registers");
     return Constant{index, float(reader.number())};
   });
   outputs_ = reader.list([&] {
     const int64_t value = reader.code();
     const at::ScalarType dtype = reader.dtype();
+    TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "rows must be float32 or bfloat16");
     return Output{value, dtype, reader.size()};
   });
   instructions_ = reader.list([&] {
@@ -236,14 +241,20 @@ RowKernel::RowKernel(Reader& reader)
 
 // Refuses what would leave the registers. Instructions work on whole vectors.
 void RowKernel::check(const RowInstruction& at) const {
-  TORCH_CHECK(at.code >= Opcode::kLoad && at.code <= Opcode::kActivate && at.length > 0, "a row kernel has no such instruction");
+  TORCH_CHECK(at.code >= Opcode::kLoad && at.code <= Opcode::kActivate && at.length > 0 &&
+                  at.length <= kMaxLength,
+              "a row kernel has no such instruction");
   TORCH_CHECK(at.code != Opcode::kActivate || at.activation, "a row kernel has no such activation");
-  for (const Operand* operand : {&at.to, &at.a, &at.b}) {
-    const int64_t length = operand->is_single ? 1 : round_up(at.length, kLanes);
-    TORCH_CHECK(operand->offset >= 0 && registers_.at(operand->index) >= 0 &&
-                    registers_.at(operand->index) + operand->offset + length <= num_floats_,
+  const bool is_binary = at.code >= Opcode::kAdd && at.code <= Opcode::kDivide;
+  const auto check_operand = [&](const Operand& operand, bool is_single) {
+    const int64_t first = registers_.at(operand.index), length = is_single ? 1 : round_up(at.length, kLanes);
+    TORCH_CHECK(0 <= first && first <= num_floats_ && 0 <= operand.offset && operand.offset <= num_floats_ &&
+                    first + operand.offset + length <= num_floats_,
                 "a row kernel would leave its registers");
-  }
+  };
+  if (at.code != Opcode::kStore) check_operand(at.to, at.code == Opcode::kSum);
+  if (at.code != Opcode::kLoad) check_operand(at.a, is_binary && at.a.is_single);
+  if (is_binary) check_operand(at.b, at.b.is_single);
   if (!touches_memory(at)) return;
   TORCH_CHECK(at.rows.dtype == at::kFloat || at.rows.dtype == at::kBFloat16, "rows must be float32 or bfloat16");
   TORCH_CHECK(at.rows.strides.size() == space_.size(), "rows must have a stride in each dimension");
@@ -252,11 +263,15 @@ void RowKernel::check(const RowInstruction& at) const {
 void RowKernel::run(std::vector<at::Tensor>& values, const StepSize& step) const {
   RECORD_FUNCTION("inflight::row_kernel", c10::ArrayRef<const c10::IValue>{});
   for (const Output& output : outputs_)
-    values.at(output.value) = at::empty({output.length.at(step)}, at::TensorOptions().dtype(output.dtype));
+    values.at(output.value) = at::empty({output.length.place_at(step)}, at::TensorOptions().dtype(output.dtype));
   const int num_dims = int(space_.size());
   std::array<int64_t, kMaxDims> sizes{};
   int64_t num_rows = 1;
-  for (int dim = 0; dim < num_dims; ++dim) num_rows *= sizes[dim] = space_[dim].at(step);
+  for (int dim = 0; dim < num_dims; ++dim) {
+    sizes[dim] = space_[dim].place_at(step);
+    TORCH_CHECK(num_rows * __int128(sizes[dim]) < kMaxPlace, "a row kernel has too many rows");
+    num_rows *= sizes[dim];
+  }
   if (num_rows == 0) return;
   std::vector<PlacedRows> placed(instructions_.size());
   for (size_t i = 0; i < instructions_.size(); ++i)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -31,8 +31,12 @@ class Kind(IntEnum):
     NUMBERS = 11
 
 
-def new_program(recorded: RecordedPass, *, fuses: bool = True) -> int:
-    """The number of the program in the kernels.
+Encoded: TypeAlias = tuple[list[int], list[float], list[str], list[torch.Tensor]]
+"""Codes, the numbers and words that they name, and constants."""
+
+
+def encoded(recorded: RecordedPass, *, fuses: bool = True) -> Encoded:
+    """What the operator `new_program` takes.
 
     Args:
         fuses: whether small operators run as row kernels.
@@ -43,9 +47,7 @@ def new_program(recorded: RecordedPass, *, fuses: bool = True) -> int:
         work, stored = list(recorded.calls), [[] for _ in recorded.calls]
     writer = _Writer()
     writer.program(recorded, work, stored)
-    constants = list(recorded.constants.values())
-    number: int = torch.ops.inflight.new_program(writer.codes, writer.numbers, writer.words, constants)
-    return number
+    return writer.codes, writer.numbers, writer.words, list(recorded.constants.values())
 
 
 class _Writer:

@@ -77,6 +77,13 @@ class Call:
         return self.operator.namespace == "aten" and not self.writes
 
     @property
+    def grows(self) -> bool:
+        """Whether any of its sizes grows with the step."""
+        sizes = (each for view in (*self.inputs, *self.outputs) for each in (*view.sizes, *view.strides, view.offset))
+        numbers = (each for each in _flat(self.arguments) if isinstance(each, Size))
+        return not all(size.is_fixed for size in (*sizes, *numbers))
+
+    @property
     def inputs(self) -> list[View]:
         """All tensors among the arguments."""
         return [each for each in _flat(self.arguments) if isinstance(each, View)]
@@ -170,7 +177,7 @@ def _simplified(recorded: RecordedPass, recording: Recording) -> RecordedPass:
     for call in recorded.calls:
         inputs, made = call.inputs, {view.value for view in call.outputs} - known
         known |= made
-        is_constant = bool(inputs) and all(view.value in constants for view in inputs)
+        is_constant = bool(inputs) and all(view.value in constants for view in inputs) and not call.grows
         if call.is_pure and is_constant and all(_is_small(recording.tensors[value]) for value in made):
             constants |= {value: recording.tensors[value] for value in made}
         elif made or not call.is_pure:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from inflight.execution.attention import CpuCache
 from inflight.execution.attention.interface import AttentionSpec
 from inflight.execution.hf.hook import attend_with, attention_sinks
-from inflight.execution.recording.encoding import new_program
+from inflight.execution.recording.encoding import encoded
 from inflight.execution.recording.program import SAMPLES, RecordedPass, RecordedRun, as_recorded_pass
 from inflight.execution.recording.recorder import Recording, UnrecordableError
 
@@ -33,7 +33,7 @@ class RecordedForward:
     """
 
     def __init__(self, recorded: RecordedPass, *, fuses: bool = True) -> None:
-        self._program = new_program(recorded, fuses=fuses)
+        self._program: int = torch.ops.inflight.new_program(*encoded(recorded, fuses=fuses))
         weakref.finalize(self, torch.ops.inflight.delete_program, self._program)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:

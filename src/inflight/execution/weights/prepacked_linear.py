@@ -57,8 +57,10 @@ class WeightLayout:
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """The weight's rows of these numbers: `[…]` int64 to `[…, in]`, in the stored dtype, or float32 if scaled."""
-        rows = self.elements[self.row_places[numbers][..., None] + self.column_places]
-        return rows if self.scales is None else rows * self.scales[numbers][..., None]
+        each = numbers.reshape(-1)  # indexing by a single number would read its value
+        rows = self.elements[self.row_places[each][:, None] + self.column_places]
+        rows = rows if self.scales is None else rows * self.scales[each][:, None]
+        return rows.view(*numbers.shape, -1)
 
 
 class PrepackedLinear(nn.Module, ABC):

@@ -173,7 +173,9 @@ class Fuzzer:
         for _ in range(self.random.randint(0, 2)):
             place = self.random.randrange(len(changed))
             near = changed[place] + self.random.choice([-16, -2, -1, 1, 2, 16])
-            changed[place] = self.random.choice([near, near, self.random.choice(EXTREMES)])
+            # Nothing between: a program may ask for as much memory as it likes.
+            extreme = self.random.choice([each for each in EXTREMES if not 2**16 < each < 2**40])
+            changed[place] = self.random.choice([near, near, extreme])
         number = self.call("new_program", changed, *others, rate=0.02)
         if number is not None:
             rows = torch.arange(self.random.randint(0, 9))

@@ -130,7 +130,11 @@ Program::Program(Reader& reader, const std::vector<at::Tensor>& constants) {
   TORCH_CHECK(num_values >= kNumInputs && num_values < kMaxValues, "a program cannot have ", num_values, " values");
   values_.resize(num_values);
   size_t next = 0;
-  reader.list([&] { return values_.at(reader.code()) = constants.at(next++); });
+  reader.list([&] {
+    const at::Tensor& constant = constants.at(next++);
+    TORCH_CHECK(constant.defined() && constant.device().is_cpu(), "a constant of a program must lie on the CPU");
+    return values_.at(reader.code()) = constant;
+  });
   items_ = reader.list([&] {
     const bool is_call = reader.flag();
     auto work = is_call ? std::variant<OperatorCall, RowKernel>(OperatorCall(reader)) : RowKernel(reader);

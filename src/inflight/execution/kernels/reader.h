@@ -44,8 +44,10 @@ class Reader {
   bool flag() { return code() != 0; }
   at::ScalarType dtype() {
     const int64_t number = code();
-    TORCH_CHECK(number >= 0 && number < int64_t(at::ScalarType::Undefined), "there is no dtype ", number);
-    return at::ScalarType(number);
+    const auto dtype = at::ScalarType(number);
+    TORCH_CHECK(number >= 0 && number <= int64_t(at::kBFloat16) && !c10::isQIntType(dtype), "there is no dtype ", number,
+                " here");
+    return dtype;
   }
   Size size() {
     const int64_t fixed = code(), per_token = code();

@@ -464,20 +464,36 @@ struct RoundedRows {
   }
 };
 
+// The panel after the one that is multiplied, which comes out of memory meanwhile: where a panel is used several times,
+// the processor does not see that it will be needed.
+struct NextPanel {
+  const uint8_t* at = nullptr;
+
+  void advance(int64_t bytes) {
+    if (!at) return;
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 2);
+    at += bytes;
+  }
+};
+
 // Where the weights of a panel come from, chunk by chunk: from the panel itself,
 template <class Kind>
 struct FromPanel {
   const Grouped& layout;
   const uint8_t* at;
+  NextPanel ahead;
   const Bits table = spread(layout.table());
   Scales<Kind> coarse[kVectors];
 
-  FromPanel(const Grouped& layout, const uint8_t* panel) : layout(layout), at(panel) {}
+  FromPanel(const Grouped& layout, const uint8_t* panel, NextPanel ahead = {}) : layout(layout), at(panel), ahead(ahead) {}
   void begin_run() {
     for (int v = 0; v < kVectors; ++v) coarse[v] = {layout, at, v};
     at += layout.head_bytes();
   }
-  void next() { at += kBytesOfChunk<Kind>; }
+  void next() {
+    at += kBytesOfChunk<Kind>;
+    ahead.advance(kBytesOfChunk<Kind>);
+  }
   void read(int vector, int eight, Quads& first, Quads& second) const {
     unpack<Kind>(at + kNumbersOfChunk<Kind>, table, vector, eight, first, second);
   }
@@ -518,14 +534,16 @@ template <class Kind>
 struct FromUnpacked {
   const uint8_t* numbers;
   const float *scales, *minima;
+  NextPanel ahead;
 
-  explicit FromUnpacked(const Unpacked<Kind>& all)
-      : numbers(all.numbers.data()), scales(all.scales.data()), minima(all.minima.data()) {}
+  FromUnpacked(const Unpacked<Kind>& all, NextPanel ahead)
+      : numbers(all.numbers.data()), scales(all.scales.data()), minima(all.minima.data()), ahead(ahead) {}
   void begin_run() {}
   void next() {
     numbers += kChunk * kPanelOutputs;
     scales += Kind::kParts * kPanelOutputs;
     minima += kPanelOutputs;
+    ahead.advance(kBytesOfChunk<Kind>);
   }
   void read(int vector, int eight, Quads& first, Quads& second) const {
     first.words = load<Bits>(numbers + (2 * eight * kPanelOutputs + vector * kLanes) * 4);
@@ -621,21 +639,27 @@ struct WholeNumbers {
     return std::array{&WholeNumbers::template run_rows<kRows + 1, From>...};
   }
 
-  template <class From>
-  static void run_from(const From& from, int64_t chunks_of_run, const RoundedRows& x, int64_t first_row, int64_t count,
-                       int64_t first_output, const Finish<Output>& finish) {
+  // `make` makes a `From`, given what comes out of memory meanwhile.
+  template <class From, class Make>
+  static void run_from(const Make& make, int64_t chunks_of_run, const RoundedRows& x, int64_t first_row, int64_t count,
+                       int64_t first_output, const Finish<Output>& finish, NextPanel next) {
     constexpr auto functions = by_rows<From>(std::make_integer_sequence<int, kRowsAtOnce>{});
     for_each_group(count, kRowsAtOnce, [&](int64_t first, int64_t rows) {
-      functions[rows - 1](from, chunks_of_run, x, first_row + first, first_output, finish);
+      const bool is_last = first + rows == count;
+      functions[rows - 1](make(is_last ? next : NextPanel{}), chunks_of_run, x, first_row + first, first_output, finish);
     });
   }
 
   void run_panel(const Grouped& layout, const RoundedRows& x, const uint8_t* panel, int64_t first_row, int64_t count,
                  int64_t first_output, const Finish<Output>& finish) {
-    if (count <= kRowsWorthUnpacking)
-      return run_from(FromPanel<Kind>(layout, panel), layout.chunks(), x, first_row, count, first_output, finish);
+    const NextPanel next{count > kRowsAtOnce ? panel + layout.num_runs(x.num_chunks * kChunk) * layout.run_bytes() : nullptr};
+    if (count <= kRowsWorthUnpacking) {
+      const auto make = [&](NextPanel ahead) { return FromPanel<Kind>(layout, panel, ahead); };
+      return run_from<FromPanel<Kind>>(make, layout.chunks(), x, first_row, count, first_output, finish, next);
+    }
     unpacked.take(layout, panel, x.num_chunks);
-    run_from(FromUnpacked<Kind>(unpacked), layout.chunks(), x, first_row, count, first_output, finish);
+    const auto make = [&](NextPanel ahead) { return FromUnpacked<Kind>(unpacked, ahead); };
+    run_from<FromUnpacked<Kind>>(make, layout.chunks(), x, first_row, count, first_output, finish, next);
   }
 };
 

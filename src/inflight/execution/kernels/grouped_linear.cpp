@@ -464,18 +464,6 @@ struct RoundedRows {
   }
 };
 
-// The panel after the one that is multiplied, which comes out of memory meanwhile: where a panel is used several times,
-// the processor does not see that it will be needed.
-struct NextPanel {
-  const uint8_t* at = nullptr;
-
-  void advance(int64_t bytes) {
-    if (!at) return;
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 2);
-    at += bytes;
-  }
-};
-
 // Where the weights of a panel come from, chunk by chunk: from the panel itself,
 template <class Kind>
 struct FromPanel {
@@ -652,7 +640,8 @@ struct WholeNumbers {
 
   void run_panel(const Grouped& layout, const RoundedRows& x, const uint8_t* panel, int64_t first_row, int64_t count,
                  int64_t first_output, const Finish<Output>& finish) {
-    const NextPanel next{count > kRowsAtOnce ? panel + layout.num_runs(x.num_chunks * kChunk) * layout.run_bytes() : nullptr};
+    const auto* after = reinterpret_cast<const char*>(panel + layout.num_runs(x.num_chunks * kChunk) * layout.run_bytes());
+    const NextPanel next{count > kRowsAtOnce ? after : nullptr};
     if (count <= kRowsWorthUnpacking) {
       const auto make = [&](NextPanel ahead) { return FromPanel<Kind>(layout, panel, ahead); };
       return run_from<FromPanel<Kind>>(make, layout.chunks(), x, first_row, count, first_output, finish, next);

@@ -34,11 +34,12 @@ inline typename Kind::Operand operand_at(const typename Kind::Stored* from) {
 // Adds to sums[row][vector] the products of `steps` operands, for kRows rows that lie `stride` elements apart.
 template <class Kind, int kRows, class Weight>
 inline void multiply_panel(const typename Kind::Stored* x, int64_t stride, const Weight* panel, int64_t steps,
-                           typename Kind::Sum (&sums)[kRows][kVectors]) {
+                           typename Kind::Sum (&sums)[kRows][kVectors], NextPanel next = {}) {
   constexpr int64_t kPack = Kind::kPack;
   for (int64_t step = 0; step < steps; ++step, panel += kPanelOutputs * kPack) {
     typename Kind::Panel weights[kVectors];
     for (int v = 0; v < kVectors; ++v) weights[v] = Kind::load_panel(panel + v * kLanes * kPack);
+    next.advance(kPanelOutputs * kPack * sizeof(Weight));
     for (int row = 0; row < kRows; ++row) {
       const auto operand = operand_at<Kind>(x + row * stride + step * kPack);
       for (int v = 0; v < kVectors; ++v) sums[row][v] = Kind::multiply_add(sums[row][v], operand, weights[v]);

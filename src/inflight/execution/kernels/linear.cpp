@@ -44,10 +44,10 @@ struct Int8Quads {
 
 template <class Kind, class Weight, class Output, int kRows>
 void run_rows(const typename Kind::Stored* x, const Weight* panel, int64_t steps, int64_t first_row,
-              int64_t first_output, const Finish<Output>& finish) {
+              int64_t first_output, const Finish<Output>& finish, NextPanel next) {
   using Lanes = std::conditional_t<Kind::kPack == 4, Ints, Floats>;
   typename Kind::Sum sums[kRows][kVectors] = {};
-  multiply_panel<Kind, kRows>(x + first_row * steps * Kind::kPack, steps * Kind::kPack, panel, steps, sums);
+  multiply_panel<Kind, kRows>(x + first_row * steps * Kind::kPack, steps * Kind::kPack, panel, steps, sums, next);
   for (int v = 0; v < kVectors; ++v) {
     const int64_t first = first_output + v * kLanes, count = std::min<int64_t>(kLanes, finish.out_features - first);
     if (count <= 0) break;
@@ -75,9 +75,11 @@ struct Lanewise {
                   int64_t first_output, const Finish<Output>& finish) const {
     constexpr auto by_rows = rows_functions<Kind, Weight, Output>(std::make_integer_sequence<int, kRowsAtOnce>{});
     const int64_t num_groups = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;  // as equal as can be
+    const NextPanel after{reinterpret_cast<const char*>(panel + steps * kPanelOutputs * Kind::kPack)};
     for (int64_t group = 0; group < num_groups; ++group) {
       const int64_t low = num_rows * group / num_groups, high = num_rows * (group + 1) / num_groups;
-      by_rows[high - low - 1](rows.x, panel, steps, first_row + low, first_output, finish);
+      const NextPanel next = num_groups > 1 && group + 1 == num_groups ? after : NextPanel{};
+      by_rows[high - low - 1](rows.x, panel, steps, first_row + low, first_output, finish, next);
     }
   }
 };

@@ -14,6 +14,18 @@ constexpr int64_t kSharesOfThread = 4;   // of all rows and panels
 constexpr int64_t kRowsOfReading = 5;    // that are multiplied while a panel comes out of memory
 constexpr int64_t kMinShareSize = 8192;  // such rows times operands: some 4 µs
 
+// The panel after the one that is multiplied, which comes out of memory meanwhile: where several groups of rows go
+// through a panel, the processor does not see that the next one will be needed.
+struct NextPanel {
+  const char* at = nullptr;
+
+  void advance(int64_t bytes) {
+    if (!at) return;
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 2);
+    at += bytes;
+  }
+};
+
 // What is done to a sum before it is stored. A null pointer means nothing.
 template <class Output>
 struct Finish {

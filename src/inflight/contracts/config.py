@@ -52,9 +52,9 @@ class EngineConfig:
             where the CPU is faster so (AVX-512), else exact.
         record: whether the forward pass of a model that runs packed on a CPU is recorded once, and then runs without
             Python, with the same bits. Hooks that are put on its modules later are then never called.
-        compile: "off", "auto" (`torch.compile`: faster steps, after compiling once for up to a minute) or "max" (faster
-            still, longer to compile). Only on a CPU with our kernels; a model that cannot be compiled runs as with
-            "off".
+        compile: "off"; or, instead of recording, "auto" (`torch.compile`, which takes up to a minute, once) or "max"
+            (minutes; for a small model a few percent faster than recorded). Only on a CPU with our kernels; a model
+            that cannot be compiled runs as with "off".
         max_model_len: the most tokens of a sequence, prompt and output; None: what the model was made for.
         max_num_seqs: the most sequences that run at once: the number of slots.
         max_num_batched_tokens: the token budget of a step.

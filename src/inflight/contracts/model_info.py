@@ -77,3 +77,10 @@ class ModelInfo:
     arithmetic: str | None = None
     weights: tuple[StoredWeights, ...] = ()
     is_recorded: bool = False
+
+    @property
+    def forward_pass(self) -> str:
+        """How a step runs the model: "recorded", "compiled (max)", or "in Python"."""
+        if self.is_recorded:
+            return "recorded"
+        return "in Python" if self.compile == "off" else f"compiled ({self.compile})"

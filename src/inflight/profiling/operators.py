@@ -1,7 +1,8 @@
 """How long the operators of a forward pass take, by kind, according to torch's profiler.
 
 An operator counts as a linear layer or as attention by its name, or because it runs inside one; all others are small
-operators, including a compiled model's fused kernels and the calls between them. Attention backends whose operators
+operators, including the row kernels of a recorded forward pass or the fused ones of a compiled model, and what lies
+between their calls. Attention backends whose operators
 have no telling names are marked. Time between operators is Python.
 
 The profiler costs time at every operator, so the times of many small operators and of Python are too long.

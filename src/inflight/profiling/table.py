@@ -12,9 +12,8 @@ def profile_table(profile: StepProfile) -> RenderableType:
     """Return what was measured, then a row for each part, then the whole step."""
     model, machine, work = profile.model, profile.machine, profile.work
     setting = Table(show_header=False, box=None, pad_edge=False)
-    compiled = "" if model.compile == "off" else f", compiled ({model.compile})"
     dtype = model.dtype if model.quantization is None else f"{model.dtype} and {model.quantization} weights"
-    setting.add_row("model", f"{model.model_class}, {dtype}, attention {model.attention_backend}{compiled}")
+    setting.add_row("model", f"{model.model_class}, {dtype}, attention {model.attention_backend}, {model.forward_pass}")
     setting.add_row(
         "step", f"{profile.num_sequences} sequences decode over {profile.num_cached_tokens:.0f} cached tokens each"
     )

@@ -187,6 +187,7 @@ class _Joining:
             raise CannotJoinError
         if last.fixed > 1 and self.output.strides[-1] != ONE:
             raise CannotJoinError
+        _product((*kernel.space, last))  # which is what it takes in memory
         self.length = last.fixed
         self.dims = [dim for dim, size in enumerate(outer) if size != ONE]
         self.place_of = self._places()

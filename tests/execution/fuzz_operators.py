@@ -180,6 +180,9 @@ class Fuzzer:
         if number is not None:
             rows = torch.arange(self.random.randint(0, 9))
             self.call("run_program", rows, rows, rows[:3], number, rate=0.05)
+            run = self.call("new_program_run", rows, rows, rows[:3], number, rate=0.05)
+            while run is not None and self.call("advance_program_run", run, 1, rate=0.05):
+                self.call("output_of_program_run", run)
             torch.ops.inflight.delete_program(number)
 
     # ------------------------------------------------------------------------------------- changes

@@ -226,3 +226,31 @@ def test_a_program_takes_nothing_but_a_step() -> None:
     for inputs in ((rows.float(), rows, rows), (rows, rows[:2], rows), (rows[None], rows, rows)):
         with pytest.raises(RuntimeError, match=r"position|program"):
             recorded(*inputs)
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def test_an_interrupt_comes_through_in_the_middle_of_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = layers(torch.float32)
+    with torch.inference_mode():
+        recorded = RecordedForward(record_forward(forward, (), (), MAX_TOKENS))
+        rows = torch.arange(MAX_TOKENS)
+        deleted = torch.ops.inflight.delete_program_run
+
+        def interrupt(*args: object) -> None:
+            raise Interrupted
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.ops.inflight, "output_of_program_run", interrupt)
+            with pytest.raises(Interrupted):
+                recorded(rows % 64, rows, rows)
+        assert torch.equal(recorded(rows % 64, rows, rows), forward(rows % 64, rows, rows))
+        run = torch.ops.inflight.new_program_run(rows % 64, rows, rows, recorded._program)
+        assert torch.ops.inflight.advance_program_run(run, 1)
+        with pytest.raises(RuntimeError, match="a program has not run to its end"):
+            torch.ops.inflight.output_of_program_run(run)
+        deleted(run)
+        with pytest.raises(RuntimeError, match="there is nothing with number"):
+            torch.ops.inflight.advance_program_run(run, 1)

@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include <limits>
 #include <mutex>
 #include <unordered_map>
 
@@ -130,8 +131,19 @@ int64_t new_program(at::IntArrayRef codes, at::ArrayRef<double> numbers, const s
 void delete_program(int64_t program) { programs.remove(program); }
 
 Tensor run_program(const Tensor& input_ids, const Tensor& positions, const Tensor& logit_rows, int64_t program) {
-  return programs.get(program)->run(input_ids, positions, logit_rows);
+  ProgramRun run(programs.get(program), input_ids, positions, logit_rows);
+  while (run.advance(std::numeric_limits<int64_t>::max())) continue;
+  return run.output();
 }
+
+Registry<ProgramRun> program_runs;
+
+int64_t new_program_run(const Tensor& input_ids, const Tensor& positions, const Tensor& logit_rows, int64_t program) {
+  return program_runs.add(std::make_shared<ProgramRun>(programs.get(program), input_ids, positions, logit_rows));
+}
+void delete_program_run(int64_t run) { program_runs.remove(run); }
+bool advance_program_run(int64_t run, int64_t num_items) { return program_runs.get(run)->advance(num_items); }
+Tensor output_of_program_run(int64_t run) { return program_runs.get(run)->output(); }
 
 }  // namespace inflight::operators
 
@@ -183,6 +195,11 @@ TORCH_LIBRARY(inflight, library) {
   library.def("delete_program(int program) -> ()", &ours::delete_program);
   library.def("run_program(Tensor input_ids, Tensor positions, Tensor logit_rows, int program) -> Tensor",
               &ours::run_program);
+  library.def("new_program_run(Tensor input_ids, Tensor positions, Tensor logit_rows, int program) -> int",
+              &ours::new_program_run);
+  library.def("delete_program_run(int run) -> ()", &ours::delete_program_run);
+  library.def("advance_program_run(int run, int num_items) -> bool", &ours::advance_program_run);
+  library.def("output_of_program_run(int run) -> Tensor", &ours::output_of_program_run);
   library.def("greedy(Tensor logits) -> Tensor", &inflight::greedy);
   library.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
               &inflight::sample);

@@ -143,20 +143,30 @@ Program::Program(Reader& reader, const std::vector<at::Tensor>& constants) {
   output_ = read_view(reader);
 }
 
-at::Tensor Program::run(const at::Tensor& input_ids, const at::Tensor& positions, const at::Tensor& logit_rows) const {
-  const StepSize step{input_ids.size(0), logit_rows.size(0)};
-  std::vector<at::Tensor> values = values_;
+ProgramRun::ProgramRun(std::shared_ptr<const Program> program, const at::Tensor& input_ids, const at::Tensor& positions,
+                       const at::Tensor& logit_rows)
+    : program_(std::move(program)), values_(program_->values_) {
   const at::Tensor* inputs[kNumInputs] = {&input_ids, &positions, &logit_rows};
   for (int64_t i = 0; i < kNumInputs; ++i) {
     check_whole(*inputs[i], "a program's input", 1, at::kLong);
-    values.at(i) = *inputs[i];
+    values_.at(i) = *inputs[i];
   }
-  check_size(positions, "positions", 0, step.tokens);
-  for (const Item& item : items_) {
-    std::visit([&](const auto& work) { work.run(values, step); }, item.work);
-    for (const int64_t value : item.released) values.at(value).reset();
+  step_ = {input_ids.size(0), logit_rows.size(0)};
+  check_size(positions, "positions", 0, step_.tokens);
+}
+
+bool ProgramRun::advance(int64_t num_items) {
+  for (; num_items > 0 && next_ < program_->items_.size(); --num_items, ++next_) {
+    const Program::Item& item = program_->items_[next_];
+    std::visit([&](const auto& work) { work.run(values_, step_); }, item.work);
+    for (const int64_t value : item.released) values_.at(value).reset();
   }
-  return output_.of(values, step);
+  return next_ < program_->items_.size();
+}
+
+at::Tensor ProgramRun::output() const {
+  TORCH_CHECK(next_ == program_->items_.size(), "a program has not run to its end");
+  return program_->output_.of(values_, step_);
 }
 
 }  // namespace inflight

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <memory>
 #include <variant>
 #include <vector>
 
@@ -48,10 +49,8 @@ class Program {
  public:
   Program(Reader& reader, const std::vector<at::Tensor>& constants);
 
-  // Logits `[R, V]` of token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64.
-  at::Tensor run(const at::Tensor& input_ids, const at::Tensor& positions, const at::Tensor& logit_rows) const;
-
  private:
+  friend class ProgramRun;
   struct Item {
     std::variant<OperatorCall, RowKernel> work;
     std::vector<int64_t> released;  // values that nothing needs any more
@@ -60,6 +59,26 @@ class Program {
   std::vector<at::Tensor> values_;  // the constants, each in its place
   std::vector<Item> items_;
   ValueView output_;
+};
+
+// One run of a program, which a caller may carry out piece by piece.
+class ProgramRun {
+ public:
+  // Token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64.
+  ProgramRun(std::shared_ptr<const Program> program, const at::Tensor& input_ids, const at::Tensor& positions,
+             const at::Tensor& logit_rows);
+
+  // Carries out the next items, at most so many. Returns whether any are left.
+  bool advance(int64_t num_items);
+
+  // The logits `[R, V]`, at the end.
+  at::Tensor output() const;
+
+ private:
+  std::shared_ptr<const Program> program_;
+  StepSize step_;
+  std::vector<at::Tensor> values_;
+  size_t next_ = 0;
 };
 
 }  // namespace inflight

@@ -22,6 +22,8 @@ from inflight.execution.recording.recorder import Recording, UnrecordableError
 logger = logging.getLogger(__name__)
 
 LEAST_LONG, LONG_LOGIT_ROWS = 64, 7
+MAX_SHORT, ITEMS_AT_ONCE = 64, 4
+"""Tokens of a step that runs in one call; and how many operators and kernels do of a longer one, which takes longer."""
 
 
 class RecordedForward:
@@ -37,7 +39,17 @@ class RecordedForward:
         weakref.finalize(self, torch.ops.inflight.delete_program, self._program)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = torch.ops.inflight.run_program(input_ids, positions, logit_rows, self._program)
+        logits: torch.Tensor
+        if len(input_ids) <= MAX_SHORT:
+            logits = torch.ops.inflight.run_program(input_ids, positions, logit_rows, self._program)
+            return logits
+        run = torch.ops.inflight.new_program_run(input_ids, positions, logit_rows, self._program)
+        try:
+            while torch.ops.inflight.advance_program_run(run, ITEMS_AT_ONCE):
+                pass  # here an interrupt comes through
+            logits = torch.ops.inflight.output_of_program_run(run)
+        finally:
+            torch.ops.inflight.delete_program_run(run)
         return logits
 
 

@@ -47,7 +47,7 @@ def files_on_the_path() -> list[Path]:
     from inflight import LLM, SamplingParams
 
     folder = str(Path(inflight.__file__).parent)
-    llm = LLM(record=False)  # else a step runs without Python, and there is nothing to see
+    llm = LLM(record_forward=False)  # else a step runs without Python, and there is nothing to see
     reached: dict[str, None] = {}
 
     def see(frame: FrameType, event: str, argument: Any) -> None:

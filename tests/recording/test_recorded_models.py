@@ -28,7 +28,7 @@ def bits(name: str, **options: Any) -> tuple[dict[int, Tensor], bool]:
 def test_every_architecture_has_the_bits_of_its_own_python(name: str) -> None:
     this_cpu.needs(torch.float32)
     recorded, is_recorded = bits(name, dtype="float32")
-    walked, walks = bits(name, dtype="float32", record=False)
+    walked, walks = bits(name, dtype="float32", record_forward=False)
     assert (is_recorded, walks) == (name not in IN_PYTHON, False)
     assert_same_bits(recorded, walked)
 
@@ -39,7 +39,7 @@ def test_every_precision_has_the_bits_of_its_own_python(name: str, precision: st
     needs(precision)
     options = PRECISIONS[precision]
     recorded, is_recorded = bits(name, **options)
-    walked, _ = bits(name, **options, record=False)
+    walked, _ = bits(name, **options, record_forward=False)
     assert is_recorded
     assert_same_bits(recorded, walked)
 

@@ -50,7 +50,7 @@ class EngineConfig:
             checkpoint. "exact": they are expanded to the model's dtype, and the results are those of the plain model
             with these weights; "fast": activations are rounded to int8, with a scale for every 32 inputs; "auto": fast
             where the CPU is faster so (AVX-512), else exact.
-        record: whether the forward pass of a model that runs packed on a CPU is recorded once, and then runs without
+        record_forward: whether the forward pass of a model that runs packed on a CPU is recorded once, and then runs without
             Python, with the same bits. Hooks that are put on its modules later are then never called.
         compile: "off"; or, instead of recording, "auto" (`torch.compile`, which takes up to a minute, once) or "max"
             (minutes; for a small model a few percent faster than recorded). Only on a CPU with our kernels; a model
@@ -85,7 +85,7 @@ class EngineConfig:
     quantization_group_size: int = 32
     quantization_minima: bool = False
     quantization_arithmetic: str = "auto"
-    record: bool = True
+    record_forward: bool = True
     compile: str = "off"
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -127,6 +127,12 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "aging_steps", "block_size"):
             check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, MAX_SEED)
-        switches = ("trust_remote_code", "enable_prefix_caching", "remember_verdicts", "quantization_minima", "record")
+        switches = (
+            "trust_remote_code",
+            "enable_prefix_caching",
+            "remember_verdicts",
+            "quantization_minima",
+            "record_forward",
+        )
         for name in switches:
             check_switch(name, getattr(self, name))

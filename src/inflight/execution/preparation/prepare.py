@@ -75,7 +75,8 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
         reason = executor.compile(config.compile)
         note = () if reason is None else (f"the model is not compiled: {reason}",)
         info = replace(info, compile="off" if reason else config.compile, notes=info.notes + note)
-    if info.compile == "off" and config.record and isinstance(executor, PackedExecutor):
+    may_record = config.record_forward and info.compile == "off" and model.device.type == "cpu"
+    if may_record and isinstance(executor, PackedExecutor):
         reason = prove_recording(executor, config, info.num_blocks)
         note = () if reason is None else (f"every step runs in Python: {reason}",)
         info = replace(info, is_recorded=reason is None, notes=info.notes + note)

@@ -50,8 +50,8 @@ class EngineConfig:
             checkpoint. "exact": they are expanded to the model's dtype, and the results are those of the plain model
             with these weights; "fast": activations are rounded to int8, with a scale for every 32 inputs; "auto": fast
             where the CPU is faster so (AVX-512), else exact.
-        record_forward: whether the forward pass of a model that runs packed on a CPU is recorded once, and then runs without
-            Python, with the same bits. Hooks that are put on its modules later are then never called.
+        record_forward: whether the forward pass of a model that runs packed on a CPU is recorded once, and then runs
+            without Python, with the same bits. Hooks that are put on its modules later are then never called.
         compile: "off"; or, instead of recording, "auto" (`torch.compile`, which takes up to a minute, once) or "max"
             (minutes; for a small model a few percent faster than recorded). Only on a CPU with our kernels; a model
             that cannot be compiled runs as with "off".

@@ -166,7 +166,7 @@ class Fuzzer:
         """A recorded norm of rows, of which one number or another is changed."""
         if not self.programs:
             with torch.inference_mode():
-                recorded = record_forward(_norm_of_rows, (), (), max_tokens=64)
+                recorded = record_forward(_norm_of_rows, max_tokens=64)
             self.programs = [encoded(recorded, fuses=fuses) for fuses in (True, False)]
         codes, *others = self.random.choice(self.programs)
         changed = list(codes)

@@ -118,7 +118,7 @@ def test_the_bits_are_those_of_what_was_recorded(
 ) -> None:
     forward = make(dtype)
     with torch.inference_mode():
-        recorded = RecordedForward(record_forward(forward, (), (), MAX_TOKENS), fuses=fuses)
+        recorded = RecordedForward(record_forward(forward, MAX_TOKENS), fuses=fuses)
         for num_tokens, num_rows in STEPS:
             inputs = (
                 torch.randint(64, (num_tokens,), generator=GENERATOR),
@@ -139,7 +139,7 @@ def test_sums_have_the_bits_of_torch(size: int) -> None:
         return (x * x).sum(-1, keepdim=True)[logit_rows] + x.mean(-1, keepdim=True)[logit_rows]
 
     with torch.inference_mode():
-        recorded = RecordedForward(record_forward(forward, (), (), MAX_TOKENS))
+        recorded = RecordedForward(record_forward(forward, MAX_TOKENS))
         for num_tokens in (1, 2, 40):
             rows = torch.arange(num_tokens)
             assert torch.equal(recorded(rows % 16, rows, rows), forward(rows % 16, rows, rows))
@@ -147,7 +147,7 @@ def test_sums_have_the_bits_of_torch(size: int) -> None:
 
 def test_small_operators_run_together() -> None:
     with torch.inference_mode():
-        recorded = record_forward(heads(torch.bfloat16), (), (), MAX_TOKENS)
+        recorded = record_forward(heads(torch.bfloat16), MAX_TOKENS)
     work, stored = fused(recorded)
     kernels = [piece for piece in work if isinstance(piece, RowKernel)]
     others = [piece.name for piece in work if not isinstance(piece, RowKernel)]
@@ -216,12 +216,12 @@ def keeps_a_state(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
 )
 def test_what_is_not_the_same_every_time_is_not_recorded(forward: Forward, reason: str) -> None:
     with torch.inference_mode(), pytest.raises(UnrecordableError, match=re.escape(reason)):
-        record_forward(forward, (), (), MAX_TOKENS)
+        record_forward(forward, MAX_TOKENS)
 
 
 def test_a_program_takes_nothing_but_a_step() -> None:
     with torch.inference_mode():
-        recorded = RecordedForward(record_forward(wide(torch.float32), (), (), MAX_TOKENS))
+        recorded = RecordedForward(record_forward(wide(torch.float32), MAX_TOKENS))
     rows = torch.arange(3)
     for inputs in ((rows.float(), rows, rows), (rows, rows[:2], rows), (rows[None], rows, rows)):
         with pytest.raises(RuntimeError, match=r"position|program"):
@@ -233,24 +233,33 @@ class Interrupted(BaseException):
 
 
 def test_an_interrupt_comes_through_in_the_middle_of_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = layers(torch.float32)
-    with torch.inference_mode():
-        recorded = RecordedForward(record_forward(forward, (), (), MAX_TOKENS))
-        rows = torch.arange(MAX_TOKENS)
-        deleted = torch.ops.inflight.delete_program_run
+    forward, rows, runs = layers(torch.float32), torch.arange(MAX_TOKENS), []
+    advance = torch.ops.inflight.advance_program_run
 
-        def interrupt(*args: object) -> None:
+    def interrupted(run: int, num_items: int) -> bool:
+        if runs:
             raise Interrupted
+        runs.append(run)
+        assert advance(run, num_items), "it has ended at once"
+        return True
 
+    with torch.inference_mode():
+        recorded = RecordedForward(record_forward(forward, MAX_TOKENS))
         with monkeypatch.context() as patch:
-            patch.setattr(torch.ops.inflight, "output_of_program_run", interrupt)
+            patch.setattr(torch.ops.inflight, "advance_program_run", interrupted)
             with pytest.raises(Interrupted):
                 recorded(rows % 64, rows, rows)
+        with pytest.raises(RuntimeError, match="there is nothing with number"):
+            advance(runs[0], 1)
         assert torch.equal(recorded(rows % 64, rows, rows), forward(rows % 64, rows, rows))
-        run = torch.ops.inflight.new_program_run(rows % 64, rows, rows, recorded._program)
+
+
+def test_a_run_gives_nothing_before_its_end() -> None:
+    rows = torch.arange(3)
+    with torch.inference_mode():
+        recorded = RecordedForward(record_forward(wide(torch.float32), MAX_TOKENS))
+        run = torch.ops.inflight.new_program_run(rows, rows, rows, recorded._program)
         assert torch.ops.inflight.advance_program_run(run, 1)
         with pytest.raises(RuntimeError, match="a program has not run to its end"):
             torch.ops.inflight.output_of_program_run(run)
-        deleted(run)
-        with pytest.raises(RuntimeError, match="there is nothing with number"):
-            torch.ops.inflight.advance_program_run(run, 1)
+        torch.ops.inflight.delete_program_run(run)

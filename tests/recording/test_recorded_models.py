@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from inflight import LLM, SamplingParams
+from inflight.execution.executors import packed
 from inflight.execution.kernels import kernels_available
+from inflight.execution.recording.program import RecordedPass
+from inflight.execution.recording.recorded_forward import RecordedForward
 from tests import zoo
 from tests.execution import this_cpu
 from tests.invariance.test_invariance import PRECISIONS, assert_same_bits, needs, run
@@ -50,10 +53,42 @@ def test_a_model_that_somebody_watches_walks() -> None:
     model.model.layers[0].register_forward_hook(lambda *args: seen.append(1))
     llm = LLM(model)
     assert not llm.model_info.is_recorded
-    assert any("somebody watches its modules" in note for note in llm.model_info.notes)
+    assert any("there are hooks on its modules" in note for note in llm.model_info.notes)
     seen.clear()
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [((True,), None), ((True, False), "the recorded forward pass gives other bits")],
+)
+def test_a_recording_that_is_wrong_does_not_run(
+    monkeypatch: pytest.MonkeyPatch, wrong: tuple[bool, ...], reason: str | None
+) -> None:
+    """First row kernels are given up, then the recording."""
+
+    class Wrong(RecordedForward):
+        def __init__(self, recorded: RecordedPass, *, fuses: bool = True) -> None:
+            super().__init__(recorded, fuses=fuses)
+            self.is_wrong = fuses in wrong
+
+        def __call__(self, *rows: Tensor) -> Tensor:
+            return super().__call__(*rows) + self.is_wrong
+
+    monkeypatch.setattr(packed, "RecordedForward", Wrong)
+    info = LLM(zoo.build("llama")).model_info
+    assert info.is_recorded == (reason is None)
+    assert info.notes == (() if reason is None else (f"every step runs in Python: {reason}",))
+
+
+def test_a_recording_that_fails_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("a view would leave its memory")
+
+    monkeypatch.setattr(packed, "RecordedForward", fail)
+    info = LLM(zoo.build("llama")).model_info
+    assert info.notes == ("every step runs in Python: the recorded forward pass fails: a view would leave its memory",)
 
 
 def test_a_cache_of_a_few_tokens_is_enough_to_prove_it() -> None:

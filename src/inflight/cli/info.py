@@ -117,7 +117,7 @@ def _for_people(llm: "LLM") -> dict[str, str]:
         "weights": f"{in_bytes(around['weight_bytes'])}: {kinds}",
         "computes": f"in {info.dtype}{own}{arithmetic}",
         "runs": f"on {info.device} with {around['num_threads']} threads, {info.executor}, attention by "
-        f"{info.attention_backend}, each step {info.forward_pass}",
+        f"{info.attention_backend}, forward pass {info.forward_pass}",
         "proved": f"on {info.proved_on}: {errors}",
         "same bits": "alone and in any company" if info.is_batch_invariant else "not promised in other company",
         "attention": "\n".join(info.attention_calls),

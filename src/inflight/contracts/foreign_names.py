@@ -43,7 +43,7 @@ FOREIGN_NAMES = {
     "max_total_tokens": _CONTEXT,
     "n_ctx": _CONTEXT,
     "ctx_size": _CONTEXT,
-    "enforce_eager": "{compile} is off by default",
+    "enforce_eager": "{record_forward} may be off",
     "compilation_config": "{compile} may be 'auto' or 'max'",
     "torch_compile": "{compile} may be 'auto' or 'max'",
     "scheduling_policy": "{policy} may be 'fcfs' or 'priority'",

@@ -80,7 +80,7 @@ class ModelInfo:
 
     @property
     def forward_pass(self) -> str:
-        """How a step runs the model: "recorded", "compiled (max)", or "in Python"."""
+        """How it runs: "recorded", "compiled (max)", or "in Python"."""
         if self.is_recorded:
             return "recorded"
         return "in Python" if self.compile == "off" else f"compiled ({self.compile})"

@@ -2,8 +2,8 @@
 
 An operator counts as a linear layer or as attention by its name, or because it runs inside one; all others are small
 operators, including the row kernels of a recorded forward pass or the fused ones of a compiled model, and what lies
-between their calls. Attention backends whose operators
-have no telling names are marked. Time between operators is Python.
+between their calls. Attention backends whose operators have no telling names are marked. Time between operators is
+Python.
 
 The profiler costs time at every operator, so the times of many small operators and of Python are too long.
 """

@@ -13,7 +13,9 @@ def profile_table(profile: StepProfile) -> RenderableType:
     model, machine, work = profile.model, profile.machine, profile.work
     setting = Table(show_header=False, box=None, pad_edge=False)
     dtype = model.dtype if model.quantization is None else f"{model.dtype} and {model.quantization} weights"
-    setting.add_row("model", f"{model.model_class}, {dtype}, attention {model.attention_backend}, {model.forward_pass}")
+    setting.add_row(
+        "model", f"{model.model_class}, {dtype}, attention {model.attention_backend}, forward pass {model.forward_pass}"
+    )
     setting.add_row(
         "step", f"{profile.num_sequences} sequences decode over {profile.num_cached_tokens:.0f} cached tokens each"
     )

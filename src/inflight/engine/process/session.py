@@ -228,7 +228,7 @@ def _described(ready: Ready) -> str:
     options = [
         f"{info.model_class}, {info.num_parameters / 1e6:,.1f} million parameters, {info.dtype} on {info.device}",
         f"{ready.num_threads} threads",
-        f"executor {info.executor}, attention {info.attention_backend}, steps {info.forward_pass}",
+        f"executor {info.executor}, attention {info.attention_backend}, forward pass {info.forward_pass}",
         *([] if info.quantization is None else [info.quantization]),
         f"context {info.max_model_len} tokens",
         f"cache {num_tokens} tokens, {num_tokens * info.kv_bytes_per_token / 1e6:,.0f} MB",

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inflight.contracts.errors import ModelError
-from inflight.execution.attention import AttentionBackend, CpuCache, ReferenceAttention
+from inflight.execution.attention import AttentionBackend, CpuAttention, CpuCache, ReferenceAttention
 from inflight.execution.attention.grouping import BlockPart, Grouping
 from inflight.execution.attention.interface import KVStorage
 from inflight.execution.attention.storage import allocate_storages
@@ -22,6 +22,7 @@ from inflight.execution.hf.hook import attend_with, attention_sinks, use_attenti
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
+from inflight.execution.recording.program import RecordedPass
 from inflight.execution.recording.recorded_forward import RecordedForward, record_forward
 from inflight.execution.recording.recorder import UnrecordableError
 from inflight.execution.weights.linear_calls import is_watched
@@ -107,16 +108,23 @@ class PackedExecutor:
             return self._compiled(*rows)[: batch.num_logit_rows]
         if self._recorded is not None:
             return self._recorded(*rows)[: batch.num_logit_rows]
-        self._num_calls, self._num_tokens = 0, batch.num_tokens
         limit = self._longrope_length
         embeddings = nullcontext() if limit is None else length_of_its_own(self.model, batch, len(rows[0]), limit)
-        with attend_with(self._attend), embeddings:
-            logits: torch.Tensor = self._forward(*rows)
+        with embeddings:
+            return self._walk(*rows, batch.num_tokens)[: batch.num_logit_rows]
+
+    def _walk(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        """The logits `[R, V]` of rows of which `num_tokens` are tokens, by the model's own Python."""
+        self._num_calls, self._num_tokens = 0, num_tokens
+        with attend_with(self._attend):
+            logits: torch.Tensor = self._forward(input_ids, positions, logit_rows)
         if self._num_calls != len(self.specs):
             raise RuntimeError(f"the model made {self._num_calls} attention calls, not {len(self.specs)} as at load")
-        if len(logits) != len(rows[2]):
-            raise RuntimeError(f"the model gave {len(logits)} rows of logits where {len(rows[2])} were asked")
-        return logits[: batch.num_logit_rows]
+        if len(logits) != len(logit_rows):
+            raise RuntimeError(f"the model gave {len(logits)} rows of logits where {len(logit_rows)} were asked")
+        return logits
 
     @torch.inference_mode()
     def compile(self, mode: str) -> str | None:
@@ -132,28 +140,32 @@ class PackedExecutor:
             return f"torch.compile cannot take it in one piece: {str(error).strip().splitlines()[0]}"
         return None
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether the forward pass runs as a recorded program, without Python."""
-        return self._recorded is not None
-
     @torch.inference_mode()
-    def record(self, max_tokens: int, *, fuses: bool = True) -> None:
-        """Run the forward pass as a recorded program from now on. Raises `UnrecordableError` if that is impossible.
+    def record(self, max_tokens: int) -> RecordedPass:
+        """Record the forward pass, for `run_recorded`. Raises `UnrecordableError` if that is impossible.
 
         Args:
             max_tokens: the most tokens that a step may have.
-            fuses: whether small operators run as row kernels.
         """
-        caches = [cache for cache in self._caches if isinstance(cache, CpuCache)]
-        if not caches:
+        if not isinstance(self.backend, CpuAttention):
             raise UnrecordableError("it needs the attention backend 'cpu'")
         if self._longrope_length is not None:
             raise UnrecordableError("its position embeddings depend on each sequence's length (LongRoPE)")
         if any(is_watched(module) for module in self.model.modules()):
-            raise UnrecordableError("somebody watches its modules")
+            raise UnrecordableError("there are hooks on its modules")
         self.backend.begin_step(RaggedBatch.empty(len(self.grouping.parts), self.model.device))
-        recorded = record_forward(self._forward, self.specs, caches, max_tokens)
+
+        def walk(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+            return self._walk(input_ids, positions, logit_rows, len(input_ids))
+
+        return record_forward(walk, max_tokens)
+
+    def run_recorded(self, recorded: RecordedPass, *, fuses: bool = True) -> None:
+        """Run a recording in every forward pass from now on.
+
+        Args:
+            fuses: whether small operators run as row kernels.
+        """
         self._recorded = RecordedForward(recorded, fuses=fuses)
 
     def walk(self) -> None:
@@ -162,7 +174,8 @@ class PackedExecutor:
 
     def witness(self) -> WitnessedAttention:
         """Run the definition of attention beside the backend from now on, and compare them. The cache is made anew, so
-        nothing may have run before; a compiled model runs uncompiled, because its attention calls skip the backend."""
+        nothing may have run before; a model that was recorded or compiled walks, because its attention calls skip the
+        backend."""
         definition = ReferenceAttention(self.model.device, self.model.dtype, self.backend.block_size)
         witness = WitnessedAttention(self.backend, definition, self.grouping.parts[0].num_parts)
         use_attention(self.model, "inflight")

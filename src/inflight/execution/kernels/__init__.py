@@ -63,6 +63,9 @@ def _describe_operators() -> None:
     ) -> torch.Tensor:
         return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
+    def write(key: torch.Tensor, value: torch.Tensor, call: int) -> None:
+        return None
+
     def attend(query: torch.Tensor, sinks: torch.Tensor | None, call: int, value_head_size: int) -> torch.Tensor:
         return query.new_empty(query.shape[0], query.shape[1], value_head_size)
 
@@ -86,6 +89,7 @@ def _describe_operators() -> None:
     torch.library.register_fake("inflight::grouped_rows", grouped_rows)
     torch.library.register_fake("inflight::experts", experts)
     torch.library.register_fake("inflight::write_and_attend", write_and_attend)
+    torch.library.register_fake("inflight::write", write)
     torch.library.register_fake("inflight::attend", attend)
     torch.library.register_fake("inflight::activate", activate)
 

@@ -158,7 +158,8 @@ TORCH_LIBRARY(inflight, library) {
               "ScalarType dtype) -> int",
               &ours::new_call);
   library.def("delete_call(int call) -> ()", &ours::delete_call);
-  library.def("write(Tensor key, Tensor value, int call) -> ()", &ours::write);
+  library.def("write(Tensor key, Tensor value, int call) -> ()");
+  library.impl("write", c10::DispatchKey::CPU, &ours::write);
   library.def("attend(Tensor query, Tensor? sinks, int call, int value_head_size) -> Tensor");
   library.impl("attend", c10::DispatchKey::CPU, &ours::attend);
   library.def("write_and_attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, int call) -> Tensor");

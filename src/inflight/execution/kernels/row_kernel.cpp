@@ -43,7 +43,8 @@ void load_row(const Value* from, int64_t length, float* to) {
 }
 
 // The sum of a row in the order of torch's `sum` on a CPU (`cascade_sum` in ATen's SumKernel.cpp), so that the bits are
-// the same: eight lanes, four sums side by side, each of several levels.
+// the same: eight lanes, four sums side by side, each of several levels. That is how torch is built for x86; where it is
+// built otherwise, the bits differ, and a proof finds that.
 class TorchSum {
  public:
   static float of(const float* row, int64_t length) {

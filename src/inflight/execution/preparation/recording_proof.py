@@ -25,17 +25,19 @@ def prove_recording(executor: PackedExecutor, config: EngineConfig, num_blocks: 
     batches = list(_batches(executor, config.block_size, num_blocks))
     walked = [executor.forward(batch) for batch in batches]
     try:
-        for fuses in (True, False):
-            executor.record(config.max_num_batched_tokens, fuses=fuses)
+        recorded = executor.record(config.max_num_batched_tokens)
+    except UnrecordableError as error:
+        return str(error)
+    reason = ""
+    for fuses in (True, False):
+        try:
+            executor.run_recorded(recorded, fuses=fuses)
             if all(torch.equal(executor.forward(batch), logits) for batch, logits in zip(batches, walked, strict=True)):
                 return None
-            logger.debug("the recorded forward pass has other bits (fused: %s)", fuses)
-        reason = "a recorded forward pass gives other bits"
-    except UnrecordableError as error:
-        reason = str(error)
-    except RuntimeError as error:
-        logger.debug("a recorded forward pass failed", exc_info=True)
-        reason = f"a recorded forward pass fails: {str(error).strip().splitlines()[0]}"
+            reason = "the recorded forward pass gives other bits"
+        except Exception as error:
+            logger.debug("the recorded forward pass failed", exc_info=True)
+            reason = f"the recorded forward pass fails: {str(error).strip().splitlines()[0]}"
     executor.walk()
     return reason
 

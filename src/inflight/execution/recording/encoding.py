@@ -96,7 +96,7 @@ class _Writer:
             self._number(given)
         elif isinstance(given, torch.dtype):
             self.codes += (Kind.INTEGER, *Size(_scalar_type(given)))
-        elif isinstance(given, torch.memory_format):
+        elif isinstance(given, torch.memory_format) and given in MEMORY_FORMATS:
             self.codes += (Kind.INTEGER, *Size(MEMORY_FORMATS[given]))
         elif isinstance(given, torch.layout) and given is torch.strided:
             self.codes += (Kind.INTEGER, *Size(0))

@@ -9,7 +9,7 @@ import torch
 from inflight.execution.recording.recorder import Recording, SeenTensor, UnrecordableError, memory_of
 
 SAMPLES = ((6, 2), (11, 2), (11, 5))
-"""Tokens T and rows of logits R of the recordings that sizes are found from. None is a size that models have."""
+"""Tokens T and rows of logits R of the recordings that sizes are found from: one and then the other grows."""
 NUM_INPUTS = 3
 """Token ids, positions and logit rows: the first values of a program."""
 MAX_FOLDED_BYTES = 2**20

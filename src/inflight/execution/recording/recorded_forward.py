@@ -6,15 +6,11 @@ small ones run together as row kernels. The results are the same bits; whoever r
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from inflight.execution.attention import CpuCache
-from inflight.execution.attention.interface import AttentionSpec
-from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.recording.encoding import encoded
 from inflight.execution.recording.program import SAMPLES, RecordedPass, RecordedRun, as_recorded_pass
 from inflight.execution.recording.recorder import Recording, UnrecordableError
@@ -22,8 +18,10 @@ from inflight.execution.recording.recorder import Recording, UnrecordableError
 logger = logging.getLogger(__name__)
 
 LEAST_LONG, LONG_LOGIT_ROWS = 64, 7
+"""The fewest tokens of the run without data, and its rows of logits."""
 MAX_SHORT, ITEMS_AT_ONCE = 64, 4
-"""Tokens of a step that runs in one call; and how many operators and kernels do of a longer one, which takes longer."""
+"""A step of at most so many tokens runs in one call. Of a longer one, which may take seconds, so many operators and
+kernels run in each call."""
 
 
 class RecordedForward:
@@ -53,28 +51,22 @@ class RecordedForward:
         return logits
 
 
-def record_forward(
-    forward: Callable[..., torch.Tensor], specs: Sequence[AttentionSpec], caches: Sequence[CpuCache], max_tokens: int
-) -> RecordedPass:
-    """Record a forward pass of a model that calls our attention function. The step that its backend has begun is empty,
-    so nothing is written into the cache.
+def record_forward(forward: Callable[..., torch.Tensor], max_tokens: int) -> RecordedPass:
+    """Record a forward pass. Its model runs a few times, on tokens of no meaning.
 
     Args:
         forward: takes what `RecordedForward` does.
-        specs, caches: of its attention calls, in order.
         max_tokens: the most tokens of a step. So many are recorded, too, without data: a model may do something else
             with long rows.
 
     Raises:
         UnrecordableError: it is not the same list of operators for every step.
     """
-    runs = []
-    for num_tokens, num_logit_rows in SAMPLES:
-        runs.append(_record(forward, specs, caches, num_tokens, num_logit_rows))
+    runs = [_record(forward, *sample) for sample in SAMPLES]
     longest = max(max_tokens, LEAST_LONG), LONG_LOGIT_ROWS
     with FakeTensorMode(allow_non_fake_inputs=True):
         try:
-            long_run = _record(forward, specs, caches, *longest)
+            long_run = _record(forward, *longest)
         except UnrecordableError:
             raise
         except Exception as error:
@@ -83,41 +75,8 @@ def record_forward(
     return as_recorded_pass(runs, long_run, longest)
 
 
-def _record(
-    forward: Callable[..., torch.Tensor],
-    specs: Sequence[AttentionSpec],
-    caches: Sequence[CpuCache],
-    num_tokens: int,
-    num_logit_rows: int,
-) -> RecordedRun:
+def _record(forward: Callable[..., torch.Tensor], num_tokens: int, num_logit_rows: int) -> RecordedRun:
     inputs = torch.zeros(num_tokens, dtype=torch.int64), torch.arange(num_tokens), torch.arange(num_logit_rows)
-    with attend_with(_AttentionCalls(specs, caches)), Recording(inputs) as recording:
+    with Recording(inputs) as recording:
         output = forward(*inputs)
     return RecordedRun(recording, recording.see(output))
-
-
-class _AttentionCalls:
-    """Answers the attention calls of one forward pass through the kernel alone."""
-
-    def __init__(self, specs: Sequence[AttentionSpec], caches: Sequence[CpuCache]) -> None:
-        self._calls = zip(specs, caches, strict=True)
-
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
-        spec, cache = next(self._calls)
-        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-        sinks = attention_sinks(module, kwargs)
-        sinks = None if sinks is None else sinks.float()
-        output: torch.Tensor
-        if spec.shares_cache_with is None:
-            output = torch.ops.inflight.write_and_attend(query, key, value, sinks, cache.call)
-        else:
-            output = torch.ops.inflight.attend(query, sinks, cache.call, spec.value_head_size)
-        return output[None]

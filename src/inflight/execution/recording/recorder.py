@@ -13,7 +13,7 @@ UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape,
 
 
 class UnrecordableError(Exception):
-    """Why a forward pass cannot be recorded, as words that follow "because"."""
+    """A forward pass cannot be recorded. The message is the reason, as words that follow "because"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise UnrecordableError(f"it depends on the values of tensors ({func})")
         arguments = tuple(self._seen(each) for each in given)  # before the operator can write into them
         result = _run(func, args, kwargs, given)
-        results = result if isinstance(result, list | tuple) else (result,)
+        results = () if result is None else result if isinstance(result, list | tuple) else (result,)
         if not all(isinstance(each, torch.Tensor) for each in results):
             raise UnrecordableError(f"it depends on the values of tensors ({func})")
         outputs = tuple(self.see(each) for each in results)

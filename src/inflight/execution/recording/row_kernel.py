@@ -153,7 +153,7 @@ class RowKernel:
         return Operand(self.constants[number], is_single=True)
 
     def stores(self, values: Sequence[int]) -> list[Instruction]:
-        """What writes values to memory at the end."""
+        """What writes values to memory."""
         stores = []
         for value in values:
             held = self.held[value]

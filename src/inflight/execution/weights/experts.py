@@ -8,7 +8,6 @@ are caught where the model multiplies with them (`caught_matrices`).
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 from inflight.execution.weights.caught_matrices import CaughtMatrices, CaughtMatrix
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.layers import MIN_ROWS, STEP
-from inflight.execution.weights.linear_calls import ACTIVATIONS
+from inflight.execution.weights.linear_calls import ACTIVATIONS, OwnForward
 from inflight.execution.weights.linears import LetGo
 from inflight.execution.weights.panels import PanelLinear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
@@ -156,7 +155,7 @@ def pad_routers(model: PreTrainedModel) -> bool:
     """
     routers = [module for module in model.modules() if isinstance(module._parameters.get("weight"), CaughtMatrix)]
     for router in routers:
-        router.forward = partial(_run_padded, router.forward)
+        router.forward = OwnForward(_run_padded, router.forward)
     return bool(routers)
 
 

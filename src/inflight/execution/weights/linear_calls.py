@@ -97,11 +97,14 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, Conv1D)
 
 
+class OwnForward(partial[Any]):
+    """A `forward` that we have put into a module ourselves."""
+
+
 def is_watched(module: nn.Module) -> bool:
     """Whether a caller has hooks on it, or a `forward` of his own in it, which another module would not run."""
-    forward = vars(module).get("forward")
-    is_ours = isinstance(forward, partial) and forward.func.__module__.startswith("inflight.")
-    return bool(module._forward_hooks or module._forward_pre_hooks or (forward is not None and not is_ours))
+    is_replaced = not isinstance(vars(module).get("forward"), OwnForward | None)
+    return bool(module._forward_hooks or module._forward_pre_hooks or is_replaced)
 
 
 def _pattern(name: str) -> str:

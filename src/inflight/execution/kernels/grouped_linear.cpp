@@ -299,12 +299,7 @@ struct Exact {
         });
       }
     }
-    for (int64_t row = 0; row < count; ++row)
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t first = first_output + v * kLanes, left = finish.out_features - first;
-        if (left <= 0) break;
-        finish(load<Floats>(&sums[row][v * kLanes]), first_row + row, first, std::min<int64_t>(kLanes, left));
-      }
+    finish.all(sums, first_row, count, first_output);
   }
 };
 
@@ -410,18 +405,19 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 
 // Rows of activations, rounded by chunks.
 struct RoundedRows {
-  static constexpr int kHalf = kChunk / 2;
   int64_t num_chunks;
   std::vector<int8_t> numbers;   // [rows, chunks, 32]
   std::vector<float> scales;     // [rows, chunks]; NaN for one that is not finite
-  std::vector<int32_t> offsets;  // [rows, chunks, 2], of halves: what makes up for the middle of the weights' numbers
+  std::vector<int32_t> offsets;  // [rows, chunks], what makes up for the middle of the weights' numbers;
+  std::vector<int32_t> halves;   // [rows, chunks, 2], the same for each half of a chunk
   std::vector<float> sums;       // [rows, chunks], of the rounded values
 
   RoundedRows(int64_t num_rows, int64_t num_chunks)
       : num_chunks(num_chunks),
         numbers(num_rows * num_chunks * kChunk),
         scales(num_rows * num_chunks),
-        offsets(num_rows * num_chunks * 2),
+        offsets(num_rows * num_chunks),
+        halves(num_rows * num_chunks * 2),
         sums(num_rows * num_chunks) {}
 
   // Rounds the values of one chunk, of which the last ones may be missing.
@@ -444,7 +440,7 @@ struct RoundedRows {
     int8_t* to = numbers.data() + number * kChunk;
     if (any(not_finite != 0)) {
       std::memset(to, 0, kChunk);
-      offsets[2 * number] = offsets[2 * number + 1] = 0;
+      offsets[number] = halves[2 * number] = halves[2 * number + 1] = 0;
       scales[number] = sums[number] = std::numeric_limits<float>::quiet_NaN();
       return;
     }
@@ -454,13 +450,14 @@ struct RoundedRows {
     int32_t sums_of_halves[2] = {};
     for (int v = 0; v < kVectorsOfChunk; ++v) {
       const Ints rounded = (Ints)(values[v] * inverse + kRounder) - 0x4B400000;
-      sums_of_halves[v * kLanes / kHalf] += sum_of(rounded);
+      sums_of_halves[v * kLanes / (kChunk / 2)] += sum_of(rounded);
       store(to + v * kLanes, __builtin_convertvector(rounded, Bytes));
     }
     scales[number] = maximum / 127;
-    offsets[2 * number] = -middle * sums_of_halves[0];
-    offsets[2 * number + 1] = -middle * sums_of_halves[1];
-    sums[number] = float(sums_of_halves[0] + sums_of_halves[1]) * scales[number];
+    for (int half = 0; half < 2; ++half) halves[2 * number + half] = -middle * sums_of_halves[half];
+    const int32_t sum = sums_of_halves[0] + sums_of_halves[1];
+    offsets[number] = -middle * sum;
+    sums[number] = float(sum) * scales[number];
   }
 };
 
@@ -472,13 +469,16 @@ struct FromPanel {
   NextPanel ahead;
   const Bits table = spread(layout.table());
   Scales<Kind> coarse[kVectors];
+  int64_t chunks_left = 0;  // of a run
 
   FromPanel(const Grouped& layout, const uint8_t* panel, NextPanel ahead = {}) : layout(layout), at(panel), ahead(ahead) {}
-  void begin_run() {
+  void begin_chunk() {
+    if (chunks_left-- > 0) return;
+    chunks_left = layout.chunks() - 1;
     for (int v = 0; v < kVectors; ++v) coarse[v] = {layout, at, v};
     at += layout.head_bytes();
   }
-  void next() {
+  void end_chunk() {
     at += kBytesOfChunk<Kind>;
     ahead.advance(kBytesOfChunk<Kind>);
   }
@@ -489,30 +489,24 @@ struct FromPanel {
   Floats minimum(int vector) const { return coarse[vector].minimum_of(at, vector); }
 };
 
-// or, for many rows, from what was made of it once.
+// or, for many rows, from what was made of a few chunks, in the L1 cache.
 template <class Kind>
 struct Unpacked {
-  std::vector<uint8_t> numbers;       // [chunks, 8, 32, 4], as in panels of int8
-  std::vector<float> scales, minima;  // [chunks, parts, 32], [chunks, 32]
+  static constexpr int64_t kMaxChunks = 16;
+  struct Chunk {
+    Quads quads[kChunk / 4][kVectors];
+    Floats scales[Kind::kParts][kVectors], minima[kVectors];
+  };
+  Chunk chunks[kMaxChunks];
 
-  void take(const Grouped& layout, const uint8_t* panel, int64_t num_chunks) {
-    numbers.resize(num_chunks * kChunk * kPanelOutputs);
-    scales.resize(num_chunks * Kind::kParts * kPanelOutputs);
-    minima.resize(Kind::kMinima ? num_chunks * kPanelOutputs : 0);
-    uint8_t* to = numbers.data();
-    FromPanel<Kind> from(layout, panel);
-    for (int64_t chunk = 0; chunk < num_chunks; ++chunk, from.next(), to += kChunk * kPanelOutputs) {
-      if (chunk % layout.chunks() == 0) from.begin_run();
+  [[gnu::flatten]] void take(FromPanel<Kind>& from, int64_t num_chunks) {
+    for (Chunk* to = chunks; to < chunks + num_chunks; ++to, from.end_chunk()) {
+      from.begin_chunk();
       for (int v = 0; v < kVectors; ++v) {
-        for (int eight = 0; eight < kChunk / 8; ++eight) {
-          Quads first, second;
-          from.read(v, eight, first, second);
-          store(to + (2 * eight * kPanelOutputs + v * kLanes) * 4, first.words);
-          store(to + ((2 * eight + 1) * kPanelOutputs + v * kLanes) * 4, second.words);
-        }
-        for (int part = 0; part < Kind::kParts; ++part)
-          store(&scales[(chunk * Kind::kParts + part) * kPanelOutputs + v * kLanes], from.scale(v, part));
-        if constexpr (Kind::kMinima) store(&minima[chunk * kPanelOutputs + v * kLanes], from.minimum(v));
+        for (int eight = 0; eight < kChunk / 8; ++eight)
+          from.read(v, eight, to->quads[2 * eight][v], to->quads[2 * eight + 1][v]);
+        for (int part = 0; part < Kind::kParts; ++part) to->scales[part][v] = from.scale(v, part);
+        if constexpr (Kind::kMinima) to->minima[v] = from.minimum(v);
       }
     }
   }
@@ -520,60 +514,60 @@ struct Unpacked {
 
 template <class Kind>
 struct FromUnpacked {
-  const uint8_t* numbers;
-  const float *scales, *minima;
+  const typename Unpacked<Kind>::Chunk* at;
   NextPanel ahead;
 
-  FromUnpacked(const Unpacked<Kind>& all, NextPanel ahead)
-      : numbers(all.numbers.data()), scales(all.scales.data()), minima(all.minima.data()), ahead(ahead) {}
-  void begin_run() {}
-  void next() {
-    numbers += kChunk * kPanelOutputs;
-    scales += Kind::kParts * kPanelOutputs;
-    minima += kPanelOutputs;
+  void begin_chunk() {}
+  void end_chunk() {
+    ++at;
     ahead.advance(kBytesOfChunk<Kind>);
   }
   void read(int vector, int eight, Quads& first, Quads& second) const {
-    first.words = load<Bits>(numbers + (2 * eight * kPanelOutputs + vector * kLanes) * 4);
-    second.words = load<Bits>(numbers + ((2 * eight + 1) * kPanelOutputs + vector * kLanes) * 4);
+    first = at->quads[2 * eight][vector];
+    second = at->quads[2 * eight + 1][vector];
   }
-  Floats scale(int vector, int part) const { return load<Floats>(scales + part * kPanelOutputs + vector * kLanes); }
-  Floats minimum(int vector) const { return load<Floats>(minima + vector * kLanes); }
+  Floats scale(int vector, int part) const { return at->scales[part][vector]; }
+  Floats minimum(int vector) const { return at->minima[vector]; }
 };
 
 template <class Kind, class Output>
 struct WholeNumbers {
-  static constexpr int64_t kRowsOfItem = 128, kRowsAtOnce = 6;
-  static constexpr int kAtOnce = kLanes == 16 ? 2 : 1;  // vectors, for which there are registers
-  static constexpr int64_t kRowsWorthUnpacking = Kind::kBits == 4 ? 2 * kRowsAtOnce : kRowsAtOnce;
+  static constexpr int64_t kRowsOfItem = 128;
+  static constexpr int kAtOnce = kLanes == 16 ? 2 : 1;  // vectors, for which there are registers, as for so many rows:
+  static constexpr int kRowsAtOnce = 6, kPackedRowsAtOnce = kLanes == 16 ? 4 : 6;
+  static constexpr int64_t kRowsWorthUnpacking = 24;
 
   Unpacked<Kind> unpacked;
+  float sums[kRowsOfItem][kPanelOutputs];
 
-  // sums[row][vector] for all inputs, of vectors from `base` on.
+  // Adds to sums[row] the products of some chunks; x is at the first one of the first row.
   template <int kRows, class From>
-  static void multiply(From from, int base, int64_t chunks_of_run, const RoundedRows& x, int64_t first_row,
-                       Floats (&sums)[kRows][kAtOnce]) {
-    for (auto& row : sums)
-      for (auto& sum : row) sum = Floats{};
-    const int64_t num_chunks = x.num_chunks;
-    int64_t at = first_row * num_chunks;
-    for (int64_t run = 0; run < num_chunks; run += chunks_of_run) {
-      from.begin_run();
-      for (int64_t chunk = 0; chunk < chunks_of_run; ++chunk, ++at, from.next()) {
-        for (int part = 0; part < Kind::kParts; ++part) add_part<kRows>(from, base, x, at, part, sums);
+  [[gnu::flatten]] static void add_chunks(const From& first, int64_t num_chunks, const RoundedRows& x, int64_t first_at,
+                                          float (*sums)[kPanelOutputs]) {
+    for (int base = 0; base < kVectors; base += kAtOnce) {
+      From from = first;
+      Floats own[kRows][kAtOnce];
+      for (int row = 0; row < kRows; ++row)
+        for (int v = 0; v < kAtOnce; ++v) own[row][v] = load<Floats>(&sums[row][(base + v) * kLanes]);
+      for (int64_t at = first_at; at < first_at + num_chunks; ++at, from.end_chunk()) {
+        from.begin_chunk();
+        add_part<0, kRows>(from, base, x, at, own);
+        if constexpr (Kind::kParts == 2) add_part<1, kRows>(from, base, x, at, own);
         if constexpr (Kind::kMinima)
           for (int v = 0; v < kAtOnce; ++v) {
             const Floats minimum = from.minimum(base + v);
             for (int row = 0; row < kRows; ++row)
-              sums[row][v] = fused(-minimum, broadcast(x.sums[at + row * num_chunks]), sums[row][v]);
+              own[row][v] = fused(-minimum, broadcast(x.sums[at + row * x.num_chunks]), own[row][v]);
           }
       }
+      for (int row = 0; row < kRows; ++row)
+        for (int v = 0; v < kAtOnce; ++v) store(&sums[row][(base + v) * kLanes], own[row][v]);
     }
   }
 
   // A chunk's inputs that share a scale.
-  template <int kRows, class From>
-  static inline void add_part(const From& from, int base, const RoundedRows& x, int64_t at, int part,
+  template <int kPart, int kRows, class From>
+  static inline void add_part(const From& from, int base, const RoundedRows& x, int64_t at,
                               Floats (&sums)[kRows][kAtOnce]) {
     constexpr int kLoads = kChunk / 8 / Kind::kParts;
     const int64_t num_chunks = x.num_chunks;
@@ -581,13 +575,13 @@ struct WholeNumbers {
     for (int row = 0; row < kRows; ++row) {
       Ints offset{};
       if constexpr (!Kind::kMinima) {
-        const int32_t* halves = x.offsets.data() + 2 * (at + row * num_chunks);
-        offset += Kind::kParts == 2 ? halves[part] : halves[0] + halves[1];
+        const int64_t number = at + row * num_chunks;
+        offset += Kind::kParts == 2 ? x.halves[2 * number + kPart] : x.offsets[number];
       }
       for (int v = 0; v < kAtOnce; ++v) products[row][v] = offset;
     }
     for (int i = 0; i < kLoads; ++i) {
-      const int eight = part * kLoads + i;
+      const int eight = kPart * kLoads + i;
       Quads first[kAtOnce], second[kAtOnce];
       for (int v = 0; v < kAtOnce; ++v) from.read(base + v, eight, first[v], second[v]);
       for (int row = 0; row < kRows; ++row) {
@@ -599,56 +593,45 @@ struct WholeNumbers {
       }
     }
     for (int v = 0; v < kAtOnce; ++v) {
-      const Floats scale = from.scale(base + v, part);
+      const Floats scale = from.scale(base + v, kPart);
       for (int row = 0; row < kRows; ++row)
         sums[row][v] = fused(__builtin_convertvector(products[row][v], Floats),
                              scale * x.scales[at + row * num_chunks], sums[row][v]);
     }
   }
 
-  template <int kRows, class From>
-  static void run_rows(const From& from, int64_t chunks_of_run, const RoundedRows& x, int64_t first_row,
-                       int64_t first_output, const Finish<Output>& finish) {
-    Floats sums[kRows][kAtOnce];
-    for (int base = 0; base < kVectors; base += kAtOnce) {
-      if (first_output + base * kLanes >= finish.out_features) return;
-      multiply<kRows>(from, base, chunks_of_run, x, first_row, sums);
-      for (int v = 0; v < kAtOnce; ++v) {
-        const int64_t first = first_output + (base + v) * kLanes, left = finish.out_features - first;
-        if (left <= 0) return;
-        for (int row = 0; row < kRows; ++row)
-          finish(sums[row][v], first_row + row, first, std::min<int64_t>(kLanes, left));
-      }
-    }
-  }
-
   template <class From, int... kRows>
   static constexpr auto by_rows(std::integer_sequence<int, kRows...>) {
-    return std::array{&WholeNumbers::template run_rows<kRows + 1, From>...};
+    return std::array{&WholeNumbers::template add_chunks<kRows + 1, From>...};
   }
 
-  // `make` makes a `From`, given what comes out of memory meanwhile.
-  template <class From, class Make>
-  static void run_from(const Make& make, int64_t chunks_of_run, const RoundedRows& x, int64_t first_row, int64_t count,
-                       int64_t first_output, const Finish<Output>& finish, NextPanel next) {
-    constexpr auto functions = by_rows<From>(std::make_integer_sequence<int, kRowsAtOnce>{});
-    for_each_group(count, kRowsAtOnce, [&](int64_t first, int64_t rows) {
-      const bool is_last = first + rows == count;
-      functions[rows - 1](make(is_last ? next : NextPanel{}), chunks_of_run, x, first_row + first, first_output, finish);
+  // Adds the products of some chunks for all rows, of which the last group lets the next panel come out of memory.
+  template <int kAtOnce, class From>
+  void add_all(From from, int64_t num_chunks, const RoundedRows& x, int64_t first_row, int64_t count, int64_t chunk,
+               NextPanel next) {
+    constexpr auto functions = by_rows<From>(std::make_integer_sequence<int, kAtOnce>{});
+    for_each_group(count, kAtOnce, [&](int64_t first, int64_t rows) {
+      if (first + rows == count && first > 0) from.ahead = next;
+      functions[rows - 1](from, num_chunks, x, (first_row + first) * x.num_chunks + chunk, sums + first);
     });
   }
 
   void run_panel(const Grouped& layout, const RoundedRows& x, const uint8_t* panel, int64_t first_row, int64_t count,
                  int64_t first_output, const Finish<Output>& finish) {
-    const auto* after = reinterpret_cast<const char*>(panel + layout.num_runs(x.num_chunks * kChunk) * layout.run_bytes());
-    const NextPanel next{count > kRowsAtOnce ? after : nullptr};
+    std::memset(sums, 0, count * sizeof sums[0]);
+    FromPanel<Kind> from(layout, panel);
+    NextPanel next{reinterpret_cast<const char*>(panel + layout.num_runs(x.num_chunks * kChunk) * layout.run_bytes())};
     if (count <= kRowsWorthUnpacking) {
-      const auto make = [&](NextPanel ahead) { return FromPanel<Kind>(layout, panel, ahead); };
-      return run_from<FromPanel<Kind>>(make, layout.chunks(), x, first_row, count, first_output, finish, next);
+      add_all<kPackedRowsAtOnce>(from, x.num_chunks, x, first_row, count, 0, next);
+    } else {
+      constexpr int64_t kMaxChunks = Unpacked<Kind>::kMaxChunks;
+      for (int64_t chunk = 0; chunk < x.num_chunks; chunk += kMaxChunks, next.at += kMaxChunks * kBytesOfChunk<Kind>) {
+        const int64_t num_chunks = std::min(kMaxChunks, x.num_chunks - chunk);
+        unpacked.take(from, num_chunks);
+        add_all<kRowsAtOnce>(FromUnpacked<Kind>{unpacked.chunks}, num_chunks, x, first_row, count, chunk, next);
+      }
     }
-    unpacked.take(layout, panel, x.num_chunks);
-    const auto make = [&](NextPanel ahead) { return FromUnpacked<Kind>(unpacked, ahead); };
-    run_from<FromUnpacked<Kind>>(make, layout.chunks(), x, first_row, count, first_output, finish, next);
+    finish.all(sums, first_row, count, first_output);
   }
 };
 

@@ -63,6 +63,16 @@ struct Finish {
     (*this)(__builtin_convertvector(sum - missing, Floats) * scale, row, first, count);
   }
 
+  // The outputs of `count` rows from `first_output` on, of one panel.
+  void all(const float (*sums)[kPanelOutputs], int64_t first_row, int64_t count, int64_t first_output) const {
+    for (int64_t row = 0; row < count; ++row)
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t first = first_output + v * kLanes, left = out_features - first;
+        if (left <= 0) break;
+        (*this)(load<Floats>(&sums[row][v * kLanes]), first_row + row, first, std::min<int64_t>(kLanes, left));
+      }
+  }
+
  private:
   template <class Value>
   static Floats part(const Value* values, int64_t count) {

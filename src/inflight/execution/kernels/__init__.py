@@ -31,6 +31,7 @@ PANEL_OUTPUTS = 32
 """Outputs of a layer that lie side by side, wherever a kernel multiplies with its weight."""
 COMPILER_FLAGS = [
     *("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+    *("-fvisibility=hidden", "-fvisibility-inlines-hidden"),
     *("-Wno-psabi", "-Wno-unknown-pragmas"),
 ]
 

@@ -530,12 +530,13 @@ struct FromUnpacked {
   Floats minimum(int vector) const { return at->minima[vector]; }
 };
 
-template <class Kind, class Output>
+template <class Kind>
 struct WholeNumbers {
   static constexpr int64_t kRowsOfItem = 128;
   static constexpr int kAtOnce = kLanes == 16 ? 2 : 1;  // vectors, for which there are registers, as for so many rows:
   static constexpr int kRowsAtOnce = 6, kPackedRowsAtOnce = kLanes == 16 ? 4 : 6;
   static constexpr int64_t kRowsWorthUnpacking = 24;
+  static constexpr int64_t kRowsWorthPrefetching = 4;  // with fewer, the processor sees by itself what comes next
 
   Unpacked<Kind> unpacked;
   float sums[kRowsOfItem][kPanelOutputs];
@@ -611,13 +612,13 @@ struct WholeNumbers {
                NextPanel next) {
     constexpr auto functions = by_rows<From>(std::make_integer_sequence<int, kAtOnce>{});
     for_each_group(count, kAtOnce, [&](int64_t first, int64_t rows) {
-      if (first + rows == count && first > 0) from.ahead = next;
+      if (first + rows == count && count >= kRowsWorthPrefetching) from.ahead = next;
       functions[rows - 1](from, num_chunks, x, (first_row + first) * x.num_chunks + chunk, sums + first);
     });
   }
 
-  void run_panel(const Grouped& layout, const RoundedRows& x, const uint8_t* panel, int64_t first_row, int64_t count,
-                 int64_t first_output, const Finish<Output>& finish) {
+  // Fills the sums of `count` rows.
+  void run_panel(const Grouped& layout, const RoundedRows& x, const uint8_t* panel, int64_t first_row, int64_t count) {
     std::memset(sums, 0, count * sizeof sums[0]);
     FromPanel<Kind> from(layout, panel);
     NextPanel next{reinterpret_cast<const char*>(panel + layout.num_runs(x.num_chunks * kChunk) * layout.run_bytes())};
@@ -631,7 +632,6 @@ struct WholeNumbers {
         add_all<kRowsAtOnce>(FromUnpacked<Kind>{unpacked.chunks}, num_chunks, x, first_row, count, chunk, next);
       }
     }
-    finish.all(sums, first_row, count, first_output);
   }
 };
 
@@ -652,11 +652,11 @@ void run_in_whole_numbers(const Linear& linear, const at::Tensor& x, at::Tensor&
   const Finish<Value> finish{linear, nullptr, output};
   with_kind(layout, [&](auto kind) {
     if constexpr (decltype(kind)::kReading != Reading::kFloat) {
-      using Way = WholeNumbers<decltype(kind), Value>;
+      using Way = WholeNumbers<decltype(kind)>;
       for_each_panel<Way>(linear.panels.size(0), num_rows, num_chunks * kChunk / 4,
                           [&](Way& way, int64_t panel, int64_t first, int64_t count) {
-                            way.run_panel(layout, rounded, panels + panel * linear.panels.stride(0), first, count,
-                                          panel * kPanelOutputs, finish);
+                            way.run_panel(layout, rounded, panels + panel * linear.panels.stride(0), first, count);
+                            finish.all(way.sums, first, count, panel * kPanelOutputs);
                           });
     }
   });

@@ -126,7 +126,7 @@ Registry<Program> programs;
 int64_t new_program(at::IntArrayRef codes, at::ArrayRef<double> numbers, const std::vector<std::string>& words,
                     const std::vector<Tensor>& constants) {
   Reader reader(codes, numbers, words);
-  return programs.add(std::make_shared<Program>(reader, constants));
+  return programs.add(std::make_shared<Program>(reader, constants, [](int64_t number) { return linears.get(number); }));
 }
 void delete_program(int64_t program) { programs.remove(program); }
 

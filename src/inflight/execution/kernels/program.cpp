@@ -2,13 +2,18 @@
 
 #include <ATen/ScalarOps.h>
 #include <ATen/core/List.h>
+#include <ATen/record_function.h>
 
 #include "checks.h"
+#include "read_ahead.h"
 
 namespace inflight {
 namespace {
 
 constexpr int64_t kNumInputs = 3, kMaxValues = 1 << 20;
+constexpr int64_t kMaxTokensReadingAhead = 8;  // of a step that memory bounds
+
+enum class Work : int64_t { kRowKernel, kOperator, kLinear };
 
 enum class Kind : int64_t { kNone, kInteger, kNumber, kFlag, kTensor, kIntegers, kTensors, kNumberAsTensor,
                             kIntegerAsTensor, kWord, kDevice, kNumbers };
@@ -125,7 +130,17 @@ void OperatorCall::run(std::vector<at::Tensor>& values, const StepSize& step) co
   }
 }
 
-Program::Program(Reader& reader, const std::vector<at::Tensor>& constants) {
+void LinearCall::run(std::vector<at::Tensor>& values, const StepSize& step) const {
+  RECORD_FUNCTION("inflight::linear", c10::ArrayRef<const c10::IValue>{});
+  values.at(output) = apply(*linear, input.of(values, step));
+}
+
+void Program::Item::run(std::vector<at::Tensor>& values, const StepSize& step) const {
+  std::visit([&](const auto& each) { each.run(values, step); }, work);
+  for (const int64_t value : released) values.at(value).reset();
+}
+
+Program::Program(Reader& reader, const std::vector<at::Tensor>& constants, const FindLinear& find_linear) {
   const int64_t num_values = reader.code();
   TORCH_CHECK(num_values >= kNumInputs && num_values < kMaxValues, "a program cannot have ", num_values, " values");
   values_.resize(num_values);
@@ -136,10 +151,26 @@ Program::Program(Reader& reader, const std::vector<at::Tensor>& constants) {
     return values_.at(reader.code()) = constant;
   });
   items_ = reader.list([&] {
-    const bool is_call = reader.flag();
-    auto work = is_call ? std::variant<OperatorCall, RowKernel>(OperatorCall(reader)) : RowKernel(reader);
+    const auto read_work = [&]() -> decltype(Item::work) {
+      switch (Work(reader.code())) {
+        case Work::kRowKernel: return RowKernel(reader);
+        case Work::kOperator: return OperatorCall(reader);
+        case Work::kLinear: {
+          auto linear = find_linear(reader.code());
+          ValueView input = read_view(reader);
+          return LinearCall{std::move(linear), std::move(input), reader.code()};
+        }
+      }
+      TORCH_CHECK(false, "a program has work of no known kind");
+    };
+    auto work = read_work();
     return Item{std::move(work), reader.list([&] { return reader.code(); })};
   });
+  const Linear* next_linear = nullptr;
+  for (auto item = items_.rbegin(); item != items_.rend(); ++item) {
+    if (const auto* call = std::get_if<LinearCall>(&item->work)) next_linear = call->linear.get();
+    if (std::holds_alternative<RowKernel>(item->work)) item->next_linear = next_linear;
+  }
   output_ = read_view(reader);
 }
 
@@ -156,12 +187,31 @@ ProgramRun::ProgramRun(std::shared_ptr<const Program> program, const at::Tensor&
 }
 
 bool ProgramRun::advance(int64_t num_items) {
-  for (; num_items > 0 && next_ < program_->items_.size(); --num_items, ++next_) {
-    const Program::Item& item = program_->items_[next_];
-    std::visit([&](const auto& work) { work.run(values_, step_); }, item.work);
-    for (const int64_t value : item.released) values_.at(value).reset();
+  const auto& items = program_->items_;
+  while (num_items > 0 && next_ < items.size()) {
+    const Program::Item& first = items[next_];
+    const int64_t count = std::max<int64_t>(1, num_small_items(num_items));
+    const auto run = [&] {
+      for (const size_t end = next_ + count; next_ < end; ++next_) items[next_].run(values_, step_);
+    };
+    if (step_.tokens <= kMaxTokensReadingAhead && first.next_linear) {
+      const at::Tensor& weights = first.next_linear->panels;
+      run_reading_ahead(static_cast<const char*>(weights.const_data_ptr()), int64_t(weights.nbytes()), run);
+    } else {
+      run();
+    }
+    num_items -= count;
   }
-  return next_ < program_->items_.size();
+  return next_ < items.size();
+}
+
+// How many row kernels come next, one after the other.
+int64_t ProgramRun::num_small_items(int64_t most) const {
+  const auto& items = program_->items_;
+  int64_t count = 0;
+  while (count < most && next_ + count < items.size() && std::holds_alternative<RowKernel>(items[next_ + count].work))
+    ++count;
+  return count;
 }
 
 at::Tensor ProgramRun::output() const {

@@ -4,10 +4,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <functional>
 #include <memory>
 #include <variant>
 #include <vector>
 
+#include "linear.h"
 #include "reader.h"
 #include "row_kernel.h"
 
@@ -45,15 +47,30 @@ class OperatorCall {
   std::vector<int64_t> outputs_;  // values
 };
 
+// Calls a linear layer of ours without looking it up.
+struct LinearCall {
+  std::shared_ptr<const Linear> linear;
+  ValueView input;
+  int64_t output;  // a value
+
+  void run(std::vector<at::Tensor>& values, const StepSize& step) const;
+};
+
+// The linear layer of a number.
+using FindLinear = std::function<std::shared_ptr<const Linear>(int64_t)>;
+
 class Program {
  public:
-  Program(Reader& reader, const std::vector<at::Tensor>& constants);
+  Program(Reader& reader, const std::vector<at::Tensor>& constants, const FindLinear& find_linear);
 
  private:
   friend class ProgramRun;
   struct Item {
-    std::variant<OperatorCall, RowKernel> work;
+    std::variant<OperatorCall, RowKernel, LinearCall> work;
     std::vector<int64_t> released;  // values that nothing needs any more
+    const Linear* next_linear = nullptr;  // of a row kernel: the layer that comes after it
+
+    void run(std::vector<at::Tensor>& values, const StepSize& step) const;
   };
 
   std::vector<at::Tensor> values_;  // the constants, each in its place
@@ -75,6 +92,8 @@ class ProgramRun {
   at::Tensor output() const;
 
  private:
+  int64_t num_small_items(int64_t most) const;
+
   std::shared_ptr<const Program> program_;
   StepSize step_;
   std::vector<at::Tensor> values_;

@@ -31,6 +31,14 @@ class Kind(IntEnum):
     NUMBERS = 11
 
 
+class Piece(IntEnum):
+    """What a piece of work is, as in `kernels/program.cpp`."""
+
+    ROW_KERNEL = 0
+    OPERATOR = 1
+    LINEAR = 2
+
+
 Encoded: TypeAlias = tuple[list[int], list[float], list[str], list[torch.Tensor]]
 """Codes, the numbers and words that they name, and constants."""
 
@@ -62,11 +70,15 @@ class _Writer:
         self._list(self.codes.append, recorded.constants)
         self.codes.append(len(work))
         for piece, to_store, released in zip(work, stored, last_uses(work, recorded), strict=True):
-            self.codes.append(isinstance(piece, Call))
-            if isinstance(piece, Call):
-                self._call(piece)
-            else:
+            if not isinstance(piece, Call):
+                self.codes.append(Piece.ROW_KERNEL)
                 self._kernel(piece, to_store)
+            elif piece.name == "inflight::linear":
+                self.codes.append(Piece.LINEAR)
+                self._linear(piece)
+            else:
+                self.codes.append(Piece.OPERATOR)
+                self._call(piece)
             self._list(self.codes.append, released)
         self._view(recorded.output)
 
@@ -78,6 +90,12 @@ class _Writer:
         for argument, given in zip(schema.arguments, call.arguments, strict=True):
             self._argument(given, is_tensor="Tensor" in str(argument.type))
         self._list(self.codes.append, [view.value for view in call.outputs])
+
+    def _linear(self, call: Call) -> None:
+        rows, number, _ = call.arguments
+        self.codes.append(number.fixed)
+        self._view(rows)
+        self.codes.append(call.outputs[0].value)
 
     def _argument(self, given: Any, *, is_tensor: bool) -> None:
         if given is None:

@@ -1,0 +1,35 @@
+// Reading memory ahead, while one thread does something small and the memory would be idle.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+
+namespace inflight {
+
+constexpr int64_t kReadAheadBytes = 1 << 18;  // of each thread: part of an L2 cache
+constexpr int64_t kReadAheadStep = 2048;      // bytes between two looks at whether to go on
+
+// Runs `work` on the calling thread. Until it ends, the others bring the first bytes of `memory` into their caches.
+template <class Work>
+void run_reading_ahead(const char* memory, int64_t num_bytes, const Work& work) {
+  struct Ending {  // even if `work` throws
+    std::atomic<bool>& has_come;
+    ~Ending() { has_come.store(true, std::memory_order_relaxed); }
+  };
+  std::atomic<bool> is_over{false};
+  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t thread, int64_t) {
+    if (thread == 0) {
+      const Ending ending{is_over};
+      return work();
+    }
+    const int64_t first = std::min(num_bytes, (thread - 1) * kReadAheadBytes);
+    const int64_t end = std::min(num_bytes, first + kReadAheadBytes);
+    for (int64_t at = first; at < end && !is_over.load(std::memory_order_relaxed); at += kReadAheadStep)
+      for (int64_t line = at; line < std::min(end, at + kReadAheadStep); line += 64)
+        static_cast<void>(*const_cast<const volatile char*>(memory + line));
+  });
+}
+
+}  // namespace inflight

@@ -193,16 +193,6 @@ constexpr auto rows_functions(std::integer_sequence<int, kRows...>) {
   return std::array{&Way::template run_rows<kRows + 1>...};
 }
 
-// Calls `function(first, count)` for groups of at most `at_once` of `count` rows, as equal as can be.
-template <class Function>
-inline void for_each_group(int64_t count, int64_t at_once, const Function& function) {
-  const int64_t num_groups = (count + at_once - 1) / at_once;
-  for (int64_t group = 0; group < num_groups; ++group) {
-    const int64_t low = count * group / num_groups, high = count * (group + 1) / num_groups;
-    function(low, high - low);
-  }
-}
-
 // ------------------------------------------------------------------------------------------ the exact arithmetic
 
 // A chunk's weights in the activations' dtype, as they lie in a plain panel.
@@ -293,9 +283,9 @@ struct Exact {
         for (int64_t i = 0; i < num_chunks; ++i)
           Expanded<Kind, Rows>::expand(layout, panel, c + i, expanded + i * kChunk * kPanelOutputs);
         const Stored* inputs = x + first_row * num_inputs + run * layout.coarse + c * kChunk;
-        for_each_group(count, kRowsAtOnce, [&](int64_t first, int64_t rows) {
-          by_rows[rows - 1](inputs + first * num_inputs, num_inputs, expanded, num_chunks * kChunk / Rows::kPack,
-                            sums + first);
+        for_each_group(count, kRowsAtOnce, [&](const RowGroup& group) {
+          by_rows[group.count - 1](inputs + group.first * num_inputs, num_inputs, expanded,
+                                   num_chunks * kChunk / Rows::kPack, sums + group.first);
         });
       }
     }
@@ -471,7 +461,7 @@ struct FromPanel {
   Scales<Kind> coarse[kVectors];
   int64_t chunks_left = 0;  // of a run
 
-  FromPanel(const Grouped& layout, const uint8_t* panel, NextPanel ahead = {}) : layout(layout), at(panel), ahead(ahead) {}
+  FromPanel(const Grouped& layout, const uint8_t* panel) : layout(layout), at(panel) {}
   void begin_chunk() {
     if (chunks_left-- > 0) return;
     chunks_left = layout.chunks() - 1;
@@ -480,7 +470,7 @@ struct FromPanel {
   }
   void end_chunk() {
     at += kBytesOfChunk<Kind>;
-    ahead.advance(kBytesOfChunk<Kind>);
+    ahead.advance();
   }
   void read(int vector, int eight, Quads& first, Quads& second) const {
     unpack<Kind>(at + kNumbersOfChunk<Kind>, table, vector, eight, first, second);
@@ -520,7 +510,7 @@ struct FromUnpacked {
   void begin_chunk() {}
   void end_chunk() {
     ++at;
-    ahead.advance(kBytesOfChunk<Kind>);
+    ahead.advance();
   }
   void read(int vector, int eight, Quads& first, Quads& second) const {
     first = at->quads[2 * eight][vector];
@@ -606,14 +596,15 @@ struct WholeNumbers {
     return std::array{&WholeNumbers::template add_chunks<kRows + 1, From>...};
   }
 
-  // Adds the products of some chunks for all rows, of which the last group lets the next panel come out of memory.
+  // Adds the products of some chunks for all rows. Meanwhile as many of the next panel come out of memory.
   template <int kAtOnce, class From>
   void add_all(From from, int64_t num_chunks, const RoundedRows& x, int64_t first_row, int64_t count, int64_t chunk,
-               NextPanel next) {
+               const uint8_t* next) {
     constexpr auto functions = by_rows<From>(std::make_integer_sequence<int, kAtOnce>{});
-    for_each_group(count, kAtOnce, [&](int64_t first, int64_t rows) {
-      if (first + rows == count && count >= kRowsWorthPrefetching) from.ahead = next;
-      functions[rows - 1](from, num_chunks, x, (first_row + first) * x.num_chunks + chunk, sums + first);
+    for_each_group(count, kAtOnce, [&](const RowGroup& group) {
+      if (count >= kRowsWorthPrefetching) from.ahead = {next, num_chunks * kBytesOfChunk<Kind>, num_chunks, group};
+      functions[group.count - 1](from, num_chunks, x, (first_row + group.first) * x.num_chunks + chunk,
+                                 sums + group.first);
     });
   }
 
@@ -621,16 +612,15 @@ struct WholeNumbers {
   void run_panel(const Grouped& layout, const RoundedRows& x, const uint8_t* panel, int64_t first_row, int64_t count) {
     std::memset(sums, 0, count * sizeof sums[0]);
     FromPanel<Kind> from(layout, panel);
-    NextPanel next{reinterpret_cast<const char*>(panel + layout.num_runs(x.num_chunks * kChunk) * layout.run_bytes())};
-    if (count <= kRowsWorthUnpacking) {
-      add_all<kPackedRowsAtOnce>(from, x.num_chunks, x, first_row, count, 0, next);
-    } else {
-      constexpr int64_t kMaxChunks = Unpacked<Kind>::kMaxChunks;
-      for (int64_t chunk = 0; chunk < x.num_chunks; chunk += kMaxChunks, next.at += kMaxChunks * kBytesOfChunk<Kind>) {
-        const int64_t num_chunks = std::min(kMaxChunks, x.num_chunks - chunk);
-        unpacked.take(from, num_chunks);
-        add_all<kRowsAtOnce>(FromUnpacked<Kind>{unpacked.chunks}, num_chunks, x, first_row, count, chunk, next);
-      }
+    const uint8_t* next = panel + layout.num_runs(x.num_chunks * kChunk) * layout.run_bytes();
+    if (count <= kRowsWorthUnpacking)
+      return add_all<kPackedRowsAtOnce>(from, x.num_chunks, x, first_row, count, 0, next);
+    constexpr int64_t kMaxChunks = Unpacked<Kind>::kMaxChunks;
+    for (int64_t chunk = 0; chunk < x.num_chunks; chunk += kMaxChunks) {
+      const int64_t num_chunks = std::min(kMaxChunks, x.num_chunks - chunk);
+      unpacked.take(from, num_chunks);
+      add_all<kRowsAtOnce>(FromUnpacked<Kind>{unpacked.chunks}, num_chunks, x, first_row, count, chunk,
+                           next + chunk * kBytesOfChunk<Kind>);
     }
   }
 };

@@ -39,7 +39,7 @@ inline void multiply_panel(const typename Kind::Stored* x, int64_t stride, const
   for (int64_t step = 0; step < steps; ++step, panel += kPanelOutputs * kPack) {
     typename Kind::Panel weights[kVectors];
     for (int v = 0; v < kVectors; ++v) weights[v] = Kind::load_panel(panel + v * kLanes * kPack);
-    next.advance(kPanelOutputs * kPack * sizeof(Weight));
+    next.advance();
     for (int row = 0; row < kRows; ++row) {
       const auto operand = operand_at<Kind>(x + row * stride + step * kPack);
       for (int v = 0; v < kVectors; ++v) sums[row][v] = Kind::multiply_add(sums[row][v], operand, weights[v]);

@@ -74,13 +74,12 @@ struct Lanewise {
   void operator()(const Rows& rows, int64_t num_rows, const Weight* panel, int64_t steps, int64_t first_row,
                   int64_t first_output, const Finish<Output>& finish) const {
     constexpr auto by_rows = rows_functions<Kind, Weight, Output>(std::make_integer_sequence<int, kRowsAtOnce>{});
-    const int64_t num_groups = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;  // as equal as can be
-    const NextPanel after{reinterpret_cast<const char*>(panel + steps * kPanelOutputs * Kind::kPack)};
-    for (int64_t group = 0; group < num_groups; ++group) {
-      const int64_t low = num_rows * group / num_groups, high = num_rows * (group + 1) / num_groups;
-      const NextPanel next = num_groups > 1 && group + 1 == num_groups ? after : NextPanel{};
-      by_rows[high - low - 1](rows.x, panel, steps, first_row + low, first_output, finish, next);
-    }
+    const Weight* after = panel + steps * kPanelOutputs * Kind::kPack;
+    for_each_group(num_rows, kRowsAtOnce, [&](const RowGroup& group) {
+      NextPanel next;
+      if (group.num_groups > 1) next = {after, (after - panel) * int64_t(sizeof *panel), steps, group};
+      by_rows[group.count - 1](rows.x, panel, steps, first_row + group.first, first_output, finish, next);
+    });
   }
 };
 

@@ -14,15 +14,36 @@ constexpr int64_t kSharesOfThread = 4;   // of all rows and panels
 constexpr int64_t kRowsOfReading = 5;    // that are multiplied while a panel comes out of memory
 constexpr int64_t kMinShareSize = 8192;  // such rows times operands: some 4 µs
 
-// The panel after the one that is multiplied, which comes out of memory meanwhile: where several groups of rows go
-// through a panel, the processor does not see that the next one will be needed.
+// Some of the rows that go through a panel, together.
+struct RowGroup {
+  int64_t first, count, number, num_groups;
+};
+
+// Calls `function(group)` for groups of at most `at_once` of `num_rows` rows, as equal as can be.
+template <class Function>
+inline void for_each_group(int64_t num_rows, int64_t at_once, const Function& function) {
+  const int64_t num_groups = (num_rows + at_once - 1) / at_once;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const int64_t low = num_rows * group / num_groups, high = num_rows * (group + 1) / num_groups;
+    function(RowGroup{low, high - low, group, num_groups});
+  }
+}
+
+// The panel after the one that is multiplied, which comes out of memory meanwhile: while the same panel is read again and
+// again, the processor does not see that the next one will be needed. Each group of rows brings a part of it.
 struct NextPanel {
   const char* at = nullptr;
+  int64_t bytes_of_step = 0;
 
-  void advance(int64_t bytes) {
-    if (!at) return;
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 2);
-    at += bytes;
+  NextPanel() = default;
+  // The part of the `num_bytes` at `next` that a group brings in so many steps.
+  NextPanel(const void* next, int64_t num_bytes, int64_t num_steps, const RowGroup& group)
+      : at(static_cast<const char*>(next) + num_bytes * group.number / group.num_groups),
+        bytes_of_step(num_bytes / (group.num_groups * num_steps)) {}
+
+  void advance() {
+    for (int64_t line = 0; line < bytes_of_step; line += 64) __builtin_prefetch(at + line, 0, 2);
+    at += bytes_of_step;
   }
 };
 

@@ -95,9 +95,10 @@ class TorchSum {
 class Registers {
  public:
   Registers(const std::vector<int64_t>& places, int64_t num_floats) : places_(places) {
-    thread_local std::vector<float> floats;
-    if (int64_t(floats.size()) < num_floats) floats.resize(num_floats);
-    floats_ = floats.data();
+    thread_local std::vector<Floats> floats;  // aligned: no load crosses a cache line
+    const size_t num_vectors = (num_floats + kLanes - 1) / kLanes;
+    if (floats.size() < num_vectors) floats.resize(num_vectors);
+    floats_ = reinterpret_cast<float*>(floats.data());
   }
   float* operator[](const Operand& operand) { return floats_ + places_[operand.index] + operand.offset; }
 
@@ -144,8 +145,12 @@ class Registers {
 
  private:
   static Floats square_root(Floats values) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_sqrt_ps((__m512)values);
+#else
     for (int lane = 0; lane < kLanes; ++lane) values[lane] = std::sqrt(values[lane]);
     return values;
+#endif
   }
 
   const std::vector<int64_t>& places_;

@@ -284,17 +284,20 @@ bool has_panels(at::ScalarType dtype) {
 }
 
 at::Tensor apply(const Linear& linear, const at::Tensor& x) {
-  check_strided(x, "activations", std::max<int64_t>(1, x.dim()));
-  check_size(x, "activations", -1, linear.in_features);
+  TORCH_CHECK(x.defined() && x.dim() > 0, "activations must have a dimension");
   auto sizes = x.sizes().vec();
   sizes.back() = linear.out_features;
   at::Tensor output = at::empty(sizes, x.options());
+  apply_to(linear, x, output);
+  return output;
+}
+
+void apply_to(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
+  check_strided(x, "activations", std::max<int64_t>(1, x.dim()));
+  check_size(x, "activations", -1, linear.in_features);
   const int64_t num_rows = x.numel() / linear.in_features;
-  if (num_rows == 0) return output;
-  if (linear.grouped) {
-    run_grouped(linear, linear.order ? x.index_select(-1, *linear.order) : x, output);
-    return output;
-  }
+  if (num_rows == 0) return;
+  if (linear.grouped) return run_grouped(linear, linear.order ? x.index_select(-1, *linear.order) : x, output);
   const auto dtype = linear.panels.scalar_type();
   TORCH_CHECK(x.scalar_type() == dtype || (dtype == at::kChar && x.is_floating_point()), "a layer of ", dtype,
               " cannot take ", x.scalar_type());
@@ -317,7 +320,6 @@ at::Tensor apply(const Linear& linear, const at::Tensor& x) {
   } else {
     TORCH_CHECK(false, "this CPU has no instructions for layers of ", dtype);
   }
-  return output;
 }
 
 }  // namespace inflight

@@ -41,4 +41,7 @@ bool has_panels(at::ScalarType dtype);
 // `[…, in]` to `[…, out]`, float32 or bfloat16. For int8 each row of activations is rounded with a scale of its own.
 at::Tensor apply(const Linear& linear, const at::Tensor& x);
 
+// The same, into `output` `[…, out]`, in one piece and of the dtype of `x`.
+void apply_to(const Linear& linear, const at::Tensor& x, at::Tensor& output);
+
 }  // namespace inflight

@@ -116,7 +116,7 @@ c10::IValue OperatorCall::value_of(const Argument& argument, const std::vector<a
   return tensors;
 }
 
-void OperatorCall::run(std::vector<at::Tensor>& values, const StepSize& step) const {
+void OperatorCall::run(std::vector<at::Tensor>& values, const StepSize& step, ReusedMemory&) const {
   torch::jit::Stack stack;
   stack.reserve(arguments_.size());
   for (const Argument& argument : arguments_) stack.push_back(value_of(argument, values, step));
@@ -130,14 +130,15 @@ void OperatorCall::run(std::vector<at::Tensor>& values, const StepSize& step) co
   }
 }
 
-void LinearCall::run(std::vector<at::Tensor>& values, const StepSize& step) const {
+void LinearCall::run(std::vector<at::Tensor>& values, const StepSize& step, ReusedMemory& memory) const {
   RECORD_FUNCTION("inflight::linear", c10::ArrayRef<const c10::IValue>{});
-  values.at(output) = apply(*linear, input.of(values, step));
-}
-
-void Program::Item::run(std::vector<at::Tensor>& values, const StepSize& step) const {
-  std::visit([&](const auto& each) { each.run(values, step); }, work);
-  for (const int64_t value : released) values.at(value).reset();
+  const at::Tensor rows = input.of(values, step);
+  TORCH_CHECK(rows.dim() > 0, "activations must have a dimension");
+  at::DimVector sizes(rows.sizes());
+  sizes.back() = linear->out_features;
+  at::Tensor& to = values.at(output);
+  to = memory.empty(sizes, rows.scalar_type());
+  apply_to(*linear, rows, to);
 }
 
 Program::Program(Reader& reader, const std::vector<at::Tensor>& constants, const FindLinear& find_linear) {
@@ -172,6 +173,10 @@ Program::Program(Reader& reader, const std::vector<at::Tensor>& constants, const
     if (std::holds_alternative<RowKernel>(item->work)) item->next_linear = next_linear;
   }
   output_ = read_view(reader);
+  is_reused_.resize(num_values);
+  for (const Item& item : items_)
+    for (const int64_t value : std::visit([](const auto& work) { return work.made(); }, item.work))
+      is_reused_.at(value) = true;
 }
 
 ProgramRun::ProgramRun(std::shared_ptr<const Program> program, const at::Tensor& input_ids, const at::Tensor& positions,
@@ -184,6 +189,21 @@ ProgramRun::ProgramRun(std::shared_ptr<const Program> program, const at::Tensor&
   }
   step_ = {input_ids.size(0), logit_rows.size(0)};
   check_size(positions, "positions", 0, step_.tokens);
+  const std::lock_guard lock(program_->mutex_);
+  std::swap(memory_, program_->memory_);
+}
+
+ProgramRun::~ProgramRun() {
+  const std::lock_guard lock(program_->mutex_);
+  std::swap(memory_, program_->memory_);
+}
+
+void ProgramRun::run(const Program::Item& item) {
+  std::visit([&](const auto& work) { work.run(values_, step_, memory_); }, item.work);
+  for (const int64_t value : item.released) {
+    if (program_->is_reused_[value] && values_.at(value).defined()) memory_.take_back(std::move(values_[value]));
+    else values_.at(value).reset();
+  }
 }
 
 bool ProgramRun::advance(int64_t num_items) {
@@ -191,14 +211,14 @@ bool ProgramRun::advance(int64_t num_items) {
   while (num_items > 0 && next_ < items.size()) {
     const Program::Item& first = items[next_];
     const int64_t count = std::max<int64_t>(1, num_small_items(num_items));
-    const auto run = [&] {
-      for (const size_t end = next_ + count; next_ < end; ++next_) items[next_].run(values_, step_);
+    const auto run_items = [&] {
+      for (const size_t end = next_ + count; next_ < end; ++next_) run(items[next_]);
     };
     if (step_.tokens <= kMaxTokensReadingAhead && first.next_linear) {
       const at::Tensor& weights = first.next_linear->panels;
-      run_reading_ahead(static_cast<const char*>(weights.const_data_ptr()), int64_t(weights.nbytes()), run);
+      run_reading_ahead(static_cast<const char*>(weights.const_data_ptr()), int64_t(weights.nbytes()), run_items);
     } else {
-      run();
+      run_items();
     }
     num_items -= count;
   }

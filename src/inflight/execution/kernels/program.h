@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <variant>
 #include <vector>
 
@@ -30,7 +31,8 @@ struct ValueView {
 class OperatorCall {
  public:
   explicit OperatorCall(Reader& reader);
-  void run(std::vector<at::Tensor>& values, const StepSize& step) const;
+  void run(std::vector<at::Tensor>& values, const StepSize& step, ReusedMemory&) const;
+  std::vector<int64_t> made() const { return {}; }
 
  private:
   struct ViewList {
@@ -53,7 +55,8 @@ struct LinearCall {
   ValueView input;
   int64_t output;  // a value
 
-  void run(std::vector<at::Tensor>& values, const StepSize& step) const;
+  void run(std::vector<at::Tensor>& values, const StepSize& step, ReusedMemory& memory) const;
+  std::vector<int64_t> made() const { return {output}; }  // values in reused memory
 };
 
 // The linear layer of a number.
@@ -69,13 +72,14 @@ class Program {
     std::variant<OperatorCall, RowKernel, LinearCall> work;
     std::vector<int64_t> released;  // values that nothing needs any more
     const Linear* next_linear = nullptr;  // of a row kernel: the layer that comes after it
-
-    void run(std::vector<at::Tensor>& values, const StepSize& step) const;
   };
 
   std::vector<at::Tensor> values_;  // the constants, each in its place
   std::vector<Item> items_;
   ValueView output_;
+  std::vector<bool> is_reused_;  // of each value: whether it lies in memory that serves again
+  mutable ReusedMemory memory_;  // of the last run
+  mutable std::mutex mutex_;
 };
 
 // One run of a program, which a caller may carry out piece by piece.
@@ -84,6 +88,8 @@ class ProgramRun {
   // Token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64.
   ProgramRun(std::shared_ptr<const Program> program, const at::Tensor& input_ids, const at::Tensor& positions,
              const at::Tensor& logit_rows);
+  ~ProgramRun();
+  ProgramRun(const ProgramRun&) = delete;
 
   // Carries out the next items, at most so many. Returns whether any are left.
   bool advance(int64_t num_items);
@@ -93,9 +99,11 @@ class ProgramRun {
 
  private:
   int64_t num_small_items(int64_t most) const;
+  void run(const Program::Item& item);
 
   std::shared_ptr<const Program> program_;
   StepSize step_;
+  ReusedMemory memory_;
   std::vector<at::Tensor> values_;
   size_t next_ = 0;
 };

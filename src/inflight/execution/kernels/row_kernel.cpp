@@ -1,7 +1,6 @@
 #include "row_kernel.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 
 #include <array>
@@ -266,10 +265,16 @@ void RowKernel::check(const RowInstruction& at) const {
   TORCH_CHECK(at.rows.strides.size() == space_.size(), "rows must have a stride in each dimension");
 }
 
-void RowKernel::run(std::vector<at::Tensor>& values, const StepSize& step) const {
+std::vector<int64_t> RowKernel::made() const {
+  std::vector<int64_t> values;
+  for (const Output& output : outputs_) values.push_back(output.value);
+  return values;
+}
+
+void RowKernel::run(std::vector<at::Tensor>& values, const StepSize& step, ReusedMemory& memory) const {
   RECORD_FUNCTION("inflight::row_kernel", c10::ArrayRef<const c10::IValue>{});
   for (const Output& output : outputs_)
-    values.at(output.value) = at::empty({output.length.place_at(step)}, at::TensorOptions().dtype(output.dtype));
+    values.at(output.value) = memory.empty({output.length.place_at(step)}, output.dtype);
   const int num_dims = int(space_.size());
   std::array<int64_t, kMaxDims> sizes{};
   int64_t num_rows = 1;

@@ -8,6 +8,7 @@
 
 #include "activate.h"
 #include "reader.h"
+#include "reused_memory.h"
 
 namespace inflight {
 
@@ -42,7 +43,8 @@ class RowKernel {
   explicit RowKernel(Reader& reader);
 
   // Reads some of the program's `values`, and sets those that the kernel makes.
-  void run(std::vector<at::Tensor>& values, const StepSize& step) const;
+  void run(std::vector<at::Tensor>& values, const StepSize& step, ReusedMemory& memory) const;
+  std::vector<int64_t> made() const;  // values in reused memory
 
  private:
   struct Output {

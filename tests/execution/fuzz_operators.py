@@ -125,10 +125,13 @@ class Fuzzer:
     def _experts(self) -> None:
         size, width = self.random.randint(1, 20), self.random.randint(1, 20)
         ups, downs = ([self._new_linear(*each) for _ in range(3)] for each in ((size, 2 * width), (width, size)))
-        number = self.call("new_experts", [n or 0 for n in ups], [n or 0 for n in downs], "swish", "", rate=0.1)
+        activation = self.random.choice(["swish", "none"])
+        number = self.call("new_experts", [n or 0 for n in ups], [n or 0 for n in downs], activation, "", rate=0.1)
         if number is not None:
             chosen = torch.randint(-1, 4, (5, 2))
             self.call("experts", self._floats(5, size), chosen, number)
+            self.call("experts_up", self._floats(5, size), chosen, number, 2 * width)
+            self.call("experts_down", self._floats(10, width), chosen, number, size)
 
     def _attention(self) -> None:
         """A cache, a step, a write and a read: each changed by itself, so that wrong steps meet right tensors."""

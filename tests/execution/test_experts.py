@@ -95,13 +95,27 @@ def test_an_expert_that_does_not_exist_contributes_nothing() -> None:
 
 
 @pytest.mark.skipif(not has_panels(torch.float32), reason="the kernel is for weights in panels")
-@pytest.mark.parametrize(("name", "runs"), [("qwen3_moe", True), ("mixtral", True), ("gpt_oss", False)])
-def test_only_experts_with_their_own_gate_run_one_by_one(name: str, runs: bool) -> None:
-    assert (PrepackedExperts(mixture(name))._number is not None) == runs
+@pytest.mark.parametrize(("name", "has_usual_gate"), [("qwen3_moe", True), ("mixtral", True), ("gpt_oss", False)])
+def test_experts_run_in_our_kernel_whatever_their_gate_is(name: str, has_usual_gate: bool) -> None:
     model = LLM(zoo.build(name)).engine.runner.model
-    assert {each.inflight_experts._number is not None for each in model.modules() if hasattr(each, "_apply_gate")} == {
-        runs
-    }
+    mixtures = [each.inflight_experts for each in model.modules() if hasattr(each, "_apply_gate")]
+    assert mixtures
+    assert all(each._number is not None for each in mixtures)
+    assert all((each._activation[0] != "none") == has_usual_gate for each in mixtures)
+
+
+@pytest.mark.skipif(not has_panels(torch.float32), reason="the kernel is for weights in panels")
+def test_a_gate_of_its_own_gives_what_experts_give_one_by_one() -> None:
+    """That of gpt-oss, whose biases make every expert give something for a row of zeros."""
+    module = mixture("gpt_oss")
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(NUM_TOKENS, module.gate_up_proj.shape[1], generator=generator)
+    chosen = torch.rand(NUM_TOKENS, module.num_experts, generator=generator).topk(2).indices
+    chosen[3, 1] = module.num_experts
+    prepacked = PrepackedExperts(module)
+    actual = prepacked.run(module, states, chosen)
+    torch.testing.assert_close(actual, prepacked._run_one_by_one(module, states, chosen))
+    assert not actual[7].any()
 
 
 def test_a_caught_matrix_multiplies_however_it_is_given() -> None:

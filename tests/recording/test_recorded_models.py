@@ -18,8 +18,8 @@ from tests.invariance.test_invariance import PRECISIONS, assert_same_bits, needs
 
 pytestmark = pytest.mark.skipif(not kernels_available(), reason="needs a C++ compiler")
 
-IN_PYTHON = {"phi3_longrope", "gpt_oss"}
-"""Embeddings that depend on how long each sequence is; experts with a gate of their own."""
+IN_PYTHON = {"phi3_longrope"}
+"""Embeddings that depend on how long each sequence is."""
 
 
 def bits(name: str, **options: Any) -> tuple[dict[int, Tensor], bool]:

@@ -76,6 +76,9 @@ def _describe_operators() -> None:
     def experts(x: torch.Tensor, chosen: torch.Tensor, number: int) -> torch.Tensor:
         return x.new_empty(chosen.shape[0] * chosen.shape[1], x.shape[1])
 
+    def experts_part(x: torch.Tensor, chosen: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
+        return x.new_empty(chosen.shape[0] * chosen.shape[1], out_features)
+
     def grouped_rows(
         layout: list[int],
         panels: torch.Tensor,
@@ -89,6 +92,8 @@ def _describe_operators() -> None:
     torch.library.register_fake("inflight::linear", linear)
     torch.library.register_fake("inflight::grouped_rows", grouped_rows)
     torch.library.register_fake("inflight::experts", experts)
+    torch.library.register_fake("inflight::experts_up", experts_part)
+    torch.library.register_fake("inflight::experts_down", experts_part)
     torch.library.register_fake("inflight::write_and_attend", write_and_attend)
     torch.library.register_fake("inflight::write", write)
     torch.library.register_fake("inflight::attend", attend)

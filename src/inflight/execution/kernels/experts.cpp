@@ -1,13 +1,14 @@
 #include "experts.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <cstring>
 #include <numeric>
 
 #include "checks.h"
 #include "convert.h"
-#include "parallel.h"
 
 namespace inflight {
 namespace {
@@ -47,51 +48,100 @@ at::Tensor gated(const at::Tensor& projected, Activation activation) {
   return output;
 }
 
+// Choices sorted by expert; within an expert they keep their order.
+struct Deal {
+  at::Tensor choices;
+  std::vector<int64_t> firsts, order;  // of each expert, and after the last one; the number of each choice
+
+  Deal(const at::Tensor& chosen, int64_t num_experts) : choices(chosen.contiguous()), firsts(num_experts + 1, 0) {
+    check_strided(chosen, "choices", 2);
+    TORCH_CHECK(chosen.scalar_type() == at::kLong, "choices must be int64");
+    const int64_t* expert_of = choices.const_data_ptr<int64_t>();
+    const auto exists = [&](int64_t i) { return expert_of[i] >= 0 && expert_of[i] < num_experts; };
+    for (int64_t i = 0; i < choices.numel(); ++i)
+      if (exists(i)) ++firsts[expert_of[i] + 1];
+    std::partial_sum(firsts.begin(), firsts.end(), firsts.begin());
+    order.resize(firsts.back());
+    std::vector<int64_t> next(firsts.begin(), firsts.end() - 1);
+    for (int64_t i = 0; i < choices.numel(); ++i)
+      if (exists(i)) order[next[expert_of[i]]++] = i;
+  }
+
+  // Calls `run(expert, first, count)` for each that is chosen.
+  template <class Run>
+  void for_each_expert(const Run& run) const {
+    for (size_t expert = 0; expert + 1 < firsts.size(); ++expert)
+      if (const int64_t count = firsts[expert + 1] - firsts[expert]) run(expert, firsts[expert], count);
+  }
+};
+
+// Calls `copy(i)` for each of `count` rows of a size.
+template <class Copy>
+void for_each_row(int64_t count, int64_t size, const Copy& copy) {
+  at::parallel_for(0, count, std::max<int64_t>(1, kElementsAtOnce / std::max<int64_t>(size, 1)),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t i = begin; i < end; ++i) copy(i);
+                   });
+}
+
+at::Tensor empty_rows(int64_t num_rows, int64_t size, const at::Tensor& like, bool is_complete) {
+  return is_complete ? at::empty({num_rows, size}, like.options()) : at::zeros({num_rows, size}, like.options());
+}
+
+at::Tensor gated(const at::Tensor& projected, Activation activation) {
+  TORCH_CHECK(activation, "these experts have no usual gate");
+  return projected.scalar_type() == at::kFloat ? gated<float>(projected, activation)
+                                               : gated<at::BFloat16>(projected, activation);
+}
+
 }  // namespace
+
+at::Tensor project_up(const at::Tensor& x, const at::Tensor& chosen, const std::vector<Expert>& experts) {
+  check_rows(x, "tokens");
+  const Deal deal(chosen, int64_t(experts.size()));
+  check_size(chosen, "choices", 0, x.size(0));
+  TORCH_CHECK(!experts.empty(), "there are no experts");
+  const at::Tensor tokens = x.contiguous();
+  const int64_t size = tokens.size(1), row_bytes = size * tokens.element_size(), num_chosen = chosen.size(1);
+  const auto num_rows = int64_t(deal.order.size()), out = experts.front().up->out_features;
+  at::Tensor together = at::empty({num_rows, size}, tokens.options());
+  const auto* from = static_cast<const char*>(tokens.const_data_ptr());
+  auto* to = static_cast<char*>(together.data_ptr());
+  for_each_row(num_rows, size, [&](int64_t i) {
+    std::memcpy(to + i * row_bytes, from + deal.order[i] / num_chosen * row_bytes, row_bytes);
+  });
+  at::Tensor output = empty_rows(chosen.numel(), out, tokens, num_rows == chosen.numel());
+  deal.for_each_expert([&](size_t expert, int64_t first, int64_t count) {
+    check_size(output, "a projection of experts", 1, experts[expert].up->out_features);
+    at::Tensor rows = output.narrow(0, first, count);
+    apply_to(*experts[expert].up, together.narrow(0, first, count), rows);
+  });
+  return output;
+}
+
+at::Tensor project_down(const at::Tensor& rows, const at::Tensor& chosen, const std::vector<Expert>& experts) {
+  check_rows(rows, "rows of experts");
+  const Deal deal(chosen, int64_t(experts.size()));
+  check_size(rows, "rows of experts", 0, chosen.numel());
+  TORCH_CHECK(!experts.empty(), "there are no experts");
+  const at::Tensor inner = rows.contiguous();
+  const int64_t size = experts.front().down->out_features, row_bytes = size * inner.element_size();
+  at::Tensor output = empty_rows(chosen.numel(), size, inner, int64_t(deal.order.size()) == chosen.numel());
+  auto* to = static_cast<char*>(output.data_ptr());
+  deal.for_each_expert([&](size_t expert, int64_t first, int64_t count) {
+    check_size(output, "a projection of experts", 1, experts[expert].down->out_features);
+    const at::Tensor given = apply(*experts[expert].down, inner.narrow(0, first, count));
+    const auto* from = static_cast<const char*>(given.const_data_ptr());
+    for_each_row(count, size, [&](int64_t i) {
+      std::memcpy(to + deal.order[first + i] * row_bytes, from + i * row_bytes, row_bytes);
+    });
+  });
+  return output;
+}
 
 at::Tensor run_experts(const at::Tensor& x, const at::Tensor& chosen, const std::vector<Expert>& experts,
                        Activation activation) {
-  check_rows(x, "tokens");
-  check_strided(chosen, "choices", 2);
-  check_size(chosen, "choices", 0, x.size(0));
-  const at::Tensor tokens = x.contiguous(), choices = chosen.contiguous();
-  const int64_t num_choices = choices.numel(), num_chosen = choices.size(1), num_experts = int64_t(experts.size());
-  const size_t row_bytes = tokens.size(1) * tokens.element_size();
-  const int64_t* expert_of = choices.const_data_ptr<int64_t>();
-  const auto exists = [&](int64_t choice) { return expert_of[choice] >= 0 && expert_of[choice] < num_experts; };
-  // Choices sorted by expert; within an expert they keep their order.
-  std::vector<int64_t> firsts(num_experts + 1, 0);
-  for (int64_t i = 0; i < num_choices; ++i)
-    if (exists(i)) ++firsts[expert_of[i] + 1];
-  std::partial_sum(firsts.begin(), firsts.end(), firsts.begin());
-  std::vector<int64_t> order(firsts.back()), next(firsts.begin(), firsts.end() - 1);
-  for (int64_t i = 0; i < num_choices; ++i)
-    if (exists(i)) order[next[expert_of[i]]++] = i;
-
-  at::Tensor together = at::empty({int64_t(order.size()), tokens.size(1)}, tokens.options());
-  at::Tensor output = at::empty({num_choices, tokens.size(1)}, tokens.options());
-  if (int64_t(order.size()) < num_choices) output.zero_();
-  const auto* from = static_cast<const char*>(tokens.const_data_ptr());
-  auto *gathered = static_cast<char*>(together.data_ptr()), *to = static_cast<char*>(output.data_ptr());
-  const int64_t rows_at_once = std::max<int64_t>(1, kElementsAtOnce / std::max<int64_t>(tokens.size(1), 1));
-  at::parallel_for(0, int64_t(order.size()), rows_at_once, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      std::memcpy(gathered + i * row_bytes, from + order[i] / num_chosen * row_bytes, row_bytes);
-  });
-  for (int64_t expert = 0; expert < num_experts; ++expert) {
-    const int64_t first = firsts[expert], count = firsts[expert + 1] - first;
-    if (count == 0) continue;
-    const at::Tensor projected = apply(*experts[expert].up, together.narrow(0, first, count));
-    const at::Tensor inner = projected.scalar_type() == at::kFloat ? gated<float>(projected, activation)
-                                                                   : gated<at::BFloat16>(projected, activation);
-    const at::Tensor given = apply(*experts[expert].down, inner);
-    const auto* rows = static_cast<const char*>(given.const_data_ptr());
-    at::parallel_for(0, count, rows_at_once, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i)
-        std::memcpy(to + order[first + i] * row_bytes, rows + i * row_bytes, row_bytes);
-    });
-  }
-  return output;
+  return project_down(gated(project_up(x, chosen, experts), activation), chosen, experts);
 }
 
 }  // namespace inflight

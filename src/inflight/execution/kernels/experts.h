@@ -8,13 +8,19 @@
 
 namespace inflight {
 
-// The projections of one expert. `up` gives the gate's outputs and then as many that are multiplied with them.
+// The projections of one expert.
 struct Expert {
   std::shared_ptr<Linear> up, down;
 };
 
-// Tokens `[T, hidden]` and the numbers of the experts that each has chosen, `[T, K]` int64 (others than there are give
-// 0); returns `[T * K, hidden]`, what each choice gives.
+// Of tokens `[T, hidden]` and the numbers of the experts that each has chosen, `[T, K]` int64: what the first projection
+// of each choice's expert gives, `[T * K, out]`, sorted by expert. At the end, 0 for experts that there are not.
+at::Tensor project_up(const at::Tensor& x, const at::Tensor& chosen, const std::vector<Expert>& experts);
+
+// From rows `[T * K, in]` in that order what the second projection gives, `[T * K, hidden]`, in the order of the choices.
+at::Tensor project_down(const at::Tensor& rows, const at::Tensor& chosen, const std::vector<Expert>& experts);
+
+// Both, and between them the usual gate: the activation of the first half of a row times the other half.
 at::Tensor run_experts(const at::Tensor& x, const at::Tensor& chosen, const std::vector<Expert>& experts,
                        Activation activation);
 

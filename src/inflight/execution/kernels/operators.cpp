@@ -104,12 +104,11 @@ Tensor linear(const Tensor& x, int64_t linear, int64_t) { return inflight::apply
 
 int64_t new_experts(at::IntArrayRef ups, at::IntArrayRef downs, std::string_view activation, std::string_view variant) {
   auto mixture = std::make_shared<Experts>(Experts{{}, find_activation(activation, variant)});
-  TORCH_CHECK(mixture->activation, "experts need an activation");
   TORCH_CHECK(ups.size() == downs.size(), "every expert has two projections");
   for (size_t i = 0; i < ups.size(); ++i) {
     const Expert& expert = mixture->experts.emplace_back(Expert{linears.get(ups[i]), linears.get(downs[i])});
-    TORCH_CHECK(expert.up->out_features == 2 * expert.down->in_features &&
-                    expert.down->out_features == expert.up->in_features,
+    const bool is_gated = expert.up->out_features == 2 * expert.down->in_features;
+    TORCH_CHECK((is_gated || !mixture->activation) && expert.down->out_features == expert.up->in_features,
                 "an expert's projections do not fit each other");
   }
   return mixtures.add(mixture);
@@ -119,6 +118,13 @@ void delete_experts(int64_t experts) { mixtures.remove(experts); }
 Tensor experts(const Tensor& x, const Tensor& chosen, int64_t number) {
   const auto mixture = mixtures.get(number);
   return inflight::run_experts(x, chosen, mixture->experts, mixture->activation);
+}
+
+Tensor experts_up(const Tensor& x, const Tensor& chosen, int64_t number, int64_t) {
+  return project_up(x, chosen, mixtures.get(number)->experts);
+}
+Tensor experts_down(const Tensor& rows, const Tensor& chosen, int64_t number, int64_t) {
+  return project_down(rows, chosen, mixtures.get(number)->experts);
 }
 
 Registry<Program> programs;
@@ -189,6 +195,10 @@ TORCH_LIBRARY(inflight, library) {
   library.def("delete_experts(int experts) -> ()", &ours::delete_experts);
   library.def("experts(Tensor x, Tensor chosen, int experts) -> Tensor");
   library.impl("experts", c10::DispatchKey::CPU, &ours::experts);
+  library.def("experts_up(Tensor x, Tensor chosen, int experts, int out_features) -> Tensor");
+  library.impl("experts_up", c10::DispatchKey::CPU, &ours::experts_up);
+  library.def("experts_down(Tensor rows, Tensor chosen, int experts, int out_features) -> Tensor");
+  library.impl("experts_down", c10::DispatchKey::CPU, &ours::experts_down);
   library.def("activate(Tensor x, str activation, str variant) -> Tensor");
   library.impl("activate", c10::DispatchKey::CPU, &inflight::activate);
   library.def("scalar_type(ScalarType dtype) -> int", [](at::ScalarType dtype) { return int64_t(dtype); });

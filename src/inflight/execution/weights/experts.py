@@ -36,26 +36,44 @@ class PrepackedExperts:
         name = "gate_up_proj" if module.has_gate else "up_proj"
         self.up = _prepack_each(module, name, weight_format, let_go)
         self.down = _prepack_each(module, "down_proj", weight_format, let_go)
-        self._number = self._register(module)
+        self._activation = self._usual_activation(module)
+        self._number = self._register()
 
-    def _register(self, module: Any) -> int | None:
-        """The number by which our kernel knows these experts; None if it cannot run them."""
-        activation = ACTIVATIONS.get(type(getattr(module, "act_fn", module)))
-        panels = [each for each in (*self.up, *self.down) if isinstance(each, PanelLinear)]
+    def _usual_activation(self, module: Any) -> tuple[str, str]:
+        """That of a gate which our kernel knows; "none" for any other."""
         is_usual = type(module)._apply_gate is _default_apply_gate and not module.has_post_expert_norm
-        if not (module.has_gate and is_usual) or activation is None or len(panels) < len(self.up) + len(self.down):
+        known = ACTIVATIONS.get(type(getattr(module, "act_fn", module)))
+        return known if module.has_gate and is_usual and known else ("none", "none")
+
+    def _register(self) -> int | None:
+        """The number by which our kernel knows these experts; None if it cannot run them."""
+        panels = [each for each in (*self.up, *self.down) if isinstance(each, PanelLinear)]
+        if len(panels) < len(self.up) + len(self.down):
             return None
         numbers = [each.number for each in panels]
-        number: int = torch.ops.inflight.new_experts(numbers[: len(self.up)], numbers[len(self.up) :], *activation)
+        ups, downs = numbers[: len(self.up)], numbers[len(self.up) :]
+        number: int = torch.ops.inflight.new_experts(ups, downs, *self._activation)
         weakref.finalize(self, torch.ops.inflight.delete_experts, number)
         return number
 
     def run(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Tokens `[T, hidden]` and the numbers of their experts `[T, K]` int64; returns `[T * K, hidden]`, in which the
         row of an expert that does not exist is 0."""
-        if self._number is not None:
-            outputs: torch.Tensor = torch.ops.inflight.experts.default(hidden_states, chosen, self._number)
+        outputs: torch.Tensor
+        if self._number is None:
+            return self._run_one_by_one(module, hidden_states, chosen)
+        if self._activation[0] != "none":
+            outputs = torch.ops.inflight.experts.default(hidden_states, chosen, self._number)
             return outputs
+        up, down = self.up[0].out_features, self.down[0].out_features
+        projected = torch.ops.inflight.experts_up.default(hidden_states, chosen, self._number, up)
+        inner = _between(module, projected)
+        outputs = torch.ops.inflight.experts_down.default(inner, chosen, self._number, down)
+        if module.has_post_expert_norm:
+            outputs = module.post_expert_norm(outputs)
+        return outputs
+
+    def _run_one_by_one(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         outputs = hidden_states.new_zeros(chosen.numel(), hidden_states.shape[-1])
         experts, order = chosen.flatten().sort(stable=True)
         counts = torch.bincount(experts, minlength=module.num_experts)[: module.num_experts].tolist()
@@ -72,13 +90,17 @@ class PrepackedExperts:
         num_rows = len(rows)
         if num_rows < MIN_ROWS:
             rows = rows.expand(MIN_ROWS, -1)
-        projected = self.up[expert](rows)
-        projected = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
-        projected = self.down[expert](projected)
+        projected = self.down[expert](_between(module, self.up[expert](rows)))
         if module.has_post_expert_norm:
             projected = module.post_expert_norm(projected)
         outputs: torch.Tensor = projected[:num_rows]
         return outputs
+
+
+def _between(module: Any, projected: torch.Tensor) -> torch.Tensor:
+    """What experts do between their projections, `[n, …]` to `[n, …]`: a gate, or an activation alone."""
+    inner: torch.Tensor = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
+    return inner
 
 
 def _prepack_each(module: Any, name: str, weight_format: WeightFormat, let_go: LetGo | None) -> list[PrepackedLinear]:

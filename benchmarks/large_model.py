@@ -8,6 +8,7 @@ tokens. `inflight profile` on the same folder says how far from the memory's flo
 """
 
 import argparse
+import multiprocessing
 import resource
 import tempfile
 import time
@@ -44,14 +45,16 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary) / "model"
-        if not folder.exists():
-            CONFIG.num_hidden_layers = given.layers
-            write(folder)
+        if not folder.exists():  # written by another process, whose memory is not that of loading
+            writer = multiprocessing.get_context("spawn").Process(target=write, args=(folder, given.layers))
+            writer.start()
+            writer.join()
         measure(folder)
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, num_layers: int) -> None:
     """Write the checkpoint, layer by layer. Raises `RuntimeError` without kernels."""
+    CONFIG.num_hidden_layers = num_layers
     if not kernels_available():
         raise RuntimeError("weights in groups need a C++ compiler")
     with torch.device("meta"):

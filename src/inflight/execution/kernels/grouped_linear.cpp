@@ -523,15 +523,16 @@ struct FromUnpacked {
 template <class Kind>
 struct WholeNumbers {
   static constexpr int64_t kRowsOfItem = 128;
-  static constexpr int kAtOnce = kLanes == 16 ? 2 : 1;  // vectors, for which there are registers, as for so many rows:
-  static constexpr int kRowsAtOnce = 6, kPackedRowsAtOnce = kLanes == 16 ? 4 : 6;
+  static constexpr int kAtOnce = kLanes == 16 ? 2 : 1;  // vectors of a row: for so many rows of them there are registers,
+  static constexpr int kRowsAtOnce = 6;
+  static constexpr int kPackedRowsAtOnce = kLanes == 16 ? 4 : 6;  // or for so many, if numbers are unpacked meanwhile
   static constexpr int64_t kRowsWorthUnpacking = 24;
   static constexpr int64_t kRowsWorthPrefetching = 4;  // with fewer, the processor sees by itself what comes next
 
   Unpacked<Kind> unpacked;
   float sums[kRowsOfItem][kPanelOutputs];
 
-  // Adds to sums[row] the products of some chunks; x is at the first one of the first row.
+  // Adds to sums[row] the products of some chunks. In `x` the first one of the first row has the number `first_at`.
   template <int kRows, class From>
   [[gnu::flatten]] static void add_chunks(const From& first, int64_t num_chunks, const RoundedRows& x, int64_t first_at,
                                           float (*sums)[kPanelOutputs]) {
@@ -596,12 +597,12 @@ struct WholeNumbers {
     return std::array{&WholeNumbers::template add_chunks<kRows + 1, From>...};
   }
 
-  // Adds the products of some chunks for all rows. Meanwhile as many of the next panel come out of memory.
-  template <int kAtOnce, class From>
+  // Adds the products of some chunks for all rows. Meanwhile as many chunks of the next panel come out of memory.
+  template <int kMaxRows, class From>
   void add_all(From from, int64_t num_chunks, const RoundedRows& x, int64_t first_row, int64_t count, int64_t chunk,
                const uint8_t* next) {
-    constexpr auto functions = by_rows<From>(std::make_integer_sequence<int, kAtOnce>{});
-    for_each_group(count, kAtOnce, [&](const RowGroup& group) {
+    constexpr auto functions = by_rows<From>(std::make_integer_sequence<int, kMaxRows>{});
+    for_each_group(count, kMaxRows, [&](const RowGroup& group) {
       if (count >= kRowsWorthPrefetching) from.ahead = {next, num_chunks * kBytesOfChunk<Kind>, num_chunks, group};
       functions[group.count - 1](from, num_chunks, x, (first_row + group.first) * x.num_chunks + chunk,
                                  sums + group.first);

@@ -201,8 +201,8 @@ ProgramRun::~ProgramRun() {
 void ProgramRun::run(const Program::Item& item) {
   std::visit([&](const auto& work) { work.run(values_, step_, memory_); }, item.work);
   for (const int64_t value : item.released) {
-    if (program_->is_reused_[value] && values_.at(value).defined()) memory_.take_back(std::move(values_[value]));
-    else values_.at(value).reset();
+    if (program_->is_reused_.at(value) && values_[value].defined()) memory_.take_back(std::move(values_[value]));
+    else values_[value].reset();
   }
 }
 

@@ -31,20 +31,28 @@ inline typename Kind::Operand operand_at(const typename Kind::Stored* from) {
   else return {float_of(from[0]), float_of(from[1])};
 }
 
-// Adds to sums[row][vector] the products of `steps` operands, for kRows rows that lie `stride` elements apart.
+constexpr int64_t kStepsAtOnce = 4;  // written out: GCC copies the sums from one turn of a loop to the next
+
+// Adds to sums[row][vector] the products of `steps` operands, for kRows rows that lie `stride` elements apart. `next`
+// advances once for kStepsAtOnce of them.
 template <class Kind, int kRows, class Weight>
 inline void multiply_panel(const typename Kind::Stored* x, int64_t stride, const Weight* panel, int64_t steps,
                            typename Kind::Sum (&sums)[kRows][kVectors], NextPanel next = {}) {
   constexpr int64_t kPack = Kind::kPack;
-  for (int64_t step = 0; step < steps; ++step, panel += kPanelOutputs * kPack) {
+  const auto add = [&](int64_t step) __attribute__((always_inline)) {
     typename Kind::Panel weights[kVectors];
-    for (int v = 0; v < kVectors; ++v) weights[v] = Kind::load_panel(panel + v * kLanes * kPack);
-    next.advance();
+    for (int v = 0; v < kVectors; ++v) weights[v] = Kind::load_panel(panel + (step * kPanelOutputs + v * kLanes) * kPack);
     for (int row = 0; row < kRows; ++row) {
       const auto operand = operand_at<Kind>(x + row * stride + step * kPack);
       for (int v = 0; v < kVectors; ++v) sums[row][v] = Kind::multiply_add(sums[row][v], operand, weights[v]);
     }
+  };
+  int64_t step = 0;
+  for (; step + kStepsAtOnce <= steps; step += kStepsAtOnce) {
+    next.advance();
+    for (int64_t i = 0; i < kStepsAtOnce; ++i) add(step + i);
   }
+  for (; step < steps; ++step) add(step);
 }
 
 }  // namespace inflight

@@ -77,7 +77,8 @@ struct Lanewise {
     const Weight* after = panel + steps * kPanelOutputs * Kind::kPack;
     for_each_group(num_rows, kRowsAtOnce, [&](const RowGroup& group) {
       NextPanel next;
-      if (group.num_groups > 1) next = {after, (after - panel) * int64_t(sizeof *panel), steps, group};
+      if (group.num_groups > 1 && steps >= kStepsAtOnce)
+        next = {after, (after - panel) * int64_t(sizeof *panel), steps / kStepsAtOnce, group};
       by_rows[group.count - 1](rows.x, panel, steps, first_row + group.first, first_output, finish, next);
     });
   }

@@ -72,7 +72,11 @@ OperatorCall::OperatorCall(Reader& reader)
       }()) {
   const auto& schema = operator_.schema().arguments();
   size_t next = 0;
-  arguments_ = reader.list([&] { return read_argument(reader, schema.at(next++).type()); });
+  arguments_ = reader.list([&] {
+    Argument argument = read_argument(reader, schema.at(next).type());
+    check_enumerator(schema.at(next++).real_type(), argument);
+    return argument;
+  });
   TORCH_CHECK(arguments_.size() == schema.size(), "an operator of a program has ", schema.size(), " arguments, not ",
               arguments_.size());
   outputs_ = reader.list([&] { return reader.code(); });
@@ -97,6 +101,21 @@ OperatorCall::Argument OperatorCall::read_argument(Reader& reader, const c10::Ty
     case Kind::kNumbers: return as_whole(c10::List<double>(reader.list([&] { return reader.number(); })));
   }
   TORCH_CHECK(false, "a program has an argument of no known kind");
+}
+
+// Torch does not ask whether there is a dtype, a layout or a memory format of a number.
+void OperatorCall::check_enumerator(c10::TypePtr type, const Argument& argument) {
+  if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+  const auto kind = type->kind();
+  if (kind != c10::TypeKind::ScalarTypeType && kind != c10::TypeKind::LayoutType &&
+      kind != c10::TypeKind::MemoryFormatType)
+    return;
+  if (const auto* none = std::get_if<c10::IValue>(&argument); none && none->isNone()) return;
+  const auto* number = std::get_if<Size>(&argument);
+  TORCH_CHECK(number && number->per_token == 0 && number->per_logit_row == 0, "an operator takes no such enumerator");
+  if (kind == c10::TypeKind::ScalarTypeType) return void(as_dtype(number->fixed));
+  const int64_t last = kind == c10::TypeKind::LayoutType ? 0 : int64_t(at::MemoryFormat::ChannelsLast);
+  TORCH_CHECK(number->fixed >= 0 && number->fixed <= last, "an operator takes no such enumerator");
 }
 
 c10::IValue OperatorCall::value_of(const Argument& argument, const std::vector<at::Tensor>& values,

@@ -42,6 +42,7 @@ class OperatorCall {
   using Argument = std::variant<c10::IValue, Size, ValueView, std::vector<Size>, ViewList>;
 
   Argument read_argument(Reader& reader, const c10::TypePtr& type) const;
+  static void check_enumerator(c10::TypePtr type, const Argument& argument);
   c10::IValue value_of(const Argument& argument, const std::vector<at::Tensor>& values, const StepSize& step) const;
 
   c10::OperatorHandle operator_;

@@ -30,6 +30,14 @@ struct Size {
   }
 };
 
+// The dtype of a number. Refuses what no kernel of ours or of torch's for a CPU computes with.
+inline at::ScalarType as_dtype(int64_t number) {
+  const auto dtype = at::ScalarType(number);
+  TORCH_CHECK(number >= 0 && number <= int64_t(at::kBFloat16) && !c10::isQIntType(dtype), "there is no dtype ", number,
+              " here");
+  return dtype;
+}
+
 class Reader {
  public:
   Reader(at::IntArrayRef codes, at::ArrayRef<double> numbers, const std::vector<std::string>& words)
@@ -42,13 +50,7 @@ class Reader {
   double number() { return numbers_.at(code()); }
   const std::string& word() { return words_.at(code()); }
   bool flag() { return code() != 0; }
-  at::ScalarType dtype() {
-    const int64_t number = code();
-    const auto dtype = at::ScalarType(number);
-    TORCH_CHECK(number >= 0 && number <= int64_t(at::kBFloat16) && !c10::isQIntType(dtype), "there is no dtype ", number,
-                " here");
-    return dtype;
-  }
+  at::ScalarType dtype() { return as_dtype(code()); }
   Size size() {
     const int64_t fixed = code(), per_token = code();
     return {fixed, per_token, code()};

@@ -10,6 +10,7 @@ tokens. `inflight profile` on the same folder says how far from the memory's flo
 import argparse
 import multiprocessing
 import resource
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -49,6 +50,8 @@ def main() -> None:
             writer = multiprocessing.get_context("spawn").Process(target=write, args=(folder, given.layers))
             writer.start()
             writer.join()
+            if writer.exitcode:
+                sys.exit(f"the checkpoint was not written (exit code {writer.exitcode})")
         measure(folder)
 
 

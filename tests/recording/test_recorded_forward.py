@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from inflight.execution.kernels import kernels_available
+from inflight.execution.recording.encoding import Kind, encoded
 from inflight.execution.recording.fusion import fused
 from inflight.execution.recording.recorded_forward import RecordedForward, record_forward
 from inflight.execution.recording.recorder import UnrecordableError
@@ -110,6 +111,15 @@ def wide(dtype: torch.dtype) -> Forward:
     return forward
 
 
+def step_of(num_tokens: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, positions and logit rows of a step, at random."""
+    return (
+        torch.randint(64, (num_tokens,), generator=GENERATOR),
+        torch.randint(1000, (num_tokens,), generator=GENERATOR),
+        torch.randint(num_tokens, (num_rows,), generator=GENERATOR),
+    )
+
+
 @pytest.mark.parametrize("fuses", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [heads, layers, other_operators, narrow, wide])
@@ -120,11 +130,7 @@ def test_the_bits_are_those_of_what_was_recorded(
     with torch.inference_mode():
         recorded = RecordedForward(record_forward(forward, MAX_TOKENS), fuses=fuses)
         for num_tokens, num_rows in STEPS:
-            inputs = (
-                torch.randint(64, (num_tokens,), generator=GENERATOR),
-                torch.randint(1000, (num_tokens,), generator=GENERATOR),
-                torch.randint(num_tokens, (num_rows,), generator=GENERATOR),
-            )
+            inputs = step_of(num_tokens, num_rows)
             assert torch.equal(recorded(*inputs), forward(*inputs)), (num_tokens, num_rows)
 
 
@@ -263,3 +269,42 @@ def test_a_run_gives_nothing_before_its_end() -> None:
         with pytest.raises(RuntimeError, match="a program has not run to its end"):
             torch.ops.inflight.output_of_program_run(run)
         torch.ops.inflight.delete_program_run(run)
+
+
+@torch.inference_mode()
+def test_runs_do_not_write_into_what_others_still_need() -> None:
+    """Memory serves again: not that of logits, and not that of a run which has not ended."""
+    forward = heads(torch.float32)
+    recorded = RecordedForward(record_forward(forward, MAX_TOKENS))
+    steps = [step_of(num_tokens, num_rows) for num_tokens, num_rows in ((33, 33), (7, 3), (33, 2), (7, 7))]
+    expected = [forward(*step) for step in steps]
+    for _ in range(2):
+        runs = [torch.ops.inflight.new_program_run(*step, recorded._program) for step in steps]
+        unfinished = set(runs)
+        while unfinished:
+            unfinished = {run for run in runs if torch.ops.inflight.advance_program_run(run, 1)}
+        logits = [torch.ops.inflight.output_of_program_run(run) for run in runs]
+        for run in runs:
+            torch.ops.inflight.delete_program_run(run)
+        logits += [recorded(*step) for step in steps]
+        assert all(map(torch.equal, logits, expected * 2))
+
+
+def test_a_program_refuses_a_dtype_that_there_is_not() -> None:
+    """Torch's own operators do not ask, and run wild."""
+
+    def forward(input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        return TABLE[input_ids].to(torch.float64)[logit_rows]
+
+    with torch.inference_mode():
+        codes, *others = encoded(record_forward(forward, MAX_TOKENS))
+    float64 = torch.ops.inflight.scalar_type(torch.float64)
+    places = [
+        place for place in range(1, len(codes) - 2) if codes[place - 1 : place + 3] == [Kind.INTEGER, float64, 0, 0]
+    ]
+    assert places
+    for place in places:
+        for wrong in (-1, 10**6):
+            changed = [*codes[:place], wrong, *codes[place + 1 :]]
+            with pytest.raises(RuntimeError, match="there is no dtype"):
+                torch.ops.inflight.new_program(changed, *others)

@@ -84,12 +84,42 @@ void for_each_row(int64_t count, int64_t size, const Copy& copy) {
                    });
 }
 
-at::Tensor empty_rows(int64_t num_rows, int64_t size, const at::Tensor& like, bool is_complete) {
-  return is_complete ? at::empty({num_rows, size}, like.options()) : at::zeros({num_rows, size}, like.options());
+// The tokens of `x` `[T, hidden]`, dealt out to experts that there are.
+at::Tensor dealt(const at::Tensor& x, const Deal& deal) {
+  check_rows(x, "tokens");
+  check_size(deal.choices, "choices", 0, x.size(0));
+  const at::Tensor tokens = x.contiguous();
+  const int64_t size = tokens.size(1), row_bytes = size * tokens.element_size(), num_chosen = deal.choices.size(1);
+  const auto num_rows = int64_t(deal.order.size());
+  at::Tensor rows = at::empty({num_rows, size}, tokens.options());
+  const auto* from = static_cast<const char*>(tokens.const_data_ptr());
+  auto* to = static_cast<char*>(rows.data_ptr());
+  for_each_row(num_rows, size, [&](int64_t i) {
+    std::memcpy(to + i * row_bytes, from + deal.order[i] / num_chosen * row_bytes, row_bytes);
+  });
+  return rows;
+}
+
+// A row of `size` for each choice; 0 for the choices of experts that there are not.
+at::Tensor rows_of_choices(const Deal& deal, int64_t size, const at::Tensor& like) {
+  const int64_t num_rows = deal.choices.numel();
+  if (int64_t(deal.order.size()) == num_rows) return at::empty({num_rows, size}, like.options());
+  return at::zeros({num_rows, size}, like.options());
+}
+
+// Applies an expert's second projection to its rows, and puts what it gives where the choices are.
+void project_back(const Expert& expert, const at::Tensor& rows, const Deal& deal, int64_t first, at::Tensor& output) {
+  check_size(output, "a projection of experts", 1, expert.down->out_features);
+  const at::Tensor given = apply(*expert.down, rows);
+  const int64_t size = output.size(1), row_bytes = size * output.element_size();
+  const auto* from = static_cast<const char*>(given.const_data_ptr());
+  auto* to = static_cast<char*>(output.data_ptr());
+  for_each_row(rows.size(0), size, [&](int64_t i) {
+    std::memcpy(to + deal.order[first + i] * row_bytes, from + i * row_bytes, row_bytes);
+  });
 }
 
 at::Tensor gated(const at::Tensor& projected, Activation activation) {
-  TORCH_CHECK(activation, "these experts have no usual gate");
   return projected.scalar_type() == at::kFloat ? gated<float>(projected, activation)
                                                : gated<at::BFloat16>(projected, activation);
 }
@@ -97,51 +127,43 @@ at::Tensor gated(const at::Tensor& projected, Activation activation) {
 }  // namespace
 
 at::Tensor project_up(const at::Tensor& x, const at::Tensor& chosen, const std::vector<Expert>& experts) {
-  check_rows(x, "tokens");
-  const Deal deal(chosen, int64_t(experts.size()));
-  check_size(chosen, "choices", 0, x.size(0));
   TORCH_CHECK(!experts.empty(), "there are no experts");
-  const at::Tensor tokens = x.contiguous();
-  const int64_t size = tokens.size(1), row_bytes = size * tokens.element_size(), num_chosen = chosen.size(1);
-  const auto num_rows = int64_t(deal.order.size()), out = experts.front().up->out_features;
-  at::Tensor together = at::empty({num_rows, size}, tokens.options());
-  const auto* from = static_cast<const char*>(tokens.const_data_ptr());
-  auto* to = static_cast<char*>(together.data_ptr());
-  for_each_row(num_rows, size, [&](int64_t i) {
-    std::memcpy(to + i * row_bytes, from + deal.order[i] / num_chosen * row_bytes, row_bytes);
-  });
-  at::Tensor output = empty_rows(chosen.numel(), out, tokens, num_rows == chosen.numel());
+  const Deal deal(chosen, int64_t(experts.size()));
+  const at::Tensor tokens = dealt(x, deal);
+  at::Tensor output = rows_of_choices(deal, experts.front().up->out_features, x);
   deal.for_each_expert([&](size_t expert, int64_t first, int64_t count) {
     check_size(output, "a projection of experts", 1, experts[expert].up->out_features);
     at::Tensor rows = output.narrow(0, first, count);
-    apply_to(*experts[expert].up, together.narrow(0, first, count), rows);
+    apply_to(*experts[expert].up, tokens.narrow(0, first, count), rows);
   });
   return output;
 }
 
 at::Tensor project_down(const at::Tensor& rows, const at::Tensor& chosen, const std::vector<Expert>& experts) {
+  TORCH_CHECK(!experts.empty(), "there are no experts");
   check_rows(rows, "rows of experts");
   const Deal deal(chosen, int64_t(experts.size()));
   check_size(rows, "rows of experts", 0, chosen.numel());
-  TORCH_CHECK(!experts.empty(), "there are no experts");
-  const at::Tensor inner = rows.contiguous();
-  const int64_t size = experts.front().down->out_features, row_bytes = size * inner.element_size();
-  at::Tensor output = empty_rows(chosen.numel(), size, inner, int64_t(deal.order.size()) == chosen.numel());
-  auto* to = static_cast<char*>(output.data_ptr());
+  at::Tensor output = rows_of_choices(deal, experts.front().down->out_features, rows);
   deal.for_each_expert([&](size_t expert, int64_t first, int64_t count) {
-    check_size(output, "a projection of experts", 1, experts[expert].down->out_features);
-    const at::Tensor given = apply(*experts[expert].down, inner.narrow(0, first, count));
-    const auto* from = static_cast<const char*>(given.const_data_ptr());
-    for_each_row(count, size, [&](int64_t i) {
-      std::memcpy(to + deal.order[first + i] * row_bytes, from + i * row_bytes, row_bytes);
-    });
+    project_back(experts[expert], rows.narrow(0, first, count), deal, first, output);
   });
   return output;
 }
 
+// Expert by expert, so that what is between the projections stays in a cache.
 at::Tensor run_experts(const at::Tensor& x, const at::Tensor& chosen, const std::vector<Expert>& experts,
                        Activation activation) {
-  return project_down(gated(project_up(x, chosen, experts), activation), chosen, experts);
+  TORCH_CHECK(!experts.empty(), "there are no experts");
+  TORCH_CHECK(activation, "these experts have no usual gate");
+  const Deal deal(chosen, int64_t(experts.size()));
+  const at::Tensor tokens = dealt(x, deal);
+  at::Tensor output = rows_of_choices(deal, tokens.size(1), x);
+  deal.for_each_expert([&](size_t expert, int64_t first, int64_t count) {
+    const at::Tensor projected = apply(*experts[expert].up, tokens.narrow(0, first, count));
+    project_back(experts[expert], gated(projected, activation), deal, first, output);
+  });
+  return output;
 }
 
 }  // namespace inflight

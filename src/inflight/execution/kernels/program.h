@@ -32,7 +32,7 @@ class OperatorCall {
  public:
   explicit OperatorCall(Reader& reader);
   void run(std::vector<at::Tensor>& values, const StepSize& step, ReusedMemory&) const;
-  std::vector<int64_t> made() const { return {}; }
+  std::vector<int64_t> made() const { return {}; }  // in reused memory: torch takes its own
 
  private:
   struct ViewList {

@@ -74,6 +74,7 @@ class PrepackedExperts:
         return outputs
 
     def _run_one_by_one(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """The same as `run`, for layers that our kernel does not know: oneDNN's."""
         outputs = hidden_states.new_zeros(chosen.numel(), hidden_states.shape[-1])
         experts, order = chosen.flatten().sort(stable=True)
         counts = torch.bincount(experts, minlength=module.num_experts)[: module.num_experts].tolist()

@@ -18,9 +18,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds only its own folder
 
 from benchmarks.compare import RESULTS, describe_machine
+from inflight.execution.kernels import has_panels
 from inflight.execution.weights.int8_linear import Int8OneDnnLinear, Int8PanelLinear
 from inflight.execution.weights.onednn import OneDnnLinear
-from inflight.execution.weights.panels import PanelLinear, has_panels
+from inflight.execution.weights.panels import PanelLinear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 SHAPES = ((576, 1536), (1024, 3072), (2048, 8192), (1024, 30000))

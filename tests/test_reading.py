@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from inflight.execution.weights.panels import has_panels
+from inflight.execution.kernels import has_panels
 
 ROOT = Path(__file__).parents[1]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from inflight.execution.weights.panels import has_panels
+from inflight.execution.kernels import has_panels
 from tests import zoo
 from tests.command import Command
 

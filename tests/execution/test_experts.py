@@ -11,11 +11,11 @@ from torch import nn
 from inflight import LLM, SamplingParams
 from inflight.census.tiny_configs import model_class, tiny_config
 from inflight.execution.grouped.rounding import Rounding
+from inflight.execution.kernels import has_panels
 from inflight.execution.preparation.agreement import relative_error
 from inflight.execution.weights.caught_matrices import CaughtMatrix
 from inflight.execution.weights.experts import PrepackedExperts
 from inflight.execution.weights.formats import INT8, PLAIN, WeightFormat, find_format
-from inflight.execution.weights.panels import has_panels
 from tests import zoo
 from tests.execution import this_cpu
 

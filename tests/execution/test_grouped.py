@@ -19,12 +19,12 @@ from inflight.execution.grouped import weight as weights
 from inflight.execution.grouped.gguf_blocks import BLOCK_TYPES
 from inflight.execution.grouped.rounding import Rounding, channels_of, rounded_channels
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, Groups
+from inflight.execution.kernels import has_panels
 from inflight.execution.preparation import prepare as preparation
 from inflight.execution.preparation.prepare import prepare
 from inflight.execution.weights.formats import PLAIN, find_format
 from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, multiplies_whole_numbers
 from inflight.execution.weights.int8_linear import int8_layer
-from inflight.execution.weights.panels import has_panels
 from inflight.execution.weights.rounded_model import round_weights
 from inflight.execution.weights.tied_embedding import PrepackedEmbedding
 from tests import zoo

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.params import SamplingParams
 from inflight.engine.engine import Engine
-from inflight.execution.weights.panels import has_panels
+from inflight.execution.kernels import has_panels
 from tests import zoo
 from tests.exactness.harness import Reference, Teacher
 from tests.execution import this_cpu

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent
 PANEL_OUTPUTS = 32
 """Outputs of a layer that lie side by side, wherever a kernel multiplies with its weight."""
-COMPILER_FLAGS = [
-    *("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+COMPILER_FLAGS = [  # without contraction: GCC fuses a product and a sum in one copy of a function, and not in another
+    *("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-fvisibility=hidden", "-fvisibility-inlines-hidden"),
     *("-Wno-psabi", "-Wno-unknown-pragmas"),
 ]
@@ -51,6 +51,11 @@ def kernels_available() -> bool:
         logger.warning("no CPU kernels of our own (%s): attention runs through torch's operators, slower", reason)
         return False
     return True
+
+
+def has_panels(dtype: torch.dtype) -> bool:
+    """Whether our linear layers run on this CPU for weights that are stored in `dtype`."""
+    return kernels_available() and bool(torch.ops.inflight.has_panels(dtype))
 
 
 def _describe_operators() -> None:

@@ -24,7 +24,7 @@ inline void store_floats(Floats values, at::BFloat16* to) {
 #ifdef __AVX512BF16__
   store(to, (__m256i)_mm512_cvtneps_pbh((__m512)values));
 #else
-  for (int lane = 0; lane < kLanes; ++lane) to[lane].x = bfloat16_of(values[lane]);
+  store(to, __builtin_convertvector(bfloat16_of(values), Halves));
 #endif
 }
 

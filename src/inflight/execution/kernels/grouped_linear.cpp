@@ -5,7 +5,6 @@
 // An output is one sum over the inputs in ascending order, whatever thread computes it and whatever rows are beside it.
 #include "grouped_linear.h"
 
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 
 #include <array>
@@ -16,12 +15,6 @@
 
 #include "grouped.h"
 #include "lanewise.h"
-
-#if defined(__ARM_NEON)
-#include <arm_neon.h>
-#elif defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 namespace inflight {
 namespace {
@@ -139,8 +132,10 @@ inline void unpack(const uint8_t* numbers, Bits table, int vector, int part, Qua
 }
 
 inline Floats load_halves(const uint8_t* from) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
   return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
 #else
   float lanes[kLanes];
   for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = load<at::Half>(from + 2 * lane);
@@ -213,11 +208,7 @@ struct Expanded {
 #ifdef __AVX512BF16__
     return (Bits)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)values));
 #else
-    float lanes[kLanes];
-    uint32_t bits[kLanes];
-    store(lanes, values);
-    for (int lane = 0; lane < kLanes; ++lane) bits[lane] = bfloat16_of(lanes[lane]);
-    return load<Bits>(bits);
+    return bfloat16_of(values);
 #endif
   }
 
@@ -256,6 +247,7 @@ struct Expanded {
 template <class Kind, class Rows>
 struct Exact {
   using Output = typename Rows::Value;
+  using Input = typename Rows::Input;
   using Stored = typename Rows::Stored;
   static constexpr int64_t kRowsOfItem = 64, kChunksOfPart = 4;
 
@@ -263,7 +255,7 @@ struct Exact {
   float sums[kRowsOfItem][kPanelOutputs];
 
   template <int kRows>
-  static void run_rows(const Stored* x, int64_t stride, const Stored* panel, int64_t steps,
+  static void run_rows(const Input* x, int64_t stride, const Stored* panel, int64_t steps,
                        float (*sums)[kPanelOutputs]) {
     Floats own[kRows][kVectors];
     for (int row = 0; row < kRows; ++row)
@@ -273,7 +265,7 @@ struct Exact {
       for (int v = 0; v < kVectors; ++v) store(&sums[row][v * kLanes], own[row][v]);
   }
 
-  void run_panel(const Grouped& layout, const Stored* x, int64_t num_inputs, const uint8_t* panel, int64_t first_row,
+  void run_panel(const Grouped& layout, const Input* x, int64_t num_inputs, const uint8_t* panel, int64_t first_row,
                  int64_t count, int64_t first_output, const Finish<Output>& finish) {
     constexpr auto by_rows = rows_functions<Exact>(std::make_integer_sequence<int, kRowsAtOnce>{});
     std::memset(sums, 0, count * sizeof sums[0]);
@@ -282,7 +274,7 @@ struct Exact {
         const int64_t num_chunks = std::min(kChunksOfPart, layout.chunks() - c);
         for (int64_t i = 0; i < num_chunks; ++i)
           Expanded<Kind, Rows>::expand(layout, panel, c + i, expanded + i * kChunk * kPanelOutputs);
-        const Stored* inputs = x + first_row * num_inputs + run * layout.coarse + c * kChunk;
+        const Input* inputs = x + first_row * num_inputs + run * layout.coarse + c * kChunk;
         for_each_group(count, kRowsAtOnce, [&](const RowGroup& group) {
           by_rows[group.count - 1](inputs + group.first * num_inputs, num_inputs, expanded,
                                    num_chunks * kChunk / Rows::kPack, sums + group.first);
@@ -298,9 +290,9 @@ void run_exact(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
   using Value = typename Rows::Value;
   const Grouped& layout = *linear.grouped;
   const int64_t num_rows = x.numel() / linear.in_features;
-  const int64_t num_inputs = layout.num_runs(linear.in_features) * layout.coarse, missing = num_inputs - linear.in_features;
-  const at::Tensor rows = missing ? at::constant_pad_nd(x, {0, missing}) : x.contiguous();
-  const auto* values = static_cast<const typename Rows::Stored*>(rows.const_data_ptr());
+  const int64_t num_inputs = layout.num_runs(linear.in_features) * layout.coarse;
+  const at::Tensor rows = padded_rows<Rows>(x, num_inputs);
+  const auto* values = static_cast<const typename Rows::Input*>(rows.const_data_ptr());
   const auto* panels = linear.panels.const_data_ptr<uint8_t>();
   const Finish<Value> finish{linear, nullptr, output};
   with_kind(layout, [&](auto kind) {
@@ -337,32 +329,81 @@ void expand_panel(const Grouped& layout, const uint8_t* panel, int64_t num_outpu
 
 #ifdef INFLIGHT_WHOLE_NUMBERS
 
-// Adds the products of four unsigned numbers below 128 in each lane and four signed inputs.
-inline Ints dot_of_few_bits(Ints sum, Bits weights, int32_t inputs) {
-#if defined(__AVX512BW__)
-  const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(inputs));
-  return sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#elif defined(__AVX2__)
-  const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(inputs));
-  return sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#else
-  return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, vreinterpretq_s8_s32(vdupq_n_s32(inputs)));
-#endif
-}
+// In each lane an offset, and the products of four unsigned numbers and four signed inputs, again and again. `settle` after
+// `kMaxQuads` of them, and at the end.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
-// The same for unsigned numbers of eight bits, if they are wide.
-template <bool kIsWide>
-inline Ints dot(Ints sum, Quads weights, int32_t inputs) {
-#if defined(__AVX512VNNI__)
-  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights.words, _mm512_set1_epi32(inputs));
-#elif defined(__AVXVNNI__)
-  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights.words, _mm256_set1_epi32(inputs));
+template <class Kind>
+struct Products {
+  static constexpr int kMaxQuads = kChunk / 4;
+  Ints sum;
+
+  void add(Quads weights, int32_t inputs) {
+#ifdef __AVX512VNNI__
+    sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights.words, _mm512_set1_epi32(inputs));
 #else
-  if constexpr (!kIsWide) return dot_of_few_bits(sum, weights.words, inputs);
-  const Ints high = dot_of_few_bits(Ints{}, weights.words >> 4 & 0x0f0f0f0f, inputs);
-  return dot_of_few_bits(sum + high * 16, weights.words & 0x0f0f0f0f, inputs);
+    sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights.words, _mm256_set1_epi32(inputs));
 #endif
-}
+  }
+  void settle() {}
+};
+
+#elif defined(__AVX2__)
+
+// The hardware adds two products in 16 bits: numbers of more than 7 bits are taken in two parts.
+template <class Kind>
+struct Products {
+  static constexpr int kBits = Kind::kIsWide ? 4 : Kind::kBits;
+  static constexpr int kMaxQuads = std::min(kChunk / 4, 32767 / (2 * 127 * ((1 << kBits) - 1)));
+  Ints sum;
+  Shorts low{}, high{};
+
+  void add(Quads weights, int32_t inputs) {
+    if constexpr (Kind::kIsWide) {
+      low += products_of_bytes(weights.words & 0x0f0f0f0f, inputs);
+      high += products_of_bytes(weights.words >> 4 & 0x0f0f0f0f, inputs);
+    } else {
+      low += products_of_bytes(weights.words, inputs);
+    }
+  }
+  void settle() {
+    constexpr int32_t kOnes = 0x00010001;
+    sum += products_of_pairs(low, kOnes);
+    low = Shorts{};
+    if constexpr (!Kind::kIsWide) return;
+    sum += products_of_pairs(high, kOnes) * 16;
+    high = Shorts{};
+  }
+  static Shorts products_of_bytes(Bits weights, int32_t inputs) {
+#ifdef __AVX512BW__
+    return (Shorts)_mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(inputs));
+#else
+    return (Shorts)_mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(inputs));
+#endif
+  }
+};
+
+#else
+
+// The hardware multiplies signed numbers: those of 8 bits are taken in two parts.
+template <class Kind>
+struct Products {
+  static constexpr int kMaxQuads = kChunk / 4;
+  Ints sum;
+
+  void add(Quads weights, int32_t inputs) {
+    const int8x16_t same = vreinterpretq_s8_s32(vdupq_n_s32(inputs));
+    if constexpr (!Kind::kIsWide) {
+      sum = (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)weights.words, same);
+    } else {
+      sum = (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)(weights.words & 0x0f0f0f0f), same);
+      sum += 16 * (Ints)vdotq_s32(int32x4_t{}, (int8x16_t)(weights.words >> 4 & 0x0f0f0f0f), same);
+    }
+  }
+  void settle() {}
+};
+
+#endif
 
 inline int32_t sum_of(Ints v) {
 #ifdef __AVX512F__
@@ -379,17 +420,6 @@ inline float largest_of(Floats v) {
   return _mm512_reduce_max_ps((__m512)v);
 #else
   return max_of_lanes(v);
-#endif
-}
-
-// `a * b + c`, rounded once.
-inline Floats fused(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__)
-  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #endif
 }
 
@@ -563,14 +593,14 @@ struct WholeNumbers {
                               Floats (&sums)[kRows][kAtOnce]) {
     constexpr int kLoads = kChunk / 8 / Kind::kParts;
     const int64_t num_chunks = x.num_chunks;
-    Ints products[kRows][kAtOnce];
+    Products<Kind> products[kRows][kAtOnce];
     for (int row = 0; row < kRows; ++row) {
       Ints offset{};
       if constexpr (!Kind::kMinima) {
         const int64_t number = at + row * num_chunks;
         offset += Kind::kParts == 2 ? x.halves[2 * number + kPart] : x.offsets[number];
       }
-      for (int v = 0; v < kAtOnce; ++v) products[row][v] = offset;
+      for (int v = 0; v < kAtOnce; ++v) products[row][v] = {offset};
     }
     for (int i = 0; i < kLoads; ++i) {
       const int eight = kPart * kLoads + i;
@@ -579,15 +609,16 @@ struct WholeNumbers {
       for (int row = 0; row < kRows; ++row) {
         const int8_t* inputs = x.numbers.data() + (at + row * num_chunks) * kChunk + eight * 8;
         for (int v = 0; v < kAtOnce; ++v) {
-          products[row][v] = dot<Kind::kIsWide>(products[row][v], first[v], load<int32_t>(inputs));
-          products[row][v] = dot<Kind::kIsWide>(products[row][v], second[v], load<int32_t>(inputs + 4));
+          products[row][v].add(first[v], load<int32_t>(inputs));
+          products[row][v].add(second[v], load<int32_t>(inputs + 4));
+          if ((2 * i + 2) % Products<Kind>::kMaxQuads == 0 || i == kLoads - 1) products[row][v].settle();
         }
       }
     }
     for (int v = 0; v < kAtOnce; ++v) {
       const Floats scale = from.scale(base + v, kPart);
       for (int row = 0; row < kRows; ++row)
-        sums[row][v] = fused(__builtin_convertvector(products[row][v], Floats),
+        sums[row][v] = fused(__builtin_convertvector(products[row][v].sum, Floats),
                              scale * x.scales[at + row * num_chunks], sums[row][v]);
     }
   }

@@ -6,7 +6,6 @@
 #include "linear.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -26,24 +25,66 @@
 namespace inflight {
 namespace {
 
-constexpr int kZeroPoint = 128;  // x86 multiplies unsigned by signed: rounded activations are shifted by this
+#ifdef __AVX2__
+#define INFLIGHT_INT8
+#endif
 
-#ifdef __AVX512VNNI__
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+
+constexpr int kZeroPoint = 128;  // the hardware multiplies unsigned by signed: rounded activations are shifted by this
 
 struct Int8Quads {
-  using Stored = uint8_t;
+  using Input = uint8_t;
   using Operand = int32_t;
-  using Panel = __m512i;
-  using Sum = __m512i;
+  using Panel = Ints;
+  using Sum = Ints;
   static constexpr int kPack = 4;
-  static Panel load_panel(const int8_t* from) { return _mm512_loadu_si512(from); }
-  static Sum multiply_add(Sum sum, Operand a, Panel b) { return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(a), b); }
+  static void arrange(Input*) {}
+  static Operand operand(const Input* from) { return load<Operand>(from); }
+  static Panel load_panel(const int8_t* from) { return load<Ints>(from); }
+  static Sum multiply_add(Sum sum, Operand a, Panel b) {
+#ifdef __AVX512VNNI__
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(a), (__m512i)b);
+#else
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, _mm256_set1_epi32(a), (__m256i)b);
+#endif
+  }
 };
+
+#elif defined(__AVX2__)
+
+constexpr int kZeroPoint = 0;
+
+// In 16 bits: of four inputs the first and the third, and the second and the fourth.
+struct Int8Quads {
+  using Input = int16_t;
+  struct Operand {
+    int32_t even, odd;
+  };
+  struct Panel {
+    Shorts even, odd;
+  };
+  using Sum = Ints;
+  static constexpr int kPack = 4;
+  static void arrange(Input* quad) { std::swap(quad[1], quad[2]); }
+  static Operand operand(const Input* from) { return {load<int32_t>(from), load<int32_t>(from + 2)}; }
+  static Panel load_panel(const int8_t* from) {
+    const Shorts quads = load<Shorts>(from);
+    return {quads << 8 >> 8, quads >> 8};
+  }
+  static Sum multiply_add(Sum sum, Operand a, Panel b) {
+    return sum + products_of_pairs(b.even, a.even) + products_of_pairs(b.odd, a.odd);
+  }
+};
+
+#else
+
+constexpr int kZeroPoint = 0;
 
 #endif
 
 template <class Kind, class Weight, class Output, int kRows>
-void run_rows(const typename Kind::Stored* x, const Weight* panel, int64_t steps, int64_t first_row,
+void run_rows(const typename Kind::Input* x, const Weight* panel, int64_t steps, int64_t first_row,
               int64_t first_output, const Finish<Output>& finish, NextPanel next) {
   using Lanes = std::conditional_t<Kind::kPack == 4, Ints, Floats>;
   typename Kind::Sum sums[kRows][kVectors] = {};
@@ -67,8 +108,8 @@ struct Lanewise {
   static constexpr int64_t kRowsOfItem = 64;
 
   struct Rows {
-    const typename Kind::Stored* x;
-    Rows(const typename Kind::Stored* x, int64_t, int64_t) : x(x) {}
+    const typename Kind::Input* x;
+    Rows(const typename Kind::Input* x, int64_t, int64_t) : x(x) {}
   };
 
   void operator()(const Rows& rows, int64_t num_rows, const Weight* panel, int64_t steps, int64_t first_row,
@@ -134,7 +175,7 @@ auto way_of() {
 
 // All rows and panels; `x` is `[rows, in]` with `in` rounded up to whole operands.
 template <class Kind, class Weight, class Output>
-void run(const Linear& linear, const typename Kind::Stored* x, int64_t num_rows, const Finish<Output>& finish) {
+void run(const Linear& linear, const typename Kind::Input* x, int64_t num_rows, const Finish<Output>& finish) {
   using Way = decltype(way_of<Kind, Weight, Output>());
   const int64_t steps = linear.panels.size(1), panel_size = linear.panels.stride(0);
   const auto* panels = static_cast<const Weight*>(linear.panels.const_data_ptr());
@@ -144,16 +185,9 @@ void run(const Linear& linear, const typename Kind::Stored* x, int64_t num_rows,
   });
 }
 
-// Rows of whole operands.
-template <class Kind>
-at::Tensor operands(const at::Tensor& x, const Linear& linear) {
-  const int64_t missing = linear.panels.size(1) * Kind::kPack - linear.in_features;
-  return missing ? at::constant_pad_nd(x, {0, missing}) : x.contiguous();
-}
-
-// Rounds a row to [1, 255] around kZeroPoint; returns its scale, NaN if the row is not finite.
-template <class Value>
-float quantise_row(const Value* from, int64_t size, uint8_t* to) {
+// Rounds a row to [-127, 127] around kZeroPoint; returns its scale, NaN if the row is not finite.
+template <class Value, class Input>
+float quantise_row(const Value* from, int64_t size, Input* to) {
   Floats largest{};
   Floats not_finite{};
   int64_t i = 0;
@@ -170,11 +204,11 @@ float quantise_row(const Value* from, int64_t size, uint8_t* to) {
     poison += value - value;
   }
   if (poison != 0) {  // NaN
-    std::fill_n(to, size, uint8_t(kZeroPoint));
+    std::fill_n(to, size, Input(kZeroPoint));
     return poison;
   }
   const float inverse = maximum > 0 ? 127 / maximum : 0;
-  using Narrow = uint8_t __attribute__((vector_size(kLanes)));
+  using Narrow = std::conditional_t<sizeof(Input) == 1, Bytes, Halves>;
   constexpr float kRounder = 12582912.f;
   for (i = 0; i + kLanes <= size; i += kLanes) {
     const Floats shifted = load_floats(from + i) * inverse + kRounder;
@@ -182,27 +216,30 @@ float quantise_row(const Value* from, int64_t size, uint8_t* to) {
   }
   for (; i < size; ++i) {
     const volatile float scaled = float(from[i]) * inverse + kRounder;
-    to[i] = uint8_t(std::lrint(scaled - kRounder) + kZeroPoint);
+    to[i] = Input(std::lrint(scaled - kRounder) + kZeroPoint);
   }
   return maximum / 127;
 }
 
-#ifdef __AVX512VNNI__
+#ifdef INFLIGHT_INT8
 
 template <class Value>
 void run_int8(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
   const int64_t in = linear.in_features, num_rows = x.numel() / in;
   const int64_t width = linear.panels.size(1) * Int8Quads::kPack;
-  const at::Tensor rows = x.contiguous(), rounded = at::empty({num_rows, width}, x.options().dtype(at::kByte));
+  using Input = Int8Quads::Input;
+  const at::Tensor rows = x.contiguous();
+  const at::Tensor rounded = at::empty({num_rows, width}, x.options().dtype(c10::CppTypeToScalarType<Input>::value));
   std::vector<float> scales(num_rows);
   at::parallel_for(0, num_rows, 16, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      uint8_t* to = rounded.data_ptr<uint8_t>() + row * width;
+      Input* to = rounded.data_ptr<Input>() + row * width;
       scales[row] = quantise_row(rows.const_data_ptr<Value>() + row * in, in, to);
-      std::fill(to + in, to + width, uint8_t(0));
+      std::fill(to + in, to + width, Input(0));
+      for (int64_t i = 0; i < width; i += Int8Quads::kPack) Int8Quads::arrange(to + i);
     }
   });
-  run<Int8Quads, int8_t, Value>(linear, rounded.const_data_ptr<uint8_t>(), num_rows,
+  run<Int8Quads, int8_t, Value>(linear, rounded.const_data_ptr<Input>(), num_rows,
                                 {linear, scales.data(), output});
 }
 
@@ -269,19 +306,13 @@ void Linear::check_bias() const {
 }
 
 bool has_panels(at::ScalarType dtype) {
-#ifdef __AVX512F__
-  if (dtype == at::kFloat) return true;
+#ifndef __AVX2__
+  return false;
 #endif
 #ifdef INFLIGHT_TILES
-  if (!may_use_tiles()) return false;
+  if (dtype != at::kFloat && !may_use_tiles()) return false;
 #endif
-#ifdef __AVX512BF16__
-  if (dtype == at::kBFloat16) return true;
-#endif
-#ifdef __AVX512VNNI__
-  if (dtype == at::kChar) return true;
-#endif
-  return false;
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kChar;
 }
 
 at::Tensor apply(const Linear& linear, const at::Tensor& x) {
@@ -303,16 +334,14 @@ void apply_to(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
   TORCH_CHECK(x.scalar_type() == dtype || (dtype == at::kChar && x.is_floating_point()), "a layer of ", dtype,
               " cannot take ", x.scalar_type());
   if (dtype == at::kFloat) {
-    const at::Tensor rows = operands<Float32Rows>(x, linear);
+    const at::Tensor rows = padded_rows<Float32Rows>(x, linear.panels.size(1) * Float32Rows::kPack);
     run<Float32Rows, float, float>(linear, rows.const_data_ptr<float>(), num_rows,
                                    {linear, nullptr, output});
-#ifdef __AVX512BF16__
   } else if (dtype == at::kBFloat16) {
-    const at::Tensor rows = operands<BFloat16Rows>(x, linear);
-    run<BFloat16Rows, uint16_t, at::BFloat16>(linear, static_cast<const uint16_t*>(rows.const_data_ptr()), num_rows,
-                                              {linear, nullptr, output});
-#endif
-#ifdef __AVX512VNNI__
+    const at::Tensor rows = padded_rows<BFloat16Rows>(x, linear.panels.size(1) * BFloat16Rows::kPack);
+    run<BFloat16Rows, uint16_t, at::BFloat16>(
+        linear, static_cast<const BFloat16Rows::Input*>(rows.const_data_ptr()), num_rows, {linear, nullptr, output});
+#ifdef INFLIGHT_INT8
   } else if (dtype == at::kChar && x.scalar_type() == at::kFloat) {
     run_int8<float>(linear, x, output);
   } else if (dtype == at::kChar && x.scalar_type() == at::kBFloat16) {

@@ -16,7 +16,7 @@ struct Float32 {
   static constexpr int kPack = 1;
   static Panel load_panel(const Stored* from) { return load<Floats>(from); }
   static Panel load_first_of_pack(const Stored* from) { return load_panel(from); }
-  static Floats multiply_add(Floats sum, Operand a, Panel b) { return sum + a * b; }
+  static Floats multiply_add(Floats sum, Operand a, Panel b) { return fused(broadcast(a), b, sum); }
   static void pack(const float* from, int count, Operand* to) { std::memcpy(to, from, count * sizeof(float)); }
 };
 
@@ -33,7 +33,7 @@ struct Int8 {
   static Panel load_panel(const Stored* from) { return __builtin_convertvector(load<Bytes>(from), Floats); }
 #endif
   static Panel load_first_of_pack(const Stored* from) { return load_panel(from); }
-  static Floats multiply_add(Floats sum, Operand a, Panel b) { return sum + a * b; }
+  static Floats multiply_add(Floats sum, Operand a, Panel b) { return fused(broadcast(a), b, sum); }
   static void pack(const float* from, int count, Operand* to) { std::memcpy(to, from, count * sizeof(float)); }
 };
 
@@ -74,7 +74,9 @@ struct BFloat16 {
     return {(Floats)(bits << 16), (Floats)(bits & 0xffff0000)};
   }
   static Panel load_first_of_pack(const Stored* from) { return {(Floats)(load<Bits>(from) << 16), Floats{}}; }
-  static Floats multiply_add(Floats sum, Operand a, Panel b) { return sum + a.first * b.first + a.second * b.second; }
+  static Floats multiply_add(Floats sum, Operand a, Panel b) {
+    return fused(broadcast(a.second), b.second, fused(broadcast(a.first), b.first, sum));
+  }
   static void pack(const float* from, int count, Operand* to) {
     for (int i = 0; i < count; i += 2)
       to[i / 2] = {float_of(bfloat16_of(from[i])), float_of(bfloat16_of(from[i + 1]))};

@@ -6,8 +6,10 @@
 #include <cstring>
 #include <limits>
 
-#ifdef __AVX512F__
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace inflight {
@@ -24,6 +26,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 using Floats = float __attribute__((vector_size(4 * kLanes)));
 using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
 using Bits = uint32_t __attribute__((vector_size(4 * kLanes)));
+using Shorts = int16_t __attribute__((vector_size(4 * kLanes)));
 using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
 using Bytes = int8_t __attribute__((vector_size(kLanes)));
 
@@ -49,6 +52,30 @@ inline void store(void* to, Vector vector) {
 
 inline Floats broadcast(float value) { return value - Floats{}; }
 
+// `a * b + c`, rounded once where the CPU can.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// Products of two numbers of 16 bits in each lane, added; `b` is the same for all lanes.
+#if defined(__AVX512BW__)
+inline Ints products_of_pairs(Shorts a, int32_t b) {
+  return (Ints)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi32(b));
+}
+#elif defined(__AVX2__)
+inline Ints products_of_pairs(Shorts a, int32_t b) {
+  return (Ints)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi32(b));
+}
+#endif
+
 // The greater of each pair; a NaN in `a` stays.
 inline Floats max(Floats a, Floats b) { return a < b ? b : a; }
 inline Floats min(Floats a, Floats b) { return a > b ? b : a; }
@@ -57,6 +84,8 @@ inline Floats min(Floats a, Floats b) { return a > b ? b : a; }
 inline bool any(Ints v) {
 #ifdef __AVX512F__
   return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)v, (__m256i)v);
 #else
   int32_t lanes[kLanes], all = 0;
   store(lanes, v);
@@ -86,15 +115,13 @@ inline float max_of_lanes(Floats v) {
 inline Floats exp(Floats x) {
   constexpr float kLowest = -87.3f, kHighest = 88.3f, kRounder = 12582912.f;  // 1.5 * 2^23: rounds to an integer
   const Floats clamped = min(max(x, broadcast(kLowest)), broadcast(kHighest));
-  const Floats shifted = clamped * 1.44269504f + kRounder;
+  const Floats shifted = fused(clamped, broadcast(1.44269504f), broadcast(kRounder));
   const Floats n = shifted - kRounder;
-  const Floats r = clamped - n * 0.693359375f - n * -2.12194440e-4f;
-  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.f;
+  const Floats r = fused(n, broadcast(2.12194440e-4f), fused(n, broadcast(-0.693359375f), clamped));
+  Floats p = broadcast(1.9875691500e-4f);
+  for (const float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = fused(p, r, broadcast(next));
+  p = fused(p * r, r, r) + 1.f;
   const Floats result = (Floats)((Ints)p + ((Ints)shifted << 23));
   return x < kLowest ? Floats{} : result;
 }
@@ -114,6 +141,11 @@ inline uint16_t bfloat16_of(float value) {
   std::memcpy(&bits, &value, sizeof bits);
   if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
   return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline Bits bfloat16_of(Floats values) {
+  const Bits bits = (Bits)values;
+  return (Ints)(bits & 0x7fffffff) > 0x7f800000 ? Bits{} + 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
 }  // namespace inflight

@@ -9,8 +9,9 @@ from torch.nn import functional
 
 from inflight.execution.grouped.rounding import channels_of, rounded_channels
 from inflight.execution.grouped.weight import GroupedWeight
+from inflight.execution.kernels import has_panels
 from inflight.execution.weights.onednn import OneDnnLinear
-from inflight.execution.weights.panels import PanelLinear, has_panels, panels_of
+from inflight.execution.weights.panels import PanelLinear, panels_of
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, WeightLayout
 
 ZERO_POINT = 128
@@ -23,10 +24,10 @@ def int8_layer() -> type[PrepackedLinear]:
 
 
 @cache
-def sums_int8() -> bool:
-    """Whether int8 layers are right on this CPU, tried with the largest numbers that they can meet. Without VNNI oneDNN
-    adds pairs of products in 16 bits, which overflow."""
-    layer = int8_layer()(torch.ones(32, 64), None)
+def sums_int8(kind: type[PrepackedLinear] | None = None) -> bool:
+    """Whether int8 layers, or those of a kind, are right on this CPU: tried with the largest numbers that they can
+    meet. Without VNNI oneDNN adds pairs of products in 16 bits, which overflow."""
+    layer = (kind or int8_layer())(torch.ones(32, 64), None)
     return bool((layer(torch.ones(2, 64)) - 64).abs().max() < 1e-2)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers through our own kernel, on CPUs with AVX-512 (BF16 and VNNI, or AMX, for these dtypes).
+"""Linear layers through our own kernel, on CPUs with AVX2, AVX-512 or AMX.
 
 `kernels/linear.h` describes the layout: panels of 32 outputs, which the kernel reads in the order of memory.
 """
@@ -8,16 +8,11 @@ import weakref
 import torch
 from torch import nn
 
-from inflight.execution.kernels import PANEL_OUTPUTS, kernels_available
+from inflight.execution.kernels import PANEL_OUTPUTS
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, StoredRows, WeightLayout
 
 PANEL_INPUTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 """Neighbouring inputs that lie together for each of these outputs: as many as one instruction multiplies and adds."""
-
-
-def has_panels(dtype: torch.dtype) -> bool:
-    """Whether our kernel runs on this CPU for weights that are stored in `dtype`."""
-    return kernels_available() and bool(torch.ops.inflight.has_panels(dtype))
 
 
 class PanelLinear(PrepackedLinear):

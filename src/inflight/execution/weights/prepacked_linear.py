@@ -13,14 +13,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from inflight.execution.kernels import has_panels
+
 
 def can_prepack(model: PreTrainedModel) -> bool:
     """Whether this machine has prepacked layers for the model's device and dtype."""
-    if model.device.type != "cpu" or not torch._C._has_mkldnn:
+    if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
         return False
-    return model.dtype == torch.float32 or (
-        model.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    return has_panels(model.dtype) or _has_onednn(model.dtype)
+
+
+def _has_onednn(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn:
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class StoredRows(Protocol):

@@ -2,9 +2,10 @@
 
 import torch
 
+from inflight.execution.kernels import has_panels
 from inflight.execution.weights.formats.interface import WeightFormat
 from inflight.execution.weights.onednn import OneDnnLinear
-from inflight.execution.weights.panels import PanelLinear, has_panels
+from inflight.execution.weights.panels import PanelLinear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 

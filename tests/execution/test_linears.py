@@ -247,17 +247,18 @@ def test_a_model_that_uses_onednn_is_not_compiled_and_the_notes_say_why(
     monkeypatch: pytest.MonkeyPatch, quantization: Literal["int8"] | None
 ) -> None:
     if quantization:
-        this_cpu.needs(torch.int8)
+        needs(Int8OneDnnLinear, torch.int8)
     for module in (plain, int8_linear):
         monkeypatch.setattr(module, "has_panels", lambda dtype: False)
     info = Engine(zoo.build("llama"), EngineConfig(num_blocks=20, compile="auto", quantization=quantization)).model_info
     assert info.compile == "off"
     note, *_ = info.notes
-    assert note.startswith("the model is not compiled: this CPU has no AVX-512 for its dtype")
+    assert note.startswith("the model is not compiled: torch.compile cannot take oneDNN's linear layers")
 
 
-@pytest.mark.skipif(sums_int8(), reason="this CPU can")
-def test_int8_is_refused_if_it_would_overflow() -> None:
+@pytest.mark.skipif(sums_int8(Int8OneDnnLinear), reason="on this CPU it would not")
+def test_int8_is_refused_if_it_would_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_linear, "has_panels", lambda dtype: False)
     with pytest.raises(ModelError, match="needs a CPU that sums int8 in 32 bits"):
         Engine(zoo.build("llama"), EngineConfig(num_blocks=20, quantization="int8"))
 

@@ -49,7 +49,7 @@ class EngineConfig:
         quantization_arithmetic: of weights that are stored in groups of a few bits, by `quantization="int4"` or in the
             checkpoint. "exact": they are expanded to the model's dtype, and the results are those of the plain model
             with these weights; "fast": activations are rounded to int8, with a scale for every 32 inputs; "auto": fast
-            where the CPU is faster so (AVX-512), else exact.
+            where the CPU is faster so (AVX2, AVX-512), else exact.
         record_forward: whether the forward pass of a model that runs packed on a CPU is recorded once, and then runs
             without Python, with the same bits. Hooks that are put on its modules later are then never called.
         compile: "off"; or, instead of recording, "auto" (`torch.compile`, which takes up to a minute, once) or "max"

@@ -36,7 +36,7 @@ def why_uncompilable(
     if not caches:
         return "it needs the attention backend 'cpu'"
     if any(isinstance(module, OneDnnLinear) for module in model.modules()):
-        return "this CPU has no AVX-512 for its dtype, and torch.compile cannot take oneDNN's linear layers"
+        return "torch.compile cannot take oneDNN's linear layers, which run here"
     if len(modules) != len(caches):
         return "a module attends more than once in a forward pass"
     if longrope_length(model.config.get_text_config()) is not None:

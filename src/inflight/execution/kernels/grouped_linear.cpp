@@ -19,8 +19,7 @@
 namespace inflight {
 namespace {
 
-#if defined(__AVX512BW__) || (defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)) || \
-    defined(__ARM_FEATURE_DOTPROD)
+#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 #define INFLIGHT_WHOLE_NUMBERS
 #endif
 
@@ -143,14 +142,6 @@ inline Floats load_halves(const uint8_t* from) {
 #endif
 }
 
-inline Floats load_bytes(const uint8_t* from) {
-#ifdef __AVX512F__
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-#else
-  return __builtin_convertvector(load<Bytes>(from), Floats);
-#endif
-}
-
 // The coarse scale and minimum of a vector of outputs, and what a chunk makes of them.
 template <class Kind>
 struct Scales {
@@ -168,11 +159,11 @@ struct Scales {
   }
   Floats scale_of(const uint8_t* chunk, int vector, int part) const {
     if constexpr (Kind::kFine == 0) return scale;
-    return scale * load_bytes(chunk + part * kPanelOutputs + vector * kLanes);
+    return scale * floats_of_bytes(chunk + part * kPanelOutputs + vector * kLanes);
   }
   Floats minimum_of(const uint8_t* chunk, int vector) const {
     if constexpr (Kind::kFine == 0) return minimum;
-    return minimum * load_bytes(chunk + Kind::kFine * kPanelOutputs + vector * kLanes);
+    return minimum * floats_of_bytes(chunk + Kind::kFine * kPanelOutputs + vector * kLanes);
   }
 };
 
@@ -197,7 +188,7 @@ struct Expanded {
 
   static void store_values(const Floats (&values)[4], Stored* to) {
     if constexpr (Rows::kPack == 1) {
-      for (int i = 0; i < 4; ++i) store(to + i * kPanelOutputs, values[i]);
+      for (int i = 0; i < 4; ++i) store(to + i * kPanelOutputs, Rows::rounded(values[i]));
     } else {
       for (int i = 0; i < 4; i += 2)
         store(to + i * kPanelOutputs, widened(values[i]) | widened(values[i + 1]) << 16);
@@ -246,42 +237,25 @@ struct Expanded {
 // Some chunks are expanded, in the L1 cache, and multiplied like a plain panel.
 template <class Kind, class Rows>
 struct Exact {
-  using Output = typename Rows::Value;
-  using Input = typename Rows::Input;
-  using Stored = typename Rows::Stored;
-  static constexpr int64_t kRowsOfItem = 64, kChunksOfPart = 4;
+  using Unpacked = typename Rows::Unpacked;
+  static constexpr int64_t kRowsOfItem = RowSums<Unpacked>::kMaxRows, kChunksOfPart = 4;
 
-  alignas(64) Stored expanded[kChunksOfPart * kChunk * kPanelOutputs];
-  float sums[kRowsOfItem][kPanelOutputs];
+  alignas(64) typename Unpacked::Stored expanded[kChunksOfPart * kChunk * kPanelOutputs];
+  RowSums<Unpacked> sums;
 
-  template <int kRows>
-  static void run_rows(const Input* x, int64_t stride, const Stored* panel, int64_t steps,
-                       float (*sums)[kPanelOutputs]) {
-    Floats own[kRows][kVectors];
-    for (int row = 0; row < kRows; ++row)
-      for (int v = 0; v < kVectors; ++v) own[row][v] = load<Floats>(&sums[row][v * kLanes]);
-    multiply_panel<Rows, kRows>(x, stride, panel, steps, own);
-    for (int row = 0; row < kRows; ++row)
-      for (int v = 0; v < kVectors; ++v) store(&sums[row][v * kLanes], own[row][v]);
-  }
-
-  void run_panel(const Grouped& layout, const Input* x, int64_t num_inputs, const uint8_t* panel, int64_t first_row,
-                 int64_t count, int64_t first_output, const Finish<Output>& finish) {
-    constexpr auto by_rows = rows_functions<Exact>(std::make_integer_sequence<int, kRowsAtOnce>{});
-    std::memset(sums, 0, count * sizeof sums[0]);
+  void run_panel(const Grouped& layout, const typename Rows::Input* x, int64_t num_inputs, const uint8_t* panel,
+                 int64_t first_row, int64_t count, int64_t first_output, const Finish<typename Rows::Value>& finish) {
+    sums.clear(count);
     for (int64_t run = 0; run * layout.coarse < num_inputs; ++run, panel += layout.run_bytes()) {
       for (int64_t c = 0; c < layout.chunks(); c += kChunksOfPart) {
         const int64_t num_chunks = std::min(kChunksOfPart, layout.chunks() - c);
         for (int64_t i = 0; i < num_chunks; ++i)
-          Expanded<Kind, Rows>::expand(layout, panel, c + i, expanded + i * kChunk * kPanelOutputs);
-        const Input* inputs = x + first_row * num_inputs + run * layout.coarse + c * kChunk;
-        for_each_group(count, kRowsAtOnce, [&](const RowGroup& group) {
-          by_rows[group.count - 1](inputs + group.first * num_inputs, num_inputs, expanded,
-                                   num_chunks * kChunk / Rows::kPack, sums + group.first);
-        });
+          Expanded<Kind, Unpacked>::expand(layout, panel, c + i, expanded + i * kChunk * kPanelOutputs);
+        sums.add(x + first_row * num_inputs + run * layout.coarse + c * kChunk, num_inputs, count, expanded,
+                 num_chunks * kChunk / Unpacked::kPack);
       }
     }
-    finish.all(sums, first_row, count, first_output);
+    finish.all(sums.sums, first_row, count, first_output);
   }
 };
 
@@ -406,8 +380,12 @@ struct Products {
 #endif
 
 inline int32_t sum_of(Ints v) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
   return _mm512_reduce_add_epi32((__m512i)v);
+#elif defined(__AVX2__)
+  __m128i sums = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  sums = _mm_hadd_epi32(sums, sums);
+  return _mm_cvtsi128_si32(_mm_hadd_epi32(sums, sums));
 #else
   int32_t sum = 0;
   for (int lane = 0; lane < kLanes; ++lane) sum += v[lane];
@@ -471,7 +449,7 @@ struct RoundedRows {
     for (int v = 0; v < kVectorsOfChunk; ++v) {
       const Ints rounded = (Ints)(values[v] * inverse + kRounder) - 0x4B400000;
       sums_of_halves[v * kLanes / (kChunk / 2)] += sum_of(rounded);
-      store(to + v * kLanes, __builtin_convertvector(rounded, Bytes));
+      store_bytes(rounded, to + v * kLanes);
     }
     scales[number] = maximum / 127;
     for (int half = 0; half < 2; ++half) halves[2 * number + half] = -middle * sums_of_halves[half];
@@ -492,10 +470,11 @@ struct FromPanel {
   int64_t chunks_left = 0;  // of a run
 
   FromPanel(const Grouped& layout, const uint8_t* panel) : layout(layout), at(panel) {}
-  void begin_chunk() {
+  // Of vectors from `first` on.
+  void begin_chunk(int first, int count) {
     if (chunks_left-- > 0) return;
     chunks_left = layout.chunks() - 1;
-    for (int v = 0; v < kVectors; ++v) coarse[v] = {layout, at, v};
+    for (int v = first; v < first + count; ++v) coarse[v] = {layout, at, v};
     at += layout.head_bytes();
   }
   void end_chunk() {
@@ -521,7 +500,7 @@ struct Unpacked {
 
   [[gnu::flatten]] void take(FromPanel<Kind>& from, int64_t num_chunks) {
     for (Chunk* to = chunks; to < chunks + num_chunks; ++to, from.end_chunk()) {
-      from.begin_chunk();
+      from.begin_chunk(0, kVectors);
       for (int v = 0; v < kVectors; ++v) {
         for (int eight = 0; eight < kChunk / 8; ++eight)
           from.read(v, eight, to->quads[2 * eight][v], to->quads[2 * eight + 1][v]);
@@ -537,7 +516,7 @@ struct FromUnpacked {
   const typename Unpacked<Kind>::Chunk* at;
   NextPanel ahead;
 
-  void begin_chunk() {}
+  void begin_chunk(int, int) {}
   void end_chunk() {
     ++at;
     ahead.advance();
@@ -553,11 +532,12 @@ struct FromUnpacked {
 template <class Kind>
 struct WholeNumbers {
   static constexpr int64_t kRowsOfItem = 128;
-  static constexpr int kAtOnce = kLanes == 16 ? 2 : 1;  // vectors of a row: for so many rows of them there are registers,
-  static constexpr int kRowsAtOnce = 6;
-  static constexpr int kPackedRowsAtOnce = kLanes == 16 ? 4 : 6;  // or for so many, if numbers are unpacked meanwhile
+  static constexpr int kRowsAtOnce = Kind::kIsWide && kLanes == 8 ? 3 : 6;  // for which there are registers,
+  static constexpr int kPackedRowsAtOnce = kLanes == 16 ? 4 : kRowsAtOnce;  // or for so many, if numbers are unpacked meanwhile
   static constexpr int64_t kRowsWorthUnpacking = 24;
   static constexpr int64_t kRowsWorthPrefetching = 4;  // with fewer, the processor sees by itself what comes next
+
+  static constexpr int kVectorsAtOnce(int num_rows) { return kLanes == 16 || num_rows == 1 ? kVectors : num_rows <= 3 && !Kind::kIsWide ? 2 : 1; }
 
   Unpacked<Kind> unpacked;
   float sums[kRowsOfItem][kPanelOutputs];
@@ -566,15 +546,16 @@ struct WholeNumbers {
   template <int kRows, class From>
   [[gnu::flatten]] static void add_chunks(const From& first, int64_t num_chunks, const RoundedRows& x, int64_t first_at,
                                           float (*sums)[kPanelOutputs]) {
+    constexpr int kAtOnce = kVectorsAtOnce(kRows);
     for (int base = 0; base < kVectors; base += kAtOnce) {
       From from = first;
       Floats own[kRows][kAtOnce];
       for (int row = 0; row < kRows; ++row)
         for (int v = 0; v < kAtOnce; ++v) own[row][v] = load<Floats>(&sums[row][(base + v) * kLanes]);
       for (int64_t at = first_at; at < first_at + num_chunks; ++at, from.end_chunk()) {
-        from.begin_chunk();
-        add_part<0, kRows>(from, base, x, at, own);
-        if constexpr (Kind::kParts == 2) add_part<1, kRows>(from, base, x, at, own);
+        from.begin_chunk(base, kAtOnce);
+        add_part<0>(from, base, x, at, own);
+        if constexpr (Kind::kParts == 2) add_part<1>(from, base, x, at, own);
         if constexpr (Kind::kMinima)
           for (int v = 0; v < kAtOnce; ++v) {
             const Floats minimum = from.minimum(base + v);
@@ -588,7 +569,7 @@ struct WholeNumbers {
   }
 
   // A chunk's inputs that share a scale.
-  template <int kPart, int kRows, class From>
+  template <int kPart, int kRows, int kAtOnce, class From>
   static inline void add_part(const From& from, int base, const RoundedRows& x, int64_t at,
                               Floats (&sums)[kRows][kAtOnce]) {
     constexpr int kLoads = kChunk / 8 / Kind::kParts;
@@ -722,10 +703,10 @@ bool multiplies_whole_numbers() {
 }
 
 bool prefers_whole_numbers() {
-#ifdef __AVX512BW__
+#ifdef __AVX2__
   return true;
 #else
-  return false;  // slower with AVX2; with AVX-VNNI and NEON never measured
+  return false;  // with NEON never measured
 #endif
 }
 

@@ -125,6 +125,50 @@ struct Lanewise {
   }
 };
 
+#ifndef __AVX512F__
+
+// The same for weights that are multiplied as floats, a part of the panel after the other. (A panel of floats for three
+// rows is more than the L2 cache can deliver.)
+template <class Kind, class Weight, class Output>
+struct InParts {
+  using Sums = RowSums<Float32Rows>;
+  static constexpr int64_t kRowsOfItem = Sums::kMaxRows, kStepsOfPart = 128 / Kind::kPack;
+  using Direct = Lanewise<Kind, Weight, Output>;
+  using Rows = typename Direct::Rows;
+
+  void operator()(const Rows& rows, int64_t num_rows, const Weight* panel, int64_t steps, int64_t first_row,
+                  int64_t first_output, const Finish<Output>& finish) {
+    constexpr int64_t kPack = Kind::kPack, kStepSize = kPanelOutputs * kPack;
+    if (num_rows <= kRowsAtOnce) return Direct{}(rows, num_rows, panel, steps, first_row, first_output, finish);
+    sums.clear(num_rows);
+    for (int64_t step = 0; step < steps; step += kStepsOfPart) {
+      const int64_t count = std::min(kStepsOfPart, steps - step);
+      const Weight* part = panel + step * kStepSize;
+      const Weight* next = part + steps * kStepSize;
+      sums.add(rows.x + first_row * steps * kPack + step * kPack, steps * kPack, num_rows, floats_of(part, count),
+               count * kPack, next, count * kStepSize * int64_t(sizeof *next));
+    }
+    finish.all(sums.sums, first_row, num_rows, first_output);
+  }
+
+ private:
+  const float* floats_of(const float* part, int64_t) { return part; }
+  const float* floats_of(const uint16_t* part, int64_t steps) {
+    for (int64_t step = 0; step < steps; ++step)
+      for (int v = 0; v < kVectors; ++v) {
+        const auto pairs = Kind::load_panel(part + (step * kPanelOutputs + v * kLanes) * Kind::kPack);
+        store(floats + 2 * step * kPanelOutputs + v * kLanes, pairs.first);
+        store(floats + (2 * step + 1) * kPanelOutputs + v * kLanes, pairs.second);
+      }
+    return floats;
+  }
+
+  alignas(64) float floats[kStepsOfPart * Kind::kPack * kPanelOutputs];
+  Sums sums;
+};
+
+#endif
+
 #ifdef INFLIGHT_TILES
 
 // The same with the matrix unit. A part of the panel stays in the L1 cache while all rows go through it.
@@ -165,18 +209,18 @@ struct Tiled {
 #endif
 
 template <class Kind, class Weight, class Output>
-auto way_of() {
-#ifdef INFLIGHT_TILES
-  if constexpr (Kind::kPack > 1) return Tiled<Kind, Weight, Output>{};
-  else
+#if defined(INFLIGHT_TILES)
+using WayOf = std::conditional_t<Kind::kPack == 1, Lanewise<Kind, Weight, Output>, Tiled<Kind, Weight, Output>>;
+#elif defined(__AVX512F__)
+using WayOf = Lanewise<Kind, Weight, Output>;
+#else
+using WayOf = std::conditional_t<Kind::kPack == 4, Lanewise<Kind, Weight, Output>, InParts<Kind, Weight, Output>>;
 #endif
-    return Lanewise<Kind, Weight, Output>{};
-}
 
 // All rows and panels; `x` is `[rows, in]` with `in` rounded up to whole operands.
 template <class Kind, class Weight, class Output>
 void run(const Linear& linear, const typename Kind::Input* x, int64_t num_rows, const Finish<Output>& finish) {
-  using Way = decltype(way_of<Kind, Weight, Output>());
+  using Way = WayOf<Kind, Weight, Output>;
   const int64_t steps = linear.panels.size(1), panel_size = linear.panels.stride(0);
   const auto* panels = static_cast<const Weight*>(linear.panels.const_data_ptr());
   const typename Way::Rows rows(x, num_rows, steps);

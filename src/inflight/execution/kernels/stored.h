@@ -25,13 +25,7 @@ struct Int8 {
   using Operand = float;
   using Panel = Floats;
   static constexpr int kPack = 1;
-#ifdef __AVX512F__
-  static Panel load_panel(const Stored* from) {
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-  }
-#else
-  static Panel load_panel(const Stored* from) { return __builtin_convertvector(load<Bytes>(from), Floats); }
-#endif
+  static Panel load_panel(const Stored* from) { return floats_of_bytes(from); }
   static Panel load_first_of_pack(const Stored* from) { return load_panel(from); }
   static Floats multiply_add(Floats sum, Operand a, Panel b) { return fused(broadcast(a), b, sum); }
   static void pack(const float* from, int count, Operand* to) { std::memcpy(to, from, count * sizeof(float)); }

@@ -4,7 +4,9 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
+#include <type_traits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -50,7 +52,37 @@ inline void store(void* to, Vector vector) {
   std::memcpy(to, &vector, sizeof vector);
 }
 
+// Numbers of eight bits, from and to memory. (With AVX2 GCC converts them one by one.)
+inline Floats floats_of_bytes(const void* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  return __builtin_convertvector(load<Bytes>(from), Floats);
+#endif
+}
+
+inline void store_bytes(Ints values, int8_t* to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i words = _mm256_packs_epi32((__m256i)values, (__m256i)values);
+  const __m256i bytes = _mm256_packs_epi16(words, words);
+  const __m128i low = _mm256_castsi256_si128(bytes), high = _mm256_extracti128_si256(bytes, 1);
+  _mm_storel_epi64((__m128i*)to, _mm_unpacklo_epi32(low, high));
+#else
+  store(to, __builtin_convertvector(values, Bytes));
+#endif
+}
+
 inline Floats broadcast(float value) { return value - Floats{}; }
+
+// So that GCC does not read it from memory again for every product.
+template <class Vector>
+inline void keep_in_register(Vector& vector) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (std::is_same_v<Vector, Floats>) asm("" : "+x"(vector));
+#endif
+}
 
 // `a * b + c`, rounded once where the CPU can.
 inline Floats fused(Floats a, Floats b, Floats c) {

@@ -24,10 +24,10 @@ def int8_layer() -> type[PrepackedLinear]:
 
 
 @cache
-def sums_int8(kind: type[PrepackedLinear] | None = None) -> bool:
-    """Whether int8 layers, or those of a kind, are right on this CPU: tried with the largest numbers that they can
-    meet. Without VNNI oneDNN adds pairs of products in 16 bits, which overflow."""
-    layer = (kind or int8_layer())(torch.ones(32, 64), None)
+def sums_int8(kind: type[PrepackedLinear]) -> bool:
+    """Whether int8 layers of a kind are right on this CPU, tried with the largest numbers that they can meet. Without
+    VNNI oneDNN adds pairs of products in 16 bits, which overflow."""
+    layer = kind(torch.ones(32, 64), None)
     return bool((layer(torch.ones(2, 64)) - 64).abs().max() < 1e-2)
 
 

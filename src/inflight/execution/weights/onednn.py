@@ -1,4 +1,4 @@
-"""Linear layers through oneDNN's prepacked operators: for CPUs without AVX-512, and without a compiler."""
+"""Linear layers through oneDNN's prepacked operators: for CPUs without AVX2, and without a compiler."""
 
 import ctypes
 

@@ -21,7 +21,7 @@ class _Int8(WeightFormat):
     def why_unusable(self, model: PreTrainedModel) -> str | None:
         """See `WeightFormat`."""
         reason = super().why_unusable(model)
-        if reason is None and not sums_int8():
+        if reason is None and not sums_int8(int8_layer()):
             reason = "needs a CPU that sums int8 in 32 bits (VNNI or AMX)"
         return reason
 

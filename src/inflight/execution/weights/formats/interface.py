@@ -58,7 +58,8 @@ class WeightFormat(ABC):
     def _layer_in_groups(self, weight: GroupedWeight) -> type[PrepackedLinear]:
         if self.is_exact:
             return ExactGroupedLinear
-        return int8_layer() if is_by_channels(weight) and sums_int8() else GroupedLinear
+        by_channels = int8_layer()
+        return by_channels if is_by_channels(weight) and sums_int8(by_channels) else GroupedLinear
 
     def why_unusable(self, model: PreTrainedModel) -> str | None:
         """Why `model` cannot have this format here, as words that follow the format's name; None: it can."""

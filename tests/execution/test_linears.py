@@ -43,6 +43,8 @@ def needs(kind: type[PrepackedLinear], dtype: torch.dtype) -> None:
         pytest.skip("this CPU has no instructions for it")
     if kind in INT8_KINDS and not sums_int8(kind):
         pytest.skip("oneDNN's sums of int8 overflow on this CPU")
+    if kind is OneDnnLinear and dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bfloat16 on this CPU")
     this_cpu.needs(dtype)
 
 

@@ -127,8 +127,8 @@ struct Lanewise {
 
 #ifndef __AVX512F__
 
-// The same for weights that are multiplied as floats, a part of the panel after the other. (A panel of floats for three
-// rows is more than the L2 cache can deliver.)
+// The same with few registers, for weights that are multiplied as floats: all rows go through a part of the panel in the
+// L1 cache, more of them together than there are registers for with a whole panel.
 template <class Kind, class Weight, class Output>
 struct InParts {
   using Sums = RowSums<Float32Rows>;

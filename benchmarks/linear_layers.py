@@ -72,6 +72,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not all(map(has_panels, (torch.bfloat16, torch.int8))):
         sys.exit("this CPU has no panels to compare")
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        sys.exit("on this CPU oneDNN has no bfloat16 to compare with")
     machine = "; ".join(f"{name}: {value}" for name, value in describe_machine().items())
     lines = [
         "# Linear layers: our panels beside oneDNN's prepacked operators",

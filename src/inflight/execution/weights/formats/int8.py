@@ -22,7 +22,7 @@ class _Int8(WeightFormat):
         """See `WeightFormat`."""
         reason = super().why_unusable(model)
         if reason is None and not sums_int8(int8_layer()):
-            reason = "needs a CPU that sums int8 in 32 bits (VNNI or AMX)"
+            reason = "needs our kernels (AVX2 and a C++ compiler), or a CPU that sums int8 in 32 bits (VNNI or AMX)"
         return reason
 
 

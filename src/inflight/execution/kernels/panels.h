@@ -53,7 +53,7 @@ struct Finish {
   int64_t out_features;
   const Output* bias;
   Activation activation;
-  const int32_t* offsets;  // with the scales: of int8
+  const int32_t* offsets;  // with the scales: of int8; for whole panels
   const float *scales, *row_scales;
   Output* output;  // [rows, out]
 
@@ -78,19 +78,20 @@ struct Finish {
   }
 
   void operator()(Ints sum, int64_t row, int64_t first, int64_t count) const {
-    Ints missing{};
-    std::memcpy(&missing, offsets + first, count * sizeof(int32_t));
+    const Ints missing = load<Ints>(offsets + first);
     const Floats scale = part(scales + first, count) * row_scales[row];
     (*this)(__builtin_convertvector(sum - missing, Floats) * scale, row, first, count);
   }
 
   // The outputs of `count` rows from `first_output` on, of one panel.
-  void all(const float (*sums)[kPanelOutputs], int64_t first_row, int64_t count, int64_t first_output) const {
+  template <class Sum>
+  void all(const Sum (*sums)[kPanelOutputs], int64_t first_row, int64_t count, int64_t first_output) const {
+    using Lanes = std::conditional_t<std::is_same_v<Sum, int32_t>, Ints, Floats>;
     for (int64_t row = 0; row < count; ++row)
       for (int v = 0; v < kVectors; ++v) {
         const int64_t first = first_output + v * kLanes, left = out_features - first;
         if (left <= 0) break;
-        (*this)(load<Floats>(&sums[row][v * kLanes]), first_row + row, first, std::min<int64_t>(kLanes, left));
+        (*this)(load<Lanes>(&sums[row][v * kLanes]), first_row + row, first, std::min<int64_t>(kLanes, left));
       }
   }
 

@@ -5,6 +5,7 @@ is a digest of everything that went into it: sources, compiler, flags, torch, an
 home folder that several machines share, none of them runs instructions that were chosen for another.
 """
 
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -132,7 +133,7 @@ def _build(library: Path) -> None:
         cpp_extension.load(
             "inflight_kernels",
             [str(source) for source in sorted(SOURCES.glob("*.cpp"))],
-            extra_cflags=[*COMPILER_FLAGS, _native_flag()],
+            extra_cflags=[*COMPILER_FLAGS, *_native_flags()],
             extra_ldflags=["-fopenmp"],
             build_directory=folder,
             is_python_module=False,
@@ -172,7 +173,7 @@ def _digest() -> str:
         digest.update(source.read_bytes())
     compiler = subprocess.run([_compiler(), "--version"], capture_output=True, check=True).stdout
     torch_build = (torch.__version__, str(torch.version.git_version))
-    for part in (*torch_build, *COMPILER_FLAGS, _native_flag(), _instruction_sets()):
+    for part in (*torch_build, *COMPILER_FLAGS, *_native_flags(), _instruction_sets()):
         digest.update(part.encode() + b"\0")
     digest.update(compiler)
     return digest.hexdigest()[:20]
@@ -186,10 +187,17 @@ def _compiler() -> str:
     return name
 
 
-def _native_flag() -> str:
-    """The flag that targets this CPU, or the one that `INFLIGHT_TARGET_CPU` names (for tests)."""
+def _native_flags() -> list[str]:
+    """The flags that target this CPU, or the one that `INFLIGHT_TARGET_CPU` names (for tests)."""
     option = "-march" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu"
-    return f"{option}={os.environ.get('INFLIGHT_TARGET_CPU', 'native')}"
+    without = ["-mno-amx-tile"] if " amx_tile " in _instruction_sets() and not _may_use_matrix_unit() else []
+    return [f"{option}={os.environ.get('INFLIGHT_TARGET_CPU', 'native')}", *without]
+
+
+def _may_use_matrix_unit() -> bool:
+    """Whether Linux lets this process use the CPU's matrix unit (AMX), for which a process must ask."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def _instruction_sets() -> str:

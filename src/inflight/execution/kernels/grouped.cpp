@@ -82,6 +82,7 @@ Grouped::Grouped(at::IntArrayRef layout)
   TORCH_CHECK(fine >= 0 && fine <= 2, "a chunk cannot have ", fine, " fine scales");
   TORCH_CHECK(code >= Code::kWhole && code <= Code::kNonlinear, "there is no code ", int64_t(code));
   TORCH_CHECK(middle >= 0 && middle < 1 << (table() ? 8 : bits), "the middle cannot be ", middle);
+  TORCH_CHECK(!minima || middle == 0, "numbers above a minimum cannot have a middle");
   TORCH_CHECK(scale_bytes == 2 || scale_bytes == 4, "a scale cannot have ", scale_bytes, " bytes");
   TORCH_CHECK(!table() || bits == 4, "numbers of ", bits, " bits cannot be looked up");
   TORCH_CHECK(code != Code::kE4M3 || bits == 8, "a float of eight bits cannot have ", bits);

@@ -1,8 +1,8 @@
 // Weights of a few bits in groups of inputs that share a scale: how they lie in panels.
 //
-// A weight is `(number - middle) * scale - minimum`, where a number may be the code of another one. Inputs are taken 32 at
-// a time, in chunks; some chunks in a row share a coarse scale (and a coarse minimum). Where there are fine scales, whole
-// numbers, a chunk or each half of it has one of its own, and its scale is the product of both.
+// A weight is `(number - middle) * scale`, or `number * scale - minimum`; a number may be the code of another one. Inputs
+// are taken 32 at a time, in chunks; some chunks in a row share a coarse scale (and a coarse minimum). Where there are fine
+// scales, whole numbers, a chunk or each half of it has one of its own, and its scale is the product of both.
 //
 // For each such run of chunks a panel has, for its 32 outputs side by side: the coarse scales in float16 or float32; the
 // coarse minima likewise; and for each chunk the fine scales in int8, the fine minima in int8, and the numbers. Of these come

@@ -9,11 +9,15 @@ namespace inflight {
 //
 // Exact: weights take the activations' dtype, as `grouped_rows` gives them, and everything is as in a layer of that dtype.
 //
-// Otherwise the activations of 32 inputs are rounded to int8 with a scale of their own; sums within a chunk are whole
-// numbers, and sums of chunks float32.
+// Fast: the activations of 32 inputs are rounded to int8 with a scale of their own; sums within a chunk are whole numbers,
+// and sums of chunks float32. Without the instructions for it, and for floats of eight bits, this is the exact one.
 void run_grouped(const Linear& linear, const at::Tensor& x, at::Tensor& output);
 
-// Whether this CPU has the instructions for the second one, else the first one is used; and whether it is faster with it.
+// The two.
+void run_exact(const Linear& linear, const at::Tensor& x, at::Tensor& output);
+void run_in_whole_numbers(const Linear& linear, const at::Tensor& x, at::Tensor& output);
+
+// Whether this CPU has the instructions for the second one, and whether it is faster with it.
 bool multiplies_whole_numbers();
 bool prefers_whole_numbers();
 

@@ -82,22 +82,36 @@ inline void multiply_panel(const typename Kind::Input* x, int64_t stride, const 
   for (; step < steps; ++step) add(step);
 }
 
+// Rows one after the other.
+template <class Kind>
+struct RowsInTurn {
+  const typename Kind::Input* x;
+  int64_t stride;
+
+  RowsInTurn(const typename Kind::Input* x, int64_t, int64_t num_operands) : x(x), stride(num_operands * Kind::kPack) {}
+  const typename Kind::Input* at(int64_t row, int64_t operand) const { return x + row * stride + operand * Kind::kPack; }
+};
+
 // Sums of rows with a panel that comes in parts: each stays in the L1 cache while all rows go through it.
 template <class Kind>
 struct RowSums {
-  static constexpr int64_t kMaxRows = 64;
+  static constexpr int64_t kMaxRows = 64, kRowsHeld = 0;
+  using Rows = RowsInTurn<Kind>;
   float sums[kMaxRows][kPanelOutputs];
 
   void clear(int64_t num_rows) { std::memset(sums, 0, num_rows * sizeof sums[0]); }
+  void settle() {}
 
-  // Adds the products of rows that lie `stride` elements apart. Meanwhile `next_bytes` at `next` come out of memory.
-  void add(const typename Kind::Input* x, int64_t stride, int64_t num_rows, const typename Kind::Stored* part,
+  // Adds the products of rows from `first_row` on with `steps` operands from `first_step` on. Meanwhile `next_bytes` at
+  // `next` come out of memory.
+  void add(const Rows& rows, int64_t first_row, int64_t num_rows, int64_t first_step, const typename Kind::Stored* part,
            int64_t steps, const void* next = nullptr, int64_t next_bytes = 0) {
     constexpr auto by_rows = functions(std::make_integer_sequence<int, kRowsTogether>{});
     for_each_group(num_rows, kRowsTogether, [&](const RowGroup& group) {
       NextPanel ahead;
       if (steps >= kStepsAtOnce) ahead = {next, next_bytes, steps / kStepsAtOnce, group};
-      by_rows[group.count - 1](x + group.first * stride, stride, part, steps, sums + group.first, ahead);
+      by_rows[group.count - 1](rows.at(first_row + group.first, first_step), rows.stride, part, steps,
+                               sums + group.first, ahead);
     });
   }
 

@@ -107,10 +107,7 @@ template <class Kind, class Weight, class Output>
 struct Lanewise {
   static constexpr int64_t kRowsOfItem = 64;
 
-  struct Rows {
-    const typename Kind::Input* x;
-    Rows(const typename Kind::Input* x, int64_t, int64_t) : x(x) {}
-  };
+  using Rows = RowsInTurn<Kind>;
 
   void operator()(const Rows& rows, int64_t num_rows, const Weight* panel, int64_t steps, int64_t first_row,
                   int64_t first_output, const Finish<Output>& finish) const {
@@ -140,13 +137,14 @@ struct InParts {
                   int64_t first_output, const Finish<Output>& finish) {
     constexpr int64_t kPack = Kind::kPack, kStepSize = kPanelOutputs * kPack;
     if (num_rows <= kRowsAtOnce) return Direct{}(rows, num_rows, panel, steps, first_row, first_output, finish);
+    const typename Sums::Rows operands(rows.x, num_rows, steps * kPack);
     sums.clear(num_rows);
     for (int64_t step = 0; step < steps; step += kStepsOfPart) {
       const int64_t count = std::min(kStepsOfPart, steps - step);
       const Weight* part = panel + step * kStepSize;
       const Weight* next = part + steps * kStepSize;
-      sums.add(rows.x + first_row * steps * kPack + step * kPack, steps * kPack, num_rows, floats_of(part, count),
-               count * kPack, next, count * kStepSize * int64_t(sizeof *next));
+      sums.add(operands, first_row, num_rows, step * kPack, floats_of(part, count), count * kPack, next,
+               count * kStepSize * int64_t(sizeof *next));
     }
     finish.all(sums.sums, first_row, num_rows, first_output);
   }
@@ -171,39 +169,28 @@ struct InParts {
 
 #ifdef INFLIGHT_TILES
 
-// The same with the matrix unit. A part of the panel stays in the L1 cache while all rows go through it.
+// The same with the matrix unit.
 template <class Kind, class Weight, class Output>
 struct Tiled {
-  static constexpr int64_t kRowsOfItem = 256, kStepsOfPart = 128;
-  static constexpr bool kIsInt8 = Kind::kPack == 4;
-  using Lanes = std::conditional_t<kIsInt8, Ints, Floats>;
-  using Rows = TiledRows;
+  using Sums = TileSums<std::conditional_t<Kind::kPack == 4, int32_t, float>>;
+  using Rows = typename Sums::Rows;
+  static constexpr int64_t kRowsOfItem = Sums::kMaxRows, kStepsOfPart = 128;
 
   void operator()(const Rows& rows, int64_t num_rows, const Weight* panel, int64_t steps, int64_t first_row,
                   int64_t first_output, const Finish<Output>& finish) {
-    alignas(64) std::conditional_t<kIsInt8, int32_t, float> sums[kRowsOfItem][kPanelOutputs];
-    std::memset(sums, 0, num_rows * sizeof sums[0]);
-    const auto* weights = reinterpret_cast<const char*>(panel);
-    for (int64_t done = 0; done < steps;) {
-      const int64_t left = steps - done, size = std::min<int64_t>(left, kTileOperands);
-      const int64_t count = std::min(left, kStepsOfPart) / size;
-      for (int64_t row = 0; row < num_rows; row += kGroupRows)
-        unit.template add_products<kIsInt8>(rows.at(first_row + row, done / kTileOperands),
-                                            int(std::min<int64_t>(kGroupRows, num_rows - row)),
-                                            weights + 4 * kPanelOutputs * done,
-                                            row + kGroupRows < num_rows ? 0 : 4 * kPanelOutputs * kStepsOfPart, count,
-                                            int(size), sums[row]);
-      done += count * size;
+    sums.clear(num_rows);
+    for (int64_t step = 0; step < steps; step += kStepsOfPart) {
+      const int64_t count = std::min(kStepsOfPart, steps - step);
+      const Weight* part = panel + step * kPanelOutputs * Kind::kPack;
+      sums.add(rows, first_row, num_rows, step, part, count, part + kStepsOfPart * kPanelOutputs * Kind::kPack,
+               count * kPanelBytes);
     }
-    for (int64_t row = 0; row < num_rows; ++row)
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t first = first_output + v * kLanes, left = finish.out_features - first;
-        if (left <= 0) break;
-        finish(load<Lanes>(&sums[row][v * kLanes]), first_row + row, first, std::min<int64_t>(kLanes, left));
-      }
+    sums.settle();
+    finish.all(sums.sums, first_row, num_rows, first_output);
   }
 
-  MatrixUnit unit;
+ private:
+  Sums sums;
 };
 
 #endif
@@ -352,9 +339,6 @@ void Linear::check_bias() const {
 bool has_panels(at::ScalarType dtype) {
 #ifndef __AVX2__
   return false;
-#endif
-#ifdef INFLIGHT_TILES
-  if (dtype != at::kFloat && !may_use_tiles()) return false;
 #endif
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kChar;
 }

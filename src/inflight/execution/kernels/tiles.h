@@ -3,30 +3,24 @@
 // A panel already lies as the unit needs it: sixteen operands of sixteen outputs are one of its tiles.
 #pragma once
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512VBMI__)
 #define INFLIGHT_TILES
 
 #include <ATen/Parallel.h>
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <type_traits>
+
+#include "panels.h"
 
 namespace inflight {
 
 constexpr int kTileRows = 16, kTileOperands = 16, kGroupRows = 2 * kTileRows;
-constexpr int64_t kRowBytes = 4 * kTileOperands;
-
-// A process may use the unit once Linux has permitted it.
-inline bool may_use_tiles() {
-  constexpr int kAskForLeave = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool may = syscall(SYS_arch_prctl, kAskForLeave, kTileData) == 0;
-  return may;
-}
+constexpr int64_t kRowBytes = 4 * kTileOperands, kPanelBytes = 4 * kPanelOutputs;
 
 // Rows in the order in which the unit reads them: `[rows / 32, operands / 16, 32, 16]`; padding may hold anything.
 // (Rows that lie a power of two apart would evict each other from the cache.)
@@ -61,26 +55,16 @@ class MatrixUnit {
  public:
   ~MatrixUnit() { _tile_release(); }
 
-  // Adds products to sums, `[rows, 32]`, of up to `kGroupRows` rows: of `count` times `num_operands` operands. Prefetches
-  // what lies `bytes_ahead` in the panel, unless that is 0.
-  template <bool kIsInt8, class Sum>
-  void add_products(const char* rows, int num_rows, const char* panel, int64_t bytes_ahead, int64_t count,
-                    int num_operands, Sum* sums) {
-    constexpr int64_t kPanelBytes = 4 * 2 * kTileOperands;
-    shape(num_rows, num_operands);
+  // Adds products to sums, `[rows, 32]` int32 or float, of up to `kGroupRows` rows: of `count` times `num_operands`
+  // operands. `next` advances once for each of these times. The sums stay in the unit until there are others, or `settle`.
+  template <class Sum>
+  void add_products(const char* rows, int num_rows, const char* panel, int64_t count, int num_operands, Sum* sums,
+                    NextPanel next) {
+    hold(sums, num_rows, num_operands);
+    constexpr bool kIsInt8 = std::is_same_v<Sum, int32_t>;
     asm volatile("" ::: "memory");  // the compiler does not know what is read
-    const bool has_second = num_rows > kTileRows;
-    Sum* second_sums = sums + kTileRows * 2 * kTileOperands;
-    _tile_loadd(0, sums, kPanelBytes);
-    _tile_loadd(1, sums + kTileOperands, kPanelBytes);
-    if (has_second) {
-      _tile_loadd(2, second_sums, kPanelBytes);
-      _tile_loadd(3, second_sums + kTileOperands, kPanelBytes);
-    }
     for (int64_t i = 0; i < count; ++i, panel += num_operands * kPanelBytes, rows += kGroupRows * kRowBytes) {
-      if (bytes_ahead)
-        for (int64_t line = 0; line < num_operands * kPanelBytes; line += 64)
-          _mm_prefetch(panel + bytes_ahead + line, _MM_HINT_T1);
+      next.advance();
       _tile_loadd(6, panel, kPanelBytes);
       _tile_loadd(7, panel + kPanelBytes / 2, kPanelBytes);
       _tile_loadd(4, rows, kRowBytes);
@@ -91,7 +75,7 @@ class MatrixUnit {
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
       }
-      if (!has_second) continue;
+      if (num_rows <= kTileRows) continue;
       _tile_loadd(5, rows + kTileRows * kRowBytes, kRowBytes);
       if constexpr (kIsInt8) {
         _tile_dpbusd(2, 5, 6);
@@ -101,12 +85,18 @@ class MatrixUnit {
         _tile_dpbf16ps(3, 5, 7);
       }
     }
-    _tile_stored(0, sums, kPanelBytes);
-    _tile_stored(1, sums + kTileOperands, kPanelBytes);
-    if (has_second) {
-      _tile_stored(2, second_sums, kPanelBytes);
-      _tile_stored(3, second_sums + kTileOperands, kPanelBytes);
+  }
+
+  // Writes the sums to where they came from.
+  void settle() {
+    if (!held_) return;
+    _tile_stored(0, place_of(0), kPanelBytes);
+    _tile_stored(1, place_of(1), kPanelBytes);
+    if (num_rows_ > kTileRows) {
+      _tile_stored(2, place_of(2), kPanelBytes);
+      _tile_stored(3, place_of(3), kPanelBytes);
     }
+    held_ = nullptr;
   }
 
  private:
@@ -115,6 +105,25 @@ class MatrixUnit {
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
   };
+
+  // Where a tile's sums lie.
+  char* place_of(int tile) const {
+    return static_cast<char*>(held_) + tile / 2 * kTileRows * kPanelBytes + tile % 2 * (kPanelBytes / 2);
+  }
+
+  void hold(void* sums, int num_rows, int num_operands) {
+    if (sums == held_ && num_rows == num_rows_ && num_operands == num_operands_) return;
+    settle();
+    shape(num_rows, num_operands);
+    held_ = sums;
+    asm volatile("" ::: "memory");  // nor that all of this is
+    _tile_loadd(0, place_of(0), kPanelBytes);
+    _tile_loadd(1, place_of(1), kPanelBytes);
+    if (num_rows > kTileRows) {
+      _tile_loadd(2, place_of(2), kPanelBytes);
+      _tile_loadd(3, place_of(3), kPanelBytes);
+    }
+  }
 
   void shape(int num_rows, int num_operands) {
     if (num_rows == num_rows_ && num_operands == num_operands_) return;
@@ -127,11 +136,46 @@ class MatrixUnit {
       shapes.rows[tile] = uint8_t(tile_rows[tile]);
       shapes.row_bytes[tile] = uint16_t(tile_rows[tile] ? 4 * size : 0);
     }
-    asm volatile("" ::: "memory");  // nor that all of this is
+    asm volatile("" ::: "memory");
     _tile_loadconfig(&shapes);
   }
 
   int num_rows_ = 0, num_operands_ = 0;
+  void* held_ = nullptr;
+};
+
+// Sums of rows with a panel that comes in parts: each stays in the L1 cache while all rows go through it.
+template <class Sum>
+struct TileSums {
+  static constexpr int64_t kMaxRows = 256, kRowsHeld = kGroupRows;  // rows whose sums stay in the unit from part to part
+  using Rows = TiledRows;
+
+  alignas(64) Sum sums[kMaxRows][kPanelOutputs];
+  MatrixUnit unit;
+
+  void clear(int64_t num_rows) { std::memset(sums, 0, num_rows * sizeof sums[0]); }
+  // Before the sums are read.
+  void settle() { unit.settle(); }
+
+  // Adds the products of rows from `first_row` on with `steps` operands from `first_step` on, a multiple of kTileOperands.
+  // Meanwhile `next_bytes` at `next` come out of memory.
+  void add(const Rows& rows, int64_t first_row, int64_t num_rows, int64_t first_step, const void* part, int64_t steps,
+           const void* next = nullptr, int64_t next_bytes = 0) {
+    const int64_t num_tiles = steps / kTileOperands, rest = steps % kTileOperands;
+    const int64_t num_groups = (num_rows + kGroupRows - 1) / kGroupRows;
+    for (int64_t number = 0; number < num_groups; ++number) {
+      const int64_t row = number * kGroupRows;
+      const int count = int(std::min<int64_t>(kGroupRows, num_rows - row));
+      const char* operands = rows.at(first_row + row, first_step / kTileOperands);
+      const auto* panel = static_cast<const char*>(part);
+      if (num_tiles > 0)
+        unit.add_products(operands, count, panel, num_tiles, kTileOperands, sums[row],
+                          {next, next_bytes, num_tiles, {row, count, number, num_groups}});
+      if (rest > 0)
+        unit.add_products(operands + num_tiles * kGroupRows * kRowBytes, count,
+                          panel + num_tiles * kTileOperands * kPanelBytes, 1, int(rest), sums[row], {});
+    }
+  }
 };
 
 }  // namespace inflight

@@ -1,0 +1,228 @@
+// Weights in groups that are expanded to the activations' dtype, and then multiplied as in a plain panel.
+#include <ATen/ops/empty.h>
+
+#include <array>
+#include <cstring>
+#include <type_traits>
+
+#include "grouped_linear.h"
+#include "grouped_panel.h"
+#include "tiles.h"
+
+namespace inflight {
+namespace {
+
+// What the numbers of a vector of outputs become.
+template <class Kind, class Rows>
+struct Values {
+  using Stored = typename Rows::Stored;
+  Floats scale, minimum;
+  int middle;
+
+  Values(Floats scale, Floats minimum, int middle) : scale(scale), minimum(minimum), middle(middle) {}
+
+  // Those of four inputs, to where they lie in a plain panel.
+  void store_quads(Quads quads, Stored* to) const {
+    Floats values[4];
+    for (int i = 0; i < 4; ++i) {
+      const Bits numbers = quads.words >> (8 * i) & 255;
+      if constexpr (Kind::kReading == Reading::kFloat) values[i] = read_e4m3(numbers) * scale;
+      else values[i] = __builtin_convertvector((Ints)numbers - middle, Floats) * scale;
+      if constexpr (Kind::kMinima) values[i] -= minimum;
+    }
+    if constexpr (Rows::kPack == 1) {
+      for (int i = 0; i < 4; ++i) store(to + i * kPanelOutputs, Rows::rounded(values[i]));
+    } else {
+      for (int i = 0; i < 4; i += 2)
+        store(to + i * kPanelOutputs, bfloat16_of(values[i]) | bfloat16_of(values[i + 1]) << 16);
+    }
+  }
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+
+// Of the bytes in a vector of quads, those of two inputs, from 2 * `pair` on, of each of eight outputs, from 8 * `half` on:
+// one in each lane.
+template <int kPair, int kHalf>
+inline Bits take_pairs(Bits above, Quads quads) {
+  struct alignas(64) Places {
+    uint8_t bytes[64] = {};
+    constexpr Places() {
+      for (int lane = 0; lane < 16; ++lane) bytes[4 * lane] = uint8_t(4 * (8 * kHalf + lane / 2) + 2 * kPair + lane % 2);
+    }
+  };
+  static constexpr Places kPlaces;
+  constexpr __mmask64 kLowest = 0x1111111111111111;
+  return (Bits)_mm512_mask_permutexvar_epi8((__m512i)above, kLowest, _mm512_load_si512(&kPlaces), (__m512i)quads.words);
+}
+
+// Two inputs of an output lie side by side from the start, so that one instruction rounds them, and nothing moves after it.
+template <class Kind>
+struct Values<Kind, BFloat16Rows> {
+  static constexpr uint32_t kTwoTo23 = 0x4B000000;  // a float whose lowest bits count ones
+  Floats scales[2], minima[2], excess[2];
+
+  Values(Floats scale, Floats minimum, int middle) {
+    for (int half = 0; half < 2; ++half) {
+      const Ints outputs = lane_numbers() / 2 + 8 * half;
+      scales[half] = (Floats)_mm512_permutexvar_ps((__m512i)outputs, (__m512)scale);
+      minima[half] = (Floats)_mm512_permutexvar_ps((__m512i)outputs, (__m512)minimum);
+      excess[half] = Kind::kMinima ? scales[half] * 0x1p23f : broadcast(float(0x800000 + middle));
+    }
+  }
+
+  void store_quads(Quads quads, uint16_t* to) const {
+    store_pairs<0>(quads, to);
+    store_pairs<1>(quads, to + 2 * kPanelOutputs);
+  }
+
+ private:
+  template <int kPair>
+  void store_pairs(Quads quads, uint16_t* to) const {
+    store(to, _mm512_cvtne2ps_pbh((__m512)values<kPair, 1>(quads), (__m512)values<kPair, 0>(quads)));
+  }
+
+  template <int kPair, int kHalf>
+  Floats values(Quads quads) const {
+    if constexpr (Kind::kReading == Reading::kFloat)
+      return read_e4m3(take_pairs<kPair, kHalf>(Bits{}, quads)) * scales[kHalf];
+    const Floats values = (Floats)take_pairs<kPair, kHalf>(Bits{} + kTwoTo23, quads);
+    if constexpr (!Kind::kMinima) return (values - excess[kHalf]) * scales[kHalf];
+    return fused(values, scales[kHalf], -excess[kHalf]) - minima[kHalf];  // the product is rounded once, as ever
+  }
+};
+
+#endif
+
+// Some chunks' weights in the activations' dtype, as they lie in a plain panel.
+template <class Kind, class Rows>
+struct Expanded {
+  using Stored = typename Rows::Stored;
+  static constexpr int64_t kMaxChunks = 16384 / (kChunk * kPanelOutputs * sizeof(Stored)), kPack = Rows::kPack;
+
+  alignas(64) Stored weights[kMaxChunks * kChunk * kPanelOutputs];
+
+  [[gnu::flatten]] void take(FromPanel<Kind>& from, int64_t num_chunks) {
+    for (Stored* to = weights; num_chunks > 0; --num_chunks, to += kChunk * kPanelOutputs, from.end_chunk()) {
+      from.begin_chunk(0, kVectors);
+      for (int v = 0; v < kVectors; ++v) {
+        const Floats minimum = from.minimum(v);
+        for (int part = 0; part < Kind::kParts; ++part) {
+          const Values<Kind, Rows> values(from.scale(v, part), minimum, int(from.layout.middle));
+          for (int eight = part * 4 / Kind::kParts; eight < (part + 1) * 4 / Kind::kParts; ++eight) {
+            Quads quads[2];
+            from.read(v, eight, quads[0], quads[1]);
+            for (int half = 0; half < 2; ++half)
+              values.store_quads(quads[half], to + (eight * 8 + half * 4) * kPanelOutputs + v * kLanes * kPack);
+          }
+        }
+      }
+    }
+  }
+};
+
+// A part of a panel is expanded, in the L1 cache, and multiplied like a plain panel.
+template <class Kind, class Rows, class Sums>
+struct Exact {
+  static constexpr int64_t kRowsOfItem = Sums::kMaxRows;
+
+  Expanded<Kind, typename Rows::Unpacked> expanded;
+  Sums sums;
+
+  void run_panel(const Grouped& layout, const typename Sums::Rows& rows, int64_t num_chunks, const uint8_t* panel,
+                 int64_t first_row, int64_t count, int64_t first_output, const Finish<typename Rows::Value>& finish) {
+    constexpr int64_t kSteps = kChunk / Rows::Unpacked::kPack;
+    FromPanel<Kind> from(layout, panel);
+    from.read_ahead();
+    sums.clear(count);
+    const int64_t at_once = count <= Sums::kRowsHeld ? 1 : expanded.kMaxChunks;
+    for (int64_t chunk = 0; chunk < num_chunks; chunk += at_once) {
+      const int64_t num = std::min(at_once, num_chunks - chunk);
+      expanded.take(from, num);
+      sums.add(rows, first_row, count, chunk * kSteps, expanded.weights, num * kSteps);
+    }
+    sums.settle();
+    finish.all(sums.sums, first_row, count, first_output);
+  }
+};
+
+template <class Rows>
+void run_in(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
+  using Value = typename Rows::Value;
+  using Unpacked = typename Rows::Unpacked;
+#ifdef INFLIGHT_TILES
+  using Sums = std::conditional_t<std::is_same_v<Unpacked, BFloat16Rows>, TileSums<float>, RowSums<Unpacked>>;
+#else
+  using Sums = RowSums<Unpacked>;
+#endif
+  const Grouped& layout = *linear.grouped;
+  const int64_t num_rows = x.numel() / linear.in_features;
+  const int64_t num_inputs = layout.num_runs(linear.in_features) * layout.coarse;
+  const at::Tensor padded = padded_rows<Rows>(x, num_inputs);
+  const typename Sums::Rows rows(static_cast<const typename Rows::Input*>(padded.const_data_ptr()), num_rows,
+                                 num_inputs / Unpacked::kPack);
+  const auto* panels = linear.panels.const_data_ptr<uint8_t>();
+  const Finish<Value> finish{linear, nullptr, output};
+  with_kind(layout, [&](auto kind) {
+    using Way = Exact<decltype(kind), Rows, Sums>;
+    for_each_panel<Way>(linear.panels.size(0), num_rows, num_inputs,
+                        [&](Way& way, int64_t panel, int64_t first, int64_t count) {
+                          way.run_panel(layout, rows, num_inputs / kChunk, panels + panel * linear.panels.stride(0),
+                                        first, count, panel * kPanelOutputs, finish);
+                        });
+  });
+}
+
+// Writes the rows of a panel to `to` `[outputs, in]`.
+template <class Kind, class Rows>
+void write_panel(const Grouped& layout, const uint8_t* panel, int64_t num_outputs, int64_t in_features,
+                 typename Rows::Stored* to) {
+  constexpr int64_t kPack = Rows::kPack;
+  using Neighbours = std::array<typename Rows::Stored, kPack>;  // inputs that lie together
+  FromPanel<Kind> from(layout, panel);
+  Expanded<Kind, Rows> expanded;
+  for (int64_t i = 0; i < in_features; i += kChunk) {
+    expanded.take(from, 1);
+    const int64_t count = std::min<int64_t>(kChunk, in_features - i);
+    for (int64_t output = 0; output < num_outputs; ++output) {
+      alignas(64) Neighbours row[kChunk / kPack];
+      for (int64_t j = 0; j < kChunk / kPack; ++j)
+        row[j] = load<Neighbours>(expanded.weights + (j * kPanelOutputs + output) * kPack);
+      std::memcpy(to + output * in_features + i, row, count * sizeof *to);
+    }
+  }
+}
+
+}  // namespace
+
+void run_exact(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
+  if (x.scalar_type() == at::kFloat) return run_in<Float32Rows>(linear, x, output);
+  run_in<BFloat16Rows>(linear, x, output);
+}
+
+at::Tensor grouped_values(at::IntArrayRef words, const at::Tensor& panels, int64_t out_features, int64_t in_features,
+                          at::ScalarType dtype) {
+  const Grouped layout(words);
+  check_grouped(layout, panels, out_features, in_features);
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "weights cannot be ", dtype);
+  at::Tensor values = at::empty({out_features, in_features}, dtype);
+  const auto fill = [&](auto rows) {
+    using Rows = decltype(rows);
+    auto* to = static_cast<typename Rows::Stored*>(values.data_ptr());
+    with_kind(layout, [&](auto kind) {
+      at::parallel_for(0, panels.size(0), 1 + 16384 / in_features, [&](int64_t begin, int64_t end) {
+        for (int64_t panel = begin; panel < end; ++panel) {
+          const int64_t first = panel * kPanelOutputs;
+          write_panel<decltype(kind), Rows>(layout, panels.const_data_ptr<uint8_t>() + panel * panels.size(1),
+                                             std::min<int64_t>(kPanelOutputs, out_features - first), in_features,
+                                             to + first * in_features);
+        }
+      });
+    });
+  };
+  if (dtype == at::kFloat) fill(Float32Rows{});
+  else fill(BFloat16Rows{});
+  return values;
+}
+
+}  // namespace inflight

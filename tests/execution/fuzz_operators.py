@@ -11,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,11 @@ from inflight.execution.recording.recorded_forward import record_forward
 from inflight.execution.weights.panels import panels_of
 
 EXTREMES = (-(2**63), -(2**31), -7, -1, 0, 1, 2, 3, 5, 16, 17, 64, 255, 2**20, 2**31 - 1, 2**31, 2**40, 2**63 - 1)
-GROUPED = [(4, 0, False), (4, 0, True), (4, 1, True), (5, 1, True), (6, 2, False), (8, 0, False), (8, 1, False)]
-"""Bits, fine scales and minima of weights in groups."""
+GROUPED = [
+    *((4, 0, False, 0), (4, 0, True, 0), (4, 1, True, 0), (5, 0, False, 0), (5, 1, True, 0), (6, 2, False, 0)),
+    *((8, 0, False, 0), (8, 0, True, 0), (8, 0, False, 1), (4, 0, False, 2), (4, 1, False, 3)),
+]
+"""Bits, fine scales, minima and code of weights in groups."""
 
 
 TABLE = torch.randn(16, 48)
@@ -40,8 +44,9 @@ class Fuzzer:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.num_refused = 0
-        self.num_accepted = 0
+        self.refused: Counter[str] = Counter()
+        self.accepted: Counter[str] = Counter()
+        """Calls of each operator."""
         self.programs: list[Encoded] = []
         self.operators: list[Callable[[], None]] = [
             self._greedy,
@@ -65,9 +70,9 @@ class Fuzzer:
         try:
             given = getattr(torch.ops.inflight, name)(*changed)
         except (RuntimeError, TypeError, ValueError, NotImplementedError, OverflowError, IndexError, MemoryError):
-            self.num_refused += 1
+            self.refused[name] += 1
             return None
-        self.num_accepted += 1
+        self.accepted[name] += 1
         return given
 
     # ------------------------------------------------------------------------------------- operators
@@ -84,35 +89,37 @@ class Fuzzer:
     def _activate(self) -> None:
         self.call("activate", self._floats(3, 20), self.random.choice(["relu", "gelu", "swish", "none"]), "tanh")
 
-    def _new_linear(self, num_inputs: int, num_outputs: int, activation: str = "none") -> int | None:
+    def _new_linear(self, num_inputs: int, num_outputs: int, activation: str = "none", rate: float = 0.1) -> int | None:
         weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(num_outputs)
         given = (panels_of(weight), bias, None, num_inputs, num_outputs, activation, "")
         if self.random.random() < 0.3 and torch.ops.inflight.has_panels(torch.int8):
             int8 = (weight * 30).clamp(-127, 127).to(torch.int8)
             given = (panels_of(int8), bias, torch.rand(num_outputs), num_inputs, num_outputs, activation, "")
         if self.random.random() < 0.3:
-            return self._new_grouped_linear(num_inputs, num_outputs, activation)
-        number: int | None = self.call("new_linear", *given, rate=0.1)
+            return self._new_grouped_linear(num_inputs, num_outputs, activation, rate / 2)
+        number: int | None = self.call("new_linear", *given, rate=rate)
         return number
 
-    def _new_grouped_linear(self, num_inputs: int, num_outputs: int, activation: str) -> int | None:
-        bits, fine, minima = self.random.choice(GROUPED)
+    def _new_grouped_linear(self, num_inputs: int, num_outputs: int, activation: str, rate: float) -> int | None:
+        bits, fine, minima, code = self.random.choice(GROUPED)
         coarse = self.random.choice([32, 64, 256])
         num_runs = -(-num_inputs // coarse)
-        layout = [bits, coarse, fine, int(minima), 0 if minima else 1 << (bits - 1)]
+        is_wide = self.random.random() < 0.5
+        layout = [bits, coarse, fine, int(minima), 0 if minima else 1 << (bits - 1), 4 if is_wide else 2, code]
         numbers = torch.randint(0, 1 << bits, (num_outputs, num_inputs), dtype=torch.uint8)
-        scales = torch.rand(2, num_outputs, num_runs).half()
+        scales = torch.rand(2, num_outputs, num_runs, dtype=torch.float32 if is_wide else torch.float16)
         whole = torch.randint(-128, 128, (3, num_outputs, num_runs * coarse // 32), dtype=torch.int8)
         several = torch.cat(tuple(whole[:fine]), dim=1) if fine else None
         minima_given = (scales[1], whole[2] if fine else None) if minima else (None, None)
-        panels = self.call("pack_grouped", layout, numbers, scales[0], several, *minima_given, rate=0.05)
+        panels = self.call("pack_grouped", layout, numbers, scales[0], several, *minima_given, rate=rate)
         if panels is None:
             return None
         rows = torch.randint(0, num_outputs, (3,))
-        self.call("grouped_rows", layout, panels, rows, num_outputs, num_inputs, torch.float32, rate=0.05)
-        self.call("grouped_values", layout, panels, num_outputs, num_inputs, torch.bfloat16, rate=0.05)
-        given = (panels, layout, self.random.random() < 0.5, torch.randn(num_outputs))
-        number: int | None = self.call("new_grouped_linear", *given, num_inputs, num_outputs, activation, "", rate=0.05)
+        self.call("grouped_rows", layout, panels, rows, num_outputs, num_inputs, torch.float32, rate=rate)
+        self.call("grouped_values", layout, panels, num_outputs, num_inputs, torch.bfloat16, rate=rate)
+        order = self.random.choice([None, torch.randperm(num_inputs)])
+        given = (panels, layout, order, self.random.random() < 0.5, torch.randn(num_outputs))
+        number: int | None = self.call("new_grouped_linear", *given, num_inputs, num_outputs, activation, "", rate=rate)
         return number
 
     def _linear(self) -> None:
@@ -124,7 +131,10 @@ class Fuzzer:
 
     def _experts(self) -> None:
         size, width = self.random.randint(1, 20), self.random.randint(1, 20)
-        ups, downs = ([self._new_linear(*each) for _ in range(3)] for each in ((size, 2 * width), (width, size)))
+        rate = self.random.choice([0.0, 0.1])
+        ups, downs = (
+            [self._new_linear(*each, rate=rate) for _ in range(3)] for each in ((size, 2 * width), (width, size))
+        )
         activation = self.random.choice(["swish", "none"])
         number = self.call("new_experts", [n or 0 for n in ups], [n or 0 for n in downs], activation, "", rate=0.1)
         if number is not None:
@@ -161,7 +171,7 @@ class Fuzzer:
             sinks = draw.choice([None, torch.zeros(heads[0])])
             keys, values = self._floats(tokens, heads[1], head_size), self._floats(tokens, heads[1], value_size)
             self.call("write", keys, values.to(keys.dtype), call, rate=0.1)
-            self.call("attend", self._floats(tokens, heads[0], head_size), sinks, call, rate=0.1)
+            self.call("attend", self._floats(tokens, heads[0], head_size), sinks, call, value_size, rate=0.1)
             ops.delete_call(call)
         ops.delete_step(step)
 
@@ -275,8 +285,10 @@ def main() -> int:
         return 1
     fuzzer = Fuzzer(options.seed)
     fuzzer.run(options.calls)
-    print(f"{fuzzer.num_accepted} calls were accepted, {fuzzer.num_refused} refused")
-    return 0
+    print(f"{fuzzer.accepted.total()} calls were accepted, {fuzzer.refused.total()} refused")
+    if never := fuzzer.refused.keys() - fuzzer.accepted.keys():
+        print(f"never accepted: {', '.join(sorted(never))}")
+    return 1 if never else 0
 
 
 if __name__ == "__main__":

@@ -136,6 +136,14 @@ def test_a_cpu_without_avx512_gets_correct_kernels() -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+def test_a_matrix_unit_that_linux_denies_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_instruction_sets", lambda: "flags : avx2 amx_tile amx_int8")
+    monkeypatch.setattr(native, "_may_use_matrix_unit", lambda: False)
+    assert "-mno-amx-tile" in native._native_flags()
+    monkeypatch.setattr(native, "_may_use_matrix_unit", lambda: True)
+    assert "-mno-amx-tile" not in native._native_flags()
+
+
 def test_operators_refuse_arguments_that_do_not_fit() -> None:
     """`make soak` makes many more such calls under AddressSanitizer."""
     assert native.kernels_available()

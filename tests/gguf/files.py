@@ -94,12 +94,14 @@ def write(
     tokenizer: PreTrainedTokenizerBase | None = None,
     extra: Mapping[str, str | float] | None = None,
     more: Mapping[str, torch.Tensor] | None = None,
+    tensors_of_part: int = 0,
 ) -> None:
     """Write `model` to a file; `kind_of` says by its name in the file in which type a matrix is. `extra` is metadata
-    about the architecture, and `more` are further tensors."""
+    about the architecture, and `more` are further tensors. With `tensors_of_part` it becomes several files, of so many
+    tensors each."""
     config = model.config
     architecture = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_of_part)
     _write_metadata(writer, config)
     for key, value in (extra or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32

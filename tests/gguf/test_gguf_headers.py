@@ -1,5 +1,6 @@
 """A header that says something impossible is refused in one sentence; nothing outside the file is ever read."""
 
+import itertools
 import json
 import random
 import struct
@@ -169,6 +170,59 @@ def test_a_name_means_a_file(tmp_path: Path, whole: bytes) -> None:
         find_gguf(tmp_path / "missing.gguf")
 
 
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Path]:
+    """A file in several parts."""
+    write(tmp_path / "model.gguf", tiny("llama", num_hidden_layers=1), lambda name: "Q6_K", tensors_of_part=5)
+    return sorted(tmp_path.iterdir())
+
+
+def test_a_file_in_several_parts_is_one(tmp_path: Path, whole: bytes, parts: list[Path]) -> None:
+    assert len(parts) == 3
+    assert find_gguf(tmp_path) == find_gguf(parts[0]) == find_gguf(parts[2]) == parts[0]
+    (tmp_path / "whole.gguf").write_bytes(whole)
+    with pytest.raises(ModelError, match=r"name one of model-00001-of-00003.gguf, whole.gguf"):
+        find_gguf(tmp_path)
+    header, alone = GgufHeader.read(parts[0]), GgufHeader.read(tmp_path / "whole.gguf")
+    assert {name: each.shape for name, each in header.tensors.items()} == {
+        name: each.shape for name, each in alone.tensors.items()
+    }
+    for part in parts:
+        for each in gguf.GGUFReader(part).tensors:
+            own = header.tensors[each.name]
+            assert (own.path, own.start, own.nbytes) == (part, each.data_offset, each.n_bytes)
+
+
+def test_parts_that_do_not_fit_are_refused(parts: list[Path]) -> None:
+    first, second, third = parts
+
+    def says(what: str, path: Path = first) -> None:
+        with pytest.raises(ModelError, match=what):
+            GgufHeader.read(path)
+
+    says("is one of 3 parts, but not the first, called NAME-00001-of-00003.gguf", second)
+    kept = third.read_bytes()
+    third.write_bytes(second.read_bytes())
+    says("00003-of-00003.gguf' is no GGUF file that can be read: it is not part 3 of 3")
+    third.write_bytes(kept[:-100])
+    says("ends before its tensor")
+    third.unlink()
+    says("00003-of-00003.gguf' cannot be read")
+    third.write_bytes(kept)
+    tensors = GgufHeader.read(first).tensors.values()
+    twice, other = next(
+        (one, another)
+        for one, another in itertools.permutations(tensors, 2)
+        if one.path != another.path != first and len(one.name) == len(another.name)
+    )
+    content = other.path.read_bytes()
+    other.path.write_bytes(content.replace(other.name.encode(), twice.name.encode()))
+    says("which another part has, too")
+    other.path.write_bytes(content)
+    first.rename(first.with_name("model.gguf"))
+    says("not the first", first.with_name("model.gguf"))
+
+
 def test_a_file_of_a_repository_is_looked_for_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
 
@@ -184,6 +238,10 @@ def test_a_file_of_a_repository_is_looked_for_there(monkeypatch: pytest.MonkeyPa
     assert asked == [("org/model", "model-Q8_0.gguf", "main"), ("org/model", "model-Q4_K_M.gguf", None)]
     with pytest.raises(ModelError, match="has not exactly one GGUF file for 'Q4'"):
         find_gguf("org/model:Q4")
+    asked.clear()
+    names += ["folder/large-Q6_K-00001-of-00002.gguf", "folder/large-Q6_K-00002-of-00002.gguf"]
+    assert find_gguf("org/model:q6_k") == tmp_path / names[-2]
+    assert [file for _, file, _ in asked] == names[-2:]
 
 
 def test_info_reads_only_the_header(tmp_path: Path, whole: bytes) -> None:

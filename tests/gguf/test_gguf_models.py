@@ -112,6 +112,19 @@ def test_in_exact_arithmetic_every_token_is_the_plain_models(name: str, tmp_path
         assert list(output.outputs[0].token_ids) == continuation(plain, prompt, 12)
 
 
+def test_a_file_in_several_parts_runs_like_a_whole_one(tmp_path: Path) -> None:
+    texts = []
+    for number, size in enumerate((0, 7)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder / "model.gguf", MODELS["llama"], of_kinds("Q4_K", "Q6_K"), tensors_of_part=size)
+        llm = LLM(str(folder), dtype="float32", num_blocks=60)
+        (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=8, ignore_eos=True))
+        texts.append(list(output.outputs[0].token_ids))
+    assert len(list(folder.iterdir())) > 2
+    assert texts[0] == texts[1]
+
+
 def test_the_embedded_model_completes_and_chats_as_a_file(tmp_path: Path) -> None:
     """With its tokenizer, its chat template and the tokens that end a text."""
     original = LLM()

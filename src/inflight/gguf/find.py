@@ -4,14 +4,15 @@ import os
 from pathlib import Path
 
 from inflight.contracts.errors import ModelError
+from inflight.gguf.parts import parts_of, without_further_parts
 
 SUFFIX = ".gguf"
 
 
 def find_gguf(source: str | os.PathLike[str], revision: str | None = None) -> Path | None:
     """The GGUF file that a model's name means: a file's path, a folder in which there is one and no config.json, or
-    `repository:file` on the Hugging Face hub (`file` may be a part of its name, such as `Q4_K_M`). None if the name
-    means something else.
+    `repository:file` on the Hugging Face hub (`file` may be a piece of its name, such as `Q4_K_M`). Of a file in
+    several parts, the first. None if the name means something else.
 
     Raises:
         ModelError: there is no such file, or more than one.
@@ -22,7 +23,8 @@ def find_gguf(source: str | os.PathLike[str], revision: str | None = None) -> Pa
         return _only_one(path) if not (path / "config.json").exists() else None
     if name.lower().endswith(SUFFIX):
         if path.is_file():
-            return path
+            first = path.with_name(parts_of(path.name)[0])
+            return first if first.is_file() else path
         if ":" not in name:
             raise ModelError(f"there is no GGUF file {name!r}")
     repository, colon, file = name.partition(":")
@@ -32,11 +34,10 @@ def find_gguf(source: str | os.PathLike[str], revision: str | None = None) -> Pa
 
 
 def _only_one(folder: Path) -> Path | None:
-    files = sorted(each for each in folder.iterdir() if each.suffix.lower() == SUFFIX)
-    if len(files) > 1:
-        names = ", ".join(each.name for each in files)
-        raise ModelError(f"the folder {str(folder)!r} has several GGUF files: name one of {names}")
-    return files[0] if files else None
+    names = without_further_parts(sorted(each.name for each in folder.iterdir() if each.suffix.lower() == SUFFIX))
+    if len(names) > 1:
+        raise ModelError(f"the folder {str(folder)!r} has several GGUF files: name one of {', '.join(names)}")
+    return folder / names[0] if names else None
 
 
 def _from_hub(repository: str, file: str, revision: str | None) -> Path:
@@ -45,12 +46,15 @@ def _from_hub(repository: str, file: str, revision: str | None) -> Path:
     try:
         if not file.lower().endswith(SUFFIX):
             names = HfApi().list_repo_files(repository, revision=revision)
-            fitting = [each for each in names if each.lower().endswith(SUFFIX) and file.lower() in each.lower()]
+            fitting = without_further_parts(
+                each for each in names if each.lower().endswith(SUFFIX) and file.lower() in each.lower()
+            )
             if len(fitting) != 1:
                 found = ", ".join(fitting) or "none"
                 raise ModelError(f"{repository!r} has not exactly one GGUF file for {file!r} (it has {found})")
             (file,) = fitting
-        return Path(hf_hub_download(repository, file, revision=revision))
+        first, *_ = [hf_hub_download(repository, each, revision=revision) for each in parts_of(file)]
+        return Path(first)
     except ModelError:
         raise
     except Exception as error:

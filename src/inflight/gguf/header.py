@@ -8,11 +8,12 @@ import math
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from inflight.contracts.errors import ModelError
+from inflight.gguf.parts import parts_of
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -61,12 +62,14 @@ class TensorEntry:
     """Where a tensor lies.
 
     Attributes:
+        path: the file.
         shape: in torch's order, the last dimension runs fastest.
         kind: the name of its type, a key of nothing but `BLOCKS`' values.
         start: its first byte in the file.
         nbytes: how many there are.
     """
 
+    path: Path
     name: str
     shape: tuple[int, ...]
     kind: str
@@ -88,7 +91,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """A file's header.
+    """A file's header; of one in several parts, that of the first with the tensors of all.
 
     Attributes:
         metadata: by key; a long array is only `Counted`.
@@ -113,13 +116,48 @@ class GgufHeader:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, with_vocabulary: bool = False) -> "GgufHeader":
-        """Read a file's header, and its long arrays, too, if asked to. Raises `ModelError` if the file cannot be read,
-        or is no intact GGUF file."""
-        try:
-            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                return _Reader(Path(path), memoryview(content), 2**63 if with_vocabulary else SHORT).header()
-        except (OSError, ValueError) as error:  # mmap refuses an empty file
-            raise ModelError(f"{os.fspath(path)!r} cannot be read: {error}") from error
+        """Read a file's header, and its long arrays, too, if asked to. Raises `ModelError` if the file, or another part
+        of it, cannot be read, or is no intact GGUF file."""
+        header = _read(Path(path), 2**63 if with_vocabulary else SHORT)
+        if header.num_parts > 1:
+            header = _joined(header)
+        if not isinstance(header.metadata.get("general.architecture"), str):
+            raise _unreadable(header.path, "does not say what architecture it has")
+        return header
+
+    @property
+    def num_parts(self) -> int:
+        """The files that it consists of."""
+        count = self.metadata.get("split.count", 0)
+        return count if type(count) is int and count > 1 else 1
+
+
+def _read(path: Path, longest: int) -> GgufHeader:
+    """The header of one file alone."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return _Reader(path, memoryview(content), longest).header()
+    except (OSError, ValueError) as error:  # mmap refuses an empty file
+        raise ModelError(f"{str(path)!r} cannot be read: {error}") from error
+
+
+def _joined(first: GgufHeader) -> GgufHeader:
+    """The header of a file in several parts, of which this is the first."""
+    names = parts_of(first.path.name)
+    if len(names) != first.num_parts or first.metadata.get("split.no") != 0 or names[0] != first.path.name:
+        called = f"NAME-00001-of-{first.num_parts:05}.gguf"
+        raise _unreadable(first.path, f"is one of {first.num_parts} parts, but not the first, called {called}")
+    tensors = dict(first.tensors)
+    for number, name in enumerate(names[1:], 1):
+        part = _read(first.path.with_name(name), SHORT)
+        if (part.metadata.get("split.no"), part.num_parts) != (number, first.num_parts):
+            raise _unreadable(part.path, f"is not part {number + 1} of {first.num_parts}")
+        if twice := tensors.keys() & part.tensors.keys():
+            raise _unreadable(part.path, f"has the tensor {min(twice)!r}, which another part has, too")
+        tensors |= part.tensors
+    if len(tensors) != first.metadata.get("split.tensors.count", len(tensors)):
+        raise _unreadable(first.path, f"and its other parts have {len(tensors)} tensors, not as many as it says")
+    return replace(first, tensors=tensors)
 
 
 class _Reader:
@@ -155,10 +193,6 @@ class _Reader:
                 raise self._error(f"has two values for {key!r}")
             metadata[key] = self._value(self._scalar("I"))
             places[key] = (start, self._at)
-        if not isinstance(metadata.get("general.architecture"), str):
-            raise self._error("does not say what architecture it has")
-        if metadata.get("split.count", 1) not in (0, 1):
-            raise self._error("is one part of several: join them with llama.cpp's `gguf-split --merge`")
         alignment = metadata.get(ALIGNMENT_KEY, ALIGNMENT)
         if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
             raise self._error(f"has an alignment of {alignment}")
@@ -181,7 +215,7 @@ class _Reader:
             nbytes = math.prod(shape) // block * num_bytes
             if start + offset + nbytes > len(self._content):
                 raise self._error(f"ends before its tensor {name!r}: it is cut off, or not whole yet")
-            tensors[name] = TensorEntry(name, shape, kind_name, start + offset, nbytes)
+            tensors[name] = TensorEntry(self._path, name, shape, kind_name, start + offset, nbytes)
         return tensors
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -247,4 +281,8 @@ class _Reader:
         return self._content[first : self._at]
 
     def _error(self, problem: str) -> ModelError:
-        return ModelError(f"{str(self._path)!r} is no GGUF file that can be read: it {problem}")
+        return _unreadable(self._path, problem)
+
+
+def _unreadable(path: Path, problem: str) -> ModelError:
+    return ModelError(f"{str(path)!r} is no GGUF file that can be read: it {problem}")

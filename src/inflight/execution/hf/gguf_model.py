@@ -74,7 +74,8 @@ class _Loader:
     def __init__(self, header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype) -> None:
         self._header = header
         self._dtype = dtype
-        self._content = np.memmap(header.path, mode="r", dtype=np.uint8)
+        paths = {entry.path for entry in header.tensors.values()}
+        self._contents = {path: np.memmap(path, mode="r", dtype=np.uint8) for path in paths}
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self._shapes = {name: tuple(each.shape) for name, each in self._model.state_dict().items()}
@@ -191,7 +192,7 @@ class _Loader:
         return self._bytes(entry).clone().view(FLOATS[entry.kind]).view(entry.shape)
 
     def _bytes(self, entry: TensorEntry) -> torch.Tensor:
-        part = self._content[entry.start : entry.start + entry.nbytes]
+        part = self._contents[entry.path][entry.start : entry.start + entry.nbytes]
         return torch.from_numpy(part) if part.flags.writeable else _read_only(part)
 
 

@@ -1,6 +1,6 @@
 """Compares inflight with other engines on this machine's CPU: the same requests, each engine in its own process.
 
-python benchmarks/compare.py --install openvino,vllm,llamacpp,ctranslate2
+python benchmarks/compare.py --install openvino,vllm,llamacpp,mistralrs,ctranslate2
 python benchmarks/compare.py --model gpt2 --dtype bfloat16 --peers hf-static,hf-continuous,openvino,vllm
 
 For each workload (`workloads.py`) all engines are loaded and each runs one warm-up round. Then rounds are interleaved:

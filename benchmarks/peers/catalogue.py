@@ -104,6 +104,13 @@ PEERS: Mapping[str, Peer] = {
             needs_build=True,
         ),
         Peer(
+            "mistralrs",
+            "mistral.rs",
+            "benchmarks.peers.mistralrs_runner",
+            precisions=FLOATS + INT8 + INT4,
+            environment="mistralrs",
+        ),
+        Peer(
             "ctranslate2",
             "CTranslate2",
             "benchmarks.peers.ctranslate2_generator",

@@ -90,6 +90,8 @@ WORKLOADS: Mapping[str, Workload] = {
         Workload("W1", "prompts of 7 tokens; outputs of 10, every eighth of 100; 8 slots", 8, _every_eighth_long()),
         Workload("W2-8", "prompts of 16 to 256 tokens, heavy-tailed outputs; 8 slots", 8, _heavy_tailed()),
         Workload("W2-32", "prompts of 16 to 256 tokens, heavy-tailed outputs; 32 slots", 32, _heavy_tailed()),
+        Workload("prompt-4k", "a prompt of 4,096 tokens; an output of 32; 1 slot", 1, [(4096, 32)]),
+        Workload("prompt-16k", "a prompt of 16,384 tokens; an output of 32; 1 slot", 1, [(16384, 32)]),
         Workload("W3", "a common prefix of 512 tokens, 16 own; outputs of 32; 16 slots", 16, [(528, 32)] * 32, 512),
     )
 }

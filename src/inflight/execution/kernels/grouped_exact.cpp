@@ -150,7 +150,7 @@ template <class Rows>
 void run_in(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
   using Value = typename Rows::Value;
   using Unpacked = typename Rows::Unpacked;
-#ifdef INFLIGHT_TILES
+#ifdef INFLIGHT_MATRIX_UNIT
   using Sums = std::conditional_t<std::is_same_v<Unpacked, BFloat16Rows>, TileSums<float>, RowSums<Unpacked>>;
 #else
   using Sums = RowSums<Unpacked>;

@@ -167,7 +167,7 @@ struct InParts {
 
 #endif
 
-#ifdef INFLIGHT_TILES
+#ifdef INFLIGHT_MATRIX_UNIT
 
 // The same with the matrix unit.
 template <class Kind, class Weight, class Output>
@@ -196,7 +196,7 @@ struct Tiled {
 #endif
 
 template <class Kind, class Weight, class Output>
-#if defined(INFLIGHT_TILES)
+#if defined(INFLIGHT_MATRIX_UNIT)
 using WayOf = std::conditional_t<Kind::kPack == 1, Lanewise<Kind, Weight, Output>, Tiled<Kind, Weight, Output>>;
 #elif defined(__AVX512F__)
 using WayOf = Lanewise<Kind, Weight, Output>;

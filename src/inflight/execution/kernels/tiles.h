@@ -3,11 +3,11 @@
 // A panel already lies as the unit needs it: sixteen operands of sixteen outputs are one of its tiles.
 #pragma once
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512VBMI__)
-#define INFLIGHT_TILES
+#include "matrix_unit.h"
+
+#ifdef INFLIGHT_MATRIX_UNIT
 
 #include <ATen/Parallel.h>
-#include <immintrin.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -19,8 +19,7 @@
 
 namespace inflight {
 
-constexpr int kTileRows = 16, kTileOperands = 16, kGroupRows = 2 * kTileRows;
-constexpr int64_t kRowBytes = 4 * kTileOperands, kPanelBytes = 4 * kPanelOutputs;
+constexpr int64_t kPanelBytes = 4 * kPanelOutputs;
 
 // Rows in the order in which the unit reads them: `[rows / 32, operands / 16, 32, 16]`; padding may hold anything.
 // (Rows that lie a power of two apart would evict each other from the cache.)
@@ -28,20 +27,20 @@ class TiledRows {
  public:
   TiledRows(const void* rows, int64_t num_rows, int64_t num_operands)
       : num_tiles_((num_operands + kTileOperands - 1) / kTileOperands),
-        bytes_(new char[(num_rows + kGroupRows - 1) / kGroupRows * num_tiles_ * kGroupRows * kRowBytes]) {
+        bytes_(new char[(num_rows + kGroupRows - 1) / kGroupRows * num_tiles_ * kGroupRows * kTileRowBytes]) {
     at::parallel_for(0, num_rows, 32, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const char* from = static_cast<const char*>(rows) + row * 4 * num_operands;
-        for (int64_t tile = 0; tile < num_tiles_; ++tile, from += kRowBytes)
-          std::memcpy(at(row - row % kGroupRows, tile) + row % kGroupRows * kRowBytes, from,
-                      std::min<int64_t>(kRowBytes, 4 * (num_operands - tile * kTileOperands)));
+        for (int64_t tile = 0; tile < num_tiles_; ++tile, from += kTileRowBytes)
+          std::memcpy(at(row - row % kGroupRows, tile) + row % kGroupRows * kTileRowBytes, from,
+                      std::min<int64_t>(kTileRowBytes, 4 * (num_operands - tile * kTileOperands)));
       }
     });
   }
 
   // Rows from the given first one on, from a tile of operands on.
   char* at(int64_t row, int64_t tile) const {
-    return bytes_.get() + (row / kGroupRows * num_tiles_ + tile) * kGroupRows * kRowBytes;
+    return bytes_.get() + (row / kGroupRows * num_tiles_ + tile) * kGroupRows * kTileRowBytes;
   }
 
  private:
@@ -49,8 +48,7 @@ class TiledRows {
   std::unique_ptr<char[]> bytes_;
 };
 
-// One thread's unit, as long as this object lives. Tiles 0 to 3 are sums, for two times sixteen rows and outputs; 4 and 5
-// are rows of operands; 6 and 7 are operands of outputs. (The intrinsics take tile numbers as literals: no loop.)
+// One thread's unit, as long as this object lives.
 class MatrixUnit {
  public:
   ~MatrixUnit() { _tile_release(); }
@@ -63,27 +61,9 @@ class MatrixUnit {
     hold(sums, num_rows, num_operands);
     constexpr bool kIsInt8 = std::is_same_v<Sum, int32_t>;
     asm volatile("" ::: "memory");  // the compiler does not know what is read
-    for (int64_t i = 0; i < count; ++i, panel += num_operands * kPanelBytes, rows += kGroupRows * kRowBytes) {
+    for (int64_t i = 0; i < count; ++i, panel += num_operands * kPanelBytes, rows += kGroupRows * kTileRowBytes) {
       next.advance();
-      _tile_loadd(6, panel, kPanelBytes);
-      _tile_loadd(7, panel + kPanelBytes / 2, kPanelBytes);
-      _tile_loadd(4, rows, kRowBytes);
-      if constexpr (kIsInt8) {
-        _tile_dpbusd(0, 4, 6);
-        _tile_dpbusd(1, 4, 7);
-      } else {
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-      }
-      if (num_rows <= kTileRows) continue;
-      _tile_loadd(5, rows + kTileRows * kRowBytes, kRowBytes);
-      if constexpr (kIsInt8) {
-        _tile_dpbusd(2, 5, 6);
-        _tile_dpbusd(3, 5, 7);
-      } else {
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
+      add_tile_products<kIsInt8>(rows, num_rows, kTileRowBytes, panel, panel + kPanelBytes / 2, kPanelBytes);
     }
   }
 
@@ -100,12 +80,6 @@ class MatrixUnit {
   }
 
  private:
-  struct alignas(64) Shapes {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-  };
-
   // Where a tile's sums lie.
   char* place_of(int tile) const {
     return static_cast<char*>(held_) + tile / 2 * kTileRows * kPanelBytes + tile % 2 * (kPanelBytes / 2);
@@ -128,16 +102,7 @@ class MatrixUnit {
   void shape(int num_rows, int num_operands) {
     if (num_rows == num_rows_ && num_operands == num_operands_) return;
     num_rows_ = num_rows, num_operands_ = num_operands;
-    const int first = std::min(num_rows, kTileRows), second = num_rows - first;
-    const int tile_rows[] = {first, first, second, second, first, second, num_operands, num_operands};
-    Shapes shapes;
-    for (int tile = 0; tile < 8; ++tile) {
-      const int size = tile == 4 || tile == 5 ? num_operands : kTileOperands;
-      shapes.rows[tile] = uint8_t(tile_rows[tile]);
-      shapes.row_bytes[tile] = uint16_t(tile_rows[tile] ? 4 * size : 0);
-    }
-    asm volatile("" ::: "memory");
-    _tile_loadconfig(&shapes);
+    shape_tiles(num_rows, num_operands);
   }
 
   int num_rows_ = 0, num_operands_ = 0;
@@ -172,7 +137,7 @@ struct TileSums {
         unit.add_products(operands, count, panel, num_tiles, kTileOperands, sums[row],
                           {next, next_bytes, num_tiles, {row, count, number, num_groups}});
       if (rest > 0)
-        unit.add_products(operands + num_tiles * kGroupRows * kRowBytes, count,
+        unit.add_products(operands + num_tiles * kGroupRows * kTileRowBytes, count,
                           panel + num_tiles * kTileOperands * kPanelBytes, 1, int(rest), sums[row], {});
     }
   }

@@ -1,0 +1,124 @@
+// The products of rows with a tile's keys and values, in vector registers: a few rows and a few stripes, or a few vectors of
+// dimensions, at a time.
+#pragma once
+
+#include "stripes.h"
+
+namespace inflight {
+
+constexpr int kVectorsAtOnce = 4;
+#ifdef __AVX512F__
+constexpr int kRowsAtOnce = 4;  // 16 sums, of 32 registers
+#else
+constexpr int kRowsAtOnce = 2;  // 8 sums, of 16 registers
+#endif
+
+// Calls function<rows> for rows [0, num_rows), as many at a time as registers hold.
+template <class Function>
+void by_rows(int num_rows, const Function& function) {
+  int row = 0;
+  for (; row + kRowsAtOnce <= num_rows; row += kRowsAtOnce) function(std::integral_constant<int, kRowsAtOnce>{}, row);
+  if (row + 2 <= num_rows) function(std::integral_constant<int, 2>{}, row), row += 2;
+  if (row < num_rows) function(std::integral_constant<int, 1>{}, row);
+}
+
+// scores[row][stripe] = query[row] . keys[stripe], for kRows x kStripes. With each step `ahead` bytes are prefetched.
+template <class Kind, int kRows, int kStripes>
+inline void score_block(const typename Kind::Operand* queries, int64_t query_stride, const Stripe<Kind>* stripes,
+                        int steps, Prefetcher<Kind>& prefetcher, int64_t ahead, float* scores, int64_t score_stride) {
+  Floats sums[kRows][kStripes] = {};
+  for (int i = 0; i < steps; ++i) {
+    typename Kind::Panel panels[kStripes];
+    for (int s = 0; s < kStripes; ++s)
+      panels[s] = Kind::load_panel(stripes[s].keys + int64_t(i) * kLanes * Kind::kPack);
+    prefetcher.advance(ahead);
+    for (int r = 0; r < kRows; ++r) {
+      const auto operand = queries[r * query_stride + i];
+      for (int s = 0; s < kStripes; ++s) sums[r][s] = Kind::multiply_add(sums[r][s], operand, panels[s]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int s = 0; s < kStripes; ++s) store(scores + r * score_stride + s * kLanes, sums[r][s]);
+}
+
+template <class Kind, int kRows>
+void score_rows(const typename Kind::Operand* queries, int64_t query_stride, const std::vector<Stripe<Kind>>& stripes,
+                int steps, Prefetcher<Kind>& prefetcher, int64_t ahead, float* scores, int64_t score_stride) {
+  const int num_stripes = int(stripes.size());
+  int s = 0;
+  for (; s + kStripesAtOnce <= num_stripes; s += kStripesAtOnce)
+    score_block<Kind, kRows, kStripesAtOnce>(queries, query_stride, &stripes[s], steps, prefetcher, ahead,
+                                             scores + s * kLanes, score_stride);
+  for (; s < num_stripes; ++s)
+    score_block<Kind, kRows, 1>(queries, query_stride, &stripes[s], steps, prefetcher, 0, scores + s * kLanes,
+                                score_stride);
+}
+
+// results[row].values = weights[row] . values of all stripes, for kRows rows and kVectors vectors of dimensions.
+template <class Kind, int kRows, int kVectors>
+inline void sum_values_block(const typename Kind::Operand* weights, int64_t weight_stride,
+                             const std::vector<Stripe<Kind>>& stripes, Prefetcher<Kind>& prefetcher, int64_t ahead,
+                             int first_lane, int value_lanes, const Partial* results) {
+  constexpr int kPack = Kind::kPack, kSteps = kLanes / kPack;
+  Floats sums[kRows][kVectors] = {};
+  for (size_t s = 0; s < stripes.size(); ++s) {
+    const auto* row = stripes[s].values + int64_t(first_lane) * kPack;
+    const auto* weight = weights + s * kSteps;
+    const int full = stripes[s].length / kPack;
+    for (int i = 0; i < full; ++i, row += int64_t(value_lanes) * kPack) {
+      prefetcher.advance(ahead);
+      for (int v = 0; v < kVectors; ++v) {
+        const auto panel = Kind::load_panel(row + v * kLanes * kPack);
+        for (int r = 0; r < kRows; ++r)
+          sums[r][v] = Kind::multiply_add(sums[r][v], weight[r * weight_stride + i], panel);
+      }
+    }
+    if (full * kPack < stripes[s].length)  // beside the last token lies what belongs to nobody
+      for (int v = 0; v < kVectors; ++v) {
+        const auto panel = Kind::load_first_of_pack(row + v * kLanes * kPack);
+        for (int r = 0; r < kRows; ++r)
+          sums[r][v] = Kind::multiply_add(sums[r][v], weight[r * weight_stride + full], panel);
+      }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVectors; ++v) store(results[r].values + first_lane + v * kLanes, sums[r][v]);
+}
+
+template <class Kind, int kRows>
+void sum_values_of_rows(const typename Kind::Operand* weights, int64_t weight_stride, const std::vector<Stripe<Kind>>& stripes,
+                Prefetcher<Kind>& prefetcher, int64_t ahead, int value_lanes, const Partial* results) {
+  int lane = 0;
+  for (; lane + kVectorsAtOnce * kLanes <= value_lanes; lane += kVectorsAtOnce * kLanes)
+    sum_values_block<Kind, kRows, kVectorsAtOnce>(weights, weight_stride, stripes, prefetcher, ahead, lane, value_lanes,
+                                                  results);
+  for (; lane < value_lanes; lane += kLanes)
+    sum_values_block<Kind, kRows, 1>(weights, weight_stride, stripes, prefetcher, ahead, lane, value_lanes, results);
+}
+
+// The products of `attend_tile`, for any kind of cache.
+template <class Kind>
+struct VectorProducts {
+  using Operand = typename Kind::Operand;
+
+  // scores[row][stripe] = queries[row] . keys[stripe]. Meanwhile about `ahead` bytes of each of the next tile's stripes
+  // come out of memory.
+  static void score(const Operand* queries, int64_t query_stride, int num_rows, const std::vector<Stripe<Kind>>& stripes,
+                    int steps, Prefetcher<Kind>& prefetcher, int64_t ahead, float* scores, int64_t score_stride) {
+    by_rows(num_rows, [&](auto rows, int row) {
+      score_rows<Kind, rows>(queries + row * query_stride, query_stride, stripes, steps, prefetcher,
+                             row ? 0 : ahead / steps, scores + row * score_stride, score_stride);
+    });
+  }
+
+  // results[row].values = weights[row] . values of all stripes.
+  static void sum_values(const Operand* weights, int64_t weight_stride, int num_rows,
+                         const std::vector<Stripe<Kind>>& stripes, Prefetcher<Kind>& prefetcher, int64_t ahead,
+                         int value_lanes, const Partial* results) {
+    by_rows(num_rows, [&](auto rows, int row) {
+      sum_values_of_rows<Kind, rows>(weights + row * weight_stride, weight_stride, stripes, prefetcher,
+                                     ahead / (kLanes / Kind::kPack * kStripesAtOnce), value_lanes, results + row);
+    });
+  }
+};
+
+}  // namespace inflight

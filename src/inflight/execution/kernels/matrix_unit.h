@@ -1,0 +1,66 @@
+// A CPU's matrix unit (AMX), if this build may use it: how its tiles are shaped and multiplied.
+//
+// Tiles 0 to 3 are sums, for two times sixteen rows and two times sixteen outputs; 4 and 5 are rows of operands of four
+// bytes; 6 and 7 are operands of outputs. (The intrinsics take tile numbers as literals: no loop.)
+#pragma once
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512VBMI__)
+#define INFLIGHT_MATRIX_UNIT
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace inflight {
+
+constexpr int kTileRows = 16, kTileOperands = 16, kGroupRows = 2 * kTileRows;
+constexpr int64_t kTileRowBytes = 4 * kTileOperands;
+
+// Shapes the tiles for up to `kGroupRows` rows and up to `kTileOperands` operands; the sums are lost.
+inline void shape_tiles(int num_rows, int num_operands) {
+  struct alignas(64) Shapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+  } shapes;
+  const int first = std::min(num_rows, kTileRows), second = num_rows - first;
+  const int tile_rows[] = {first, first, second, second, first, second, num_operands, num_operands};
+  for (int tile = 0; tile < 8; ++tile) {
+    const int size = tile == 4 || tile == 5 ? num_operands : kTileOperands;
+    shapes.rows[tile] = uint8_t(tile_rows[tile]);
+    shapes.row_bytes[tile] = uint16_t(tile_rows[tile] ? 4 * size : 0);
+  }
+  asm volatile("" ::: "memory");  // the compiler does not know what is read
+  _tile_loadconfig(&shapes);
+}
+
+// Adds the products of rows with the operands of two times sixteen outputs to the sums. Rows, and operands of the same
+// outputs, lie so many bytes apart.
+template <bool kIsInt8>
+inline void add_tile_products(const char* rows, int num_rows, int64_t row_bytes, const char* left, const char* right,
+                              int64_t operand_bytes) {
+  _tile_loadd(6, left, operand_bytes);
+  _tile_loadd(7, right, operand_bytes);
+  _tile_loadd(4, rows, row_bytes);
+  if constexpr (kIsInt8) {
+    _tile_dpbusd(0, 4, 6);
+    _tile_dpbusd(1, 4, 7);
+  } else {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  if (num_rows <= kTileRows) return;
+  _tile_loadd(5, rows + kTileRows * row_bytes, row_bytes);
+  if constexpr (kIsInt8) {
+    _tile_dpbusd(2, 5, 6);
+    _tile_dpbusd(3, 5, 7);
+  } else {
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+}  // namespace inflight
+
+#endif

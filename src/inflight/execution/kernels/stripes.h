@@ -1,0 +1,140 @@
+// How keys and values lie in the cache's memory, and how a tile's are found and prefetched.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "stored.h"
+
+namespace inflight {
+
+constexpr int kTileSize = 256;
+constexpr int64_t kLineBytes = 64;  // of the processor's cache
+constexpr int kStripesAtOnce = 4;
+
+// An attention call of the model: its shape, and where its keys and values lie.
+//
+// A block holds, for each key/value head, stripes of kLanes tokens (the last one partly used, if the block size is no
+// multiple of that): `[N, Hkv, stripes, bytes of a stripe]`. A stripe is one piece of memory and holds, in
+// this order:
+// - keys `[Dk / pack, lanes, pack]`: one token a lane;
+// - values `[lanes / pack, Dv, pack]`: one dimension a lane, Dv rounded up to lanes;
+// - for int8, the scales of the keys and then those of the values, `[lanes]` floats each, one for each token and head.
+struct Shape {
+  int num_heads, num_kv_heads, head_size, value_head_size;
+  float scale;
+  int64_t window, chunk;  // 0: none
+  float softcap;          // 0: none
+  int block_size;
+
+  int group_size() const { return num_heads / num_kv_heads; }
+  int stripes_per_block() const { return (block_size + kLanes - 1) / kLanes; }
+  int blocks_per_tile() const { return std::max(1, kTileSize / block_size); }
+  int64_t tile_size() const { return int64_t(blocks_per_tile()) * block_size; }
+  int key_steps(int pack) const { return (head_size + pack - 1) / pack; }
+  int value_lanes() const { return int(round_up(value_head_size, kLanes)); }
+  // The first position that a query sees; it sees no later one than its own.
+  int64_t first_visible(int64_t position) const {
+    int64_t first = window ? std::max<int64_t>(0, position - window + 1) : 0;
+    return chunk ? std::max(first, position / chunk * chunk) : first;
+  }
+};
+
+template <class Kind>
+struct Stripe {
+  typename Kind::Stored *keys, *values;
+  float *key_scales, *value_scales;  // only of int8
+  int position;                      // of its first token, from the tile's first
+  int length;                        // tokens that belong to the sequence
+};
+
+// Where the parts of a stripe begin, and where it ends: in bytes.
+template <class Kind>
+struct StripeLayout {
+  static constexpr int64_t kScaleBytes = std::is_same_v<typename Kind::Stored, int8_t> ? kLanes * sizeof(float) : 0;
+  const int64_t values, key_scales, value_scales, end;
+
+  explicit StripeLayout(const Shape& shape)
+      : values(int64_t(shape.key_steps(Kind::kPack)) * Kind::kPack * kLanes * sizeof(typename Kind::Stored)),
+        key_scales(values + int64_t(shape.value_lanes()) * kLanes * sizeof(typename Kind::Stored)),
+        value_scales(key_scales + kScaleBytes),
+        end(value_scales + kScaleBytes) {}
+};
+
+// All stripes of an attention call, by number.
+template <class Kind>
+struct Storage {
+  char* memory;
+  StripeLayout<Kind> layout;
+
+  Stripe<Kind> stripe(int64_t number) const {
+    using Stored = typename Kind::Stored;
+    char* begin = memory + number * layout.end;
+    const auto scales = [&](int64_t at) { return layout.kScaleBytes ? reinterpret_cast<float*>(begin + at) : nullptr; };
+    return {reinterpret_cast<Stored*>(begin), reinterpret_cast<Stored*>(begin + layout.values),
+            scales(layout.key_scales), scales(layout.value_scales), 0, kLanes};
+  }
+};
+
+// What some tokens contribute to a row: `values` are weighted with exp(score - max), `sum` is the sum of the weights.
+struct Partial {
+  float max, sum;
+  float* values;
+};
+
+// The keys that a row sees: positions from the tile's first, [low, high).
+struct Visible {
+  int low, high;
+};
+
+// Prefetches the stripes of the next tile while one is computed: the blocks of a sequence lie scattered, so the hardware
+// cannot foresee them. It takes a few stripes at a time, line by line, a few lines with each step of the computation,
+// into the L2 cache, which can wait for more lines at once than L1; nor would a tile fit into L1.
+template <class Kind>
+class Prefetcher {
+ public:
+  Prefetcher(const std::vector<Stripe<Kind>>& stripes, int64_t stripe_bytes)
+      : next_(stripes.data()), end_(next_ + stripes.size()), stripe_bytes_(stripe_bytes), offset_(stripe_bytes), asked_(stripe_bytes) {}
+
+  // The next `num_bytes` of kStripesAtOnce stripes each.
+  void advance(int64_t num_bytes) {
+    for (asked_ += num_bytes; offset_ < asked_; offset_ += kLineBytes) {
+      if (offset_ >= stripe_bytes_ && !begin_stripes()) return;
+      for (const char* stripe : stripes_) __builtin_prefetch(stripe + offset_, 0, 2);
+    }
+  }
+
+ private:
+  bool begin_stripes() {
+    if (next_ >= end_) return false;
+    for (int s = 0; s < kStripesAtOnce; ++s)
+      stripes_[s] = reinterpret_cast<const char*>(std::min(next_ + s, end_ - 1)->keys);
+    next_ += kStripesAtOnce;
+    asked_ -= stripe_bytes_, offset_ -= stripe_bytes_;
+    return true;
+  }
+
+  const Stripe<Kind>*next_, *end_;
+  const int64_t stripe_bytes_;
+  int64_t offset_, asked_;  // in `stripes_`: what was asked for, and what should be
+  const char* stripes_[kStripesAtOnce] = {};
+};
+
+template <class Kind>
+void collect_stripes(const Shape& shape, const Storage<Kind>& storage, const int32_t* blocks, int kv_head, int low,
+                     int high, std::vector<Stripe<Kind>>& stripes) {
+  const int per_block = shape.stripes_per_block(), block_size = shape.block_size;
+  stripes.clear();
+  for (int block = low / block_size; block * block_size < high; ++block) {
+    const int64_t first = (int64_t(blocks[block]) * shape.num_kv_heads + kv_head) * per_block;
+    for (int part = 0; part < per_block; ++part) {
+      const int position = block * block_size + part * kLanes;
+      const int length = std::min({kLanes, block_size - part * kLanes, high - position});
+      if (length <= 0 || position + length <= low) continue;
+      stripes.push_back(storage.stripe(first + part));
+      stripes.back().position = position, stripes.back().length = length;
+    }
+  }
+}
+
+}  // namespace inflight

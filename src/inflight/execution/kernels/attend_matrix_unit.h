@@ -16,103 +16,114 @@ namespace inflight {
 
 #ifdef INFLIGHT_MATRIX_UNIT
 
-// Where the values of stripes lie: of a stripe that is partly used in a copy, with zeros for what belongs to nobody.
-class WholeValues {
- public:
-  static constexpr int kPairs = kLanes / BFloat16::kPack;
-
-  void collect(const std::vector<Stripe<BFloat16>>& stripes, int value_lanes) {
-    const auto is_whole = [](const auto& stripe) { return stripe.length == kLanes; };
-    const int64_t num_copies = int64_t(stripes.size()) - std::count_if(stripes.begin(), stripes.end(), is_whole);
-    copies_.resize(num_copies * kPairs * value_lanes);
-    int32_t* copy = copies_.data();
-    at_.clear();
-    for (const auto& stripe : stripes) {
-      at_.push_back((const char*)(is_whole(stripe) ? stripe.values : (uint16_t*)copy));
-      if (is_whole(stripe)) continue;
-      const auto* from = (const int32_t*)stripe.values;
-      for (int pair = 0; pair < kPairs; ++pair, from += value_lanes, copy += value_lanes) {
-        const int left = stripe.length - pair * BFloat16::kPack;
-        const int32_t mask = left >= BFloat16::kPack ? -1 : left > 0 ? 0xffff : 0;
-        for (int lane = 0; lane < value_lanes; ++lane) copy[lane] = from[lane] & mask;
-      }
-    }
-  }
-
-  const char* operator[](size_t stripe) const { return at_[stripe]; }
-
- private:
-  std::vector<const char*> at_;
-  std::vector<int32_t> copies_;
-};
-
 struct UnitProducts {
   using Operand = BFloat16::Operand;
   using Stripes = std::vector<Stripe<BFloat16>>;
 
+  static constexpr int kStripesOfProduct = 2;
+  // The unit stores what lies together three times as fast.
+  static constexpr Strides strides(int64_t) { return {2 * kLanes, (kRowsScored + 1) * 2 * kLanes}; }
+
   // As `VectorProducts::score`.
   static void score(const Operand* queries, int64_t query_stride, int num_rows, const Stripes& stripes, int steps,
-                    Prefetcher<BFloat16>& prefetcher, int64_t ahead, float* scores, int64_t score_stride) {
+                    Prefetcher<BFloat16>& prefetcher, int64_t ahead, float* scores) {
     int at_once = std::min(steps, kTileOperands);
     while (steps % at_once) --at_once;
-    shape_tiles(num_rows, at_once);
     const int num_stripes = int(stripes.size()), num_parts = steps / at_once;
-    for (int s = 0; s < num_stripes; s += 2) {
-      const bool is_pair = s + 1 < num_stripes;
-      const auto *left = stripes[s].keys, *right = stripes[s + is_pair].keys;
-      clear_sums(num_rows);
-      for (int part = 0; part < num_parts; ++part) {
-        prefetcher.advance(ahead * 2 / (num_parts * kStripesAtOnce));
-        const int64_t at = int64_t(part) * at_once * kLanes * BFloat16::kPack;
-        add_tile_products<false>((const char*)(queries + part * at_once), num_rows, query_stride * sizeof(Operand),
-                                 (const char*)(left + at), (const char*)(right + at), kTileRowBytes);
+    Unit unit(at_once);
+    for (int s = 0; s < num_stripes; s += 2, scores += strides(num_stripes).of_product) {
+      const auto *left = stripes[s].keys, *right = stripes[std::min(s + 1, num_stripes - 1)].keys;
+      for (int row = 0; row < num_rows; row += kGroupRows) {
+        unit.begin(std::min(kGroupRows, num_rows - row));
+        for (int part = 0; part < num_parts; ++part) {
+          prefetcher.advance(row ? 0 : ahead * 2 / (num_parts * kStripesAtOnce));
+          const int64_t at = int64_t(part) * at_once * kLanes * BFloat16::kPack;
+          unit.add(queries + row * query_stride + part * at_once, query_stride, left + at, right + at, kTileRowBytes);
+        }
+        unit.store(scores + row * 2 * kLanes);
       }
-      store_sums(num_rows, scores + s * kLanes, score_stride * sizeof(float), is_pair);
     }
-    _tile_release();
   }
 
   // As `VectorProducts::sum_values`.
   static void sum_values(const Operand* weights, int64_t weight_stride, int num_rows, const Stripes& stripes,
-                         Prefetcher<BFloat16>& prefetcher, int64_t ahead, int value_lanes, const Partial* results) {
-    const int64_t pair_bytes = int64_t(value_lanes) * sizeof(Operand);
-    const int num_parts = (value_lanes + 2 * kLanes - 1) / (2 * kLanes);
-    thread_local WholeValues values;
-    values.collect(stripes, value_lanes);
-    shape_tiles(num_rows, WholeValues::kPairs);
+                         Prefetcher<BFloat16>& prefetcher, int64_t ahead, int value_lanes, const Partial* results,
+                         const Shares* shares) {
+    const int num_products = int(stripes.size() + 1) / 2, num_parts = (value_lanes + 2 * kLanes - 1) / (2 * kLanes);
+    thread_local std::vector<Operand> copies;
+    copies.resize(num_products * kTileOperands * 2 * kLanes);
+    Unit unit(kTileOperands);
     for (int lane = 0; lane < value_lanes; lane += 2 * kLanes) {
-      const bool is_pair = lane + kLanes < value_lanes;
-      clear_sums(num_rows);
-      for (size_t s = 0; s < stripes.size(); ++s) {
-        prefetcher.advance(ahead / (num_parts * kStripesAtOnce));
-        const char* left = values[s] + lane * sizeof(Operand);
-        add_tile_products<false>((const char*)(weights + s * WholeValues::kPairs), num_rows, weight_stride * sizeof(Operand), left,
-                                 left + is_pair * kTileRowBytes, pair_bytes);
+      const int num_vectors = lane + kLanes < value_lanes ? 2 : 1;
+      copy_values(stripes, value_lanes, lane, num_vectors, copies.data());
+      for (int row = 0; row < num_rows; row += kGroupRows) {
+        const int count = std::min(kGroupRows, num_rows - row);
+        unit.begin(count);
+        for (int product = 0; product < num_products; ++product) {
+          prefetcher.advance(row ? 0 : ahead * 2 / (num_parts * kStripesAtOnce));
+          const Operand* values = copies.data() + int64_t(product) * kTileOperands * 2 * kLanes;
+          unit.add(weights + row * weight_stride + product * kTileOperands, weight_stride, values, values + kLanes,
+                   2 * kTileRowBytes);
+        }
+        alignas(64) float sums[kGroupRows][2 * kLanes];
+        unit.store(sums[0]);
+        for (int i = row; i < row + count; ++i)
+          for (int v = 0; v < num_vectors; ++v)
+            shares[i].join(results[i].values + lane + v * kLanes, load<Floats>(&sums[i - row][v * kLanes]));
       }
-      alignas(64) float sums[kGroupRows][2 * kLanes];
-      store_sums(num_rows, sums[0], sizeof sums[0], is_pair);
-      for (int row = 0; row < num_rows; ++row)
-        std::memcpy(results[row].values + lane, sums[row], (1 + is_pair) * kLanes * sizeof(float));
     }
-    _tile_release();
   }
 
  private:
-  static void clear_sums(int num_rows) {
-    _tile_zero(0);
-    _tile_zero(1);
-    if (num_rows <= kTileRows) return;
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+  // The unit, for products of so many operands.
+  class Unit {
+   public:
+    explicit Unit(int num_operands) : num_operands_(num_operands) {}
+    ~Unit() { _tile_release(); }
 
-  static void store_sums(int num_rows, float* to, int64_t stride, bool is_pair) {
-    _tile_stored(0, to, stride);
-    if (is_pair) _tile_stored(1, to + kLanes, stride);
-    if (num_rows <= kTileRows) return;
-    char* second = (char*)to + kTileRows * stride;
-    _tile_stored(2, second, stride);
-    if (is_pair) _tile_stored(3, second + kTileRowBytes, stride);
+    // New sums of so many rows.
+    void begin(int num_rows) {
+      if (num_rows != num_rows_) shape_tiles(num_rows, num_operands_);
+      num_rows_ = num_rows;
+      clear_sums(num_rows);
+    }
+
+    void add(const Operand* rows, int64_t stride, const void* left, const void* right, int64_t operand_bytes) {
+      add_tile_products<false>((const char*)rows, num_rows_, stride * sizeof(Operand), (const char*)left,
+                               (const char*)right, operand_bytes);
+    }
+
+    // `[rows, 32]` floats.
+    void store(float* to) {
+      constexpr int64_t kBytes = 2 * kTileRowBytes;
+      _tile_stored(0, to, kBytes);
+      _tile_stored(1, to + kLanes, kBytes);
+      if (num_rows_ <= kTileRows) return;
+      to += kTileRows * 2 * kLanes;
+      _tile_stored(2, to, kBytes);
+      _tile_stored(3, to + kLanes, kBytes);
+    }
+
+   private:
+    const int num_operands_;
+    int num_rows_ = 0;
+  };
+
+  // The values of dimensions [lane, lane + 32) of all stripes: two stripes are the operands of a tile, and what belongs to
+  // nobody is zero.
+  static void copy_values(const Stripes& stripes, int value_lanes, int lane, int num_vectors, Operand* to) {
+    constexpr int kPairs = kLanes / BFloat16::kPack;
+    using Pairs = Bits;
+    for (size_t s = 0; s < stripes.size() + stripes.size() % 2; ++s) {
+      const int length = s < stripes.size() ? stripes[s].length : 0;
+      const auto* from = length ? (const Operand*)stripes[s].values + lane : nullptr;
+      for (int pair = 0; pair < kPairs; ++pair, from += value_lanes, to += 2 * kLanes) {
+        const int left = length - pair * BFloat16::kPack;
+        const Pairs mask = Pairs{} + (left >= BFloat16::kPack ? 0xffffffff : 0xffff);
+        inflight::store(to, left > 0 ? load<Pairs>(from) & mask : Pairs{});
+        inflight::store(to + kLanes, left > 0 && num_vectors > 1 ? load<Pairs>(from + kLanes) & mask : Pairs{});
+      }
+    }
   }
 };
 

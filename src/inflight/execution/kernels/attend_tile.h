@@ -6,6 +6,7 @@
 // in order of position (`merge`). So a token's attention has the same bits alone, in a batch, in a chunk and after a hit.
 #pragma once
 
+#include <array>
 #include <cmath>
 
 #include "attend_matrix_unit.h"
@@ -13,36 +14,78 @@
 
 namespace inflight {
 
-// Scores to weights, in place: scale, softcap, mask, exponential. Returns their maximum and sum.
-template <class Kind>
-Partial weigh(const Shape& shape, const std::vector<Stripe<Kind>>& stripes, Visible visible, float* scores) {
-  Floats maxima = broadcast(-kInfinity);
-  const Ints low = Ints{} + visible.low;
-  for (size_t s = 0; s < stripes.size(); ++s) {
-    const Stripe<Kind>& stripe = stripes[s];
-    Floats score = load<Floats>(scores + s * kLanes) * shape.scale;
-    if (stripe.key_scales) score *= load<Floats>(stripe.key_scales);
-    if (shape.softcap != 0) score = tanh(score / shape.softcap) * shape.softcap;
-    const int end = std::min(stripe.position + stripe.length, visible.high);
-    if (stripe.position < visible.low || end < stripe.position + kLanes) {
-      const Ints position = lane_numbers() + stripe.position;
-      score = (position >= low) & (position < end) ? score : broadcast(-kInfinity);
+// The scores of kRows rows to their weights: scale, softcap, mask, exponential. Returns their maxima and sums, 0 for a row
+// that sees nothing. (Rows together, because each waits for its maximum and sum.)
+template <class Kind, int kRows>
+std::array<Partial, kRows> weigh(const Shape& shape, const std::vector<Stripe<Kind>>& stripes, const Visible* visible,
+                                 float* scores, typename Kind::Operand* weights, int64_t weight_stride) {
+  constexpr bool kIsScaled = std::is_same_v<Kind, Int8>;
+  constexpr int kStripes = Products<Kind>::kStripesOfProduct;
+  const int num_stripes = int(stripes.size());
+  const Strides strides = Products<Kind>::strides(num_stripes);
+  // Calls function(stripe, scores of the first row) for all stripes.
+  const auto for_each_stripe = [&](const auto& function) {
+    float* of_product = scores;
+    for (int first = 0; first < num_stripes; first += kStripes, of_product += strides.of_product)
+      for (int s = 0; s < kStripes && first + s < num_stripes; ++s) function(stripes[first + s], of_product + s * kLanes);
+  };
+  Floats maxima[kRows];
+  for (int r = 0; r < kRows; ++r) maxima[r] = broadcast(-kInfinity);
+  for_each_stripe([&](const Stripe<Kind>& stripe, float* at) {
+    for (int r = 0; r < kRows; ++r, at += strides.of_row) {
+      Floats score = load<Floats>(at) * shape.scale;
+      if constexpr (kIsScaled) score *= load<Floats>(stripe.key_scales);
+      if (shape.softcap != 0) score = tanh(score / shape.softcap) * shape.softcap;
+      const int end = std::min(stripe.position + stripe.length, visible[r].high);
+      if (stripe.position < visible[r].low || end < stripe.position + kLanes) {
+        const Ints position = lane_numbers() + stripe.position;
+        score = (position >= visible[r].low) & (position < end) ? score : broadcast(-kInfinity);
+      }
+      store(at, score);
+      maxima[r] = max(maxima[r], score);
     }
-    store(scores + s * kLanes, score);
-    maxima = max(maxima, score);
-  }
-  const float maximum = max_of_lanes(maxima);
-  Floats sums{};
-  for (size_t s = 0; s < stripes.size(); ++s) {
-    Floats weight = exp(load<Floats>(scores + s * kLanes) - maximum);
-    sums += weight;
-    if (stripes[s].value_scales) {
-      const Floats scaled = weight * load<Floats>(stripes[s].value_scales);
-      weight = weight == 0.f ? Floats{} : scaled;  // masked keys may have any scale
+  });
+  float maximum[kRows];
+  for (int r = 0; r < kRows; ++r) maximum[r] = visible[r].low < visible[r].high ? max_of_lanes(maxima[r]) : 0;
+  Floats sums[kRows] = {};
+  for_each_stripe([&](const Stripe<Kind>& stripe, const float* at) {
+    for (int r = 0; r < kRows; ++r, at += strides.of_row) {
+      Floats weight = exp(load<Floats>(at) - maximum[r]);
+      sums[r] += weight;
+      if constexpr (kIsScaled) {
+        const Floats scaled = weight * load<Floats>(stripe.value_scales);
+        weight = weight == 0.f ? Floats{} : scaled;  // masked keys may have any scale
+      }
+      Kind::pack(weight, weights + r * weight_stride);
     }
-    store(scores + s * kLanes, weight);
+    weights += kLanes / Kind::kPack;
+  });
+  std::array<Partial, kRows> results;
+  for (int r = 0; r < kRows; ++r) {
+    if (num_stripes % kStripes) std::fill_n(weights + r * weight_stride, kLanes / Kind::kPack, typename Kind::Operand{});
+    results[r] = {maximum[r], sum_of_lanes(sums[r]), nullptr};
   }
-  return {maximum, sum_of_lanes(sums), nullptr};
+  return results;
+}
+
+// Let the weights of later tokens join those of all tokens before them; without any weight they change nothing.
+inline Shares join(Partial& so_far, float max, float sum) {
+  if (sum == 0) return {1, 0};
+  if (so_far.sum == 0) {
+    so_far.max = max, so_far.sum = sum;
+    return {0, 1};
+  }
+  const Shares shares = so_far.max < max ? Shares{std::exp(so_far.max - max), 1} : Shares{1, std::exp(max - so_far.max)};
+  so_far.max = std::max(so_far.max, max);
+  so_far.sum = so_far.sum * shares.old + sum * shares.fresh;
+  return shares;
+}
+
+// The same for what a later tile contributes as a whole.
+inline void join(Partial& so_far, const Partial& next, int value_lanes) {
+  const Shares shares = join(so_far, next.max, next.sum);
+  for (int lane = 0; lane < value_lanes; lane += kLanes)
+    shares.join(so_far.values + lane, load<Floats>(next.values + lane));
 }
 
 // One thread's memory for the current tile.
@@ -51,54 +94,42 @@ struct TileScratch {
   std::vector<Stripe<Kind>> stripes, next;  // of this tile, and of the one that this thread is likely to see next
   std::vector<float> scores;
   std::vector<typename Kind::Operand> weights;
+  std::vector<Shares> shares;
 };
 
-// Let rows of queries `[num_rows, query_stride]` attend to the stripes in `scratch`; `results[row].values` are
-// `[value_lanes]` floats each.
+// Let rows of queries `[num_rows, query_stride]` attend to the stripes in `scratch`. This joins what their results, of
+// earlier tiles, hold; values are `[value_lanes]` floats each.
 template <class Kind>
 void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int64_t query_stride, int num_rows,
                  const Visible* visible, TileScratch<Kind>& scratch, Partial* results) {
   const auto& stripes = scratch.stripes;
-  const int64_t score_stride = int64_t(stripes.size()) * kLanes, weight_stride = score_stride / Kind::kPack;
-  const int steps = shape.key_steps(Kind::kPack), value_lanes = shape.value_lanes();
+  const int num_stripes = int(stripes.size()), steps = shape.key_steps(Kind::kPack);
+  const int64_t num_products = (num_stripes + Products<Kind>::kStripesOfProduct - 1) / Products<Kind>::kStripesOfProduct;
+  const Strides strides = Products<Kind>::strides(num_stripes);
+  // Rows a power of two apart would evict each other from the cache.
+  const int64_t weight_stride = num_products * Products<Kind>::kStripesOfProduct * kLanes / Kind::kPack + kLanes;
   // Half of the next tile is prefetched while scores are computed, half while values are summed.
   const int64_t stripe_bytes = StripeLayout<Kind>(shape).end, half = stripe_bytes / 2 + kLineBytes;
   Prefetcher<Kind> prefetcher(scratch.next, stripe_bytes);
-  scratch.scores.resize(score_stride * num_rows);
+  scratch.scores.resize(kRowsScored * strides.of_row + num_products * strides.of_product);
   scratch.weights.resize(weight_stride * num_rows);
-  Products<Kind>::score(queries, query_stride, num_rows, stripes, steps, prefetcher, half, scratch.scores.data(),
-                        score_stride);
-  for (int row = 0; row < num_rows; ++row) {
-    float* scores = scratch.scores.data() + row * score_stride;
-    float* values = results[row].values;
-    if (visible[row].low >= visible[row].high) {
-      results[row].max = results[row].sum = 0;
-      std::fill_n(scores, score_stride, 0.f);
-    } else {
-      results[row] = weigh(shape, stripes, visible[row], scores);
-      results[row].values = values;
-    }
-    Kind::pack(scores, int(score_stride), scratch.weights.data() + row * weight_stride);
+  scratch.shares.resize(num_rows);
+  for (int first = 0; first < num_rows; first += kRowsScored) {
+    const int end = std::min(first + kRowsScored, num_rows);
+    Products<Kind>::score(queries + first * query_stride, query_stride, end - first, stripes, steps, prefetcher,
+                          first ? 0 : half, scratch.scores.data());
+    const auto weigh_rows = [&](auto num_together, int row) {
+      const auto fresh = weigh<Kind, num_together>(
+          shape, stripes, visible + row, scratch.scores.data() + (row - first) * strides.of_row,
+          scratch.weights.data() + row * weight_stride, weight_stride);
+      for (const Partial& each : fresh) scratch.shares[row] = join(results[row], each.max, each.sum), ++row;
+    };
+    int row = first;
+    for (; row + 2 <= end; row += 2) weigh_rows(std::integral_constant<int, 2>{}, row);
+    if (row < end) weigh_rows(std::integral_constant<int, 1>{}, row);
   }
-  Products<Kind>::sum_values(scratch.weights.data(), weight_stride, num_rows, stripes, prefetcher, half, value_lanes,
-                             results);
-}
-
-// Add a later tile's result to that of all tiles before it. A tile that sees nothing (sum 0) changes nothing.
-inline void merge(Partial& so_far, const Partial& next, int value_lanes) {
-  if (next.sum == 0) return;
-  if (so_far.sum == 0) {
-    so_far.max = next.max, so_far.sum = next.sum;
-    std::copy_n(next.values, value_lanes, so_far.values);
-    return;
-  }
-  const float maximum = so_far.max < next.max ? next.max : so_far.max;
-  const float old_weight = std::exp(so_far.max - maximum), new_weight = std::exp(next.max - maximum);
-  so_far.max = maximum;
-  so_far.sum = so_far.sum * old_weight + next.sum * new_weight;
-  for (int lane = 0; lane < value_lanes; lane += kLanes)
-    store(so_far.values + lane,
-          load<Floats>(so_far.values + lane) * old_weight + load<Floats>(next.values + lane) * new_weight);
+  Products<Kind>::sum_values(scratch.weights.data(), weight_stride, num_rows, stripes, prefetcher, half,
+                             shape.value_lanes(), results, scratch.shares.data());
 }
 
 }  // namespace inflight

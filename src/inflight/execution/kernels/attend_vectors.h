@@ -13,6 +13,14 @@ constexpr int kRowsAtOnce = 4;  // 16 sums, of 32 registers
 constexpr int kRowsAtOnce = 2;  // 8 sums, of 16 registers
 #endif
 
+// Of scores, in floats.
+struct Strides {
+  int64_t of_row, of_product;
+};
+
+// Rows whose scores are computed together, so that they stay in the L1 cache until they are weights.
+constexpr int kRowsScored = 32;
+
 // Calls function<rows> for rows [0, num_rows), as many at a time as registers hold.
 template <class Function>
 void by_rows(int num_rows, const Function& function) {
@@ -54,11 +62,11 @@ void score_rows(const typename Kind::Operand* queries, int64_t query_stride, con
                                 score_stride);
 }
 
-// results[row].values = weights[row] . values of all stripes, for kRows rows and kVectors vectors of dimensions.
+// weights[row] . values of all stripes join results[row].values, for kRows rows and kVectors vectors of dimensions.
 template <class Kind, int kRows, int kVectors>
 inline void sum_values_block(const typename Kind::Operand* weights, int64_t weight_stride,
                              const std::vector<Stripe<Kind>>& stripes, Prefetcher<Kind>& prefetcher, int64_t ahead,
-                             int first_lane, int value_lanes, const Partial* results) {
+                             int first_lane, int value_lanes, const Partial* results, const Shares* shares) {
   constexpr int kPack = Kind::kPack, kSteps = kLanes / kPack;
   Floats sums[kRows][kVectors] = {};
   for (size_t s = 0; s < stripes.size(); ++s) {
@@ -81,18 +89,20 @@ inline void sum_values_block(const typename Kind::Operand* weights, int64_t weig
       }
   }
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) store(results[r].values + first_lane + v * kLanes, sums[r][v]);
+    for (int v = 0; v < kVectors; ++v) shares[r].join(results[r].values + first_lane + v * kLanes, sums[r][v]);
 }
 
 template <class Kind, int kRows>
-void sum_values_of_rows(const typename Kind::Operand* weights, int64_t weight_stride, const std::vector<Stripe<Kind>>& stripes,
-                Prefetcher<Kind>& prefetcher, int64_t ahead, int value_lanes, const Partial* results) {
+void sum_values_of_rows(const typename Kind::Operand* weights, int64_t weight_stride,
+                        const std::vector<Stripe<Kind>>& stripes, Prefetcher<Kind>& prefetcher, int64_t ahead,
+                        int value_lanes, const Partial* results, const Shares* shares) {
   int lane = 0;
   for (; lane + kVectorsAtOnce * kLanes <= value_lanes; lane += kVectorsAtOnce * kLanes)
     sum_values_block<Kind, kRows, kVectorsAtOnce>(weights, weight_stride, stripes, prefetcher, ahead, lane, value_lanes,
-                                                  results);
+                                                  results, shares);
   for (; lane < value_lanes; lane += kLanes)
-    sum_values_block<Kind, kRows, 1>(weights, weight_stride, stripes, prefetcher, ahead, lane, value_lanes, results);
+    sum_values_block<Kind, kRows, 1>(weights, weight_stride, stripes, prefetcher, ahead, lane, value_lanes, results,
+                                     shares);
 }
 
 // The products of `attend_tile`, for any kind of cache.
@@ -100,23 +110,31 @@ template <class Kind>
 struct VectorProducts {
   using Operand = typename Kind::Operand;
 
-  // scores[row][stripe] = queries[row] . keys[stripe]. Meanwhile about `ahead` bytes of each of the next tile's stripes
-  // come out of memory.
+  // Stripes whose tokens are the operands of one product, so that a row has weights for as many.
+  static constexpr int kStripesOfProduct = 1;
+  // From a row's scores to the next one's, and from the scores of a product's stripes to those of the next one. (Rows a
+  // power of two apart would evict each other from the cache.)
+  static Strides strides(int64_t num_stripes) { return {(num_stripes + 1) * kLanes, kLanes}; }
+
+  // Scores are queries[row] . keys[stripe]. Meanwhile about `ahead` bytes of each of the next tile's stripes come out of
+  // memory.
   static void score(const Operand* queries, int64_t query_stride, int num_rows, const std::vector<Stripe<Kind>>& stripes,
-                    int steps, Prefetcher<Kind>& prefetcher, int64_t ahead, float* scores, int64_t score_stride) {
+                    int steps, Prefetcher<Kind>& prefetcher, int64_t ahead, float* scores) {
+    const int64_t stride = strides(stripes.size()).of_row;
     by_rows(num_rows, [&](auto rows, int row) {
       score_rows<Kind, rows>(queries + row * query_stride, query_stride, stripes, steps, prefetcher,
-                             row ? 0 : ahead / steps, scores + row * score_stride, score_stride);
+                             row ? 0 : ahead / steps, scores + row * stride, stride);
     });
   }
 
-  // results[row].values = weights[row] . values of all stripes.
+  // weights[row] . values of all stripes join results[row].values.
   static void sum_values(const Operand* weights, int64_t weight_stride, int num_rows,
                          const std::vector<Stripe<Kind>>& stripes, Prefetcher<Kind>& prefetcher, int64_t ahead,
-                         int value_lanes, const Partial* results) {
+                         int value_lanes, const Partial* results, const Shares* shares) {
     by_rows(num_rows, [&](auto rows, int row) {
       sum_values_of_rows<Kind, rows>(weights + row * weight_stride, weight_stride, stripes, prefetcher,
-                                     ahead / (kLanes / Kind::kPack * kStripesAtOnce), value_lanes, results + row);
+                                     ahead / (kLanes / Kind::kPack * kStripesAtOnce), value_lanes, results + row,
+                                     shares + row);
     });
   }
 };

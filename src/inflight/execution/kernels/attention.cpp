@@ -14,8 +14,9 @@ namespace {
 
 // Tiles of spans up to this many tokens are computed apart: by several threads, and once for all spans that share them.
 constexpr int64_t kShortSpan = 16;
-// Rows (one query head of one token each) that go through a tile together, so that the cache is read once for them.
-constexpr int64_t kRowsTogether = 32;
+// Rows (one query head of one token each) that go through a tile together, so that it is read once for them; and the items
+// that keep threads busy.
+constexpr int64_t kMaxRowsOfItem = 256, kMinRowsOfItem = 32, kItemsOfThread = 4;
 // At most this many floats hold results of tiles until they are merged; further spans run their tiles one by one.
 constexpr int64_t kMaxPartialFloats = 1 << 25;
 // Beyond these, products of sizes might not fit their integers.
@@ -127,7 +128,7 @@ class Attention {
  private:
   struct Thread {
     TileScratch<Kind> tile;
-    std::vector<float> floats, so_far_values, next_values;
+    std::vector<float> floats, so_far_values;
     std::vector<typename Kind::Operand> queries;
     std::vector<Visible> visible;
     std::vector<Partial> so_far, next;
@@ -143,6 +144,14 @@ class Attention {
     return shape_.first_visible(span.end - 1) <= tile * size && (tile + 1) * size <= span.start + 1;
   }
 
+  // How many of so many rows are an item: fewer, if threads would have nothing to do.
+  int64_t rows_of_item(int64_t num_rows) const {
+    const int64_t enough = kItemsOfThread * at::get_num_threads();
+    int64_t rows = kMaxRowsOfItem;
+    while (rows > kMinRowsOfItem && (num_rows + rows - 1) / rows * shape_.num_kv_heads < enough) rows /= 2;
+    return rows;
+  }
+
   void plan() {
     int64_t num_partials = 0;
     std::unordered_map<int64_t, int64_t> shared;  // (tile, owner) -> place in `groups`
@@ -153,9 +162,10 @@ class Attention {
       const int64_t size = num_tiles * shape_.num_kv_heads * num_rows(span);
       if (span.end - span.start > kShortSpan || num_tiles == 1 ||
           (num_partials + size) * (shape_.value_lanes() + 2) > kMaxPartialFloats) {
-        for (int64_t row = 0; row < num_rows(span); row += kRowsTogether)
+        const int64_t at_once = rows_of_item(num_rows(span));
+        for (int64_t row = 0; row < num_rows(span); row += at_once)
           for (int head = 0; head < shape_.num_kv_heads; ++head)
-            items_.push_back({head, -1, int64_t(s), 1, row, std::min(kRowsTogether, num_rows(span) - row)});
+            items_.push_back({head, -1, int64_t(s), 1, row, std::min(at_once, num_rows(span) - row)});
         continue;
       }
       apart_.push_back({int(s), first, num_tiles, num_partials});
@@ -219,7 +229,8 @@ class Attention {
     const int64_t head = kv_head * shape_.group_size() + row % shape_.group_size();
     thread.floats.assign(round_up(shape_.head_size, kLanes), 0.f);
     read_floats(queries_ + token * query_.stride(0) + head * query_.stride(1), shape_.head_size, thread.floats.data());
-    Kind::pack(thread.floats.data(), int(thread.floats.size()), to);
+    for (size_t i = 0; i < thread.floats.size(); i += kLanes, to += kLanes / Kind::kPack)
+      Kind::pack(load<Floats>(&thread.floats[i]), to);
   }
 
   Visible visible(const Span& span, int64_t row, int64_t tile) const {
@@ -239,9 +250,7 @@ class Attention {
     const int64_t lanes = shape_.value_lanes(), first_row = item.first_row, num_rows = item.num_rows;
     thread.queries.resize(num_rows * query_stride_);
     thread.so_far_values.resize(num_rows * lanes);
-    thread.next_values.resize(num_rows * lanes);
     thread.so_far.resize(num_rows);
-    thread.next.resize(num_rows);
     thread.visible.resize(num_rows);
     for (int64_t i = 0; i < num_rows; ++i) {
       load_query(span, item.kv_head, first_row + i, thread, &thread.queries[i * query_stride_]);
@@ -251,10 +260,7 @@ class Attention {
     const int64_t last_position = span.start + (first_row + num_rows - 1) / shape_.group_size();
     const int64_t last_tile = last_position / shape_.tile_size();
     for (int64_t tile = shape_.first_visible(first_position) / shape_.tile_size(); tile <= last_tile; ++tile) {
-      for (int64_t i = 0; i < num_rows; ++i) {
-        thread.visible[i] = visible(span, first_row + i, tile);
-        thread.next[i].values = &thread.next_values[i * lanes];
-      }
+      for (int64_t i = 0; i < num_rows; ++i) thread.visible[i] = visible(span, first_row + i, tile);
       collect(item.first_span, tile, item.kv_head, thread.visible, thread);
       if (tile == last_tile) {
         foresee(next, thread);
@@ -262,8 +268,7 @@ class Attention {
         foresee(item.first_span, tile + 1, item.kv_head, 0, last_position + 1, thread);
       }
       attend_tile<Kind>(shape_, thread.queries.data(), query_stride_, int(num_rows), thread.visible.data(), thread.tile,
-                        thread.next.data());
-      for (int64_t i = 0; i < num_rows; ++i) merge(thread.so_far[i], thread.next[i], int(lanes));
+                        thread.so_far.data());
     }
     for (int64_t i = 0; i < num_rows; ++i) finish(span, item.kv_head, first_row + i, thread.so_far[i]);
   }
@@ -292,9 +297,9 @@ class Attention {
     }
     collect(apart_[members_[item.first_span]].span, item.tile, item.kv_head, thread.visible, thread);
     const int64_t num_rows = int64_t(results.size());
-    for (int64_t row = 0; row < num_rows; row += kRowsTogether)
+    for (int64_t row = 0; row < num_rows; row += kMaxRowsOfItem)
       attend_tile<Kind>(shape_, &thread.queries[row * query_stride_], query_stride_,
-                        int(std::min(kRowsTogether, num_rows - row)), &thread.visible[row], thread.tile,
+                        int(std::min(kMaxRowsOfItem, num_rows - row)), &thread.visible[row], thread.tile,
                         &thread.next[row]);
     for (int64_t row = 0; row < num_rows; ++row) *results[row] = thread.next[row];
   }
@@ -304,7 +309,7 @@ class Attention {
     for (int64_t row = 0; row < num_rows(span); ++row) {
       Partial& so_far = partial(apart, apart.first_tile, kv_head, row);
       for (int64_t tile = apart.first_tile + 1; tile < apart.first_tile + apart.num_tiles; ++tile)
-        merge(so_far, partial(apart, tile, kv_head, row), shape_.value_lanes());
+        join(so_far, partial(apart, tile, kv_head, row), shape_.value_lanes());
       finish(span, kv_head, row, so_far);
     }
   }

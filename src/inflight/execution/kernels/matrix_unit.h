@@ -35,6 +35,14 @@ inline void shape_tiles(int num_rows, int num_operands) {
   _tile_loadconfig(&shapes);
 }
 
+inline void clear_sums(int num_rows) {
+  _tile_zero(0);
+  _tile_zero(1);
+  if (num_rows <= kTileRows) return;  // there are no others
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
 // Adds the products of rows with the operands of two times sixteen outputs to the sums. Rows, and operands of the same
 // outputs, lie so many bytes apart.
 template <bool kIsInt8>

@@ -2,7 +2,7 @@
 //
 // Everything is laid out so that a register's products run side by side and no sum crosses lanes. `kPack` neighbours along
 // the direction of summation lie together: 2 for bfloat16, whose hardware product adds pairs, else 1. An `Operand` is
-// the pack of the other factor, which is the same for all lanes.
+// the pack of the other factor, which is the same for all lanes; `pack` rounds to the nearest, ties to even.
 #pragma once
 
 #include "vectors.h"
@@ -17,7 +17,7 @@ struct Float32 {
   static Panel load_panel(const Stored* from) { return load<Floats>(from); }
   static Panel load_first_of_pack(const Stored* from) { return load_panel(from); }
   static Floats multiply_add(Floats sum, Operand a, Panel b) { return fused(broadcast(a), b, sum); }
-  static void pack(const float* from, int count, Operand* to) { std::memcpy(to, from, count * sizeof(float)); }
+  static void pack(Floats lanes, Operand* to) { store(to, lanes); }
 };
 
 struct Int8 {
@@ -28,7 +28,7 @@ struct Int8 {
   static Panel load_panel(const Stored* from) { return floats_of_bytes(from); }
   static Panel load_first_of_pack(const Stored* from) { return load_panel(from); }
   static Floats multiply_add(Floats sum, Operand a, Panel b) { return fused(broadcast(a), b, sum); }
-  static void pack(const float* from, int count, Operand* to) { std::memcpy(to, from, count * sizeof(float)); }
+  static void pack(Floats lanes, Operand* to) { store(to, lanes); }
 };
 
 #ifdef __AVX512BF16__
@@ -45,11 +45,7 @@ struct BFloat16 {
   static Floats multiply_add(Floats sum, Operand a, Panel b) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), b);
   }
-  // `count` is a multiple of kLanes: the hardware's rounding is to the nearest, ties to even.
-  static void pack(const float* from, int count, Operand* to) {
-    for (int i = 0; i < count; i += kLanes)
-      store((uint16_t*)to + i, (__m256i)_mm512_cvtneps_pbh((__m512)load<Floats>(from + i)));
-  }
+  static void pack(Floats lanes, Operand* to) { store(to, (__m256i)_mm512_cvtneps_pbh((__m512)lanes)); }
 };
 
 #else
@@ -71,10 +67,7 @@ struct BFloat16 {
   static Floats multiply_add(Floats sum, Operand a, Panel b) {
     return fused(broadcast(a.second), b.second, fused(broadcast(a.first), b.first, sum));
   }
-  static void pack(const float* from, int count, Operand* to) {
-    for (int i = 0; i < count; i += 2)
-      to[i / 2] = {float_of(bfloat16_of(from[i])), float_of(bfloat16_of(from[i + 1]))};
-  }
+  static void pack(Floats lanes, Operand* to) { store(to, (Floats)(bfloat16_of(lanes) << 16)); }
 };
 
 #endif

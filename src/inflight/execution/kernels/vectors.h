@@ -108,9 +108,14 @@ inline Ints products_of_pairs(Shorts a, int32_t b) {
 }
 #endif
 
-// The greater of each pair; a NaN in `a` stays.
+// The greater or less of each pair; a NaN in `a` stays.
+#ifdef __AVX512F__
+inline Floats max(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)b, (__m512)a); }
+inline Floats min(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)b, (__m512)a); }
+#else
 inline Floats max(Floats a, Floats b) { return a < b ? b : a; }
 inline Floats min(Floats a, Floats b) { return a > b ? b : a; }
+#endif
 
 // Whether any lane is not zero.
 inline bool any(Ints v) {
@@ -128,34 +133,55 @@ inline bool any(Ints v) {
 
 // Sums and maxima over lanes fold halves: always in the same order.
 inline float sum_of_lanes(Floats v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)v);
+#else
   float lanes[kLanes];
   store(lanes, v);
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   return lanes[0];
+#endif
 }
 
 inline float max_of_lanes(Floats v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   float lanes[kLanes];
   store(lanes, v);
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) lanes[i] = lanes[i] < lanes[i + half] ? lanes[i + half] : lanes[i];
   return lanes[0];
+#endif
+}
+
+// `x` rounded to whole numbers, as long as its size is below 2^22.
+inline Floats rounded(Floats x) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  constexpr float kRounder = 12582912.f;  // 1.5 * 2^23
+  return (x + kRounder) - kRounder;
+#endif
 }
 
 // e^x to about two units in the last place; 0 below -87.3, where the result would be denormal. After Cephes' expf.
 inline Floats exp(Floats x) {
-  constexpr float kLowest = -87.3f, kHighest = 88.3f, kRounder = 12582912.f;  // 1.5 * 2^23: rounds to an integer
+  constexpr float kLowest = -87.3f, kHighest = 88.3f;
   const Floats clamped = min(max(x, broadcast(kLowest)), broadcast(kHighest));
-  const Floats shifted = fused(clamped, broadcast(1.44269504f), broadcast(kRounder));
-  const Floats n = shifted - kRounder;
+  const Floats n = rounded(clamped * 1.44269504f);
   const Floats r = fused(n, broadcast(2.12194440e-4f), fused(n, broadcast(-0.693359375f), clamped));
   Floats p = broadcast(1.9875691500e-4f);
-  for (const float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+  for (const float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.f, 1.f})
     p = fused(p, r, broadcast(next));
-  p = fused(p * r, r, r) + 1.f;
-  const Floats result = (Floats)((Ints)p + ((Ints)shifted << 23));
+#ifdef __AVX512F__
+  const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(kLowest), _CMP_NLT_UQ);
+  return (Floats)_mm512_maskz_scalef_ps(is_normal, (__m512)p, (__m512)n);
+#else
+  const Floats result = (Floats)((Ints)p + (__builtin_convertvector(n, Ints) << 23));
   return x < kLowest ? Floats{} : result;
+#endif
 }
 
 inline Floats tanh(Floats x) { return 1.f - 2.f / (exp(x * 2.f) + 1.f); }

@@ -30,7 +30,7 @@ from benchmarks.peers.protocol import Measured, RunnerError, Settings
 from benchmarks.peers.report import rich_table, write_report
 from benchmarks.peers.results import CellResult, Comparison, PeerRuns
 from benchmarks.peers.runner import Runner
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import USUAL_WORKLOADS, WORKLOADS, Workload
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LOGS = FOLDER / ".logs"
@@ -213,12 +213,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     peers, workloads = ",".join(name for name in PEERS if name != OURS), ",".join(WORKLOADS)
     parser.add_argument(
-        "--model", default="gpt2", help="gpt2, qwen3-0.6b, llama-3.2-1b (shapes, random weights) or a model's folder"
+        "--model",
+        default="gpt2",
+        help="gpt2, qwen3-0.6b, llama-3.2-1b, qwen3-moe (shapes, random weights) or a model's folder",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--quantization", choices=("int8", "int4", "q4_k_m"), help="quantization of the weights")
     parser.add_argument("--peers", default=peers, help=f"a comma-separated selection from {peers}")
-    parser.add_argument("--workloads", default=workloads, help=f"a comma-separated selection from {workloads}")
+    parser.add_argument(
+        "--workloads", default=",".join(USUAL_WORKLOADS), help=f"a comma-separated selection from {workloads}"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each engine")
     parser.add_argument("--max-batch-tokens", type=int, default=512, help="the token budget of a step")

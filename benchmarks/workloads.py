@@ -95,6 +95,8 @@ WORKLOADS: Mapping[str, Workload] = {
         Workload("W3", "a common prefix of 512 tokens, 16 own; outputs of 32; 16 slots", 16, [(528, 32)] * 32, 512),
     )
 }
+USUAL_WORKLOADS = ("one", "W1", "W2-8", "W2-32", "W3")
+"""Those that are run unless others are asked for: every model has as many positions."""
 
 
 def num_ideal_steps(workload: Workload) -> int:

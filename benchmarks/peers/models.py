@@ -125,10 +125,38 @@ def _make_llama(folder: Path) -> None:
     _save(LlamaForCausalLM, config, folder)
 
 
+def _make_mixture(folder: Path) -> None:
+    """A small mixture of experts, in the manner of Qwen3-30B-A3B: 1.1 B parameters, of which a token uses 0.23 B."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=65536,
+        hidden_size=1024,
+        intermediate_size=3072,
+        moe_intermediate_size=512,
+        num_experts=32,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        num_hidden_layers=18,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        bos_token_id=65534,
+        eos_token_id=65535,
+        dtype="bfloat16",
+    )
+    _save(Qwen3MoeForCausalLM, config, folder)
+
+
 NAMED_MODELS: dict[str, Callable[[Path], None]] = {
     "gpt2": _make_gpt2,
     "qwen3-0.6b": _make_qwen3,
     "llama-3.2-1b": _make_llama,
+    "qwen3-moe": _make_mixture,
 }
 
 

@@ -31,7 +31,7 @@ SOURCES = Path(__file__).parent
 PANEL_OUTPUTS = 32
 """Outputs of a layer that lie side by side, wherever a kernel multiplies with its weight."""
 COMPILER_FLAGS = [  # without contraction: GCC fuses a product and a sum in one copy of a function, and not in another
-    *("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+    *("-std=c++20", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-fvisibility=hidden", "-fvisibility-inlines-hidden"),
     *("-Wno-psabi", "-Wno-unknown-pragmas"),
 ]

@@ -9,10 +9,13 @@
 
 #include "checks.h"
 #include "convert.h"
+#include "parallel.h"
 
 namespace inflight {
 namespace {
 
+// Rows of an expert, on average, up to which its weights take longer to read than to multiply.
+constexpr int64_t kFewRows = 8;
 // One thread is faster with few elements than several.
 constexpr int64_t kElementsAtOnce = 16384;
 
@@ -72,6 +75,18 @@ struct Deal {
   void for_each_expert(const Run& run) const {
     for (size_t expert = 0; expert + 1 < firsts.size(); ++expert)
       if (const int64_t count = firsts[expert + 1] - firsts[expert]) run(expert, firsts[expert], count);
+  }
+
+  // The same on all threads, if each gets whole experts of few rows: then none waits for another within an expert.
+  template <class Run>
+  void for_each_expert_at_once(const Run& run) const {
+    std::vector<size_t> chosen;
+    for_each_expert([&](size_t expert, int64_t, int64_t) { chosen.push_back(expert); });
+    const auto num_chosen = int64_t(chosen.size());
+    if (num_chosen < at::get_num_threads() || firsts.back() > kFewRows * num_chosen) return for_each_expert(run);
+    for_each_item(num_chosen, [&](int64_t i) {
+      run(chosen[i], firsts[chosen[i]], firsts[chosen[i] + 1] - firsts[chosen[i]]);
+    });
   }
 };
 
@@ -159,7 +174,7 @@ at::Tensor run_experts(const at::Tensor& x, const at::Tensor& chosen, const std:
   const Deal deal(chosen, int64_t(experts.size()));
   const at::Tensor tokens = dealt(x, deal);
   at::Tensor output = rows_of_choices(deal, tokens.size(1), x);
-  deal.for_each_expert([&](size_t expert, int64_t first, int64_t count) {
+  deal.for_each_expert_at_once([&](size_t expert, int64_t first, int64_t count) {
     const at::Tensor projected = apply(*experts[expert].up, tokens.narrow(0, first, count));
     project_back(experts[expert], gated(projected, activation), deal, first, output);
   });

@@ -1,7 +1,7 @@
 // The products of rows with a tile's keys and values in bfloat16, through a CPU's matrix unit.
 //
-// A stripe's keys already lie as the unit needs them, sixteen operands of sixteen tokens at a time, and so do its values:
-// the eight pairs of its tokens are the operands of each dimension.
+// A stripe's keys already lie as the unit needs them, sixteen operands of sixteen tokens at a time. So do its values, the
+// eight pairs of its tokens being operands of each dimension; those of two stripes are copied together for one product.
 #pragma once
 
 #include <algorithm>
@@ -109,8 +109,8 @@ struct UnitProducts {
     int num_rows_ = 0;
   };
 
-  // The values of dimensions [lane, lane + 32) of all stripes: two stripes are the operands of a tile, and what belongs to
-  // nobody is zero.
+  // The values of dimensions [lane, lane + 32) of all stripes: two stripes are the operands of a tile, and what belongs
+  // to nobody is zero.
   static void copy_values(const Stripes& stripes, int value_lanes, int lane, int num_vectors, Operand* to) {
     constexpr int kPairs = kLanes / BFloat16::kPack;
     using Pairs = Bits;

@@ -3,7 +3,7 @@
 // A tile is the tokens of a sequence between two fixed multiples of about 256 positions. Its results come by themselves:
 // scores, their maximum, the sum of their exponentials and the weighted sum of values, in float32. What a row gets does
 // not depend on which other rows are computed with it, nor on where its keys lie in memory; results of tiles are merged
-// in order of position (`merge`). So a token's attention has the same bits alone, in a batch, in a chunk and after a hit.
+// in order of position (`join`). So a token's attention has the same bits alone, in a batch, in a chunk and after a hit.
 #pragma once
 
 #include <array>
@@ -14,8 +14,8 @@
 
 namespace inflight {
 
-// The scores of kRows rows to their weights: scale, softcap, mask, exponential. Returns their maxima and sums, 0 for a row
-// that sees nothing. (Rows together, because each waits for its maximum and sum.)
+// The scores of kRows rows to their weights: scale, softcap, mask, exponential. Returns their maxima and sums, 0 for a
+// row that sees nothing. (Rows together, because each waits for its maximum and sum.)
 template <class Kind, int kRows>
 std::array<Partial, kRows> weigh(const Shape& shape, const std::vector<Stripe<Kind>>& stripes, const Visible* visible,
                                  float* scores, typename Kind::Operand* weights, int64_t weight_stride) {
@@ -27,7 +27,8 @@ std::array<Partial, kRows> weigh(const Shape& shape, const std::vector<Stripe<Ki
   const auto for_each_stripe = [&](const auto& function) {
     float* of_product = scores;
     for (int first = 0; first < num_stripes; first += kStripes, of_product += strides.of_product)
-      for (int s = 0; s < kStripes && first + s < num_stripes; ++s) function(stripes[first + s], of_product + s * kLanes);
+      for (int s = 0; s < std::min(kStripes, num_stripes - first); ++s)
+        function(stripes[first + s], of_product + s * kLanes);
   };
   Floats maxima[kRows];
   for (int r = 0; r < kRows; ++r) maxima[r] = broadcast(-kInfinity);
@@ -62,7 +63,8 @@ std::array<Partial, kRows> weigh(const Shape& shape, const std::vector<Stripe<Ki
   });
   std::array<Partial, kRows> results;
   for (int r = 0; r < kRows; ++r) {
-    if (num_stripes % kStripes) std::fill_n(weights + r * weight_stride, kLanes / Kind::kPack, typename Kind::Operand{});
+    if (num_stripes % kStripes)
+      std::fill_n(weights + r * weight_stride, kLanes / Kind::kPack, typename Kind::Operand{});
     results[r] = {maximum[r], sum_of_lanes(sums[r]), nullptr};
   }
   return results;
@@ -75,7 +77,8 @@ inline Shares join(Partial& so_far, float max, float sum) {
     so_far.max = max, so_far.sum = sum;
     return {0, 1};
   }
-  const Shares shares = so_far.max < max ? Shares{std::exp(so_far.max - max), 1} : Shares{1, std::exp(max - so_far.max)};
+  const Shares shares =
+      so_far.max < max ? Shares{std::exp(so_far.max - max), 1} : Shares{1, std::exp(max - so_far.max)};
   so_far.max = std::max(so_far.max, max);
   so_far.sum = so_far.sum * shares.old + sum * shares.fresh;
   return shares;
@@ -104,10 +107,11 @@ void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int6
                  const Visible* visible, TileScratch<Kind>& scratch, Partial* results) {
   const auto& stripes = scratch.stripes;
   const int num_stripes = int(stripes.size()), steps = shape.key_steps(Kind::kPack);
-  const int64_t num_products = (num_stripes + Products<Kind>::kStripesOfProduct - 1) / Products<Kind>::kStripesOfProduct;
+  constexpr int kStripes = Products<Kind>::kStripesOfProduct;
+  const int64_t num_products = (num_stripes + kStripes - 1) / kStripes;
   const Strides strides = Products<Kind>::strides(num_stripes);
   // Rows a power of two apart would evict each other from the cache.
-  const int64_t weight_stride = num_products * Products<Kind>::kStripesOfProduct * kLanes / Kind::kPack + kLanes;
+  const int64_t weight_stride = num_products * kStripes * kLanes / Kind::kPack + kLanes;
   // Half of the next tile is prefetched while scores are computed, half while values are summed.
   const int64_t stripe_bytes = StripeLayout<Kind>(shape).end, half = stripe_bytes / 2 + kLineBytes;
   Prefetcher<Kind> prefetcher(scratch.next, stripe_bytes);

@@ -1,5 +1,5 @@
-// The products of rows with a tile's keys and values, in vector registers: a few rows and a few stripes, or a few vectors of
-// dimensions, at a time.
+// The products of rows with a tile's keys and values, in vector registers: a few rows and a few stripes, or a few vectors
+// of dimensions, at a time.
 #pragma once
 
 #include "stripes.h"

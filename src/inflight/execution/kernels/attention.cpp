@@ -216,7 +216,7 @@ class Attention {
   void foresee(int64_t span, int64_t tile, int kv_head, int64_t low, int64_t high, Thread& thread) const {
     const int64_t first = tile * shape_.tile_size(), last = first + shape_.tile_size();
     collect_stripes(shape_, storage_, blocks(span, tile), kv_head, int(std::max(low, first) - first),
-                    int(std::min(high, last) - first), thread.tile.next);
+                    int(std::min(high, last) - first), 1, thread.tile.next);
   }
 
   const int32_t* blocks(int64_t span, int64_t tile) const {
@@ -242,7 +242,8 @@ class Attention {
   void collect(int64_t span, int64_t tile, int kv_head, const std::vector<Visible>& visible, Thread& thread) const {
     int low = visible[0].low, high = visible[0].high;
     for (const Visible& each : visible) low = std::min(low, each.low), high = std::max(high, each.high);
-    collect_stripes(shape_, storage_, blocks(span, tile), kv_head, low, high, thread.tile.stripes);
+    collect_stripes(shape_, storage_, blocks(span, tile), kv_head, low, high, Products<Kind>::kStripesOfProduct,
+                    thread.tile.stripes);
   }
 
   void run_all_tiles(const Item& item, const Item* next, Thread& thread) const {

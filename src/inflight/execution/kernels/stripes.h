@@ -130,20 +130,25 @@ class Prefetcher {
   const char* stripes_[kStripesAtOnce] = {};
 };
 
+// Collect the stripes of which positions [low, high) are seen, from a multiple of `together` on: what is added up in one
+// product must not depend on where the first of several rows begins to look. Those before the first that is seen are
+// empty; their blocks may have been let go.
 template <class Kind>
 void collect_stripes(const Shape& shape, const Storage<Kind>& storage, const int32_t* blocks, int kv_head, int low,
-                     int high, std::vector<Stripe<Kind>>& stripes) {
+                     int high, int together, std::vector<Stripe<Kind>>& stripes) {
   const int per_block = shape.stripes_per_block(), block_size = shape.block_size;
+  const auto stripe_at = [&](int number) {
+    return storage.stripe((int64_t(blocks[number / per_block]) * shape.num_kv_heads + kv_head) * per_block +
+                          number % per_block);
+  };
+  const int first = low / block_size * per_block + low % block_size / kLanes;
   stripes.clear();
-  for (int block = low / block_size; block * block_size < high; ++block) {
-    const int64_t first = (int64_t(blocks[block]) * shape.num_kv_heads + kv_head) * per_block;
-    for (int part = 0; part < per_block; ++part) {
-      const int position = block * block_size + part * kLanes;
-      const int length = std::min({kLanes, block_size - part * kLanes, high - position});
-      if (length <= 0 || position + length <= low) continue;
-      stripes.push_back(storage.stripe(first + part));
-      stripes.back().position = position, stripes.back().length = length;
-    }
+  for (int number = first / together * together;; ++number) {
+    const int offset = number % per_block * kLanes, position = number / per_block * block_size + offset;
+    if (std::max(position, low) >= high) return;
+    stripes.push_back(stripe_at(std::max(number, first)));
+    stripes.back().position = position;
+    stripes.back().length = number < first ? 0 : std::min({kLanes, block_size - offset, high - position});
   }
 }
 

@@ -107,7 +107,7 @@ PEERS: Mapping[str, Peer] = {
             "mistralrs",
             "mistral.rs",
             "benchmarks.peers.mistralrs_runner",
-            precisions=FLOATS + INT8 + INT4,
+            precisions=INT8 + INT4,
             environment="mistralrs",
         ),
         Peer(

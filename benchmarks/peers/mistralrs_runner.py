@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.peers.protocol import Model, RunnerError, Settings, Times, serve
 from benchmarks.workloads import Request
 
-ROUNDED_TO = {"int8": "Q8_0", "int4": "Q4K", None: None}
+ROUNDED_TO = {"int8": "Q8_0", "int4": "Q4K"}
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 
 
@@ -30,14 +30,14 @@ class MistralRs:
         if model.suffix == ".gguf":
             which = Which.GGUF(str(model.parent), model.name, dtype=dtype)
         else:
-            self.options["in_situ_quant"] = ROUNDED_TO[settings.quantization]
+            self.options["in_situ_quant"] = ROUNDED_TO[settings.quantization or ""]
             self._folder = tempfile.TemporaryDirectory()
             which = Which.Plain(str(_with_old_config(model, Path(self._folder.name))), dtype=dtype)
         self._runner = Runner(which, **self.options)
 
     def generate(self, requests: Sequence[Request]) -> list[Times]:
         if len(requests) > 1:
-            raise RunnerError("with quantized weights on a CPU, mistral.rs 0.9.5 fails on prompts that run together")
+            raise RunnerError("with quantized weights on a CPU, mistral.rs fails on prompts that run together")
         return [self._ask(request) for request in requests]
 
     def _ask(self, request: Request) -> Times:

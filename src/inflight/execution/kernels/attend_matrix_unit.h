@@ -69,7 +69,7 @@ struct UnitProducts {
         unit.store(sums[0]);
         for (int i = row; i < row + count; ++i)
           for (int v = 0; v < num_vectors; ++v)
-            shares[i].join(results[i].values + lane + v * kLanes, load<Floats>(&sums[i - row][v * kLanes]));
+            shares[i].merge(results[i].values + lane + v * kLanes, load<Floats>(&sums[i - row][v * kLanes]));
       }
     }
   }

@@ -3,7 +3,7 @@
 // A tile is the tokens of a sequence between two fixed multiples of about 256 positions. Its results come by themselves:
 // scores, their maximum, the sum of their exponentials and the weighted sum of values, in float32. What a row gets does
 // not depend on which other rows are computed with it, nor on where its keys lie in memory; results of tiles are merged
-// in order of position (`join`). So a token's attention has the same bits alone, in a batch, in a chunk and after a hit.
+// in order of position (`merge`). So a token's attention has the same bits alone, in a batch, in a chunk and after a hit.
 #pragma once
 
 #include <array>
@@ -70,8 +70,8 @@ std::array<Partial, kRows> weigh(const Shape& shape, const std::vector<Stripe<Ki
   return results;
 }
 
-// Let the weights of later tokens join those of all tokens before them; without any weight they change nothing.
-inline Shares join(Partial& so_far, float max, float sum) {
+// Merges the weights of later tokens with those of all tokens before them; without any weight they change nothing.
+inline Shares merge(Partial& so_far, float max, float sum) {
   if (sum == 0) return {1, 0};
   if (so_far.sum == 0) {
     so_far.max = max, so_far.sum = sum;
@@ -85,10 +85,10 @@ inline Shares join(Partial& so_far, float max, float sum) {
 }
 
 // The same for what a later tile contributes as a whole.
-inline void join(Partial& so_far, const Partial& next, int value_lanes) {
-  const Shares shares = join(so_far, next.max, next.sum);
+inline void merge(Partial& so_far, const Partial& next, int value_lanes) {
+  const Shares shares = merge(so_far, next.max, next.sum);
   for (int lane = 0; lane < value_lanes; lane += kLanes)
-    shares.join(so_far.values + lane, load<Floats>(next.values + lane));
+    shares.merge(so_far.values + lane, load<Floats>(next.values + lane));
 }
 
 // One thread's memory for the current tile.
@@ -100,8 +100,8 @@ struct TileScratch {
   std::vector<Shares> shares;
 };
 
-// Let rows of queries `[num_rows, query_stride]` attend to the stripes in `scratch`. This joins what their results, of
-// earlier tiles, hold; values are `[value_lanes]` floats each.
+// Let rows of queries `[num_rows, query_stride]` attend to the stripes in `scratch`. What comes of it is merged with
+// what their results hold, of earlier tiles; values are `[value_lanes]` floats each.
 template <class Kind>
 void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int64_t query_stride, int num_rows,
                  const Visible* visible, TileScratch<Kind>& scratch, Partial* results) {
@@ -126,7 +126,7 @@ void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int6
       const auto fresh = weigh<Kind, num_together>(
           shape, stripes, visible + row, scratch.scores.data() + (row - first) * strides.of_row,
           scratch.weights.data() + row * weight_stride, weight_stride);
-      for (const Partial& each : fresh) scratch.shares[row] = join(results[row], each.max, each.sum), ++row;
+      for (const Partial& each : fresh) scratch.shares[row] = merge(results[row], each.max, each.sum), ++row;
     };
     int row = first;
     for (; row + 2 <= end; row += 2) weigh_rows(std::integral_constant<int, 2>{}, row);

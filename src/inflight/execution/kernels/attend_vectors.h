@@ -62,7 +62,7 @@ void score_rows(const typename Kind::Operand* queries, int64_t query_stride, con
                                 score_stride);
 }
 
-// weights[row] . values of all stripes join results[row].values, for kRows rows and kVectors vectors of dimensions.
+// weights[row] . values of all stripes, merged with results[row].values, for kRows rows and kVectors vectors of dimensions.
 template <class Kind, int kRows, int kVectors>
 inline void sum_values_block(const typename Kind::Operand* weights, int64_t weight_stride,
                              const std::vector<Stripe<Kind>>& stripes, Prefetcher<Kind>& prefetcher, int64_t ahead,
@@ -89,7 +89,7 @@ inline void sum_values_block(const typename Kind::Operand* weights, int64_t weig
       }
   }
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kVectors; ++v) shares[r].join(results[r].values + first_lane + v * kLanes, sums[r][v]);
+    for (int v = 0; v < kVectors; ++v) shares[r].merge(results[r].values + first_lane + v * kLanes, sums[r][v]);
 }
 
 template <class Kind, int kRows>
@@ -127,7 +127,7 @@ struct VectorProducts {
     });
   }
 
-  // weights[row] . values of all stripes join results[row].values.
+  // Merges weights[row] . values of all stripes with results[row].values.
   static void sum_values(const Operand* weights, int64_t weight_stride, int num_rows,
                          const std::vector<Stripe<Kind>>& stripes, Prefetcher<Kind>& prefetcher, int64_t ahead,
                          int value_lanes, const Partial* results, const Shares* shares) {

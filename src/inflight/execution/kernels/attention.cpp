@@ -14,8 +14,8 @@ namespace {
 
 // Tiles of spans up to this many tokens are computed apart: by several threads, and once for all spans that share them.
 constexpr int64_t kShortSpan = 16;
-// Rows (one query head of one token each) that go through a tile together, so that it is read once for them; and the items
-// that keep threads busy.
+// Rows (one query head of one token each) that go through a tile together, so that it is read once for them; and how
+// many items keep a thread busy.
 constexpr int64_t kMaxRowsOfItem = 256, kMinRowsOfItem = 32, kItemsOfThread = 4;
 // At most this many floats hold results of tiles until they are merged; further spans run their tiles one by one.
 constexpr int64_t kMaxPartialFloats = 1 << 25;
@@ -310,7 +310,7 @@ class Attention {
     for (int64_t row = 0; row < num_rows(span); ++row) {
       Partial& so_far = partial(apart, apart.first_tile, kv_head, row);
       for (int64_t tile = apart.first_tile + 1; tile < apart.first_tile + apart.num_tiles; ++tile)
-        join(so_far, partial(apart, tile, kv_head, row), shape_.value_lanes());
+        merge(so_far, partial(apart, tile, kv_head, row), shape_.value_lanes());
       finish(span, kv_head, row, so_far);
     }
   }

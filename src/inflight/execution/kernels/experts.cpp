@@ -70,23 +70,21 @@ struct Deal {
       if (exists(i)) order[next[expert_of[i]]++] = i;
   }
 
-  // Calls `run(expert, first, count)` for each that is chosen.
+  // Calls `run(expert, first, count)` for each that is chosen: at once on all threads, if that keeps them busy and each
+  // expert has few rows, because then no thread waits for another within an expert.
   template <class Run>
   void for_each_expert(const Run& run) const {
-    for (size_t expert = 0; expert + 1 < firsts.size(); ++expert)
-      if (const int64_t count = firsts[expert + 1] - firsts[expert]) run(expert, firsts[expert], count);
-  }
-
-  // The same on all threads, if each gets whole experts of few rows: then none waits for another within an expert.
-  template <class Run>
-  void for_each_expert_at_once(const Run& run) const {
     std::vector<size_t> chosen;
-    for_each_expert([&](size_t expert, int64_t, int64_t) { chosen.push_back(expert); });
-    const auto num_chosen = int64_t(chosen.size());
-    if (num_chosen < at::get_num_threads() || firsts.back() > kFewRows * num_chosen) return for_each_expert(run);
-    for_each_item(num_chosen, [&](int64_t i) {
+    for (size_t expert = 0; expert + 1 < firsts.size(); ++expert)
+      if (firsts[expert] < firsts[expert + 1]) chosen.push_back(expert);
+    const auto run_one = [&](int64_t i) {
       run(chosen[i], firsts[chosen[i]], firsts[chosen[i] + 1] - firsts[chosen[i]]);
-    });
+    };
+    const int64_t num_chosen = int64_t(chosen.size()), num_threads = at::get_num_threads();
+    const int64_t num_turns = (num_chosen + num_threads - 1) / num_threads;
+    if (4 * num_turns * num_threads <= 5 * num_chosen && firsts.back() <= kFewRows * num_chosen)
+      return for_each_item(num_chosen, run_one);
+    for (int64_t i = 0; i < num_chosen; ++i) run_one(i);
   }
 };
 
@@ -174,7 +172,7 @@ at::Tensor run_experts(const at::Tensor& x, const at::Tensor& chosen, const std:
   const Deal deal(chosen, int64_t(experts.size()));
   const at::Tensor tokens = dealt(x, deal);
   at::Tensor output = rows_of_choices(deal, tokens.size(1), x);
-  deal.for_each_expert_at_once([&](size_t expert, int64_t first, int64_t count) {
+  deal.for_each_expert([&](size_t expert, int64_t first, int64_t count) {
     const at::Tensor projected = apply(*experts[expert].up, tokens.narrow(0, first, count));
     project_back(experts[expert], gated(projected, activation), deal, first, output);
   });

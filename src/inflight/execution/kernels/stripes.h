@@ -82,11 +82,11 @@ struct Partial {
   float* values;
 };
 
-// What becomes of a row's values when those of more tokens join them: `old` times the old ones, `fresh` times the others.
+// What becomes of a row's values when those of more tokens are merged with them: `old` times the old ones, `fresh` times the others.
 struct Shares {
   float old, fresh;
 
-  void join(float* old_values, Floats others) const {
+  void merge(float* old_values, Floats others) const {
     if (fresh == 0) return;
     store(old_values, old == 0 ? others : load<Floats>(old_values) * old + others * fresh);
   }

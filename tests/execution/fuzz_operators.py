@@ -142,6 +142,7 @@ class Fuzzer:
             self.call("experts", self._floats(5, size), chosen, number)
             self.call("experts_up", self._floats(5, size), chosen, number, 2 * width)
             self.call("experts_down", self._floats(10, width), chosen, number, size)
+        self.call("weighted_sum", self._floats(10, size), self._floats(5, 2))
 
     def _attention(self) -> None:
         """A cache, a step, a write and a read: each changed by itself, so that wrong steps meet right tensors."""

@@ -11,7 +11,7 @@ from torch import nn
 from inflight import LLM, SamplingParams
 from inflight.census.tiny_configs import model_class, tiny_config
 from inflight.execution.grouped.rounding import Rounding
-from inflight.execution.kernels import has_panels
+from inflight.execution.kernels import has_panels, kernels_available
 from inflight.execution.preparation.agreement import relative_error
 from inflight.execution.weights.caught_matrices import CaughtMatrix
 from inflight.execution.weights.experts import PrepackedExperts
@@ -100,7 +100,7 @@ def test_experts_run_in_our_kernel_whatever_their_gate_is(name: str, has_usual_g
     model = LLM(zoo.build(name)).engine.runner.model
     mixtures = [each.inflight_experts for each in model.modules() if hasattr(each, "_apply_gate")]
     assert mixtures
-    assert all(each._number is not None for each in mixtures)
+    assert all(each.run_in_kernel for each in mixtures)
     assert all((each._activation[0] != "none") == has_usual_gate for each in mixtures)
 
 
@@ -116,6 +116,28 @@ def test_a_gate_of_its_own_gives_what_experts_give_one_by_one() -> None:
     actual = prepacked.run(module, states, chosen)
     torch.testing.assert_close(actual, prepacked._run_one_by_one(module, states, chosen))
     assert not actual[7].any()
+
+
+@pytest.mark.skipif(not has_panels(torch.float32), reason="oneDNN's layers need several rows")
+@pytest.mark.parametrize(("name", "min_rows"), [("qwen3_moe", 1), ("mixtral", 1), ("gpt_oss", 1), ("deepseek_v3", 1)])
+def test_padding_chooses_no_experts(name: str, min_rows: int) -> None:
+    """A step of one token has one row, so it reads the experts that its token chose, and no others."""
+    assert LLM(zoo.build(name)).engine.runner.require_packed().min_rows == min_rows
+
+
+@pytest.mark.parametrize("size", [1, 31, 64, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_choices_are_added_up_by_their_weights(dtype: torch.dtype, size: int) -> None:
+    if not kernels_available():
+        pytest.skip("the operator is a kernel")
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(NUM_TOKENS * 3, size, generator=generator).to(dtype)
+    weights = torch.rand(3, NUM_TOKENS, generator=generator).T  # not in one piece
+    expected = (rows.view(NUM_TOKENS, 3, size).double() * weights[..., None].double()).sum(1)
+    together = torch.ops.inflight.weighted_sum(rows, weights)
+    torch.testing.assert_close(together, expected.to(dtype))
+    alone = [torch.ops.inflight.weighted_sum(rows[3 * i : 3 * i + 3], weights[i : i + 1]) for i in range(NUM_TOKENS)]
+    assert torch.equal(torch.cat(alone), together)
 
 
 def test_a_caught_matrix_multiplies_however_it_is_given() -> None:

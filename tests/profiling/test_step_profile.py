@@ -22,9 +22,9 @@ from inflight.profiling.work import StepWork, decode_work, has_prepacked_linears
 from tests import zoo
 
 MACHINE = Machine(read_bytes_per_second=1000.0, operations_per_second=1e6)
-WORK = StepWork(weight_bytes=500, linear_operations=100, cache_bytes=100)
+WORK = StepWork(weight_bytes=500, expert_bytes=0, linear_operations=100, cache_bytes=100)
 PHASES = [PhaseTimes(scheduler=0.1, packing=0.1, forward=2.0, sampler=0.2, engine=0.1)] * 3
-OPERATORS = [OperatorTimes(linears=1.0, attention=0.4, small_operators=0.5, python=0.7)] * 3
+OPERATORS = [OperatorTimes(linears=1.0, experts=0.0, attention=0.4, small_operators=0.5, python=0.7)] * 3
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, value_head_size=32, scale=1.0)
 
 
@@ -74,7 +74,7 @@ def test_a_time_below_its_floor_is_no_figure() -> None:
 
 @pytest.mark.parametrize("forward", [0.5, 1.4, 1.5, 2.6, 10.0])
 def test_a_forward_pass_is_divided_for_any_profiler_measurements(forward: float) -> None:
-    operators = {"linears": 1.0, "attention": 0.4, "small_operators": 0.5, "python": 0.7}
+    operators = {"linears": 1.0, "experts": 0.2, "attention": 0.4, "small_operators": 0.5, "python": 0.7}
     split = split_forward(forward, operators)
     assert sum(split.values()) == pytest.approx(forward)
     assert all(value > 0 for value in split.values())
@@ -109,8 +109,21 @@ def test_experts_are_read_but_not_every_row_goes_through_them() -> None:
     module = nn.Linear(4, 6)
     module.experts = nn.Parameter(torch.ones(3, 4, 5))
     work = decode_work(module, [], ReferenceAttention(torch.device("cpu"), torch.float32, 4), 4, [5])
-    assert work.weight_bytes == 4 * (4 * 6 + 3 * 4 * 5)
+    assert (work.weight_bytes, work.expert_bytes) == (4 * 4 * 6, 4 * 3 * 4 * 5)
     assert work.linear_operations == 2 * 4 * 6
+
+
+def test_of_experts_those_count_that_tokens_are_expected_to_choose() -> None:
+    """Two of four: one token reads half of them, two tokens three quarters."""
+    runner = Engine(zoo.build("qwen3_moe"), EngineConfig(num_blocks=8)).runner
+    executor = runner.require_packed()
+    mixtures = [each.inflight_experts for each in runner.model.modules() if hasattr(each, "inflight_experts")]
+    stored = sum(each.prepacked.nbytes for experts in mixtures for each in (*experts.up, *experts.down))
+    assert [(each.num_chosen, len(each.up)) for each in mixtures] == [(2, 4)] * len(mixtures)
+    for num_tokens, share in ((1, 1 / 2), (2, 3 / 4)):
+        work = decode_work(runner.model, executor.specs, executor.backend, 16, [5] * num_tokens)
+        assert work.expert_bytes == pytest.approx(stored * share)
+        assert work.num_bytes == work.weight_bytes + work.expert_bytes + work.cache_bytes
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")

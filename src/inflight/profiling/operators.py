@@ -1,9 +1,9 @@
 """How long the operators of a forward pass take, by kind, according to torch's profiler.
 
-An operator counts as a linear layer or as attention by its name, or because it runs inside one; all others are small
-operators, including the row kernels of a recorded forward pass or the fused ones of a compiled model, and what lies
-between their calls. Attention backends whose operators have no telling names are marked. Time between operators is
-Python.
+An operator counts as a linear layer, as experts or as attention by its name, or because it runs inside one; all others
+are small operators, including the row kernels of a recorded forward pass or the fused ones of a compiled model, and
+what lies between their calls. Attention backends whose operators have no telling names are marked. Time between
+operators is Python.
 
 The profiler costs time at every operator, so the times of many small operators and of Python are too long.
 """
@@ -11,7 +11,7 @@ The profiler costs time at every operator, so the times of many small operators 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -23,8 +23,9 @@ from inflight.profiling.phases import replaced_method
 FORWARD, ATTENTION = "inflight forward pass", "inflight attention"
 LINEAR_OPERATORS = {
     *("inflight::linear", "mkldnn::_linear_pointwise", "onednn::qlinear_pointwise", "mkl::_mkl_linear"),
-    *("aten::linear", "aten::addmm", "aten::mm", "aten::_grouped_mm", "aten::_int_mm", "aten::_weight_int8pack_mm"),
+    *("aten::linear", "aten::addmm", "aten::mm", "aten::_int_mm", "aten::_weight_int8pack_mm"),
 }
+EXPERT_OPERATORS = {"inflight::experts", "inflight::experts_up", "inflight::experts_down", "aten::_grouped_mm"}
 ATTENTION_OPERATORS = {
     *("inflight::begin_step", "inflight::write", "inflight::attend", "inflight::write_and_attend"),
     *(ATTENTION, "aten::scaled_dot_product_attention"),
@@ -32,6 +33,8 @@ ATTENTION_OPERATORS = {
 COMPILER_PYTHON = ("TorchDynamo Cache Lookup", "Pregraph bytecode", "Torch-Compiled Region", "AOTDispatcher")
 """Prefixes of the names under which a compiled model's Python work around its graph appears."""
 
+LARGE = ("linears", "experts", "attention")
+"""Kinds of operators that take long enough to be measured under the profiler."""
 QUIET = "6"
 """A log level above all messages that the profiler's library would write to standard error."""
 
@@ -45,6 +48,7 @@ class OperatorTimes:
     """
 
     linears: float
+    experts: float
     attention: float
     small_operators: float
     python: float
@@ -73,7 +77,7 @@ def profile_operators(executor: PackedExecutor, step: Callable[[], None], num_st
 
 
 def _times(forward: FunctionEvent) -> OperatorTimes:
-    seconds = {"linears": 0.0, "attention": 0.0, "small_operators": 0.0, "python": 0.0}
+    seconds = dict.fromkeys((field.name for field in fields(OperatorTimes)), 0.0)
     _add_up(forward, "python", seconds)
     return OperatorTimes(**seconds)
 
@@ -82,12 +86,14 @@ def _add_up(event: FunctionEvent, kind: str, seconds: dict[str, float]) -> None:
     """Add an event's own time to its kind, and the times of all events inside it to theirs."""
     seconds[kind] += event.self_cpu_time_total * 1e-6
     for child in event.cpu_children:
-        _add_up(child, kind if kind in ("linears", "attention") else _kind(child.name), seconds)
+        _add_up(child, kind if kind in LARGE else _kind(child.name), seconds)
 
 
 def _kind(name: str) -> str:
     if name in LINEAR_OPERATORS:
         return "linears"
+    if name in EXPERT_OPERATORS:
+        return "experts"
     if name in ATTENTION_OPERATORS:
         return "attention"
     return "python" if name.startswith(COMPILER_PYTHON) else "small_operators"

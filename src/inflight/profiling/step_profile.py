@@ -3,8 +3,8 @@
 Three kinds of steps are measured. Whole, undisturbed steps give the duration of a step, and the parts are scaled to add
 up to it. Steps with a clock at each phase show how scheduler, packing, forward pass, sampler and engine share it. Steps
 under torch's profiler show how the forward pass is divided, but the profiler slows small operators and Python a lot and
-large operators hardly at all. So linear layers and attention count as measured under the profiler, and small operators
-and Python share the rest of a forward pass that ran without it.
+large operators hardly at all. So linear layers, experts and attention count as measured under the profiler, and small
+operators and Python share the rest of a forward pass that ran without it.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 from inflight.contracts.model_info import ModelInfo
 from inflight.observe.pictures import write_file
 from inflight.profiling.machine import Machine
-from inflight.profiling.operators import OperatorTimes
+from inflight.profiling.operators import LARGE, OperatorTimes
 from inflight.profiling.phases import PhaseTimes
 from inflight.profiling.work import StepWork
 
@@ -129,8 +129,10 @@ def take_apart(
     linear_floor = max(
         work.weight_bytes / machine.read_bytes_per_second, work.linear_operations / machine.operations_per_second
     )
+    expert_floor = work.expert_bytes / machine.read_bytes_per_second
     parts = (
         Part("linears", forward["linears"], linear_floor),
+        *([Part("experts", forward["experts"], expert_floor)] if forward["experts"] else []),
         Part("attention", forward["attention"], work.cache_bytes / machine.read_bytes_per_second),
         Part("small operators", forward["small_operators"]),
         Part("Python in the forward pass", forward["python"]),
@@ -146,8 +148,8 @@ def take_apart(
 def split_forward(seconds: float, operators: dict[str, float]) -> dict[str, float]:
     """Divide a forward pass that ran without the profiler, by the operator times of one that ran under it (see above).
 
-    If linear layers and attention alone took longer, there was a disturbance, and all times are scaled alike."""
-    large = operators["linears"] + operators["attention"]
+    If large operators alone took longer, there was a disturbance, and all times are scaled alike."""
+    large = sum(operators[name] for name in LARGE)
     rest = operators["small_operators"] + operators["python"]
     if large >= seconds:
         return {name: value * seconds / (large + rest) for name, value in operators.items()}

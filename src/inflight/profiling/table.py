@@ -19,9 +19,10 @@ def profile_table(profile: StepProfile) -> RenderableType:
     setting.add_row(
         "step", f"{profile.num_sequences} sequences decode over {profile.num_cached_tokens:.0f} cached tokens each"
     )
+    experts = f"{work.expert_bytes / 2**20:.1f} MiB of chosen experts, " if work.expert_bytes else ""
     setting.add_row(
         "its work",
-        f"{work.weight_bytes / 2**20:.1f} MiB of weights, {work.cache_bytes / 2**20:.1f} MiB of cache, "
+        f"{work.weight_bytes / 2**20:.1f} MiB of weights, {experts}{work.cache_bytes / 2**20:.1f} MiB of cache, "
         f"{work.linear_operations / 1e9:.2f} GFLOP",
     )
     setting.add_row(

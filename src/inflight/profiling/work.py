@@ -3,7 +3,7 @@
 It is counted from the model's tensors and the sequences' lengths; nothing is measured here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,21 +24,22 @@ class StepWork:
     """One decode step's least work.
 
     Attributes:
-        weight_bytes: all weight matrices, as stored, each once. For a mixture of experts that is more than a step
-            reads, because experts that no token chose are counted, too. Embeddings count only if they are the output
-            head, because a step reads only a few rows of them.
+        weight_bytes: the matrices of all linear layers, as stored, each once. Embeddings count only if they are the
+            output head, because a step reads only a few rows of them.
+        expert_bytes: likewise, those of the experts that a step's tokens choose, if they choose at random.
         linear_operations: multiplications and additions of every row with every weight, except weights of experts.
         cache_bytes: keys and values that the step's queries may see, and their scales, if any.
     """
 
     weight_bytes: int
+    expert_bytes: int
     linear_operations: int
     cache_bytes: int
 
     @property
     def num_bytes(self) -> int:
         """Weights and cache, read once."""
-        return self.weight_bytes + self.cache_bytes
+        return self.weight_bytes + self.expert_bytes + self.cache_bytes
 
 
 def decode_work(
@@ -50,15 +51,14 @@ def decode_work(
         specs: the attention calls of a forward pass.
         lengths: how many keys each sequence's query attends to, including its own.
     """
-    linears = list(_once(_linear_weights, model))
-    experts = list(_once(_expert_weights, model))
-    num_bytes = sum(weight.numel() * weight.dtype.itemsize for weight, _ in linears + experts)
+    linears = list(_linear_weights(model))
     cache_bytes = 0.0
     for spec in specs:
         bytes_per_token = backend.bytes_per_block(spec) / block_size
         cache_bytes += bytes_per_token * sum(_num_visible(spec, length) for length in lengths)
     return StepWork(
-        weight_bytes=num_bytes,
+        weight_bytes=sum(weight.nbytes for weight, _ in linears),
+        expert_bytes=round(sum(_expert_bytes(module, len(lengths)) for module in model.modules())),
         linear_operations=2 * len(lengths) * sum(size for _, size in linears),
         cache_bytes=round(cache_bytes),
     )
@@ -69,18 +69,17 @@ def has_prepacked_linears(model: nn.Module) -> bool:
     return any(isinstance(module, PrepackedLinear | SiblingLinear) for module in model.modules())
 
 
-def _once(weights_of: Callable[[nn.Module], Iterator[Weight]], model: nn.Module) -> Iterator[Weight]:
-    """Yield the weights that `weights_of` gives for all modules of a model, each once."""
+def _linear_weights(model: nn.Module) -> Iterator[Weight]:
+    """The weights of all linear layers, each once."""
     seen: set[int] = set()
     for module in model.modules():
-        for weight, size in weights_of(module):
+        for weight, size in _own_linear_weights(module):
             if id(weight) not in seen:
                 seen.add(id(weight))
                 yield weight, size
 
 
-def _linear_weights(module: nn.Module) -> Iterator[Weight]:
-    """Yield the weight of a linear layer."""
+def _own_linear_weights(module: nn.Module) -> Iterator[Weight]:
     if isinstance(module, SiblingLinear):
         yield _prepacked(module.together.linear)
     elif isinstance(module, PrepackedLinear):
@@ -89,12 +88,15 @@ def _linear_weights(module: nn.Module) -> Iterator[Weight]:
         yield from ((each, each.numel()) for each in module.parameters(recurse=False) if each.dim() == 2)
 
 
-def _expert_weights(module: nn.Module) -> Iterator[Weight]:
-    """Yield the weights of all experts: one for all, or one for each if they are prepacked."""
+def _expert_bytes(module: nn.Module, num_tokens: int) -> float:
+    """The weights of a module's own experts, as far as so many tokens are expected to choose them: all, where it is not
+    known how many a token chooses."""
+    num_bytes = float(sum(each.nbytes for each in module.parameters(recurse=False) if each.dim() > 2))
     experts = getattr(module, "inflight_experts", None)
     if isinstance(experts, PrepackedExperts):
-        yield from map(_prepacked, (*experts.up, *experts.down))
-    yield from ((each, each.numel()) for each in module.parameters(recurse=False) if each.dim() > 2)
+        prepacked = sum(each.prepacked.nbytes for each in (*experts.up, *experts.down))
+        num_bytes += prepacked * (1 - (1 - experts.num_chosen / len(experts.up)) ** num_tokens)
+    return num_bytes
 
 
 def _prepacked(linear: PrepackedLinear) -> Weight:

@@ -97,7 +97,12 @@ def _describe_operators() -> None:
 
     torch.library.register_fake("inflight::linear", linear)
     torch.library.register_fake("inflight::grouped_rows", grouped_rows)
+
+    def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return rows.new_empty(weights.shape[0], rows.shape[1])
+
     torch.library.register_fake("inflight::experts", experts)
+    torch.library.register_fake("inflight::weighted_sum", weighted_sum)
     torch.library.register_fake("inflight::experts_up", experts_part)
     torch.library.register_fake("inflight::experts_down", experts_part)
     torch.library.register_fake("inflight::write_and_attend", write_and_attend)

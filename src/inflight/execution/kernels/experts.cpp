@@ -137,7 +137,47 @@ at::Tensor gated(const at::Tensor& projected, Activation activation) {
                                                : gated<at::BFloat16>(projected, activation);
 }
 
+// A partial vector is computed like a whole one.
+template <class Value>
+void add_weighted(const Value* rows, const float* weights, int64_t num_rows, int64_t size, Value* to) {
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const int64_t count = std::min<int64_t>(kLanes, size - i);
+    Floats sum{};
+    for (int64_t row = 0; row < num_rows; ++row) {
+      float part[kLanes] = {};
+      if (count < kLanes) read_floats(rows + row * size + i, count, part);
+      const Floats values = count < kLanes ? load<Floats>(part) : load_floats(rows + row * size + i);
+      sum = fused(values, broadcast(weights[row]), sum);
+    }
+    if (count == kLanes) {
+      store_floats(sum, to + i);
+      continue;
+    }
+    float lanes[kLanes];
+    store(lanes, sum);
+    for (int64_t lane = 0; lane < count; ++lane) store_float(lanes[lane], to + i + lane);
+  }
+}
+
 }  // namespace
+
+at::Tensor weighted_sum(const at::Tensor& rows, const at::Tensor& weights) {
+  check_rows(rows, "rows of choices");
+  check_rows(weights, "weights of choices");
+  const int64_t num_tokens = weights.size(0), num_chosen = weights.size(1), size = rows.size(1);
+  check_size(rows, "rows of choices", 0, num_tokens * num_chosen);
+  const at::Tensor from = rows.contiguous(), factors = weights.to(at::kFloat).contiguous();
+  at::Tensor output = at::empty({num_tokens, size}, rows.options());
+  const auto run = [&]<class Value>(Value* to) {
+    for_each_row(num_tokens, size * num_chosen, [&](int64_t token) {
+      add_weighted(from.const_data_ptr<Value>() + token * num_chosen * size,
+                   factors.const_data_ptr<float>() + token * num_chosen, num_chosen, size, to + token * size);
+    });
+  };
+  if (rows.scalar_type() == at::kFloat) run(output.data_ptr<float>());
+  else run(output.data_ptr<at::BFloat16>());
+  return output;
+}
 
 at::Tensor project_up(const at::Tensor& x, const at::Tensor& chosen, const std::vector<Expert>& experts) {
   TORCH_CHECK(!experts.empty(), "there are no experts");

@@ -24,4 +24,8 @@ at::Tensor project_down(const at::Tensor& rows, const at::Tensor& chosen, const 
 at::Tensor run_experts(const at::Tensor& x, const at::Tensor& chosen, const std::vector<Expert>& experts,
                        Activation activation);
 
+// Of rows of choices `[T * K, hidden]` and the choices' weights `[T, K]`, float32 or bfloat16, each token's weighted sum
+// `[T, hidden]`, in the dtype of the rows. Choices are added up in their order, in float32, and rounded once.
+at::Tensor weighted_sum(const at::Tensor& rows, const at::Tensor& weights);
+
 }  // namespace inflight

@@ -199,6 +199,8 @@ TORCH_LIBRARY(inflight, library) {
   library.impl("experts_up", c10::DispatchKey::CPU, &ours::experts_up);
   library.def("experts_down(Tensor rows, Tensor chosen, int experts, int out_features) -> Tensor");
   library.impl("experts_down", c10::DispatchKey::CPU, &ours::experts_down);
+  library.def("weighted_sum(Tensor rows, Tensor weights) -> Tensor");
+  library.impl("weighted_sum", c10::DispatchKey::CPU, &inflight::weighted_sum);
   library.def("activate(Tensor x, str activation, str variant) -> Tensor");
   library.impl("activate", c10::DispatchKey::CPU, &inflight::activate);
   library.def("scalar_type(ScalarType dtype) -> int", [](at::ScalarType dtype) { return int64_t(dtype); });

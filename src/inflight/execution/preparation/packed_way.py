@@ -13,7 +13,7 @@ hold:
 To prepare a model, its weights are prepacked, and the result is compared with the plain one again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeAlias
@@ -54,7 +54,14 @@ from inflight.execution.preparation.proof import (
 )
 from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.execution.weights.experts import has_routers, pad_routers, prepack_experts, prepack_routers
+from inflight.execution.weights.experts import (
+    RouterRows,
+    has_own_experts,
+    has_routers,
+    pad_routers,
+    prepack_experts,
+    prepack_routers,
+)
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.linear_calls import watch_linears
 from inflight.execution.weights.linears import LetGo, prepack_linears
@@ -239,16 +246,26 @@ class PackedProof:
 
 
 def _make_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: bool) -> bool:
-    """Find the fewest rows with which a prepacked model is batch-invariant, and pad its routers if that is needed.
-    Returns whether it is. (A short trial does not show all that a router does with the numbers of a single row.)"""
+    """Find the fewest rows with which a prepacked model is batch-invariant, and with which its routers are. Returns
+    whether it is."""
     if not executor.backend.is_batch_invariant:
         return False
-    needs_rows = has_routers(executor.model) or any(isinstance(each, OneDnnLinear) for each in executor.model.modules())
-    for min_rows in (MIN_ROWS,) if needs_rows else (1, MIN_ROWS):
+    for min_rows, router_rows in _numbers_of_rows(executor.model):
         executor.min_rows = min_rows
+        pad_routers(executor.model, router_rows)
         if _is_batch_invariant(executor, vocab_size, is_large=is_large):
             return True
-    return pad_routers(executor.model) and _is_batch_invariant(executor, vocab_size, is_large=is_large)
+    return False
+
+
+def _numbers_of_rows(model: PreTrainedModel) -> Iterator[tuple[int, RouterRows]]:
+    """Rows that a step has at least, and those of a router: fewer ones first. A short trial does not show all that a
+    router, or experts that the model runs in a way of its own, do with the numbers of a single row."""
+    if not has_own_experts(model) and not any(isinstance(each, OneDnnLinear) for each in model.modules()):
+        yield 1, RouterRows.IN_COMPANY
+    yield MIN_ROWS, RouterRows.AS_GIVEN
+    if has_routers(model):
+        yield MIN_ROWS, RouterRows.IN_STEPS
 
 
 def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: bool) -> bool:

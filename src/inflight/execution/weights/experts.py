@@ -8,6 +8,7 @@ are caught where the model multiplies with them (`caught_matrices`).
 
 import weakref
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from inflight.execution.weights.linears import LetGo
 from inflight.execution.weights.panels import PanelLinear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
+COMPANY = 3
+"""Rows beside a single one: four do not differ from many."""
+
 
 class PrepackedExperts:
     """All experts of a module, each projection of each expert prepacked by itself.
@@ -30,12 +34,14 @@ class PrepackedExperts:
     Attributes:
         up: the layers `hidden` to `intermediate` (twice that, where there is a gate), one for each expert.
         down: the layers back to `hidden`.
+        num_chosen: how many of them a token chooses; all, as long as none has.
     """
 
     def __init__(self, module: Any, weight_format: WeightFormat = PLAIN, let_go: LetGo | None = None) -> None:
         name = "gate_up_proj" if module.has_gate else "up_proj"
         self.up = _prepack_each(module, name, weight_format, let_go)
         self.down = _prepack_each(module, "down_proj", weight_format, let_go)
+        self.num_chosen = len(self.up)
         self._activation = self._usual_activation(module)
         self._number = self._register()
 
@@ -56,10 +62,16 @@ class PrepackedExperts:
         weakref.finalize(self, torch.ops.inflight.delete_experts, number)
         return number
 
+    @property
+    def run_in_kernel(self) -> bool:
+        """Whether our kernel knows them."""
+        return self._number is not None
+
     def run(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Tokens `[T, hidden]` and the numbers of their experts `[T, K]` int64; returns `[T * K, hidden]`, in which the
         row of an expert that does not exist is 0."""
         outputs: torch.Tensor
+        self.num_chosen = chosen.shape[1]
         if self._number is None:
             return self._run_one_by_one(module, hidden_states, chosen)
         if self._activation[0] != "none":
@@ -122,8 +134,13 @@ def _run_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Tokens `[T, hidden]`, and each one's experts and their weights `[T, K]`; returns `[T, hidden]`."""
-    outputs = module.inflight_experts.run(module, hidden_states, top_k_index)
-    weighted: torch.Tensor = outputs.view(*top_k_index.shape, -1) * top_k_weights[..., None]
+    experts: PrepackedExperts = module.inflight_experts
+    outputs = experts.run(module, hidden_states, top_k_index)
+    weighted: torch.Tensor
+    if experts.run_in_kernel:
+        weighted = torch.ops.inflight.weighted_sum.default(outputs, top_k_weights)
+        return weighted
+    weighted = outputs.view(*top_k_index.shape, -1) * top_k_weights[..., None]
     return weighted.sum(dim=1).to(hidden_states.dtype)
 
 
@@ -168,25 +185,48 @@ def _has_experts(module: nn.Module, number: int) -> bool:
 
 
 def has_routers(model: PreTrainedModel) -> bool:
-    """Whether a prepacked model has routers, or experts that it runs in a way of its own."""
-    return any(isinstance(each, CaughtMatrix | CaughtMatrices) for each in model.parameters())
+    """Whether a prepacked model has any."""
+    return any(isinstance(each, CaughtMatrix) for each in model.parameters())
 
 
-def pad_routers(model: PreTrainedModel) -> bool:
-    """Let the routers of `model` run with multiples of `STEP` rows from now on: some compute with the numbers of the
-    experts that they have chosen, and torch computes the end of a few numbers in another way. False if there is none.
-    """
-    routers = [module for module in model.modules() if isinstance(module._parameters.get("weight"), CaughtMatrix)]
-    for router in routers:
-        router.forward = OwnForward(_run_padded, router.forward)
-    return bool(routers)
+def has_own_experts(model: PreTrainedModel) -> bool:
+    """Whether a prepacked model runs experts in a way of its own."""
+    return any(isinstance(each, CaughtMatrices) for each in model.parameters())
 
 
-def _run_padded(forward: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+class RouterRows(Enum):
+    """With how many rows a router runs that is given some."""
+
+    AS_GIVEN = "as given"
+    IN_COMPANY = "in company"
+    """With a few more, so that a single row is computed like one of several."""
+    IN_STEPS = "in steps"
+    """With a multiple of `STEP`: some routers compute with the numbers of the experts that they have chosen, and torch
+    computes the end of a few numbers in another way."""
+
+    def missing(self, num_rows: int) -> int:
+        """How many more than it is given."""
+        return {RouterRows.AS_GIVEN: 0, RouterRows.IN_COMPANY: COMPANY, RouterRows.IN_STEPS: -num_rows % STEP}[self]
+
+
+def pad_routers(model: PreTrainedModel, router_rows: RouterRows) -> None:
+    """Let the routers of `model` run with so many rows from now on."""
+    for module in model.modules():
+        if isinstance(module._parameters.get("weight"), CaughtMatrix):
+            forward = module.forward
+            original = forward.args[0] if isinstance(forward, OwnForward) else forward
+            module.forward = OwnForward(_run_padded, original, router_rows)
+
+
+def _run_padded(
+    forward: Callable[..., Any], router_rows: RouterRows, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Run a router's `forward` on tokens `[…, T, hidden]`, and return the first T rows of what it gives."""
+    if torch.compiler.is_compiling():
+        return forward(hidden_states, *args, **kwargs)
     num_rows = hidden_states.shape[-2]
-    num_missing = -num_rows % STEP
-    if num_missing == 0 or hidden_states.numel() != num_rows * hidden_states.shape[-1] or torch.compiler.is_compiling():
+    num_missing = router_rows.missing(num_rows)
+    if num_missing == 0 or hidden_states.numel() != num_rows * hidden_states.shape[-1]:
         return forward(hidden_states, *args, **kwargs)
     rows = hidden_states.reshape(num_rows, -1)
     padded = torch.cat([rows, rows[-1:].expand(num_missing, -1)])

@@ -91,6 +91,8 @@ PEERS: Mapping[str, Peer] = {
             "vllm",
             "vLLM (CPU)",
             "benchmarks.peers.vllm_cpu",
+            model_format="awq",
+            precisions=(*FLOATS, ("bfloat16", "int4"), ("bfloat16", "q4_k_m")),
             environment="vllm",
             unwanted_packages=UNWANTED_TORCH_PACKAGES,
         ),

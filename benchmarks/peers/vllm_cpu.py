@@ -35,6 +35,7 @@ class Vllm:
             "max_num_seqs": settings.num_slots,
             "max_model_len": settings.max_model_len,
             "enable_prefix_caching": True,
+            "load_format": "auto" if any(Path(settings.model).glob("*.safetensors")) else "dummy",
         }
         self._engine = LLM(settings.model, skip_tokenizer_init=True, **self.options).llm_engine
         self.options |= environment | {"LD_PRELOAD": [Path(each).name for each in preloaded()]}

@@ -166,6 +166,18 @@ def test_a_grouped_weight_is_a_parameter_like_any_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_in_place_a_kernel_multiplies_with_the_same_values(dtype: torch.dtype) -> None:
+    weight = grouped(random_groups(LAYOUTS["a minimum"], (70, 96)), dtype)
+    x, bias = drawn(2, 5, 96).to(dtype), drawn(70).to(dtype)
+    expected = functional.linear(x, weight, bias), x @ weight.T
+    with torch.inference_mode(), weights.watch_expansions() as expanded, weights.multiplied_in_place():
+        actual = functional.linear(x, weight, bias), x @ weight.T
+    assert not expanded
+    torch.testing.assert_close(actual, expected)
+    assert torch.equal(functional.linear(x, weight, bias), expected[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_large_weight_is_expanded_piece_by_piece(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     groups, bias = random_groups(LAYOUTS["a scale for 64"], (100, 96)), drawn(100).to(dtype)
     x = drawn(2, 3, 96).to(dtype)

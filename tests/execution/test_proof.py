@@ -11,7 +11,7 @@ from inflight.execution.preparation.own_attention import make_executor
 from inflight.execution.preparation.proof import CHUNKS, IN_A_ROW, IN_SHORT, PROOF, PlainModel, ProofWorkload, compare
 from inflight.execution.preparation.verdict import Way
 from inflight.execution.ragged_batch import RaggedBatch
-from tests import others
+from tests import others, zoo
 
 
 @pytest.mark.parametrize("workload", [PROOF, IN_A_ROW, IN_SHORT])
@@ -36,6 +36,13 @@ def test_chunks_are_spans_that_do_not_end_a_prompt() -> None:
     spans = {(number, end) for step in PROOF.steps for number, _, end in step}
     assert spans > CHUNKS
     assert not any(end == PROOF.lengths[number] for number, end in CHUNKS)
+
+
+def test_prompts_run_together_as_they_do_alone() -> None:
+    model = zoo.build("llama")
+    alone, together = (PlainModel.of(model, IN_SHORT, together=each) for each in (False, True))
+    assert alone.prompts == together.prompts
+    torch.testing.assert_close(together.logits, alone.logits)
 
 
 @pytest.mark.parametrize("errors", [[nan, 1.0], [1.0, nan, 2.0], [1.0, nan]])

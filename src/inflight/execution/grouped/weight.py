@@ -399,6 +399,8 @@ def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> t
     """`functional.linear`, for some rows of the weight after the other."""
     if not isinstance(weight, GroupedWeight) or weight.dim() != 2 or weight.is_transposed:
         return None
+    if _in_place:
+        return _kernel_linear(x, weight, bias)
     num_outputs, num_inputs = weight.matrix_shape
     matrix, out = weight.matrices[0], x.new_empty(*x.shape[:-1], num_outputs)
     step = max(1, BYTES_AT_ONCE // (PANEL_OUTPUTS * num_inputs * x.itemsize))  # panels
@@ -408,6 +410,34 @@ def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> t
         values = weight.like(matrices=[rows], shape=(some.stop - some.start, num_inputs)).values()
         out[..., some] = functional.linear(x, values, None if bias is None else bias[some])
     return out
+
+
+_in_place: list[None] = []
+"""Not empty inside `multiplied_in_place`."""
+
+
+@contextmanager
+def multiplied_in_place() -> Iterator[None]:
+    """Inside, our kernel multiplies with the numbers as they are, in exact arithmetic. That takes a fraction of the
+    time, and rounds sums in its own way: for whoever asks how a model runs, not what it gives."""
+    _in_place.append(None)
+    try:
+        yield
+    finally:
+        _in_place.pop()
+
+
+def _kernel_linear(x: torch.Tensor, weight: GroupedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """`functional.linear` by our kernel."""
+    (num_outputs, num_inputs), matrix = weight.matrix_shape, weight.matrices[0]
+    number = torch.ops.inflight.new_grouped_linear(
+        *(matrix.panels, weight.grouping.words, matrix.order, True, bias, num_inputs, num_outputs, "none", "none")
+    )
+    try:
+        out: torch.Tensor = torch.ops.inflight.linear(x, number, num_outputs)
+        return out
+    finally:
+        torch.ops.inflight.delete_linear(number)
 
 
 def _multiplied(x: torch.Tensor, weight: Any) -> torch.Tensor | None:

@@ -84,16 +84,16 @@ def _attention_spec(
 
 @contextmanager
 def watch_outputs(modules: Sequence[nn.Module], substitutes: Sequence[Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Collect what `modules` return in a forward pass of one row: `[T, …]` for each of their calls, in order.
+    """Collect what `modules` return in a forward pass of B rows: `[B, T, …]` for each of their calls, in order.
 
     Args:
-        substitutes: what to pass on instead, `[T, …]` for each call.
+        substitutes: what to pass on instead, `[T, …]` for each call; only for one row.
     """
     seen: list[Tensor] = []
 
     def collect(module: nn.Module, args: object, output: Any) -> Any:
         states = output[0] if isinstance(output, tuple) else output
-        seen.append(states[0])
+        seen.append(states)
         if substitutes is None:
             return None
         substitute = substitutes[len(seen) - 1][None]

@@ -14,8 +14,9 @@ To prepare a model, its weights are prepacked, and the result is compared with t
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import cycle
 from typing import TypeAlias
 
 import torch
@@ -26,6 +27,7 @@ from inflight.execution.attention import AttentionBackend
 from inflight.execution.attention.grouping import Grouping
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.executors.packed import MIN_ROWS
+from inflight.execution.grouped.weight import multiplied_in_place
 from inflight.execution.hf.hook import use_attention
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.preparation.agreement import (
@@ -84,7 +86,7 @@ IN_COMPANY_IN_SHORT: Sequence[Step] = (
     ((1, 4, 9), (0, 10, 24)),
 )
 """What must give the first prompt the same bits as to run at once and alone: to run in pieces of many sizes beside a
-second prompt, and on one thread."""
+second prompt, every other one of them on one thread."""
 MakeBackend: TypeAlias = Callable[[int], AttentionBackend]
 """Makes a backend for a block size."""
 
@@ -129,7 +131,8 @@ def prepare_packed(
         max_model_len, notes = packed_limit(model, proof.specs)
         executor = proof.executor(make_backend)
         tolerance = LOW_PRECISION if rounds_cache else precision_of(model)
-        attention_error, logits_error = proof.require_agreement(executor, tolerance)
+        with multiplied_in_place() if is_large else nullcontext():
+            attention_error, logits_error = proof.require_agreement(executor, tolerance)
         if not is_large:
             proof.check_neighbours_and_rows(executor)
         prepacks, rounds = weight_format.why_unusable(model) is None, weight_format.rounds(model)
@@ -186,14 +189,15 @@ class PackedProof:
             )
         self.model = model
         use_attention(model, "inflight")
-        with watch_linears(model) as self.linear_calls:
+        with watch_linears(model) as self.linear_calls, multiplied_in_place():
             self.specs, self.modules = find_attention_calls(model, min(dry_run_length, max_positions))
         use_attention(model, "eager")
         with watch_outputs(self.modules) as seen:
-            self.plain = PlainModel.of(model, workload)
+            self.plain = PlainModel.of(model, workload, together=workload is IN_SHORT)
         use_attention(model, "inflight")
-        num_calls = len(seen) // 2
-        self._outputs = list(zip(seen[:num_calls], seen[num_calls:], strict=True))
+        num_passes = 2 // len(seen[0])
+        num_calls = len(seen) // num_passes
+        self._outputs = [[row for states in seen[number::num_calls] for row in states] for number in range(num_calls)]
         """For each call of an attention module, what it returned for each prompt, `[L, …]`."""
         self.vocab_size = self.plain.vocab_size
 
@@ -212,7 +216,7 @@ class PackedProof:
             plain = [torch.cat([call[s.sequence_id][s.start : s.end] for s in batch.spans]) for call in self._outputs]
             with watch_outputs(self.modules, plain) as seen:
                 logits = executor.forward(batch)
-            attention_errors.extend(map(relative_error, seen, plain))
+            attention_errors.extend(relative_error(states[0], own) for states, own in zip(seen, plain, strict=True))
             return logits
 
         logits_error = self.plain.error_of(forward)
@@ -275,8 +279,13 @@ def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: 
     prompts, device = draw_prompts(vocab_size, INVARIANCE_LENGTHS), executor.model.device
     in_company, num_threads = IN_COMPANY_IN_SHORT if is_large else IN_COMPANY, torch.get_num_threads()
     alone = logits_of(executor.forward, batches_of(prompts, ALONE, device))[0]
-    torch.set_num_threads(1)
+    threads = cycle((1, num_threads))
+
+    def forward(batch: RaggedBatch) -> torch.Tensor:
+        torch.set_num_threads(next(threads))
+        return executor.forward(batch)
+
     try:
-        return torch.equal(alone, logits_of(executor.forward, batches_of(prompts, in_company, device))[0])
+        return torch.equal(alone, logits_of(forward, batches_of(prompts, in_company, device))[0])
     finally:
         torch.set_num_threads(num_threads)

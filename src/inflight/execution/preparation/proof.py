@@ -82,9 +82,13 @@ IN_A_ROW = replace(
 """Two chunks; two later chunks; a decode beside a chunk. For a packed row, in which a step's tokens are compared
 together: in low precision, attention outputs of one or two tokens round too differently to be compared alone."""
 IN_SHORT = ProofWorkload(
-    lengths=(12, 8), prefill_lengths=(12, 7), steps=(((0, 0, 5), (1, 0, 7)), ((1, 7, 8), (0, 5, 12))), slots=((0, 1),)
+    lengths=(12, 12),
+    prefill_lengths=(12, 11),
+    steps=(((0, 0, 5), (1, 0, 11)), ((1, 11, 12), (0, 5, 12))),
+    slots=((0, 1),),
 )
-"""Two chunks; then a decode beside a chunk. For what was proved before and is only compared."""
+"""Two chunks; then a decode beside a chunk. For what was proved before and is only compared. The prompts are equally
+long, so that a large model can run both in one forward pass."""
 
 
 class NotCausalError(ModelError):
@@ -115,11 +119,16 @@ class PlainModel:
     is_generated: bool = False
 
     @classmethod
-    def of(cls, model: PreTrainedModel, workload: ProofWorkload = PROOF) -> "PlainModel":
-        """Run `model` on a workload's prompts. Raises `NotFiniteError` if its logits are not finite."""
+    def of(cls, model: PreTrainedModel, workload: ProofWorkload = PROOF, *, together: bool = False) -> "PlainModel":
+        """Run `model` on a workload's prompts. Raises `NotFiniteError` if its logits are not finite.
+
+        Args:
+            together: whether prompts, which are equally long, run as rows of one forward pass.
+        """
         vocab_size = num_embeddings(model)
         prompts = tuple(_with_padding(model, each) for each in draw_prompts(vocab_size, workload.lengths))
-        logits = tuple(_plain_logits(model, prompt) for prompt in prompts)
+        groups = [prompts] if together else [(prompt,) for prompt in prompts]
+        logits = tuple(rows for group in groups for rows in _plain_logits(model, *group))
         if not all(torch.isfinite(each).all() for each in logits):
             raise NotFiniteError(model)
         return cls(model, workload, prompts, logits, min(vocab_size, logits[0].shape[-1]))
@@ -132,11 +141,11 @@ class PlainModel:
     def with_effect(self) -> "PlainModel":
         """The same, with `noise` and `effect` measured. Raises `NotCausalError` if the model is not causal."""
         plain, prompt, logits = self.with_noise(), self.prompts[0], self.logits[0]
-        begun = _plain_logits(self.model, prompt[:15])
+        (begun,) = _plain_logits(self.model, prompt[:15])
         if relative_error(begun, logits[:15]) > max(10 * precision_of(self.model).logits, NOISE_MARGIN * plain.noise):
             name = type(self.model).__name__
             raise NotCausalError(f"{name} is no causal language model: later tokens change the logits of earlier ones")
-        changed = _plain_logits(self.model, self._changed_prompt())
+        (changed,) = _plain_logits(self.model, self._changed_prompt())
         return replace(plain, effect=relative_error(changed[-8:], logits[-8:]))
 
     def _changed_prompt(self) -> tuple[int, ...]:
@@ -270,11 +279,11 @@ def logits_of(forward: Forward, batches: Iterable[RaggedBatch]) -> tuple[torch.T
 
 
 @torch.inference_mode()
-def _plain_logits(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tensor:
-    """The logits `[L, V]` of a call as anybody would make it: some models count positions in their own way."""
-    tokens = torch.tensor([list(prompt)], device=model.device)
+def _plain_logits(model: PreTrainedModel, *prompts: Sequence[int]) -> torch.Tensor:
+    """The logits `[B, L, V]` of a call as anybody would make it: some models count positions in their own way."""
+    tokens = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
     logits: torch.Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
-    return logits[0]
+    return logits
 
 
 def _rounded_logits(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tensor:
@@ -286,7 +295,7 @@ def _rounded_logits(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tens
 
     hook = model.get_input_embeddings().register_forward_hook(round_again)
     try:
-        return _plain_logits(model, prompt)
+        return _plain_logits(model, prompt)[0]
     finally:
         hook.remove()
 

@@ -115,7 +115,7 @@ class World:
             assert not self.unfinished
             self.num_plans += 1
             return
-        self.follow_reuse(plan)
+        self.follow_reuse(preempted)
         check_plan(self, plan)
         decodes = [each for each in decodes if each not in preempted]
         check_budget(self, plan, decodes, bool(preempted) and not admitted)
@@ -288,15 +288,17 @@ class World:
         self.reached["preemptions for a better one" if admitted else "preemptions for blocks"] += len(preempted)
         return preempted, admitted, readmitted
 
-    def follow_reuse(self, plan: StepPlan) -> None:
-        """A sequence may find more cached tokens than it left behind; reading them checks that they are correct."""
+    def follow_reuse(self, preempted: list[Expected]) -> None:
+        """A sequence may find more cached tokens than it left behind; reading them checks that they are correct. It may
+        have forked from a sibling that this plan preempted afterwards."""
         for each in self.running():
             num_found = each.sequence.num_computed_tokens
             assert each.num_computed <= num_found < len(each.token_ids), "the last token is always computed"
             if num_found > each.num_computed:
                 assert not each.wants_scores, "what is scored has to be computed"
                 num_shared = len(each.request.prompt_token_ids) - 1
-                is_fork = num_found == num_shared and self.siblings(each)
+                sources = self.siblings(each) or [other for other in preempted if other.request is each.request]
+                is_fork = num_found == num_shared and sources
                 assert is_fork or (self.sizes.prefix_caching and num_found % self.sizes.block_size == 0)
                 self.reached["sequences that found something computed"] += 1
                 each.num_computed = num_found

@@ -8,6 +8,7 @@ the numbers as they are.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -399,7 +400,7 @@ def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> t
     """`functional.linear`, for some rows of the weight after the other."""
     if not isinstance(weight, GroupedWeight) or weight.dim() != 2 or weight.is_transposed:
         return None
-    if _in_place:
+    if _in_place.get():
         return _kernel_linear(x, weight, bias)
     num_outputs, num_inputs = weight.matrix_shape
     matrix, out = weight.matrices[0], x.new_empty(*x.shape[:-1], num_outputs)
@@ -412,19 +413,18 @@ def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> t
     return out
 
 
-_in_place: list[None] = []
-"""Not empty inside `multiplied_in_place`."""
+_in_place: ContextVar[bool] = ContextVar("multiplied_in_place", default=False)
 
 
 @contextmanager
 def multiplied_in_place() -> Iterator[None]:
     """Inside, our kernel multiplies with the numbers as they are, in exact arithmetic. That takes a fraction of the
     time, and rounds sums in its own way: for whoever asks how a model runs, not what it gives."""
-    _in_place.append(None)
+    token = _in_place.set(True)
     try:
         yield
     finally:
-        _in_place.pop()
+        _in_place.reset(token)
 
 
 def _kernel_linear(x: torch.Tensor, weight: GroupedWeight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -85,6 +85,9 @@ def _describe_operators() -> None:
     def experts_part(x: torch.Tensor, chosen: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
         return x.new_empty(chosen.shape[0] * chosen.shape[1], out_features)
 
+    def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return rows.new_empty(weights.shape[0], rows.shape[1])
+
     def grouped_rows(
         layout: list[int],
         panels: torch.Tensor,
@@ -97,14 +100,10 @@ def _describe_operators() -> None:
 
     torch.library.register_fake("inflight::linear", linear)
     torch.library.register_fake("inflight::grouped_rows", grouped_rows)
-
-    def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return rows.new_empty(weights.shape[0], rows.shape[1])
-
     torch.library.register_fake("inflight::experts", experts)
-    torch.library.register_fake("inflight::weighted_sum", weighted_sum)
     torch.library.register_fake("inflight::experts_up", experts_part)
     torch.library.register_fake("inflight::experts_down", experts_part)
+    torch.library.register_fake("inflight::weighted_sum", weighted_sum)
     torch.library.register_fake("inflight::write_and_attend", write_and_attend)
     torch.library.register_fake("inflight::write", write)
     torch.library.register_fake("inflight::attend", attend)

@@ -218,19 +218,20 @@ def pad_routers(model: PreTrainedModel, router_rows: RouterRows) -> None:
             module.forward = OwnForward(_run_padded, original, router_rows)
 
 
-def _run_padded(
-    forward: Callable[..., Any], router_rows: RouterRows, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """Run a router's `forward` on tokens `[…, T, hidden]`, and return the first T rows of what it gives."""
-    if torch.compiler.is_compiling():
-        return forward(hidden_states, *args, **kwargs)
+def _run_padded(forward: Callable[..., Any], router_rows: RouterRows, *args: Any, **kwargs: Any) -> Any:
+    """Run a router's `forward` on tokens `[…, T, hidden]`, its only tensor, and return the first T rows of what it
+    gives."""
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    if torch.compiler.is_compiling() or not args or len(tensors) != 1 or tensors[0] is not args[0]:
+        return forward(*args, **kwargs)
+    hidden_states = args[0]
     num_rows = hidden_states.shape[-2]
     num_missing = router_rows.missing(num_rows)
     if num_missing == 0 or hidden_states.numel() != num_rows * hidden_states.shape[-1]:
-        return forward(hidden_states, *args, **kwargs)
+        return forward(*args, **kwargs)
     rows = hidden_states.reshape(num_rows, -1)
     padded = torch.cat([rows, rows[-1:].expand(num_missing, -1)])
-    given = forward(padded.view(*hidden_states.shape[:-2], num_rows + num_missing, -1), *args, **kwargs)
+    given = forward(padded.view(*hidden_states.shape[:-2], num_rows + num_missing, -1), *args[1:], **kwargs)
 
     def cut(output: Any) -> Any:
         if not isinstance(output, torch.Tensor) or num_rows + num_missing not in output.shape:

@@ -61,7 +61,6 @@ class Plan:
     rounds: int
     threads: int
     max_batch_tokens: int
-    compile: str | None
 
     def settings(self, contestant: Contestant, workload: Workload) -> Settings:
         return Settings(
@@ -72,7 +71,6 @@ class Plan:
             num_threads=self.threads,
             max_model_len=workload.max_model_len,
             max_batch_tokens=self.max_batch_tokens,
-            compile=self.compile if contestant.peer.name == OURS else None,
         )
 
 
@@ -91,7 +89,6 @@ def main() -> None:
         arguments.rounds,
         arguments.threads,
         arguments.max_batch_tokens,
-        arguments.compile,
     )
     names = _names(arguments.peers, PEERS)
     contestants, left_out = enter(names if arguments.without_us else [OURS, *names], plan, console)
@@ -102,7 +99,6 @@ def main() -> None:
     setting = {
         "rounds": str(plan.rounds),
         "threads": str(plan.threads),
-        "compile": plan.compile or "as it is by default",
     }
     model = Path(plan.model).name
     comparison = Comparison(model, plan.dtype, plan.quantization, setting, describe_machine(), cells)
@@ -226,7 +222,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each engine")
     parser.add_argument("--max-batch-tokens", type=int, default=512, help="the token budget of a step")
-    parser.add_argument("--compile", choices=("off", "auto", "max"), help="only for inflight")
     parser.add_argument("--without-us", action="store_true", help="run only the peers")
     parser.add_argument("--output-folder", type=Path, default=RESULTS)
     parser.add_argument("--install", metavar="PEERS", help="make these peers' environments and exit")

@@ -160,7 +160,7 @@ def servers(model: Path, arguments: argparse.Namespace) -> list[Server]:
     slots, threads = str(WORKLOAD.num_slots), str(arguments.threads)
     context = str(WORKLOAD.num_slots * (-(-WORKLOAD.max_model_len // 256) * 256))
     ours = [sys.executable, "-m", "inflight", "serve", str(model), "--port", "{port}", "--dtype", arguments.dtype]
-    ours += ["--max-num-seqs", slots, "--max-num-batched-tokens", "512", "--compile", arguments.compile]
+    ours += ["--max-num-seqs", slots, "--max-num-batched-tokens", "512"]
     theirs = [str(TRANSFORMERS / "transformers"), "serve", str(model), "--port", "{port}", "--dtype", arguments.dtype]
     theirs += ["--device", "cpu"]
     llamacpp = PEERS["llamacpp"]
@@ -182,7 +182,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--compile", default="max", choices=("off", "auto", "max"), help="only for inflight")
     parser.add_argument("--peers", default="transformers,llamacpp")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -198,9 +197,8 @@ def main() -> None:
     arguments.output_folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         settings = Settings(
-            str(model), arguments.dtype, None, WORKLOAD.num_slots, arguments.threads, WORKLOAD.max_model_len,
-            compile=arguments.compile,
-        )  # fmt: skip
+            str(model), arguments.dtype, None, WORKLOAD.num_slots, arguments.threads, WORKLOAD.max_model_len
+        )
         engine_command = [str(PEERS[OURS].python), "-m", PEERS[OURS].module]
         engine = stack.enter_context(Runner(engine_command, settings, LOGS / "engine.log"))
         engine.run(WORKLOAD.requests(-1))
@@ -234,7 +232,7 @@ def as_markdown(rows: dict[str, Row], arguments: argparse.Namespace) -> str:
     """Return medians, and our ratio to each server, computed round by round."""
     machine = "; ".join(f"{name}: {value}" for name, value in describe_machine().items())
     lines = [
-        f"# Serving: {arguments.model}, {arguments.dtype}, compile={arguments.compile}",
+        f"# Serving: {arguments.model}, {arguments.dtype}",
         "",
         f"`python benchmarks/serving.py`, {arguments.rounds} rounds, {arguments.threads} threads. {machine}.",
         "",

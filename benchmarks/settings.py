@@ -1,6 +1,6 @@
 """Compares settings of inflight with each other: the same requests, in turn, in one process.
 
-python -m benchmarks.settings --model gpt2 --dtype bfloat16 --workloads one,W1 "" record_forward=False compile=max
+python -m benchmarks.settings --model gpt2 --dtype bfloat16 --workloads one,W1 "" record_forward=False quantization=int8
 
 Each setting is a list of options of `LLM`, separated by commas; "" is the defaults. For each workload every setting
 has a model of its own, and one round that does not count; then rounds are interleaved, in an order that shifts. Printed
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def options_of(text: str) -> dict[str, Any]:
-    """The options in `record_forward=False,compile=max`; values are Python's, or words."""
+    """The options in `record_forward=False,kv_cache_dtype=int8`; values are Python's, or words."""
     options: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         name, _, value = item.partition("=")

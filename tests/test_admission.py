@@ -28,7 +28,6 @@ def model_info(max_model_len: int = 20, num_blocks: int = 10, block_size: int = 
         executor="packed",
         proved_on="the model itself",
         attention_backend="reference",
-        compile="off",
         quantization=None,
         attention_calls=("1 x 16",),
         logits_error=0.0,

@@ -51,7 +51,6 @@ INFO = ModelInfo(
     executor="packed",
     proved_on="the model itself",
     attention_backend="torch",
-    compile="off",
     quantization=None,
     attention_calls=("1 x …",),
     logits_error=0.0,

@@ -40,7 +40,6 @@ class Settings:
         num_threads: threads for arithmetic.
         max_model_len: tokens of the longest request, prompt and output together.
         max_batch_tokens: the token budget of a step, if the peer has one.
-        compile: only for inflight: "off", "auto" or "max"; None: its default.
     """
 
     model: str
@@ -50,7 +49,6 @@ class Settings:
     num_threads: int
     max_model_len: int
     max_batch_tokens: int = 512
-    compile: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

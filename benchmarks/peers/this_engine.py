@@ -25,8 +25,6 @@ class InflightModel:
             "max_num_seqs": settings.num_slots,
             "max_num_batched_tokens": settings.max_batch_tokens,
         }
-        if settings.compile is not None:
-            self.options["compile"] = settings.compile
         if settings.quantization is not None and not settings.model.endswith(".gguf"):
             self.options["quantization"] = settings.quantization
         self._engine = LLM(settings.model, device="cpu", **self.options).engine

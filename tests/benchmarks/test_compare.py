@@ -69,7 +69,7 @@ def test_a_peer_that_fails_is_left_out_of_its_cell(tmp_path: Path, monkeypatch: 
         for name, model in [("inflight", "fine"), ("hf-static", "stops early"), ("hf-continuous", "fine")]
     ]
     console = Console(record=True, width=160)
-    plan = compare.Plan("gpt2", "float32", None, rounds=3, threads=1, max_batch_tokens=512, compile=None)
+    plan = compare.Plan("gpt2", "float32", None, rounds=3, threads=1, max_batch_tokens=512)
     found = compare.run_cell(WORKLOADS["W1"], fake, {"vllm": "it is not installed"}, plan, console)
     assert [runs.peer for runs in found.runs] == ["inflight", "hf-continuous"]
     assert [len(runs.rounds) for runs in found.runs] == [3, 3]
@@ -81,7 +81,7 @@ def test_a_peer_that_fails_is_left_out_of_its_cell(tmp_path: Path, monkeypatch: 
 def test_which_peers_take_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(catalogue, "ENVIRONMENTS", tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    plan = compare.Plan(str(tmp_path), "bfloat16", "int8", rounds=1, threads=1, max_batch_tokens=512, compile=None)
+    plan = compare.Plan(str(tmp_path), "bfloat16", "int8", rounds=1, threads=1, max_batch_tokens=512)
     contestants, left_out = compare.enter(["inflight", "hf-static", "openvino"], plan, Console(quiet=True))
     assert [(each.peer.name, each.model, each.command[0]) for each in contestants] == [
         ("inflight", tmp_path, sys.executable)

@@ -5,9 +5,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-import torch
 
-from inflight.execution.kernels import has_panels
 from tests import zoo
 from tests.command import Command
 
@@ -90,13 +88,6 @@ def test_a_picture_of_two_steps(command: Command, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert command("show", "--png", tmp_path / "steps.png").returncode == 0
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.skipif(not has_panels(torch.int8), reason="nothing is compiled on this CPU")
-def test_a_compiled_model_can_be_shown(command: Command) -> None:
-    done = command("show", "Once upon a time", "--step", 1, "--compile", "auto", "--quantization", "int8")
-    assert done.returncode == 0
-    assert "over 4 attention calls" in done.stdout
 
 
 def test_a_run_in_which_nobody_joins_shows_a_step_that_mixes_kinds_or_else_its_last(command: Command) -> None:

@@ -4,7 +4,6 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Literal
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from inflight.execution.grouped.rounding import rounded_channels
 from inflight.execution.kernels import has_panels
 from inflight.execution.weights import int8_linear
 from inflight.execution.weights.experts import prepack_experts, prepack_routers
-from inflight.execution.weights.formats import INT8, PLAIN, plain
+from inflight.execution.weights.formats import INT8, PLAIN
 from inflight.execution.weights.int8_linear import Int8OneDnnLinear, Int8PanelLinear, sums_int8
 from inflight.execution.weights.layers import RowActivation, SiblingLinear
 from inflight.execution.weights.linear_calls import LinearCalls, is_linear, watch_linears
@@ -242,20 +241,6 @@ def test_our_own_activations_match_torch(activation: nn.Module, dtype: torch.dty
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
     alone = torch.ops.inflight.activate(x[:, 2:3, 40:].contiguous(), name, getattr(activation, "approximate", "none"))
     assert torch.equal(alone, actual[:, 2:3, 40:])
-
-
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_model_that_uses_onednn_is_not_compiled_and_the_notes_say_why(
-    monkeypatch: pytest.MonkeyPatch, quantization: Literal["int8"] | None
-) -> None:
-    if quantization:
-        needs(Int8OneDnnLinear, torch.int8)
-    for module in (plain, int8_linear):
-        monkeypatch.setattr(module, "has_panels", lambda dtype: False)
-    info = Engine(zoo.build("llama"), EngineConfig(num_blocks=20, compile="auto", quantization=quantization)).model_info
-    assert info.compile == "off"
-    note, *_ = info.notes
-    assert note.startswith("the model is not compiled: torch.compile cannot take oneDNN's linear layers")
 
 
 @pytest.mark.skipif(sums_int8(Int8OneDnnLinear), reason="on this CPU it would not")

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.params import SamplingParams
 from inflight.engine.engine import Engine
-from inflight.execution.kernels import has_panels
 from tests import zoo
 from tests.exactness.harness import Reference, Teacher
 from tests.execution import this_cpu
@@ -234,15 +233,3 @@ def test_the_reference_does_not_keep_the_promise_and_reports_that() -> None:
     expected, _ = run("llama", dtype="float32", max_num_seqs=1, attention_backend="torch")
     assert any(not torch.equal(logits[number], expected[number]) for number in logits)
     assert not engine.model_info.is_batch_invariant
-
-
-@pytest.mark.skipif(not has_panels(torch.bfloat16), reason="nothing is compiled on this CPU")
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2", "qwen3_moe"])
-def test_a_compiled_model_keeps_the_promise_compared_with_itself(name: str) -> None:
-    """One run of one engine covers all kinds of batches, because compiling a model takes long."""
-    engine = Engine(zoo.build(name), EngineConfig(**PRECISIONS["bfloat16"], **mixed(name), compile="auto"))
-    assert engine.model_info.compile == "auto", engine.model_info.notes
-    expected = teach(engine, REQUESTS, alone=True)
-    assert engine.stats().num_cached_tokens == 0
-    assert_same_bits(teach(engine, REQUESTS), expected)
-    assert_mixed(engine)

@@ -101,7 +101,6 @@ _RUNNING = (
     Shared("--quantization-minima", None, "Of int4: a minimum for them, too."),
     _one_of("--quantization-arithmetic", config.ARITHMETICS, "How weights of a few bits are multiplied."),
     Shared("--record-forward/--no-record-forward", None, "Record the forward pass: steps run without Python."),
-    _one_of("--compile", config.COMPILE_MODES, "Use torch.compile instead: starts much later."),
     _one_of("--kv-cache-dtype", config.KV_CACHE_DTYPES, "Of keys and values. auto: the model's."),
     _one_of("--executor", config.EXECUTORS, "How a step runs. auto: the first way that is proved exact."),
     _one_of("--attention-backend", config.ATTENTION_BACKENDS, "How attention is computed. auto: the best one here."),

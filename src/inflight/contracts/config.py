@@ -11,7 +11,6 @@ POLICIES = ("fcfs", "priority")
 QUANTIZATIONS = ("int8", "int4")
 GROUP_SIZES = (32, 64, 128)
 ARITHMETICS = ("auto", "fast", "exact")
-COMPILE_MODES = ("off", "auto", "max")
 KV_CACHE_DTYPES = ("auto", "int8")
 EXECUTORS = ("auto", "packed", "rows", "sequential")
 ATTENTION_BACKENDS = ("auto", "reference", "torch", "cpu")
@@ -52,9 +51,6 @@ class EngineConfig:
             where the CPU is faster so (AVX2, AVX-512), else exact.
         record_forward: whether the forward pass of a model that runs packed on a CPU is recorded once, and then runs
             without Python, with the same bits. Hooks that are put on its modules later are then never called.
-        compile: "off"; or, instead of recording, "auto" (`torch.compile`, which takes up to a minute, once) or "max"
-            (minutes; for a small model a few percent faster than recorded). Only on a CPU with our kernels; a model
-            that cannot be compiled runs as with "off".
         max_model_len: the most tokens of a sequence, prompt and output; None: what the model was made for.
         max_num_seqs: the most sequences that run at once: the number of slots.
         max_num_batched_tokens: the token budget of a step.
@@ -86,7 +82,6 @@ class EngineConfig:
     quantization_minima: bool = False
     quantization_arithmetic: str = "auto"
     record_forward: bool = True
-    compile: str = "off"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -118,7 +113,6 @@ class EngineConfig:
         check_choice("quantization_arithmetic", self.quantization_arithmetic, ARITHMETICS)
         if self.quantization == "int8" and self.quantization_arithmetic == "exact":
             raise ValueError("quantization 'int8' rounds activations: its arithmetic cannot be 'exact'")
-        check_choice("compile", self.compile, COMPILE_MODES)
         check_choice("policy", self.policy, POLICIES)
         optional = ("max_model_len", "num_blocks", "kv_cache_memory", "max_prefill_tokens_per_step", "max_num_waiting")
         for name in optional:

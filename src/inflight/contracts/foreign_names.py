@@ -11,6 +11,7 @@ _CHUNKS = "prompts are always chunked: {max_num_batched_tokens} and {max_prefill
 _SLOTS = "{max_num_seqs} is the most sequences that run at once"
 _QUANTIZATION = "{quantization} may be 'int8' or 'int4'"
 _THREADS = "the environment's OMP_NUM_THREADS says how many threads compute"
+_NOT_COMPILED = "nothing is compiled: {record_forward}, on by default, takes the Python out of a step"
 _STRUCTURE = "{structured_output} takes a schema, a regular expression, a choice or a grammar"
 _GREEDY = "{temperature} 0 takes the likeliest token, and any other samples"
 
@@ -44,8 +45,9 @@ FOREIGN_NAMES = {
     "n_ctx": _CONTEXT,
     "ctx_size": _CONTEXT,
     "enforce_eager": "{record_forward} may be off",
-    "compilation_config": "{compile} may be 'auto' or 'max'",
-    "torch_compile": "{compile} may be 'auto' or 'max'",
+    "compile": _NOT_COMPILED,
+    "compilation_config": _NOT_COMPILED,
+    "torch_compile": _NOT_COMPILED,
     "scheduling_policy": "{policy} may be 'fcfs' or 'priority'",
     "torch_dtype": "{dtype} is that of weights, activations and cache",
     "load_in_8bit": _QUANTIZATION,

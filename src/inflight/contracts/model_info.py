@@ -28,7 +28,6 @@ class ModelInfo:
         checkpoint_dtype, dtype: what the checkpoint (or the loaded model) is in, and what it runs in.
         executor: how the model is run: "packed", "rows" or "sequential", proved exact.
         proved_on: what the proof was done on: the model itself, or a small float32 copy of its class.
-        compile: how the model is compiled: "off", "auto" or "max".
         quantization: how its weights were rounded while it was loaded: "int8", "int4", or None.
         logits_error, attention_error: the proof's relative errors against the plain model; `attention_error` is None
             where attention is the model's own.
@@ -56,7 +55,6 @@ class ModelInfo:
     executor: str
     proved_on: str
     attention_backend: str
-    compile: str
     quantization: str | None
     attention_calls: tuple[str, ...]
     logits_error: float
@@ -80,7 +78,5 @@ class ModelInfo:
 
     @property
     def forward_pass(self) -> str:
-        """How it runs: "recorded", "compiled (max)", or "in Python"."""
-        if self.is_recorded:
-            return "recorded"
-        return "in Python" if self.compile == "off" else f"compiled ({self.compile})"
+        """How it runs: "recorded", or "in Python"."""
+        return "recorded" if self.is_recorded else "in Python"

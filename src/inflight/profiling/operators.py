@@ -1,9 +1,8 @@
 """How long the operators of a forward pass take, by kind, according to torch's profiler.
 
 An operator counts as a linear layer, as experts or as attention by its name, or because it runs inside one; all others
-are small operators, including the row kernels of a recorded forward pass or the fused ones of a compiled model, and
-what lies between their calls. Attention backends whose operators have no telling names are marked. Time between
-operators is Python.
+are small operators, including the row kernels of a recorded forward pass, and what lies between their calls. Attention
+backends whose operators have no telling names are marked. Time between operators is Python.
 
 The profiler costs time at every operator, so the times of many small operators and of Python are too long.
 """
@@ -27,12 +26,9 @@ LINEAR_OPERATORS = {
 }
 EXPERT_OPERATORS = {"inflight::experts", "inflight::experts_up", "inflight::experts_down", "aten::_grouped_mm"}
 ATTENTION_OPERATORS = {
-    *("inflight::begin_step", "inflight::write", "inflight::attend", "inflight::write_and_attend"),
+    *("inflight::begin_step", "inflight::write", "inflight::attend"),
     *(ATTENTION, "aten::scaled_dot_product_attention"),
 }
-COMPILER_PYTHON = ("TorchDynamo Cache Lookup", "Pregraph bytecode", "Torch-Compiled Region", "AOTDispatcher")
-"""Prefixes of the names under which a compiled model's Python work around its graph appears."""
-
 LARGE = ("linears", "experts", "attention")
 """Kinds of operators that take long enough to be measured under the profiler."""
 QUIET = "6"
@@ -96,4 +92,4 @@ def _kind(name: str) -> str:
         return "experts"
     if name in ATTENTION_OPERATORS:
         return "attention"
-    return "python" if name.startswith(COMPILER_PYTHON) else "small_operators"
+    return "small_operators"

@@ -19,7 +19,7 @@ class Capabilities:
         shares_prefixes: a sequence can go on from blocks that another one has computed.
         chunks_prompts: a prompt is computed as its chunks come. If not, the executor holds its chunks back until the
             last one has come.
-        has_paged_attention: attention is one of our backends over a paged cache: it can be compiled, and looked into.
+        has_paged_attention: attention is one of our backends over a paged cache, which can be looked into.
     """
 
     shares_prefixes: bool
@@ -54,14 +54,6 @@ class Executor(Protocol):
 
     def allocate(self, num_blocks: int) -> None:
         """Make room for `num_blocks` blocks."""
-        ...
-
-    def compile(self, mode: str) -> str | None:
-        """Run the model through `torch.compile` from now on; return the reason if that is impossible.
-
-        Args:
-            mode: "auto" or "max".
-        """
         ...
 
     def release(self, slots: Iterable[int]) -> None:

@@ -1,24 +1,22 @@
 """`PackedExecutor`: the ragged row through an unchanged `transformers` model; attention alone keeps sequences apart."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from inflight.contracts.errors import ModelError
-from inflight.execution.attention import AttentionBackend, CpuAttention, CpuCache, ReferenceAttention
+from inflight.execution.attention import AttentionBackend, CpuAttention, ReferenceAttention
 from inflight.execution.attention.grouping import BlockPart, Grouping
 from inflight.execution.attention.interface import KVStorage
 from inflight.execution.attention.storage import allocate_storages
 from inflight.execution.attention.witness import WitnessedAttention
-from inflight.execution.executors.compiled import Forward, compile_forward, why_uncompilable
 from inflight.execution.executors.interface import Capabilities, Executor
-from inflight.execution.hf.hook import attend_with, attention_sinks, use_attention
+from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
@@ -30,8 +28,7 @@ from inflight.execution.weights.linear_calls import is_watched
 logger = logging.getLogger(__name__)
 
 MIN_ROWS = 4
-"""On a CPU oneDNN computes a single row differently, with other bits; and fewer than four rows are no faster. A
-compiled step has at least so many, too, because `torch.compile` takes sizes below two for constants."""
+"""On a CPU oneDNN computes a single row differently, with other bits; and fewer than four rows are no faster."""
 
 
 class PackedExecutor:
@@ -43,8 +40,7 @@ class PackedExecutor:
         backend: for the model's device and dtype.
         grouping: the attention calls of one forward pass in order, as found by `find_attention_calls`, and how they lie
             in the cache (`group_calls`).
-        modules: those that attend, in order, each once; only `compile` needs them.
-        min_rows: rows that a step on a CPU has at least, without being compiled.
+        min_rows: rows that a step on a CPU has at least.
     """
 
     name = "packed"
@@ -56,12 +52,10 @@ class PackedExecutor:
         model: PreTrainedModel,
         backend: AttentionBackend,
         grouping: Grouping,
-        modules: Sequence[torch.nn.Module] = (),
         min_rows: int = MIN_ROWS,
     ) -> None:
         self.model = model
         self.min_rows = min_rows
-        self.modules = modules
         self.backend = backend
         self.grouping = grouping
         self.specs = grouping.specs
@@ -71,7 +65,6 @@ class PackedExecutor:
         self._longrope_length = longrope_length(model.config.get_text_config())
         takes_logit_rows = "logits_to_keep" in forward_parameters(model)
         self._forward = plain_forward(model, takes_logit_rows=takes_logit_rows)
-        self._compiled: Forward | None = None
         self._recorded: RecordedForward | None = None
         self._caches: list[KVStorage] = []  # one for each call
         self._storages: list[KVStorage] = []  # those that have memory of their own
@@ -102,10 +95,8 @@ class PackedExecutor:
                 self.backend.copy_blocks(storage, copies)
         rows = batch.input_ids, batch.positions, batch.logit_rows
         if self._on_cpu:
-            number = self.min_rows if self._compiled is None else MIN_ROWS
+            number = self.min_rows
             rows = _at_least(number, rows[0]), _at_least(number, rows[1]), _at_least(number, rows[2])
-        if self._compiled is not None:
-            return self._compiled(*rows)[: batch.num_logit_rows]
         if self._recorded is not None:
             return self._recorded(*rows)[: batch.num_logit_rows]
         limit = self._longrope_length
@@ -125,20 +116,6 @@ class PackedExecutor:
         if len(logits) != len(logit_rows):
             raise RuntimeError(f"the model gave {len(logits)} rows of logits where {len(logit_rows)} were asked")
         return logits
-
-    @torch.inference_mode()
-    def compile(self, mode: str) -> str | None:
-        """See `Executor`."""
-        caches = [cache for cache in self._caches if isinstance(cache, CpuCache)]
-        if (reason := why_uncompilable(self.model, self.modules, caches)) is not None:
-            return reason
-        try:
-            self.backend.begin_step(RaggedBatch.empty(len(self.grouping.parts), self.model.device))
-            self._compiled = compile_forward(self.model, self._forward, self.modules, caches, mode)
-        except Exception as error:
-            logger.debug("torch.compile failed", exc_info=True)
-            return f"torch.compile cannot take it in one piece: {str(error).strip().splitlines()[0]}"
-        return None
 
     @torch.inference_mode()
     def record(self, max_tokens: int) -> RecordedPass:
@@ -174,12 +151,10 @@ class PackedExecutor:
 
     def witness(self) -> WitnessedAttention:
         """Run the definition of attention beside the backend from now on, and compare them. The cache is made anew, so
-        nothing may have run before; a model that was recorded or compiled walks, because its attention calls skip the
-        backend."""
+        nothing may have run before; a model that was recorded walks, because its attention calls skip the backend."""
         definition = ReferenceAttention(self.model.device, self.model.dtype, self.backend.block_size)
         witness = WitnessedAttention(self.backend, definition, self.grouping.parts[0].num_parts)
-        use_attention(self.model, "inflight")
-        self.backend, self._compiled = witness, None
+        self.backend = witness
         self.walk()
         self.allocate(self._num_blocks)
         return witness
@@ -207,8 +182,9 @@ class PackedExecutor:
         return output[None]
 
 
-def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> FunctionType:
-    """The model's own forward pass over one row, as a `Forward`."""
+def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> Callable[..., torch.Tensor]:
+    """The model's own forward pass over one row: token ids `[T]`, positions `[T]` and logit rows `[R]` to logits
+    `[R, V]`."""
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         options = {"logits_to_keep": logit_rows} if takes_logit_rows else {}
@@ -222,7 +198,6 @@ def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> Function
         ).logits[0]
         return logits if takes_logit_rows else logits[logit_rows]
 
-    assert isinstance(forward, FunctionType)
     return forward
 
 
@@ -251,6 +226,5 @@ def _at_least(number: int, rows: torch.Tensor) -> torch.Tensor:
     """Rows `[n]`, the last one repeated until there are so many; zeros if there are none."""
     if rows.shape[0] >= number:
         return rows
-    with torch.inference_mode(False):  # a compiled model takes tensors of one kind
-        last = rows[-1:] if rows.shape[0] else rows.new_zeros(1)
-        return torch.cat([rows, last.repeat(number - rows.shape[0])])
+    last = rows[-1:] if rows.shape[0] else rows.new_zeros(1)
+    return torch.cat([rows, last.repeat(number - rows.shape[0])])

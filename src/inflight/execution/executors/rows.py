@@ -113,10 +113,6 @@ class RowsExecutor:
         """See `Executor`."""
         self._cache = RowCache(self._like, num_blocks * self.block_size, self.num_slots)
 
-    def compile(self, mode: str) -> str | None:
-        """See `Executor`."""
-        return f"it runs as {self.name}"
-
     def release(self, slots: Iterable[int]) -> None:
         """See `Executor`."""
         slots = list(slots)

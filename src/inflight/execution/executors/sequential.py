@@ -61,10 +61,6 @@ class SequentialExecutor:
         """See `Executor`. The model makes room for itself."""
         self._caches.clear()
 
-    def compile(self, mode: str) -> str | None:
-        """See `Executor`."""
-        return f"it runs as {self.name}"
-
     def release(self, slots: Iterable[int]) -> None:
         """See `Executor`."""
         slots = list(slots)

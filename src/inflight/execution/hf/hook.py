@@ -3,8 +3,7 @@
 At every call, `transformers` looks its attention function up by the name in the model's configuration. Ours is called
 "inflight" and passes each call to the handler of the running forward pass. A context variable holds that handler, so
 engines in different threads never meet. (A keyword argument to the model would be simpler, but some models do not pass
-these on.) A compiled model has no handler: under the name "inflight_compiled", a call goes straight to the kernel, with
-the number of its cache, which its module carries.
+these on.)
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
@@ -29,15 +27,6 @@ def _attention(
     return _handler.get()(module, query, key, value, attention_mask, kwargs), None
 
 
-def _compiled_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-    sinks = attention_sinks(module, kwargs)
-    sinks = None if sinks is None else sinks.float()
-    return torch.ops.inflight.write_and_attend(query, key, value, sinks, module.inflight_call)[None], None
-
-
 def attention_sinks(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
     """The attention sinks of a call, one logit per head that joins the softmax, `[H]`; None: it has none."""
     sinks = kwargs.get("s_aux")
@@ -46,9 +35,8 @@ def attention_sinks(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
     return sinks if isinstance(sinks, Tensor) else None
 
 
-# No mask function has these names, so models make no mask. They need none: the handler knows who may see what.
+# No mask function has this name, so models make no mask. They need none: the handler knows who may see what.
 AttentionInterface.register("inflight", _attention)
-AttentionInterface.register("inflight_compiled", _compiled_attention)
 
 
 def attention_in_use(model: PreTrainedModel) -> dict[int, str | None]:

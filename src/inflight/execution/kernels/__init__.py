@@ -60,15 +60,10 @@ def has_panels(dtype: torch.dtype) -> bool:
 
 
 def _describe_operators() -> None:
-    """Tell torch the shapes of our operators' results, for `torch.compile` and for forward passes without data."""
+    """Tell torch the shapes of our operators' results, for forward passes without data."""
 
     def linear(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
         return x.new_empty(*x.shape[:-1], out_features)
-
-    def write_and_attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, call: int
-    ) -> torch.Tensor:
-        return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
     def write(key: torch.Tensor, value: torch.Tensor, call: int) -> None:
         return None
@@ -104,7 +99,6 @@ def _describe_operators() -> None:
     torch.library.register_fake("inflight::experts_up", experts_part)
     torch.library.register_fake("inflight::experts_down", experts_part)
     torch.library.register_fake("inflight::weighted_sum", weighted_sum)
-    torch.library.register_fake("inflight::write_and_attend", write_and_attend)
     torch.library.register_fake("inflight::write", write)
     torch.library.register_fake("inflight::attend", attend)
     torch.library.register_fake("inflight::activate", activate)

@@ -80,13 +80,6 @@ Tensor attend(const Tensor& query, const std::optional<Tensor>& sinks, int64_t c
   return inflight::attend(*calls.get(call), query, sinks);
 }
 
-Tensor write_and_attend(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& sinks,
-                        int64_t call) {
-  const auto the_call = calls.get(call);
-  inflight::write(*the_call, key, value);
-  return inflight::attend(*the_call, query, sinks);
-}
-
 int64_t new_linear(const Tensor& panels, const std::optional<Tensor>& bias, const std::optional<Tensor>& scales,
                    int64_t in_features, int64_t out_features, std::string_view activation, std::string_view variant) {
   return linears.add(std::make_shared<Linear>(panels, bias, scales, in_features, out_features,
@@ -168,8 +161,6 @@ TORCH_LIBRARY(inflight, library) {
   library.impl("write", c10::DispatchKey::CPU, &ours::write);
   library.def("attend(Tensor query, Tensor? sinks, int call, int value_head_size) -> Tensor");
   library.impl("attend", c10::DispatchKey::CPU, &ours::attend);
-  library.def("write_and_attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, int call) -> Tensor");
-  library.impl("write_and_attend", c10::DispatchKey::CPU, &ours::write_and_attend);
   library.def("has_panels(ScalarType dtype) -> bool", &inflight::has_panels);
   library.def("new_linear(Tensor panels, Tensor? bias, Tensor? scales, int in_features, int out_features, "
               "str activation, str variant) -> int",

@@ -246,7 +246,7 @@ class _Search:
             longest = min(report.max_model_len, config.max_model_len or report.max_model_len)
             attention = backend(block_size)
             grouping = group_calls(report.specs, longest, attention.bytes_per_block)
-            return PackedExecutor(model, attention, grouping, report.modules, report.min_rows)
+            return PackedExecutor(model, attention, grouping, report.min_rows)
 
         return ChosenExecutor(make, backend(config.block_size).name, proved_on, report)
 

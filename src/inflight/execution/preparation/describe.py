@@ -32,7 +32,7 @@ def describe(
     num_parameters: int,
     checkpoint_dtype: torch.dtype,
 ) -> ModelInfo:
-    """What was found out about `model`, and how it is run, uncompiled.
+    """What was found out about `model`, and how it is run.
 
     Args:
         num_parameters: how many it had before its weights were prepacked.
@@ -56,7 +56,6 @@ def describe(
         executor=executor.name,
         proved_on=choice.proved_on,
         attention_backend=choice.attention_backend,
-        compile="off",
         quantization=config.quantization,
         arithmetic=arithmetic_of(model),
         weights=stored_weights(model),

@@ -150,7 +150,6 @@ def prepare_packed(
             raise RuntimeError(f"the weights of {type(model).__name__} could not be prepacked") from error
     return PreparationReport(
         specs=proof.specs,
-        modules=proof.modules,
         max_model_len=max_model_len,
         attention_error=attention_error,
         logits_error=logits_error,

@@ -71,11 +71,7 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
     executor = choice.make_executor(config.block_size, config.max_num_seqs)
     info = describe(model, executor, choice, config, num_parameters, checkpoint_dtype)
     executor.allocate(info.num_blocks)
-    if config.compile != "off":
-        reason = executor.compile(config.compile)
-        note = () if reason is None else (f"the model is not compiled: {reason}",)
-        info = replace(info, compile="off" if reason else config.compile, notes=info.notes + note)
-    may_record = config.record_forward and info.compile == "off" and model.device.type == "cpu"
+    may_record = config.record_forward and model.device.type == "cpu"
     if may_record and isinstance(executor, PackedExecutor):
         reason = prove_recording(executor, config, info.num_blocks)
         note = () if reason is None else (f"every step runs in Python: {reason}",)

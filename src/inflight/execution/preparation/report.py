@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.executors.packed import MIN_ROWS
 
@@ -14,7 +12,6 @@ class PreparationReport:
 
     Attributes:
         specs: the attention calls of a forward pass, in order; empty where attention is left to the model.
-        modules: the modules that make these calls, each once.
         max_model_len: the longest sequence, in tokens, that the model runs exactly.
         logits_error: the largest relative error of the logits; where attention is ours, given the plain attention
             outputs.
@@ -28,7 +25,6 @@ class PreparationReport:
     """
 
     specs: tuple[AttentionSpec, ...] = ()
-    modules: tuple[torch.nn.Module, ...] = ()
     max_model_len: int
     logits_error: float
     attention_error: float | None = None

@@ -112,7 +112,7 @@ class CaughtMatrices(nn.Parameter):
 
     def run_all(self, x: torch.Tensor) -> torch.Tensor:
         """`torch.bmm` with `[experts, in, out]`: `[experts, T, in]` to `[experts, T, out]`. A row of zeros, which is a
-        token that did not choose this expert, gives zeros without being multiplied. (That cannot be compiled.)"""
+        token that did not choose this expert, gives zeros without being multiplied."""
         if not self.used:
             self._prepack(self.detach().mT)
         out = x.new_zeros(*x.shape[:-1], self.shape[-1])

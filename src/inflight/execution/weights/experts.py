@@ -222,7 +222,7 @@ def _run_padded(forward: Callable[..., Any], router_rows: RouterRows, *args: Any
     """Run a router's `forward` on tokens `[…, T, hidden]`, its only tensor, and return the first T rows of what it
     gives."""
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-    if torch.compiler.is_compiling() or not args or len(tensors) != 1 or tensors[0] is not args[0]:
+    if not args or len(tensors) != 1 or tensors[0] is not args[0]:
         return forward(*args, **kwargs)
     hidden_states = args[0]
     num_rows = hidden_states.shape[-2]

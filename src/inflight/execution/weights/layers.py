@@ -25,8 +25,6 @@ def is_narrow(size: int) -> bool:
 def rows_apart(x: torch.Tensor) -> torch.Tensor:
     """The same rows `[…, n]`, with a gap after each: what torch does with them (a sigmoid, say), it then does row by
     row, so that their bits do not depend on how many rows there are."""
-    if torch.compiler.is_compiling():
-        return x
     size = x.shape[-1]
     gap = 2 - size % 2  # an even distance, so that pairs can be read as complex numbers
     return x.new_empty(*x.shape[:-1], size + gap)[..., :size].copy_(x)
@@ -55,8 +53,8 @@ class RowActivation(nn.Module):
         self.activation, self.variant = ACTIVATIONS[type(original)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[…]` to `[…]`. A compiled model runs the original, which the compiler fuses with its neighbours."""
-        if torch.compiler.is_compiling() or x.dtype not in (torch.float32, torch.bfloat16):
+        """`[…]` to `[…]`."""
+        if x.dtype not in (torch.float32, torch.bfloat16):
             return self.original(x)  # type: ignore[no-any-return]
         return torch.ops.inflight.activate(x, self.activation, self.variant)  # type: ignore[no-any-return]
 

@@ -1,7 +1,6 @@
 """A proof on a twin holds for its model, and its verdict is cached until one of its inputs changes."""
 
 import random
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ def test_the_verdict_of_a_twin_is_cached(name: str, twins: list[PreTrainedModel]
     second = choose(model, VerdictCache(folder))
     assert len(twins) == 1
     assert (first.proved_on, second.proved_on) == (TWIN, EARLIER)
-    assert replace(second.report, modules=()) == replace(first.report, modules=())
+    assert second.report == first.report
     assert [file.suffix for file in folder.iterdir()] == [".json"], "nothing half written is left"
 
 

@@ -1,6 +1,7 @@
 """Models run recorded by default, with the bits of the model that walks through its own Python."""
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from inflight import LLM, SamplingParams
 from inflight.execution.executors import packed
 from inflight.execution.kernels import kernels_available
+from inflight.execution.recording import program, recorded_forward
 from inflight.execution.recording.program import RecordedPass
 from inflight.execution.recording.recorded_forward import RecordedForward
 from tests import zoo
@@ -89,6 +91,29 @@ def test_a_recording_that_fails_does_not_run(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(packed, "RecordedForward", fail)
     info = LLM(zoo.build("llama")).model_info
     assert info.notes == ("every step runs in Python: the recorded forward pass fails: a view would leave its memory",)
+
+
+def test_what_the_garbage_collector_deletes_meanwhile_is_no_part_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with data nor without. An engine's layers, caches and program are deleted by operators, too."""
+    gone: list[bool] = []
+
+    def record(run: Any) -> Any:
+        def record_beside_garbage(forward: Any, *sizes: int) -> Any:
+            def walk(*rows: Tensor) -> Tensor:
+                llms.pop()
+                gc.collect()
+                gone.append(True)
+                return forward(*rows)
+
+            return run(walk, *sizes)
+
+        return record_beside_garbage
+
+    llms = [LLM(zoo.build("qwen3_moe")) for _ in range(len(program.SAMPLES) + 1)]
+    monkeypatch.setattr(recorded_forward, "_record", record(recorded_forward._record))
+    info = LLM(zoo.build("llama")).model_info
+    assert info.notes == ()
+    assert len(gone) == len(program.SAMPLES) + 1
 
 
 def test_a_cache_of_a_few_tokens_is_enough_to_prove_it() -> None:

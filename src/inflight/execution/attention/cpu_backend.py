@@ -5,13 +5,13 @@ result has the same bits whatever runs beside it, however its prompt was chunked
 number of threads. Blocks that several sequences of a step share are read once for all of them.
 """
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from inflight.execution.attention.interface import AttentionSpec, KVStorage
+from inflight.execution.kernels import delete_with
 from inflight.execution.mapped_memory import untouched_memory
 from inflight.execution.ragged_batch import RaggedBatch
 
@@ -52,7 +52,7 @@ class CpuAttention:
         self.dtype = dtype
         self.block_size = block_size
         self._step = torch.ops.inflight.new_step()
-        weakref.finalize(self, torch.ops.inflight.delete_step, self._step)
+        delete_with(self, torch.ops.inflight.delete_step, self._step)
 
     def bytes_per_block(self, spec: AttentionSpec) -> int:
         """See `AttentionBackend`."""
@@ -75,7 +75,7 @@ class CpuAttention:
         softcap, group = spec.softcap or 0.0, spec.cache_group
         call = torch.ops.inflight.new_call(self._step, sizes, spec.scale, softcap, group, stored, self.dtype)
         cache = CpuCache(keys.view(self.dtype), values.view(self.dtype), stored, key_scales, value_scales, call)
-        weakref.finalize(cache, torch.ops.inflight.delete_call, call)
+        delete_with(cache, torch.ops.inflight.delete_call, call)
         return cache
 
     def begin_step(self, batch: RaggedBatch) -> None:

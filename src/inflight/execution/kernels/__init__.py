@@ -19,7 +19,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,6 +58,17 @@ def kernels_available() -> bool:
 def has_panels(dtype: torch.dtype) -> bool:
     """Whether our linear layers run on this CPU for weights that are stored in `dtype`."""
     return kernels_available() and bool(torch.ops.inflight.has_panels(dtype))
+
+
+def delete_with(owner: object, operator: Callable[[int], None], number: int) -> None:
+    """Call an operator with the number of something of the kernels' when its owner is gone."""
+    weakref.finalize(owner, _call_unseen, operator, number)
+
+
+def _call_unseen(operator: Callable[[int], None], number: int) -> None:
+    """The garbage collector may come in the middle of a forward pass that somebody watches, or that has no data."""
+    with torch._C._DisableTorchDispatch():
+        operator(number)
 
 
 def _describe_operators() -> None:

@@ -5,12 +5,12 @@ small ones run together as row kernels. The results are the same bits; whoever r
 """
 
 import logging
-import weakref
 from collections.abc import Callable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from inflight.execution.kernels import delete_with
 from inflight.execution.recording.encoding import encoded
 from inflight.execution.recording.program import SAMPLES, RecordedPass, RecordedRun, as_recorded_pass
 from inflight.execution.recording.recorder import Recording, UnrecordableError
@@ -34,7 +34,7 @@ class RecordedForward:
 
     def __init__(self, recorded: RecordedPass, *, fuses: bool = True) -> None:
         self._program: int = torch.ops.inflight.new_program(*encoded(recorded, fuses=fuses))
-        weakref.finalize(self, torch.ops.inflight.delete_program, self._program)
+        delete_with(self, torch.ops.inflight.delete_program, self._program)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor

@@ -6,7 +6,6 @@ own choice, so that a token gets the same bits in any company. Routers, and the 
 are caught where the model multiplies with them (`caught_matrices`).
 """
 
-import weakref
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
+from inflight.execution.kernels import delete_with
 from inflight.execution.weights.caught_matrices import CaughtMatrices, CaughtMatrix
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.layers import MIN_ROWS, STEP
@@ -59,7 +59,7 @@ class PrepackedExperts:
         numbers = [each.number for each in panels]
         ups, downs = numbers[: len(self.up)], numbers[len(self.up) :]
         number: int = torch.ops.inflight.new_experts(ups, downs, *self._activation)
-        weakref.finalize(self, torch.ops.inflight.delete_experts, number)
+        delete_with(self, torch.ops.inflight.delete_experts, number)
         return number
 
     @property

@@ -3,12 +3,11 @@
 `kernels/linear.h` describes the layout: panels of 32 outputs, which the kernel reads in the order of memory.
 """
 
-import weakref
 
 import torch
 from torch import nn
 
-from inflight.execution.kernels import PANEL_OUTPUTS
+from inflight.execution.kernels import PANEL_OUTPUTS, delete_with
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, StoredRows, WeightLayout
 
 PANEL_INPUTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
@@ -28,7 +27,7 @@ class PanelLinear(PrepackedLinear):
     def _register(self, number: int) -> None:
         """Remember what the kernel calls this layer, for as long as there is one."""
         self.number = number
-        weakref.finalize(self, torch.ops.inflight.delete_linear, number)
+        delete_with(self, torch.ops.inflight.delete_linear, number)
 
     def _panels_of(self, weight: torch.Tensor) -> torch.Tensor:
         return panels_of(weight)

@@ -79,4 +79,5 @@ def _from_gguf(path: Path) -> Tokenizer | None:
         backend, _ = convert_gguf_tokenizer(metadata["general.architecture"], given)
         return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **options))
     except Exception as error:
-        raise ModelError(f"cannot load the tokenizer of {str(path)!r}: {one_line(error)}") from error
+        reason = f"the file has no {error.args[0]}" if isinstance(error, KeyError) else one_line(error)
+        raise ModelError(f"cannot load the tokenizer of {str(path)!r}: {reason}") from error

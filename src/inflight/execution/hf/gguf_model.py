@@ -6,7 +6,7 @@ move whole tensors of floats; here it moves the numbers of their rows instead, a
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,15 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from inflight.contracts.errors import ModelError
 from inflight.execution.grouped.gguf_blocks import BLOCK_TYPES
-from inflight.execution.grouped.weight import CHUNK, GroupedWeight
+from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, Groups, PackedMatrix
 from inflight.execution.hf.state import model_of_state
-from inflight.execution.kernels import kernels_available
+from inflight.execution.kernels import PANEL_OUTPUTS, kernels_available
 from inflight.gguf.header import BLOCKS, GgufHeader, TensorEntry
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK_SIZES = {name: (elements, num_bytes) for name, elements, num_bytes in BLOCKS.values()}
+WEIGHTS_AT_ONCE = 2**20
+"""How many weights are taken apart at a time."""
 ROPE_FACTORS = "rope_freqs.weight"
 """What the frequencies of rotary embedding are divided by (Llama 3.1 and later)."""
 
@@ -158,15 +160,35 @@ class _Loader:
         kinds, first = {entry.kind for entry in entries}, entries[0]
         take = BLOCK_TYPES.get(first.kind) if len(kinds) == 1 and kernels_available() else None
         if take and first.shape[-1] % CHUNK == 0:
-            groups = [take(self._blocks(entries, each)) for each in matrices]
-            if not all(each.is_finite for each in groups):
-                raise ModelError(f"the weight {first.name!r} has scales that are not finite: is the file intact?")
-            weight: torch.Tensor = GroupedWeight.of(first.kind, groups, self._dtype, is_stacked=is_stacked)
+            packed = [self._packed(take, entries, each) for each in matrices]
+            sizes = (rows.shape[-1], first.shape[-1])
+            weight: torch.Tensor = GroupedWeight(
+                *(first.kind, packed[0][0], [panels for _, panels in packed]),
+                *((len(packed), *sizes) if is_stacked else sizes, self._dtype),
+            )
         else:
             self._widened["/".join(sorted(kinds))] += 1
             values = [self._values(entries, each).to(self._dtype) for each in matrices]
             weight = torch.stack(values) if is_stacked else values[0]
         return weight.mT if is_transposed else weight
+
+    def _packed(
+        self, take: Callable[[torch.Tensor], Groups], entries: Sequence[TensorEntry], rows: torch.Tensor
+    ) -> tuple[GroupedLayout, PackedMatrix]:
+        """A matrix in panels, and how they lie, from blocks; `rows` as for `_blocks`. Some rows are taken at a time, so
+        that what lies between blocks and panels is memory that serves again: new pages cost more than all the rest."""
+        num_rows, num_inputs = rows.shape[1], entries[0].shape[-1]
+        step = max(1, WEIGHTS_AT_ONCE // (PANEL_OUTPUTS * num_inputs)) * PANEL_OUTPUTS
+        panels = torch.empty(0)
+        for first in range(0, num_rows, step):
+            groups = take(self._blocks(entries, rows[:, first : first + step]))
+            if not groups.is_finite:
+                raise ModelError(f"the weight {entries[0].name!r} has scales that are not finite: is the file intact?")
+            piece = groups.packed().panels
+            if first == 0:
+                panels = piece.new_empty(-(-num_rows // PANEL_OUTPUTS), piece.shape[1])
+            panels[first // PANEL_OUTPUTS :][: len(piece)] = piece
+        return groups.layout, PackedMatrix(panels)
 
     def _blocks(self, entries: Sequence[TensorEntry], rows: torch.Tensor) -> torch.Tensor:
         """The blocks `[out, in / block, bytes]` of a matrix, from tensors of one type; `rows` `[tensors, out]` has the

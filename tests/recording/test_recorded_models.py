@@ -93,7 +93,7 @@ def test_a_recording_that_fails_does_not_run(monkeypatch: pytest.MonkeyPatch) ->
     assert info.notes == ("every step runs in Python: the recorded forward pass fails: a view would leave its memory",)
 
 
-def test_what_the_garbage_collector_deletes_meanwhile_is_no_part_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_deleted_meanwhile_is_no_part_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with data nor without. An engine's layers, caches and program are deleted by operators, too."""
     gone: list[bool] = []
 

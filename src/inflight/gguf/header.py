@@ -245,15 +245,25 @@ class _Reader:
         if element != STRING:
             raise self._error(f"has an array of type {element}, which is unknown")
         length = self._count(8)
-        if length <= self._longest:
-            return [self._string(len(self._content)) for _ in range(length)]
-        at, end, size_of = self._at, len(self._content), struct.Struct("<Q").unpack_from
+        return self._strings(length)
+
+    def _strings(self, length: int) -> list[str] | Counted:
+        """As `_string` for each; a loop of its own, because a vocabulary has hundreds of thousands."""
+        content, at, end, size_of = self._content, self._at, len(self._content), struct.Struct("<Q").unpack_from
+        strings: list[bytes] = []
+        is_read = length <= self._longest
         for _ in range(length):
             if at + 8 > end:
                 break
-            at += 8 + size_of(self._content, at)[0]
+            start = at + 8
+            at = start + size_of(content, at)[0]
+            if is_read:
+                strings.append(bytes(content[start:at]))
         self._take(at - self._at)
-        return Counted(length)
+        try:
+            return [each.decode() for each in strings] if is_read else Counted(length)
+        except UnicodeDecodeError as error:
+            raise self._error("has a name that is not UTF-8") from error
 
     def _string(self, longest: int) -> str:
         length = self._scalar("Q")

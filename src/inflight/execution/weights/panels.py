@@ -3,7 +3,6 @@
 `kernels/linear.h` describes the layout: panels of 32 outputs, which the kernel reads in the order of memory.
 """
 
-
 import torch
 from torch import nn
 

@@ -7,15 +7,19 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from inflight import LLM, SamplingParams
 from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.grouped.weight import GroupedWeight, as_values
+from inflight.execution.hf import gguf_model
 from inflight.execution.hf.load import load_model
+from inflight.text.tokenizer_files import read_tokenizer
 from tests.execution import this_cpu
 from tests.gguf.files import continuation, tiny, write
 
@@ -71,7 +75,8 @@ def read_by_transformers(name: str, path: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_weight_is_what_transformers_reads(name: str, tmp_path: Path) -> None:
+def test_every_weight_is_what_transformers_reads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_model, "WEIGHTS_AT_ONCE", 2**14)  # so that a weight is taken apart in pieces
     path = tmp_path / "model.gguf"
     write(path, MODELS[name], of_kinds(*MIXED))
     own = load_model(path, EngineConfig(dtype="float32"))
@@ -146,6 +151,21 @@ def test_the_embedded_model_completes_and_chats_as_a_file(tmp_path: Path) -> Non
     greedy = SamplingParams(temperature=0, max_tokens=8)
     for ask in (lambda each: each.generate(text, greedy, use_tqdm=False), lambda each: each.chat(CHAT, greedy)):
         assert ask(llm)[0].outputs[0].text == ask(original)[0].outputs[0].text
+
+
+def test_a_vocabulary_without_what_is_needed_is_refused_in_words(tmp_path: Path) -> None:
+    """A BPE tokenizer needs merges, or scores to make them of."""
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "ab"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(
+        ModelError, match=r"cannot load the tokenizer of .*: the file has no 'tokenizer\.ggml\.scores'$"
+    ):
+        read_tokenizer(str(path))
 
 
 def test_types_that_no_kernel_reads_are_expanded_and_said(tmp_path: Path) -> None:

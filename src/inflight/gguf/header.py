@@ -253,9 +253,10 @@ class _Reader:
         strings: list[bytes] = []
         is_read = length <= self._longest
         for _ in range(length):
-            if at + 8 > end:
-                break
             start = at + 8
+            if start > end:
+                at = start
+                break
             at = start + size_of(content, at)[0]
             if is_read:
                 strings.append(bytes(content[start:at]))

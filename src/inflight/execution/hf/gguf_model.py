@@ -19,6 +19,7 @@ from inflight.execution.grouped.gguf_blocks import BLOCK_TYPES
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, Groups, PackedMatrix
 from inflight.execution.hf.state import model_of_state
 from inflight.execution.kernels import PANEL_OUTPUTS, kernels_available
+from inflight.execution.mapped_memory import let_go_of_file_pages
 from inflight.gguf.header import BLOCKS, GgufHeader, TensorEntry
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -170,6 +171,8 @@ class _Loader:
             self._widened["/".join(sorted(kinds))] += 1
             values = [self._values(entries, each).to(self._dtype) for each in matrices]
             weight = torch.stack(values) if is_stacked else values[0]
+        for entry in entries:
+            let_go_of_file_pages(self._bytes(entry))
         return weight.mT if is_transposed else weight
 
     def _packed(

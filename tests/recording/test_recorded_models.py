@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from inflight import LLM, SamplingParams
 from inflight.execution.executors import packed
@@ -47,6 +48,20 @@ def test_every_precision_has_the_bits_of_its_own_python(name: str, precision: st
     walked, _ = bits(name, **options, record_forward=False)
     assert is_recorded
     assert_same_bits(recorded, walked)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe"])
+def test_a_model_with_a_single_head_of_keys_is_recorded(name: str) -> None:
+    """Of a dimension with one element, torch gives other strides without data than with it."""
+    config = copy.deepcopy(zoo.build(name).config)
+    config.num_key_value_heads = 1
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
+    recorded, walking = LLM(model), LLM(model, record_forward=False)
+    assert (recorded.model_info.is_recorded, recorded.model_info.notes) == (True, ())
+    ours, theirs = (llm.generate([[1, 2, 3, 4], [5]], sampling, use_tqdm=False) for llm in (recorded, walking))
+    assert [each.outputs for each in ours] == [each.outputs for each in theirs]
 
 
 def test_a_model_that_somebody_watches_walks() -> None:

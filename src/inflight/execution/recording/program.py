@@ -225,7 +225,8 @@ class _Joiner:
             same_memory &= all(each.memory == first.memory for each in others)
             if not same_memory or any((v.dtype, len(v.sizes)) != (first.dtype, len(first.sizes)) for v in values):
                 raise UnrecordableError("it takes other tensors for other lengths")
-            sizes, strides = self(tuple(each.sizes for each in values)), self(tuple(each.strides for each in values))
+            sizes = self(tuple(each.sizes for each in values))
+            strides = self._strides(sizes, tuple(each.strides for each in values))
             offset, is_opaque = self(tuple(each.offset for each in values)), strides is None
             return View(first.memory, first.dtype, sizes, strides or (), offset, is_opaque)
         if isinstance(first, tuple):
@@ -240,12 +241,22 @@ class _Joiner:
             raise UnrecordableError("an argument depends on the length")
         return first
 
+    def _strides(self, sizes: tuple[Size, ...], strides: tuple[Any, ...]) -> Any:
+        """Those of a tensor, or None. Without data, torch gives dimensions of one element other strides than with it,
+        and nobody reads them."""
+        if None in strides:
+            return self(strides)
+        of_dimensions = zip(sizes, zip(*strides, strict=True), strict=True)
+        return tuple(self._size(each[:-1]) if size == ONE else self(each) for size, each in of_dimensions)
+
     def _size(self, numbers: tuple[int, ...]) -> Size:
+        """A number in each run; that of the longest one may be missing."""
         (tokens, rows), (more_tokens, _), (_, more_rows) = SAMPLES
         per_token = (numbers[1] - numbers[0]) // (more_tokens - tokens)
         per_row = (numbers[2] - numbers[1]) // (more_rows - rows)
         size = Size(numbers[0] - per_token * tokens - per_row * rows, per_token, per_row)
-        if tuple(size.at(*each) for each in (*SAMPLES, self._longest)) != numbers:
+        lengths = (*SAMPLES, self._longest)[: len(numbers)]
+        if tuple(size.at(*each) for each in lengths) != numbers:
             raise UnrecordableError("a size does not grow evenly with the length")
         return size
 

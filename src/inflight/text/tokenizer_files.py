@@ -79,7 +79,7 @@ def _from_gguf(path: Path) -> Tokenizer | None:
         backend, _ = convert_gguf_tokenizer(metadata["general.architecture"], given)
         return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **options))
     except Exception as error:
-        keys = {name: key for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items()}
-        missing = keys.get(error.args[0]) if isinstance(error, KeyError) else None
-        reason = f"the file has no 'tokenizer.{missing}'" if missing else one_line(error)
+        missing = [key for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items() if error.args == (name,)]
+        is_missing = isinstance(error, KeyError) and missing
+        reason = f"the file has no 'tokenizer.{missing[0]}'" if is_missing else one_line(error)
         raise ModelError(f"cannot load the tokenizer of {str(path)!r}: {reason}") from error

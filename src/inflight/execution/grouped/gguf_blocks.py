@@ -30,12 +30,6 @@ def _parted(packed: torch.Tensor, *sizes: int) -> torch.Tensor:
     return packed.reshape(*packed.shape[:-1], *sizes)
 
 
-def _shifted(packed: torch.Tensor, *shifts: int) -> torch.Tensor:
-    """Bytes `[rows, …, n]` as `[rows, …, shifts, n]`: shifted down by each of these. (By a tensor, torch shifts byte by
-    byte.)"""
-    return torch.stack([packed >> shift for shift in shifts], dim=-2)
-
-
 def _rows(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.reshape(len(numbers), -1)
 
@@ -88,22 +82,23 @@ def _q4_k(blocks: torch.Tensor) -> Groups:
 def _q5_k(blocks: torch.Tensor) -> Groups:
     fine, fine_minima = _scales_and_minima(blocks[..., 4:16])
     low = _both_halves(_parted(blocks[..., 48:], 4, 32))
-    high = _shifted(blocks[..., 16:48], *range(8)) & 1
+    high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
     layout = GroupedLayout(5, 256, fine=1, has_minima=True)
     return Groups(layout, _rows(low) | _rows(high) << 4, _halves(blocks, 0), fine, _halves(blocks, 2), fine_minima)
 
 
 def _q6_k(blocks: torch.Tensor) -> Groups:
     low = _both_halves(_parted(blocks[..., :128], 2, 64))
-    high = _shifted(_parted(blocks[..., 128:192], 2, 32), 0, 2, 4, 6) & 3
+    high = _parted(blocks[..., 128:192], 2, 1, 32) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8) & 3
     fine = _rows(blocks[..., 192:208]).view(torch.int8)
     return Groups(GroupedLayout(6, 256, fine=2, middle=32), _rows(low) | _rows(high) << 4, _halves(blocks, 208), fine)
 
 
 def _q3_k(blocks: torch.Tensor) -> Groups:
     """In six bits, because nothing multiplies with three."""
-    low = _shifted(_parted(blocks[..., 32:96], 2, 32), 0, 2, 4, 6) & 3
-    high = _shifted(blocks[..., :32], *range(8)) & 1
+    shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
+    low = _parted(blocks[..., 32:96], 2, 1, 32) >> shifts & 3
+    high = blocks[..., None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
     first, second = blocks[..., 96:104], blocks[..., 104:108]
     high_scales = torch.cat([second >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
     fine = (_rows(_both_halves(first) | high_scales << 4).to(torch.int8)) - 32

@@ -214,7 +214,10 @@ class _Loader:
         return values
 
     def _floats(self, entry: TensorEntry) -> torch.Tensor:
-        return self._bytes(entry).clone().view(FLOATS[entry.kind]).view(entry.shape)
+        content = self._bytes(entry)
+        values = content.clone().view(FLOATS[entry.kind]).view(entry.shape)
+        let_go_of_file_pages(content)
+        return values
 
     def _bytes(self, entry: TensorEntry) -> torch.Tensor:
         part = self._contents[entry.path][entry.start : entry.start + entry.nbytes]

@@ -1,6 +1,7 @@
 """Whether a model's name means a GGUF file, and which."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from inflight.contracts.errors import ModelError
@@ -10,9 +11,9 @@ SUFFIX = ".gguf"
 
 
 def find_gguf(source: str | os.PathLike[str], revision: str | None = None) -> Path | None:
-    """The GGUF file that a model's name means: a file's path, a folder in which there is one and no config.json, or
-    `repository:file` on the Hugging Face hub (`file` may be a piece of its name, such as `Q4_K_M`). Of a file in
-    several parts, the first. None if the name means something else.
+    """The GGUF file that a model's name means: a file's path, a folder in which there is one and no config.json,
+    `folder:file`, or `repository:file` on the Hugging Face hub (`file` may be a piece of its name, such as `Q4_K_M`).
+    Of a file in several parts, the first. None if the name means something else.
 
     Raises:
         ModelError: there is no such file, or more than one.
@@ -20,24 +21,44 @@ def find_gguf(source: str | os.PathLike[str], revision: str | None = None) -> Pa
     name = os.path.expanduser(os.fspath(source))
     path = Path(name)
     if path.is_dir():
-        return _only_one(path) if not (path / "config.json").exists() else None
+        return _in_folder(path) if not (path / "config.json").exists() else None
     if name.lower().endswith(SUFFIX):
         if path.is_file():
             first = path.with_name(parts_of(path.name)[0])
             return first if first.is_file() else path
         if ":" not in name:
             raise ModelError(f"there is no GGUF file {name!r}")
-    repository, colon, file = name.partition(":")
-    if colon and not path.exists() and repository.count("/") == 1 and not repository.startswith((".", "/")):
-        return _from_hub(repository, file, revision)
+    place, colon, file = name.rpartition(":")
+    if not colon or path.exists():
+        return None
+    if Path(place).is_file():
+        raise ModelError(f"{place!r} is a file, and nothing can be chosen in it: leave out ':{file}'")
+    if Path(place).is_dir():
+        return _in_folder(Path(place), file)
+    if place.count("/") == 1 and not place.startswith((".", "/")):
+        return _from_hub(place, file, revision)
     return None
 
 
-def _only_one(folder: Path) -> Path | None:
-    names = without_further_parts(sorted(each.name for each in folder.iterdir() if each.suffix.lower() == SUFFIX))
-    if len(names) > 1:
-        raise ModelError(f"the folder {str(folder)!r} has several GGUF files: name one of {', '.join(names)}")
-    return folder / names[0] if names else None
+def _in_folder(folder: Path, file: str = "") -> Path | None:
+    """The only GGUF file whose name has `file` in it; None if there is none, and none is asked for."""
+    names = sorted(each.name for each in folder.iterdir() if each.suffix.lower() == SUFFIX)
+    fitting = _fitting(names, file)
+    if len(fitting) == 1:
+        return folder / fitting[0]
+    if file:
+        found = ", ".join(without_further_parts(names)) or "none"
+        raise ModelError(f"the folder {str(folder)!r} has not exactly one GGUF file for {file!r} (it has {found})")
+    if fitting:
+        raise ModelError(f"the folder {str(folder)!r} has several GGUF files: name one of {', '.join(fitting)}")
+    return None
+
+
+def _fitting(names: Iterable[str], file: str) -> list[str]:
+    """The GGUF files among `names`, one for each that is in parts, whose names have `file` in them."""
+    return without_further_parts(
+        each for each in names if each.lower().endswith(SUFFIX) and file.lower() in each.lower()
+    )
 
 
 def _from_hub(repository: str, file: str, revision: str | None) -> Path:
@@ -46,9 +67,7 @@ def _from_hub(repository: str, file: str, revision: str | None) -> Path:
     try:
         if not file.lower().endswith(SUFFIX):
             names = HfApi().list_repo_files(repository, revision=revision)
-            fitting = without_further_parts(
-                each for each in names if each.lower().endswith(SUFFIX) and file.lower() in each.lower()
-            )
+            fitting = _fitting(names, file)
             if len(fitting) != 1:
                 found = ", ".join(fitting) or "none"
                 raise ModelError(f"{repository!r} has not exactly one GGUF file for {file!r} (it has {found})")

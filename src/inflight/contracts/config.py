@@ -25,6 +25,9 @@ class EngineConfig:
         dtype: of weights, activations and cache. "auto" is the checkpoint's own; but on a CPU a checkpoint of 16 bits
             runs in bfloat16 if the CPU has instructions for it (AVX512-BF16, AMX), else in float32. A loaded model
             keeps its own. With such instructions "bfloat16" is up to twice as fast as "float32", and not exact.
+        num_threads: how many threads compute a step on a CPU; None: as many as torch has, but no more than physical cores
+            that this process may use, nor than its quota of CPU time. Fewer compute while other processes keep them
+            from their cores. Results do not depend on it.
         device: "auto" (CUDA, else MPS, else CPU) or a torch device such as "cuda:1".
         load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the configuration.
         trust_remote_code: whether Python code that comes with a checkpoint may run.
@@ -69,6 +72,7 @@ class EngineConfig:
     """
 
     dtype: str = "auto"
+    num_threads: int | None = None
     device: str = "auto"
     load_format: str = "auto"
     trust_remote_code: bool = False
@@ -114,7 +118,7 @@ class EngineConfig:
         if self.quantization == "int8" and self.quantization_arithmetic == "exact":
             raise ValueError("quantization 'int8' rounds activations: its arithmetic cannot be 'exact'")
         check_choice("policy", self.policy, POLICIES)
-        optional = ("max_model_len", "num_blocks", "kv_cache_memory", "max_prefill_tokens_per_step", "max_num_waiting")
+        optional = ("num_threads", "max_model_len", "num_blocks", "kv_cache_memory", "max_prefill_tokens_per_step", "max_num_waiting")
         for name in optional:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)

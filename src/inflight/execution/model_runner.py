@@ -21,6 +21,7 @@ from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampling.logprobs import Scorer
 from inflight.execution.sampling.sampler import INVALID_TOKEN, Sampler
 from inflight.execution.sampling.token_mask import TokenMasks
+from inflight.execution.threads import ComputeThreads
 
 
 class ModelRunner:
@@ -32,6 +33,7 @@ class ModelRunner:
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
         self.config = config
+        self.threads = ComputeThreads(config.num_threads)
         prepared = prepare(source, config)
         self.model, self.executor, self.info = prepared.model, prepared.executor, prepared.info
         self.device = self.model.device
@@ -66,6 +68,7 @@ class ModelRunner:
                 self.scorer.assign(assignment)
         if not plan.spans:
             return []
+        self.threads.apply()
         batch = RaggedBatch.from_plan(plan, self.config.block_size, self.device)
         logits = self.executor.forward(batch)
         token_ids = self.sampler.sample(logits, batch, None if masks is None else masks())

@@ -1,6 +1,6 @@
 #include "activate.h"
 
-#include <ATen/Parallel.h>
+#include "parallel.h"
 #include <ATen/ops/empty.h>
 
 #include <cmath>
@@ -29,7 +29,7 @@ template <class Value>
 void activate_rows(const at::Tensor& x, at::Tensor& output, Activation function) {
   const int64_t size = x.size(-1), num_rows = x.numel() / std::max<int64_t>(size, 1);
   const int64_t stride = x.dim() > 1 ? x.stride(-2) : size;
-  at::parallel_for(0, num_rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(size, 1)), [&](int64_t begin, int64_t end) {
+  for_each_range(num_rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(size, 1)), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const Value* from = x.const_data_ptr<Value>() + row * stride;
       Value* to = output.data_ptr<Value>() + row * size;

@@ -1,6 +1,5 @@
 #include "experts.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -43,7 +42,7 @@ at::Tensor gated(const at::Tensor& projected, Activation activation) {
   at::Tensor output = at::empty({num_rows, size}, projected.options());
   const Value* from = projected.const_data_ptr<Value>();
   Value* to = output.data_ptr<Value>();
-  at::parallel_for(0, num_rows, std::max<int64_t>(1, kElementsAtOnce / std::max<int64_t>(size, 1)),
+  for_each_range(num_rows, std::max<int64_t>(1, kElementsAtOnce / std::max<int64_t>(size, 1)),
                    [&](int64_t begin, int64_t end) {
                      for (int64_t row = begin; row < end; ++row)
                        apply_gate(from + row * 2 * size, size, activation, to + row * size);
@@ -91,7 +90,7 @@ struct Deal {
 // Calls `copy(i)` for each of `count` rows of a size.
 template <class Copy>
 void for_each_row(int64_t count, int64_t size, const Copy& copy) {
-  at::parallel_for(0, count, std::max<int64_t>(1, kElementsAtOnce / std::max<int64_t>(size, 1)),
+  for_each_range(count, std::max<int64_t>(1, kElementsAtOnce / std::max<int64_t>(size, 1)),
                    [&](int64_t begin, int64_t end) {
                      for (int64_t i = begin; i < end; ++i) copy(i);
                    });

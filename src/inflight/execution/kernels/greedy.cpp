@@ -1,6 +1,6 @@
 #include "greedy.h"
 
-#include <ATen/Parallel.h>
+#include "parallel.h"
 #include <ATen/ops/empty.h>
 
 #include "checks.h"
@@ -46,7 +46,7 @@ void greedy_rows(const at::Tensor& logits, at::Tensor& tokens) {
   const int64_t num_rows = logits.size(0), size = logits.size(1), num_pieces = (size + kPieceSize - 1) / kPieceSize;
   const Input* data = logits.data_ptr<Input>();
   std::vector<Best> best(num_rows * num_pieces);
-  at::parallel_for(0, num_rows * num_pieces, 4, [&](int64_t first, int64_t last) {
+  for_each_range(num_rows * num_pieces, 4, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const int64_t begin = i % num_pieces * kPieceSize;
       best[i] = best_of_piece(data + i / num_pieces * logits.stride(0), begin, std::min(begin + kPieceSize, size));

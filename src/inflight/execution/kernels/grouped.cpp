@@ -1,6 +1,6 @@
 #include "grouped.h"
 
-#include <ATen/Parallel.h>
+#include "parallel.h"
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -140,7 +140,7 @@ at::Tensor pack_grouped(at::IntArrayRef words, const at::Tensor& numbers, const 
   const auto* scales = static_cast<const uint8_t*>(coarse.const_data_ptr());
   const auto* least = layout.minima ? static_cast<const uint8_t*>(coarse_minima->const_data_ptr()) : nullptr;
   const int64_t bytes = layout.scale_bytes;
-  at::parallel_for(0, out, kPanelOutputs, [&](int64_t begin, int64_t end) {
+  for_each_range(out, kPanelOutputs, [&](int64_t begin, int64_t end) {
     // Outputs of a panel share bytes with nobody else's.
     for (int64_t row = begin; row < end; ++row) {
       const int64_t output = row % kPanelOutputs;
@@ -179,7 +179,7 @@ at::Tensor grouped_rows(at::IntArrayRef words, const at::Tensor& panels, const a
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "rows cannot be ", dtype);
   at::Tensor output = at::empty({num_rows, in_features}, dtype);
   const auto fill = [&](auto* to) {
-    at::parallel_for(0, num_rows, 1 + 32768 / in_features, [&](int64_t begin, int64_t end) {
+    for_each_range(num_rows, 1 + 32768 / in_features, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const int64_t number = numbers[row], o = number % kPanelOutputs;
         const uint8_t* run = panels.const_data_ptr<uint8_t>() + number / kPanelOutputs * panels.size(1);

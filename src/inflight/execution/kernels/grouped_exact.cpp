@@ -210,7 +210,7 @@ at::Tensor grouped_values(at::IntArrayRef words, const at::Tensor& panels, int64
     using Rows = decltype(rows);
     auto* to = static_cast<typename Rows::Stored*>(values.data_ptr());
     with_kind(layout, [&](auto kind) {
-      at::parallel_for(0, panels.size(0), 1 + 16384 / in_features, [&](int64_t begin, int64_t end) {
+      for_each_range(panels.size(0), 1 + 16384 / in_features, [&](int64_t begin, int64_t end) {
         for (int64_t panel = begin; panel < end; ++panel) {
           const int64_t first = panel * kPanelOutputs;
           write_panel<decltype(kind), Rows>(layout, panels.const_data_ptr<uint8_t>() + panel * panels.size(1),

@@ -341,7 +341,7 @@ void run(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
   const at::Tensor rows = x.contiguous();
   RoundedRows rounded(num_rows, layout.num_runs(in) * layout.chunks());
   const int64_t num_chunks = rounded.num_chunks;
-  at::parallel_for(0, num_rows * num_chunks, 512, [&](int64_t begin, int64_t end) {
+  for_each_range(num_rows * num_chunks, 512, [&](int64_t begin, int64_t end) {
     for (int64_t number = begin; number < end; ++number) {
       const int64_t first = number % num_chunks * kChunk, count = std::clamp<int64_t>(in - first, 0, kChunk);
       rounded.take(rows.const_data_ptr<Value>() + number / num_chunks * in + first, count, number, int(layout.middle));

@@ -5,7 +5,7 @@
 // An output is one sum over the inputs in ascending order, whatever thread computes it and whatever rows are beside it.
 #include "linear.h"
 
-#include <ATen/Parallel.h>
+#include "parallel.h"
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -262,7 +262,7 @@ void run_int8(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
   const at::Tensor rows = x.contiguous();
   const at::Tensor rounded = at::empty({num_rows, width}, x.options().dtype(c10::CppTypeToScalarType<Input>::value));
   std::vector<float> scales(num_rows);
-  at::parallel_for(0, num_rows, 16, [&](int64_t begin, int64_t end) {
+  for_each_range(num_rows, 16, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       Input* to = rounded.data_ptr<Input>() + row * width;
       scales[row] = quantise_row(rows.const_data_ptr<Value>() + row * in, in, to);

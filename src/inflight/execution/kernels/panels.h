@@ -1,7 +1,6 @@
 // What all layers in panels share: how their work is dealt out, and what becomes of their sums.
 #pragma once
 
-#include <ATen/Parallel.h>
 
 #include "convert.h"
 #include "linear.h"

@@ -1,22 +1,29 @@
-// Work for all of torch's threads.
+// Work for as many threads as torch has. Which of them does what changes no bit.
 #pragma once
 
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <atomic>
+
+#include "threads.h"
 
 namespace inflight {
 
-// Calls function(item) once for each item, on whichever thread is free. Which thread that is changes no bit.
+constexpr int64_t kRangesOfThread = 4;  // a thread that is kept from its core delays the others by less
+
+// Calls function(item) once for each item.
 template <class Function>
 void for_each_item(int64_t num_items, const Function& function) {
-  std::atomic<int64_t> next{0};
-  const int64_t num_threads = std::min<int64_t>(at::get_num_threads(), num_items);
-  at::parallel_for(0, num_threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; ++thread)
-      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) function(item);
-  });
+  run_items(num_items, std::min<int64_t>(at::get_num_threads(), num_items), function);
+}
+
+// Calls function(begin, end) for ranges that together are [0, size), of `least` numbers or more if there are so many.
+template <class Function>
+void for_each_range(int64_t size, int64_t least, const Function& function) {
+  const int64_t num_threads = at::get_num_threads(), most = num_threads > 1 ? kRangesOfThread * num_threads : 1;
+  const int64_t num_ranges = std::min(most, std::max<int64_t>(1, size / std::max<int64_t>(1, least)));
+  if (size > 0)
+    for_each_item(num_ranges, [&](int64_t i) { function(size * i / num_ranges, size * (i + 1) / num_ranges); });
 }
 
 }  // namespace inflight

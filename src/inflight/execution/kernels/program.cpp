@@ -4,14 +4,18 @@
 #include <ATen/core/List.h>
 #include <ATen/record_function.h>
 
+#include <set>
+
 #include "checks.h"
 #include "read_ahead.h"
+#include "torch_alone.h"
 
 namespace inflight {
 namespace {
 
 constexpr int64_t kNumInputs = 3, kMaxValues = 1 << 20;
 constexpr int64_t kMaxTokensReadingAhead = 8;  // of a step that memory bounds
+constexpr int64_t kMaxTokensAlone = 64;        // of a step in which small operators are no work for two threads
 
 enum class Work : int64_t { kRowKernel, kOperator, kLinear };
 
@@ -80,6 +84,8 @@ OperatorCall::OperatorCall(Reader& reader)
   TORCH_CHECK(arguments_.size() == schema.size(), "an operator of a program has ", schema.size(), " arguments, not ",
               arguments_.size());
   outputs_ = reader.list([&] { return reader.code(); });
+  static const std::set<std::string> gathers{"aten::index", "aten::embedding", "aten::index_select", "aten::gather"};
+  is_small_ = operator_.hasTag(at::Tag::pointwise) || gathers.contains(operator_.schema().name());
 }
 
 OperatorCall::Argument OperatorCall::read_argument(Reader& reader, const c10::TypePtr& type) const {
@@ -139,7 +145,10 @@ void OperatorCall::run(std::vector<at::Tensor>& values, const StepSize& step, Re
   torch::jit::Stack stack;
   stack.reserve(arguments_.size());
   for (const Argument& argument : arguments_) stack.push_back(value_of(argument, values, step));
-  operator_.callBoxed(&stack);
+  {
+    const auto alone = is_small_ && step.tokens <= kMaxTokensAlone ? std::make_optional<TorchAlone>() : std::nullopt;
+    operator_.callBoxed(&stack);
+  }
   size_t next = 0;
   const auto keep = [&](const at::Tensor& result) { values.at(outputs_.at(next++)) = result; };
   for (const c10::IValue& result : stack) {

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "threads.h"
+
 namespace inflight {
 
 constexpr int64_t kReadAheadBytes = 1 << 18;  // of each thread: part of an L2 cache
@@ -19,12 +21,12 @@ void run_reading_ahead(const char* memory, int64_t num_bytes, const Work& work) 
     ~Ending() { has_come.store(true, std::memory_order_relaxed); }
   };
   std::atomic<bool> is_over{false};
-  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t thread, int64_t) {
-    if (thread == 0) {
-      const Ending ending{is_over};
-      return work();
-    }
-    const int64_t first = std::min(num_bytes, (thread - 1) * kReadAheadBytes);
+  const auto run = [&] {
+    const Ending ending{is_over};
+    work();
+  };
+  run_helped(at::get_num_threads(), run, [&](int64_t number) {
+    const int64_t first = std::min(num_bytes, number * kReadAheadBytes);
     const int64_t end = std::min(num_bytes, first + kReadAheadBytes);
     for (int64_t at = first; at < end && !is_over.load(std::memory_order_relaxed); at += kReadAheadStep)
       for (int64_t line = at; line < std::min(end, at + kReadAheadStep); line += 64)

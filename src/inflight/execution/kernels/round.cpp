@@ -1,6 +1,6 @@
 #include "round.h"
 
-#include <ATen/Parallel.h>
+#include "parallel.h"
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -110,7 +110,7 @@ at::Tensor round_grouped(at::IntArrayRef words, const at::Tensor& weight) {
   const int64_t out = weight.size(0);
   at::Tensor panels =
       at::zeros({(out + kPanelOutputs - 1) / kPanelOutputs, layout.num_runs(weight.size(1)) * layout.run_bytes()}, at::kByte);
-  at::parallel_for(0, panels.size(0), 1, [&](int64_t begin, int64_t end) {
+  for_each_range(panels.size(0), 1, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kPanelOutputs, last = std::min(out, end * kPanelOutputs);
     if (weight.scalar_type() == at::kFloat) round_rows<float>(layout, weight, panels, first, last);
     else if (weight.scalar_type() == at::kBFloat16) round_rows<at::BFloat16>(layout, weight, panels, first, last);

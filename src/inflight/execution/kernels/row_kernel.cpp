@@ -1,6 +1,6 @@
 #include "row_kernel.h"
 
-#include <ATen/Parallel.h>
+#include "parallel.h"
 #include <ATen/record_function.h>
 
 #include <array>
@@ -289,7 +289,7 @@ void RowKernel::run(std::vector<at::Tensor>& values, const StepSize& step, Reuse
     if (touches_memory(instructions_[i]))
       placed[i] = place(instructions_[i], values.at(instructions_[i].rows.value), sizes, step);
   const int64_t min_rows = std::max<int64_t>(1, kMinWork / std::max<int64_t>(1, work_));
-  at::parallel_for(0, num_rows, min_rows, [&](int64_t begin, int64_t end) {
+  for_each_range(num_rows, min_rows, [&](int64_t begin, int64_t end) {
     Registers registers(registers_, num_floats_);
     for (const Constant& constant : constants_) *registers[{constant.index, 0, true}] = constant.number;
     for (int64_t row = begin; row < end; ++row) {

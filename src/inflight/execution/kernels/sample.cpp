@@ -1,6 +1,6 @@
 #include "sample.h"
 
-#include <ATen/Parallel.h>
+#include "parallel.h"
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -166,7 +166,7 @@ int64_t sample_row(const Input* logits, int64_t size, const Parameters& p, Row& 
 
 template <class Input>
 void sample_rows(const at::Tensor& logits, const std::vector<Parameters>& parameters, int64_t* tokens) {
-  at::parallel_for(0, logits.size(0), 1, [&](int64_t begin, int64_t end) {
+  for_each_range(logits.size(0), 1, [&](int64_t begin, int64_t end) {
     thread_local Row scratch;
     for (int64_t row = begin; row < end; ++row)
       tokens[row] = sample_row(logits.const_data_ptr<Input>() + row * logits.stride(0), logits.size(1),

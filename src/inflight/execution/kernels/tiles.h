@@ -7,7 +7,7 @@
 
 #ifdef INFLIGHT_MATRIX_UNIT
 
-#include <ATen/Parallel.h>
+#include "parallel.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -28,7 +28,7 @@ class TiledRows {
   TiledRows(const void* rows, int64_t num_rows, int64_t num_operands)
       : num_tiles_((num_operands + kTileOperands - 1) / kTileOperands),
         bytes_(new char[(num_rows + kGroupRows - 1) / kGroupRows * num_tiles_ * kGroupRows * kTileRowBytes]) {
-    at::parallel_for(0, num_rows, 32, [&](int64_t begin, int64_t end) {
+    for_each_range(num_rows, 32, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const char* from = static_cast<const char*>(rows) + row * 4 * num_operands;
         for (int64_t tile = 0; tile < num_tiles_; ++tile, from += kTileRowBytes)

@@ -1,0 +1,69 @@
+"""How many threads compute a step. Its bits do not depend on that."""
+
+import os
+import sys
+from contextlib import suppress
+from math import inf
+from pathlib import Path
+
+import torch
+
+SYSTEM = Path("/")
+"""Where `/proc` and `/sys` are."""
+
+
+def usable_cores(system: Path = SYSTEM) -> int:
+    """How many threads can compute at a time: one on each physical core on which this process may run, and no more than
+    its quota of CPU time lets run all the time."""
+    cpus = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
+    siblings = {_text(system / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or cpu for cpu in cpus}
+    return max(1, int(min(len(siblings), _quota(system))))
+
+
+def _quota(system: Path) -> float:
+    """How many CPUs' time the control groups of this process may use: the smallest limit from its own group up."""
+    least = inf
+    for line in (_text(system / "proc/self/cgroup") or "").splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = system / "sys/fs/cgroup" / controllers  # in a container, its own group is often mounted as the root
+        for group in (root / name.strip("/"), *(root / name.strip("/")).parents):
+            if not group.is_relative_to(root):
+                break
+            with suppress(ValueError, ZeroDivisionError):
+                least = min(least, _limit(group, is_unified=not controllers))
+    return least
+
+
+def _limit(group: Path, *, is_unified: bool) -> float:
+    """Of one control group, version 2 (unified) or 1. Raises `ValueError` if it has none."""
+    if is_unified:
+        most, period = (_text(group / "cpu.max") or "max 1").split()
+    else:
+        most, period = (_text(group / f"cpu.cfs_{name}_us") or "-1" for name in ("quota", "period"))
+    return inf if most.startswith(("max", "-")) else int(most) / int(period)
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None
+
+
+class ComputeThreads:
+    """The number of torch's threads while steps run.
+
+    Args:
+        number: how many; None: as many as torch has, but no more than `usable_cores()`.
+    """
+
+    def __init__(self, number: int | None) -> None:
+        self.number = number or min(torch.get_num_threads(), usable_cores())
+        self.apply()
+
+    def apply(self) -> None:
+        """Give that number to the calling thread. Torch keeps one for each thread that calls it."""
+        if torch.get_num_threads() != self.number:
+            torch.set_num_threads(self.number)

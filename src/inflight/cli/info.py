@@ -88,13 +88,10 @@ def _header_for_people(summary: GgufSummary) -> dict[str, str]:
 
 
 def _around(llm: "LLM") -> dict[str, Any]:
-    """What a model's own information lacks: threads, memory in bytes, and whether it can chat."""
-    import torch
-
+    """What a model's own information lacks: memory in bytes, and whether it can chat."""
     info = llm.model_info
     per_block = info.kv_bytes_per_token * info.block_size // len(info.cache_groups)
     return {
-        "num_threads": torch.get_num_threads(),
         "weight_bytes": sum(each.num_bytes for each in info.weights),
         "cache_bytes": info.num_blocks * per_block,
         "has_chat_template": llm.tokenizer is not None and bool(llm.tokenizer.inner.chat_template),
@@ -116,7 +113,7 @@ def _for_people(llm: "LLM") -> dict[str, str]:
         "model": f"{info.model_class}, {in_words(info.num_parameters)} parameters, a vocabulary of {info.vocab_size:,}",
         "weights": f"{in_bytes(around['weight_bytes'])}: {kinds}",
         "computes": f"in {info.dtype}{own}{arithmetic}",
-        "runs": f"on {info.device} with {around['num_threads']} threads, {info.executor}, attention by "
+        "runs": f"on {info.device} with {info.num_threads} threads, {info.executor}, attention by "
         f"{info.attention_backend}, forward pass {info.forward_pass}",
         "proved": f"on {info.proved_on}: {errors}",
         "same bits": "alone and in any company" if info.is_batch_invariant else "not promised in other company",

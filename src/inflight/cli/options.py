@@ -54,7 +54,7 @@ class Shared:
     """An option of several commands that sets one field.
 
     Attributes:
-        flag: its name; the names of both directions of a switch have a slash between them.
+        flag: its name, or several with a space between them; the names of both directions of a switch have a slash.
         type: what its text becomes; None: it is a switch.
         help: its meaning.
         unset: what applies if neither caller nor field has a value, in words.
@@ -77,7 +77,9 @@ class Shared:
         attributes: dict[str, Any] = {"is_flag": True, "default": None} if self.type is None else {"type": self.type}
         if self.multiple:
             attributes["multiple"] = True
-        return click.option(self.flag, name, cls=Option, heading=heading, help=text, show_default=False, **attributes)
+        return click.option(
+            *self.flag.split(), name, cls=Option, heading=heading, help=text, show_default=False, **attributes
+        )
 
 
 def _one_of(flag: str, values: tuple[str, ...], meaning: str, unset: str = "") -> Shared:
@@ -95,6 +97,13 @@ _LOADING = (
 )
 _RUNNING = (
     _one_of("--dtype", config.DTYPES, "Of weights, activations and cache. auto: the checkpoint's own."),
+    Shared(
+        "--threads --num-threads",
+        int,
+        "Threads that compute a step.",
+        "one for each core it may use",
+        field="num_threads",
+    ),
     Shared("--device", str, "auto (CUDA, else MPS, else CPU), or a device such as cuda:1."),
     _one_of("--quantization", config.QUANTIZATIONS, "Quantize weights while loading.", "none"),
     Shared("--quantization-group-size", int, "Of int4: weights that share a scale: 32, 64 or 128."),

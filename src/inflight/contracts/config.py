@@ -118,7 +118,14 @@ class EngineConfig:
         if self.quantization == "int8" and self.quantization_arithmetic == "exact":
             raise ValueError("quantization 'int8' rounds activations: its arithmetic cannot be 'exact'")
         check_choice("policy", self.policy, POLICIES)
-        optional = ("num_threads", "max_model_len", "num_blocks", "kv_cache_memory", "max_prefill_tokens_per_step", "max_num_waiting")
+        optional = (
+            "num_threads",
+            "max_model_len",
+            "num_blocks",
+            "kv_cache_memory",
+            "max_prefill_tokens_per_step",
+            "max_num_waiting",
+        )
         for name in optional:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)

@@ -45,6 +45,7 @@ class ModelInfo:
         arithmetic: how weights of a few bits are multiplied: "fast" or "exact"; None: there are none.
         weights: what the weights are stored in, the largest share first.
         is_recorded: whether the forward pass was recorded, and runs without Python.
+        num_threads: how many threads compute a step.
     """
 
     model_class: str
@@ -75,6 +76,7 @@ class ModelInfo:
     arithmetic: str | None = None
     weights: tuple[StoredWeights, ...] = ()
     is_recorded: bool = False
+    num_threads: int = 1
 
     @property
     def forward_pass(self) -> str:

@@ -4,6 +4,7 @@ Knows slots and spans, never a request.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import isnan
 
 from transformers import GenerationConfig
@@ -35,7 +36,8 @@ class ModelRunner:
         self.config = config
         self.threads = ComputeThreads(config.num_threads)
         prepared = prepare(source, config)
-        self.model, self.executor, self.info = prepared.model, prepared.executor, prepared.info
+        self.model, self.executor = prepared.model, prepared.executor
+        self.info = replace(prepared.info, num_threads=self.threads.number)
         self.device = self.model.device
         self.sampler = Sampler(config.max_num_seqs, self.device)
         self.scorer = Scorer(config.max_num_seqs)

@@ -21,28 +21,28 @@ def usable_cores(system: Path = SYSTEM) -> int:
 
 
 def _quota(system: Path) -> float:
-    """How many CPUs' time the control groups of this process may use: the smallest limit from its own group up."""
+    """How many CPUs' time the control groups of this process may use: the least that one of them has, from its own up."""
     least = inf
     for line in (_text(system / "proc/self/cgroup") or "").splitlines():
-        _, controllers, name = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
         if controllers and "cpu" not in controllers.split(","):
             continue
-        root = system / "sys/fs/cgroup" / controllers  # in a container, its own group is often mounted as the root
-        for group in (root / name.strip("/"), *(root / name.strip("/")).parents):
-            if not group.is_relative_to(root):
-                break
+        root = system / "sys/fs/cgroup" / controllers  # a container often sees its own group there
+        own = root / name.strip("/")
+        for group in [root, *(each for each in (own, *own.parents) if each.is_relative_to(root))]:
             with suppress(ValueError, ZeroDivisionError):
                 least = min(least, _limit(group, is_unified=not controllers))
     return least
 
 
 def _limit(group: Path, *, is_unified: bool) -> float:
-    """Of one control group, version 2 (unified) or 1. Raises `ValueError` if it has none."""
+    """Of one control group, of version 2 (unified) or 1. Raises `ValueError` if its files say something else."""
     if is_unified:
         most, period = (_text(group / "cpu.max") or "max 1").split()
     else:
         most, period = (_text(group / f"cpu.cfs_{name}_us") or "-1" for name in ("quota", "period"))
-    return inf if most.startswith(("max", "-")) else int(most) / int(period)
+    return inf if most in ("max", "-1") else int(most) / int(period)
 
 
 def _text(file: Path) -> str | None:

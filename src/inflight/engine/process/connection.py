@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from inflight.engine.engine import Engine
 
 IDLE_THREADS_SLEEP = {"GOMP_SPINCOUNT": "10000"}
-"""Environment of the engine's process, unless its caller sets it: threads that wait for each other soon leave the cores
-to other processes, the caller first of all. (Threads that sleep at once slow down an engine that has the machine to
-itself by a quarter; threads that spin for ever slow down one that shares it several times.)"""
+"""Environment of the engine's process, unless its caller sets it: torch's own threads, which compute what our kernels do
+not, soon leave the cores to other processes and to our threads. (Where they sleep at once, a model that runs mostly
+through torch's operators is slower by a quarter on a quiet machine.)"""
 SECONDS_TO_END = 5.0
 """How long an engine that was told to end may take before it is killed."""
 

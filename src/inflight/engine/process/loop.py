@@ -8,8 +8,6 @@ import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
-
 from inflight.contracts.errors import InvalidRequestError, ModelError, QueueFullError
 from inflight.contracts.outputs import SequenceOutput
 from inflight.engine.admission import AcceptedRequest
@@ -42,7 +40,7 @@ def serve(load: Callable[[], Engine], commands: Commands, send: Callable[[Event]
     """Make an engine and run it until None comes. Returns whether all went well; if not, the last event says why."""
     try:
         engine = load()
-        send(Ready(engine.model_info, engine.default_sampling_params(), torch.get_num_threads()))
+        send(Ready(engine.model_info, engine.default_sampling_params()))
         _Loop(engine, commands, send).run()
     except ModelError as error:
         send(Failed(str(error), is_model_error=True))

@@ -52,11 +52,10 @@ class AskStats(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine is loaded, and computes with so many threads."""
+    """The engine is loaded."""
 
     model_info: ModelInfo
     default_params: SamplingParams
-    num_threads: int = 1
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):

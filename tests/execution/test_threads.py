@@ -1,0 +1,164 @@
+"""Threads that compute: how many there are, and that work done by several is done once, with the same bits."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+
+from inflight import LLM, SamplingParams
+from inflight.contracts.config import EngineConfig
+from inflight.execution import threads
+from inflight.execution.grouped.weight import GroupedLayout
+from inflight.execution.threads import ComputeThreads, usable_cores
+
+ROWS = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
+
+
+def activated(rows: torch.Tensor = ROWS) -> torch.Tensor:
+    return torch.ops.inflight.activate(rows.repeat(40, 1), "gelu", "none")
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ------------------------------------------------------------------------------------------------- how many
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of four cores with two threads each, of which this process may use the first six threads."""
+    monkeypatch.setattr(threads.sys, "platform", "linux")
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda process: set(range(6)), raising=False)
+    for cpu in range(8):
+        write(tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}")
+    return tmp_path
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{text}\n")
+
+
+def test_a_core_has_one_thread(system: Path) -> None:
+    assert usable_cores(system) == 4
+
+
+def test_cores_that_no_file_describes_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda process: {0, 3, 5}, raising=False)
+    assert usable_cores(tmp_path) == 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "number"), [("150000 100000", 1), ("50000 100000", 1), ("max 100000", 4), ("300 100", 3)]
+)
+def test_a_quota_is_kept_within(system: Path, limit: str, number: int) -> None:
+    write(system / "proc/self/cgroup", "0::/work/engine")
+    write(system / "sys/fs/cgroup/work/engine/cpu.max", "max 100000")
+    write(system / "sys/fs/cgroup/work/cpu.max", limit)
+    assert usable_cores(system) == number
+
+
+def test_the_least_of_several_quotas_counts(system: Path) -> None:
+    write(system / "proc/self/cgroup", "0::/")
+    write(system / "sys/fs/cgroup/cpu.max", "250000 100000")
+    assert usable_cores(system) == 2
+
+
+@pytest.mark.parametrize(("quota", "number"), [("200000", 2), ("-1", 4)])
+def test_quotas_of_the_first_version_count(system: Path, quota: str, number: int) -> None:
+    write(system / "proc/self/cgroup", "9:memory:/a\n4:cpu,cpuacct:/docker/1\n0::/")
+    group = system / "sys/fs/cgroup/cpu,cpuacct"  # in a container, where its own group is the root
+    write(group / "cpu.cfs_quota_us", quota)
+    write(group / "cpu.cfs_period_us", "100000")
+    assert usable_cores(system) == number
+
+
+@pytest.mark.parametrize("text", ["", "0::/\n", "nonsense", "0::/a", "4:cpu:/a"])
+def test_what_cannot_be_read_limits_nothing(system: Path, text: str) -> None:
+    write(system / "proc/self/cgroup", text)
+    for file in ("cpu.max", "a/cpu.max", "cpu/a/cpu.cfs_quota_us"):
+        write(system / "sys/fs/cgroup" / file, "what?")
+    assert usable_cores(system) == 4
+
+
+def test_torch_may_have_fewer() -> None:
+    with torch_threads(1):
+        assert ComputeThreads(None).number == 1
+
+
+def test_a_caller_may_ask_for_any_number() -> None:
+    with torch_threads(1):
+        llm = LLM(dtype="float32", num_threads=3)
+        assert llm.model_info.num_threads == torch.get_num_threads() == 3
+        torch.set_num_threads(2)
+        llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
+        assert torch.get_num_threads() == 3
+    with pytest.raises(ValueError, match="num_threads is 0"):
+        EngineConfig(num_threads=0)
+
+
+# ------------------------------------------------------------------------------------------------- what they do
+
+
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    with torch_threads(1):
+        expected = activated()
+    for number in chain((2, 3, 7, 2, 5, 1, 4), range(1, 9)):
+        with torch_threads(number):
+            for _ in range(20):
+                assert torch.equal(activated(), expected)
+
+
+def test_callers_in_several_threads_do_not_disturb_each_other() -> None:
+    inputs = [ROWS + number for number in range(4)]
+    expected = [activated(rows) for rows in inputs]
+
+    def compute(number: int) -> bool:
+        torch.set_num_threads(2 + number % 2)
+        return all(torch.equal(activated(inputs[number]), expected[number]) for _ in range(50))
+
+    with torch_threads(2), ThreadPoolExecutor(4) as executor:
+        assert all(executor.map(compute, range(4)))
+
+
+def test_an_error_in_one_thread_reaches_the_caller() -> None:
+    layout = GroupedLayout(bits=4, coarse=32, middle=8).words
+    with torch_threads(2):
+        for _ in range(20):
+            with pytest.raises(RuntimeError, match="weights cannot be"):
+                torch.ops.inflight.round_grouped(layout, torch.zeros(512, 64, dtype=torch.int64))
+            activated()
+
+
+FORKED = """
+import os, torch
+from inflight.execution.kernels import kernels_available
+assert kernels_available()
+torch.set_num_threads(3)
+rows = torch.randn(2000, 500, generator=torch.Generator().manual_seed(1))
+expected = torch.ops.inflight.activate(rows, "gelu", "none")
+child = os.fork()
+same = all(torch.equal(torch.ops.inflight.activate(rows, "gelu", "none"), expected) for _ in range(5))
+if child == 0:
+    torch.set_num_threads(2)
+    same = same and torch.equal(torch.ops.inflight.activate(rows, "gelu", "none"), expected)
+    os._exit(0 if same else 1)
+assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_a_forked_process_computes_without_the_threads_that_it_does_not_have() -> None:
+    subprocess.run([sys.executable, "-c", FORKED], check=True)

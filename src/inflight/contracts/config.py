@@ -25,9 +25,9 @@ class EngineConfig:
         dtype: of weights, activations and cache. "auto" is the checkpoint's own; but on a CPU a checkpoint of 16 bits
             runs in bfloat16 if the CPU has instructions for it (AVX512-BF16, AMX), else in float32. A loaded model
             keeps its own. With such instructions "bfloat16" is up to twice as fast as "float32", and not exact.
-        num_threads: how many threads compute a step on a CPU; None: as many as torch has, but no more than physical cores
-            that this process may use, nor than its quota of CPU time. Fewer compute while other processes keep them
-            from their cores. Results do not depend on it.
+        num_threads: how many threads compute a step on a CPU; None: as many as torch has (`OMP_NUM_THREADS`), but no
+            more than there are physical cores that this process may use, or than a quota of CPU time (a container's)
+            keeps running. Results do not depend on it.
         device: "auto" (CUDA, else MPS, else CPU) or a torch device such as "cuda:1".
         load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the configuration.
         trust_remote_code: whether Python code that comes with a checkpoint may run.

@@ -21,7 +21,7 @@ def usable_cores(system: Path = SYSTEM) -> int:
 
 
 def _quota(system: Path) -> float:
-    """How many CPUs' time the control groups of this process may use: the least that one of them has, from its own up."""
+    """How many CPUs' time the control groups of this process may use: the least of all from its own up."""
     least = inf
     for line in (_text(system / "proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")

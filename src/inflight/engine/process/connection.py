@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from inflight.engine.engine import Engine
 
 IDLE_THREADS_SLEEP = {"GOMP_SPINCOUNT": "10000"}
-"""Environment of the engine's process, unless its caller sets it: torch's own threads, which compute what our kernels do
-not, soon leave the cores to other processes and to our threads. (Where they sleep at once, a model that runs mostly
-through torch's operators is slower by a quarter on a quiet machine.)"""
+"""Environment of the engine's process, unless its caller sets it: torch's own threads, which compute what our
+kernels do not, soon leave the cores to other processes and to our threads. (Where they sleep at once, a model that runs
+mostly through torch's operators is slower by a quarter on a quiet machine.)"""
 SECONDS_TO_END = 5.0
 """How long an engine that was told to end may take before it is killed."""
 

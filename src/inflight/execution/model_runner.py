@@ -70,7 +70,7 @@ class ModelRunner:
                 self.scorer.assign(assignment)
         if not plan.spans:
             return []
-        self.threads.apply()
+        self.threads.prepare(are_own=isinstance(self.executor, PackedExecutor) and not self.executor.needs_torch)
         batch = RaggedBatch.from_plan(plan, self.config.block_size, self.device)
         logits = self.executor.forward(batch)
         token_ids = self.sampler.sample(logits, batch, None if masks is None else masks())

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from inflight.execution.kernels import kernels_available
+
 SYSTEM = Path("/")
 """Where `/proc` and `/sys` are."""
 
@@ -53,7 +55,7 @@ def _text(file: Path) -> str | None:
 
 
 class ComputeThreads:
-    """The number of torch's threads while steps run.
+    """The threads of steps.
 
     Args:
         number: how many; None: as many as torch has, but no more than `usable_cores()`.
@@ -61,9 +63,16 @@ class ComputeThreads:
 
     def __init__(self, number: int | None) -> None:
         self.number = number or min(torch.get_num_threads(), usable_cores())
-        self.apply()
+        torch.set_num_threads(self.number)
 
-    def apply(self) -> None:
-        """Give that number to the calling thread. Torch keeps one for each thread that calls it."""
-        if torch.get_num_threads() != self.number:
+    def prepare(self, *, are_own: bool) -> None:
+        """For what the calling thread does next.
+
+        Args:
+            are_own: whether our operators run on threads of ours, and torch's in a recording on the calling one alone
+                (`kernels/threads.h`).
+        """
+        if torch.get_num_threads() != self.number:  # torch has one for each thread that calls it
             torch.set_num_threads(self.number)
+        if kernels_available():
+            torch.ops.inflight.use_own_threads(are_own)

@@ -83,6 +83,11 @@ class PackedExecutor:
     def release(self, slots: Iterable[int]) -> None:
         """See `Executor`. Nothing is kept by slot."""
 
+    @property
+    def needs_torch(self) -> bool:
+        """Whether torch's operators have work for several threads in a step."""
+        return self._recorded is None or self._recorded.needs_torch
+
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """See `Executor`."""

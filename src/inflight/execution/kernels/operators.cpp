@@ -16,6 +16,7 @@
 #include "program.h"
 #include "round.h"
 #include "sample.h"
+#include "threads.h"
 
 namespace inflight::operators {
 
@@ -204,6 +205,7 @@ TORCH_LIBRARY(inflight, library) {
   library.def("delete_program_run(int run) -> ()", &ours::delete_program_run);
   library.def("advance_program_run(int run, int num_items) -> bool", &ours::advance_program_run);
   library.def("output_of_program_run(int run) -> Tensor", &ours::output_of_program_run);
+  library.def("use_own_threads(bool are_used) -> ()", &inflight::use_own_threads);
   library.def("greedy(Tensor logits) -> Tensor", &inflight::greedy);
   library.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
               &inflight::sample);

@@ -4,10 +4,9 @@
 #include <ATen/core/List.h>
 #include <ATen/record_function.h>
 
-#include <set>
-
 #include "checks.h"
 #include "read_ahead.h"
+#include "threads.h"
 #include "torch_alone.h"
 
 namespace inflight {
@@ -15,7 +14,6 @@ namespace {
 
 constexpr int64_t kNumInputs = 3, kMaxValues = 1 << 20;
 constexpr int64_t kMaxTokensReadingAhead = 8;  // of a step that memory bounds
-constexpr int64_t kMaxTokensAlone = 64;        // of a step in which small operators are no work for two threads
 
 enum class Work : int64_t { kRowKernel, kOperator, kLinear };
 
@@ -84,8 +82,7 @@ OperatorCall::OperatorCall(Reader& reader)
   TORCH_CHECK(arguments_.size() == schema.size(), "an operator of a program has ", schema.size(), " arguments, not ",
               arguments_.size());
   outputs_ = reader.list([&] { return reader.code(); });
-  static const std::set<std::string> gathers{"aten::index", "aten::embedding", "aten::index_select", "aten::gather"};
-  is_small_ = operator_.hasTag(at::Tag::pointwise) || gathers.contains(operator_.schema().name());
+  is_torchs_ = operator_.schema().name().starts_with("aten::");
 }
 
 OperatorCall::Argument OperatorCall::read_argument(Reader& reader, const c10::TypePtr& type) const {
@@ -146,7 +143,7 @@ void OperatorCall::run(std::vector<at::Tensor>& values, const StepSize& step, Re
   stack.reserve(arguments_.size());
   for (const Argument& argument : arguments_) stack.push_back(value_of(argument, values, step));
   {
-    const auto alone = is_small_ && step.tokens <= kMaxTokensAlone ? std::make_optional<TorchAlone>() : std::nullopt;
+    const auto alone = is_torchs_ && uses_own_threads() ? std::make_optional<TorchAlone>() : std::nullopt;
     operator_.callBoxed(&stack);
   }
   size_t next = 0;

@@ -47,7 +47,7 @@ class OperatorCall {
 
   c10::OperatorHandle operator_;
   std::vector<Argument> arguments_;
-  bool is_small_;  // does little for a token
+  bool is_torchs_;
   std::vector<int64_t> outputs_;  // values
 };
 

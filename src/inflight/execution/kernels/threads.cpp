@@ -163,16 +163,32 @@ Pool& pool() {
   return pool;
 }
 
+thread_local bool own_threads_are_used = false;
+
+void run_on_torch(int64_t num_items, int64_t num_threads, Items work) {
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, num_threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread)
+      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) work(item);
+  });
+}
+
 }  // namespace
+
+void use_own_threads(bool are_used) { own_threads_are_used = are_used; }
+
+bool uses_own_threads() { return own_threads_are_used; }
 
 void run_items(int64_t num_items, int64_t num_threads, Items work) {
   const bool is_shared = num_items > 1 && num_items < INT_MAX && num_threads > 1 && !Pool::is_inside();
+  if (is_shared && !own_threads_are_used) return run_on_torch(num_items, num_threads, work);
   if (is_shared && pool().run(num_items, num_threads, work)) return;
   for (int64_t item = 0; item < num_items; ++item) work(item);
 }
 
 void run_helped(int64_t num_threads, c10::function_ref<void()> work, Items help) {
-  if (num_threads > 1 && !Pool::is_inside() && pool().run(num_threads - 1, num_threads, help, &work)) return;
+  const bool is_shared = num_threads > 1 && own_threads_are_used && !Pool::is_inside();
+  if (is_shared && pool().run(num_threads - 1, num_threads, help, &work)) return;
   work();
 }
 

@@ -1,9 +1,10 @@
-// Torch's operators without torch's threads.
+// Torch's operators without torch's threads: to wake these takes longer than what small operators do, and then they look
+// for more work for a while, on cores that ours want.
 #pragma once
 
 #include <omp.h>
 
-// MKL's, in a torch that has it. It wakes torch's threads for two hundred cosines, which takes longer than they do.
+// MKL's, in a torch that has it, which wakes torch's threads even for two hundred cosines.
 extern "C" [[gnu::weak]] int MKL_Set_Num_Threads_Local(int number);
 
 namespace inflight {

@@ -24,15 +24,24 @@ MAX_SHORT, ITEMS_AT_ONCE = 64, 4
 kernels run in each call."""
 
 
+MULTIPLYING = ("mm", "matmul", "linear", "conv", "dot_product")
+"""Parts of the names of torch's operators that are work for several threads."""
+
+
 class RecordedForward:
     """Takes token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64, to logits `[R, V]`; T and R are at least
     1.
 
     Args:
         fuses: whether small operators run as row kernels.
+
+    Attributes:
+        needs_torch: whether torch's operators have work for several threads.
     """
 
     def __init__(self, recorded: RecordedPass, *, fuses: bool = True) -> None:
+        names = [call.name for call in recorded.calls if call.name.startswith("aten::")]
+        self.needs_torch = any(part in name for name in names for part in MULTIPLYING)
         self._program: int = torch.ops.inflight.new_program(*encoded(recorded, fuses=fuses))
         delete_with(self, torch.ops.inflight.delete_program, self._program)
 

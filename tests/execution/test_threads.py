@@ -25,13 +25,15 @@ def activated(rows: torch.Tensor = ROWS) -> torch.Tensor:
 
 
 @contextmanager
-def torch_threads(number: int) -> Iterator[None]:
+def torch_threads(number: int, *, are_own: bool = False) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(number)
+    torch.ops.inflight.use_own_threads(are_own)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        torch.ops.inflight.use_own_threads(False)
 
 
 # ------------------------------------------------------------------------------------------------- how many
@@ -113,11 +115,12 @@ def test_a_caller_may_ask_for_any_number() -> None:
 # ------------------------------------------------------------------------------------------------- what they do
 
 
-def test_any_number_of_threads_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("are_own", [False, True])
+def test_any_number_of_threads_gives_the_same_bits(are_own: bool) -> None:
     with torch_threads(1):
         expected = activated()
     for number in chain((2, 3, 7, 2, 5, 1, 4), range(1, 9)):
-        with torch_threads(number):
+        with torch_threads(number, are_own=are_own):
             for _ in range(20):
                 assert torch.equal(activated(), expected)
 
@@ -127,16 +130,17 @@ def test_callers_in_several_threads_do_not_disturb_each_other() -> None:
     expected = [activated(rows) for rows in inputs]
 
     def compute(number: int) -> bool:
-        torch.set_num_threads(2 + number % 2)
-        return all(torch.equal(activated(inputs[number]), expected[number]) for _ in range(50))
+        with torch_threads(2 + number % 2, are_own=True):
+            return all(torch.equal(activated(inputs[number]), expected[number]) for _ in range(50))
 
     with torch_threads(2), ThreadPoolExecutor(4) as executor:
         assert all(executor.map(compute, range(4)))
 
 
-def test_an_error_in_one_thread_reaches_the_caller() -> None:
+@pytest.mark.parametrize("are_own", [False, True])
+def test_an_error_in_one_thread_reaches_the_caller(are_own: bool) -> None:
     layout = GroupedLayout(bits=4, coarse=32, middle=8).words
-    with torch_threads(2):
+    with torch_threads(2, are_own=are_own):
         for _ in range(20):
             with pytest.raises(RuntimeError, match="weights cannot be"):
                 torch.ops.inflight.round_grouped(layout, torch.zeros(512, 64, dtype=torch.int64))
@@ -148,6 +152,7 @@ import os, torch
 from inflight.execution.kernels import kernels_available
 assert kernels_available()
 torch.set_num_threads(3)
+torch.ops.inflight.use_own_threads(True)
 rows = torch.randn(2000, 500, generator=torch.Generator().manual_seed(1))
 expected = torch.ops.inflight.activate(rows, "gelu", "none")
 child = os.fork()
@@ -162,3 +167,29 @@ assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 def test_a_forked_process_computes_without_the_threads_that_it_does_not_have() -> None:
     subprocess.run([sys.executable, "-c", FORKED], check=True)
+
+
+WITHOUT_TORCH = """
+import os, torch
+from pathlib import Path
+from inflight import LLM, SamplingParams
+
+def seconds_of_others():
+    own = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() != "inflight\\n"]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in own if int(task.name) != os.getpid()) / 1e9
+
+torch.set_num_threads(2)
+llm = LLM(dtype="float32", num_threads=2)
+assert llm.model_info.is_recorded
+params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+llm.generate(["Once"] * 8, params, use_tqdm=False)
+before, start = seconds_of_others(), os.times().user
+llm.generate(["Once"] * 8, params, use_tqdm=False)
+others, all_threads = seconds_of_others() - before, os.times().user - start
+assert others < 0.1 * all_threads, (others, all_threads)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not count threads' time")
+def test_torchs_threads_have_no_part_in_a_recorded_step() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True)

@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <linux/futex.h>
 #include <omp.h>
+#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -22,9 +23,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Items = c10::function_ref<void(int64_t)>;
 
-// For so long a thread looks for what it waits for, and then it sleeps. To wake it takes some 50 µs on a virtual machine;
-// between two steps there are some hundred.
-constexpr auto kLookingForWork = std::chrono::microseconds(500), kLookingForTheEnd = std::chrono::microseconds(200);
+// For so long a thread looks for what it waits for, and then it sleeps. To wake it takes some 50 µs on a virtual machine.
+// Between two steps of a small model there is a millisecond.
+constexpr auto kLookingForWork = std::chrono::microseconds(2000), kLookingForTheEnd = std::chrono::microseconds(200);
 constexpr int kLooksInTurn = 8;  // between two looks at the clock
 
 // A number that threads can sleep on.
@@ -120,6 +121,7 @@ class Pool {
   }
 
   void serve(size_t number) {
+    pthread_setname_np(pthread_self(), "inflight");
     at::internal::lazy_init_num_threads();
     omp_set_num_threads(1);  // for what torch's operators do within an item
     for (uint32_t job; job = num_jobs_.load(), number < num_wanted_.load();) {

@@ -125,6 +125,22 @@ def test_any_number_of_threads_gives_the_same_bits(are_own: bool) -> None:
                 assert torch.equal(activated(), expected)
 
 
+def workers() -> set[str]:
+    tasks = Path("/proc/self/task").iterdir()
+    return {task.name for task in tasks if (task / "comm").read_text() == "inflight\n"}
+
+
+def test_threads_stay_however_little_there_is_to_do() -> None:
+    with torch_threads(5, are_own=True):
+        activated()
+        before = workers()
+        assert len(before) == 4
+        for count in (1, 2, 3, 64):
+            for _ in range(20):
+                torch.ops.inflight.activate(ROWS[:count].repeat(32, 1), "gelu", "none")
+        assert workers() == before
+
+
 def test_callers_in_several_threads_do_not_disturb_each_other() -> None:
     inputs = [ROWS + number for number in range(4)]
     expected = [activated(rows) for rows in inputs]

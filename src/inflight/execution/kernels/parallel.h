@@ -14,7 +14,7 @@ constexpr int64_t kRangesOfThread = 4;  // a thread that is kept from its core d
 // Calls function(item) once for each item.
 template <class Function>
 void for_each_item(int64_t num_items, const Function& function) {
-  run_items(num_items, std::min<int64_t>(at::get_num_threads(), num_items), function);
+  run_items(num_items, at::get_num_threads(), function);
 }
 
 // Calls function(begin, end) for ranges that together are [0, size), of `least` numbers or more if there are so many.

@@ -169,7 +169,7 @@ thread_local bool own_threads_are_used = false;
 
 void run_on_torch(int64_t num_items, int64_t num_threads, Items work) {
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, num_threads, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, std::min(num_threads, num_items), 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; ++thread)
       for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) work(item);
   });

@@ -16,9 +16,9 @@ namespace inflight {
 void use_own_threads(bool are_used);
 bool uses_own_threads();
 
-// Calls `work(item)` once for each item, on this thread and on up to `num_threads - 1` others, whoever is free. Runs all
-// of them here if that would be work within work, or if another caller has the other threads. Throws the first exception
-// of an item, when all have ended.
+// Calls `work(item)` once for each item, on this thread and on `num_threads - 1` others, whoever is free; these are kept
+// until a call names another number. Runs all items here if that would be work within work, or if another caller has the
+// other threads. Throws the first exception of an item, when all have ended.
 void run_items(int64_t num_items, int64_t num_threads, c10::function_ref<void(int64_t)> work);
 
 // Calls `work()` here, and meanwhile `help(number)`, on threads of ours that are free, with numbers from 0 to

@@ -113,7 +113,7 @@ def _for_people(llm: "LLM") -> dict[str, str]:
         "model": f"{info.model_class}, {in_words(info.num_parameters)} parameters, a vocabulary of {info.vocab_size:,}",
         "weights": f"{in_bytes(around['weight_bytes'])}: {kinds}",
         "computes": f"in {info.dtype}{own}{arithmetic}",
-        "runs": f"on {info.device} with {info.num_threads} threads, {info.executor}, attention by "
+        "runs": f"on {info.device} with {info.threads}, {info.executor}, attention by "
         f"{info.attention_backend}, forward pass {info.forward_pass}",
         "proved": f"on {info.proved_on}: {errors}",
         "same bits": "alone and in any company" if info.is_batch_invariant else "not promised in other company",

@@ -82,3 +82,8 @@ class ModelInfo:
     def forward_pass(self) -> str:
         """How it runs: "recorded", or "in Python"."""
         return "recorded" if self.is_recorded else "in Python"
+
+    @property
+    def threads(self) -> str:
+        """How many, in words: "2 threads"."""
+        return f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"

@@ -227,7 +227,7 @@ def _described(ready: Ready) -> str:
     num_tokens = info.num_blocks * info.block_size // len(info.cache_groups)
     options = [
         f"{info.model_class}, {info.num_parameters / 1e6:,.1f} million parameters, {info.dtype} on {info.device}",
-        f"{info.num_threads} threads",
+        info.threads,
         f"executor {info.executor}, attention {info.attention_backend}, forward pass {info.forward_pass}",
         *([] if info.quantization is None else [info.quantization]),
         f"context {info.max_model_len} tokens",

@@ -2,8 +2,9 @@
 
     python -m benchmarks.busy_machine --model DIR --quantization int4 --streams 1
 
-Rounds without other processes and beside some that only count are interleaved. With `--num-threads` threads of its own
-and so many busy processes, its fair share is threads / (threads + processes) of the speed without them.
+Rounds without other processes and beside some that only count are interleaved. The fair share of an engine with t
+threads, on as many cores, beside n busy processes is t / (t + n) of its speed without them. (The number of threads is
+the default; `OMP_NUM_THREADS` lowers it.)
 """
 
 import argparse

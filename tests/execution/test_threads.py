@@ -67,9 +67,9 @@ def test_cores_that_no_file_describes_count(monkeypatch: pytest.MonkeyPatch, tmp
     ("limit", "number"), [("150000 100000", 1), ("50000 100000", 1), ("max 100000", 4), ("300 100", 3)]
 )
 def test_a_quota_is_kept_within(system: Path, limit: str, number: int) -> None:
-    write(system / "proc/self/cgroup", "0::/work/engine")
-    write(system / "sys/fs/cgroup/work/engine/cpu.max", "max 100000")
-    write(system / "sys/fs/cgroup/work/cpu.max", limit)
+    write(system / "proc/self/cgroup", "0::/pod/engine")
+    write(system / "sys/fs/cgroup/pod/engine/cpu.max", "max 100000")
+    write(system / "sys/fs/cgroup/pod/cpu.max", limit)
     assert usable_cores(system) == number
 
 

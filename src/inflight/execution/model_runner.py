@@ -70,7 +70,9 @@ class ModelRunner:
                 self.scorer.assign(assignment)
         if not plan.spans:
             return []
-        self.threads.prepare(are_own=isinstance(self.executor, PackedExecutor) and not self.executor.needs_torch)
+        if self.device.type == "cpu":
+            are_own = isinstance(self.executor, PackedExecutor) and not self.executor.needs_torch_threads
+            self.threads.prepare(are_own=are_own)
         batch = RaggedBatch.from_plan(plan, self.config.block_size, self.device)
         logits = self.executor.forward(batch)
         token_ids = self.sampler.sample(logits, batch, None if masks is None else masks())

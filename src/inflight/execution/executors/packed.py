@@ -84,9 +84,9 @@ class PackedExecutor:
         """See `Executor`. Nothing is kept by slot."""
 
     @property
-    def needs_torch(self) -> bool:
+    def needs_torch_threads(self) -> bool:
         """Whether torch's operators have work for several threads in a step."""
-        return self._recorded is None or self._recorded.needs_torch
+        return self._recorded is None or self._recorded.needs_torch_threads
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> torch.Tensor:

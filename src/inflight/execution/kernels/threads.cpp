@@ -189,7 +189,9 @@ void run_items(int64_t num_items, int64_t num_threads, Items work) {
 }
 
 void run_helped(int64_t num_threads, c10::function_ref<void()> work, Items help) {
-  const bool is_shared = num_threads > 1 && own_threads_are_used && !Pool::is_inside();
+  const bool is_shared = num_threads > 1 && !Pool::is_inside();
+  if (is_shared && !own_threads_are_used)
+    return at::parallel_for(0, num_threads, 1, [&](int64_t begin, int64_t) { begin == 0 ? work() : help(begin - 1); });
   if (is_shared && pool().run(num_threads - 1, num_threads, help, &work)) return;
   work();
 }

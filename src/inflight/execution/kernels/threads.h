@@ -21,8 +21,7 @@ bool uses_own_threads();
 // other threads. Throws the first exception of an item, when all have ended.
 void run_items(int64_t num_items, int64_t num_threads, c10::function_ref<void(int64_t)> work);
 
-// Calls `work()` here, and meanwhile `help(number)`, on threads of ours that are free, with numbers from 0 to
-// `num_threads - 2`.
+// Calls `work()` here, and meanwhile `help(number)`, on threads that are free, with numbers from 0 to `num_threads - 2`.
 void run_helped(int64_t num_threads, c10::function_ref<void()> work, c10::function_ref<void(int64_t)> help);
 
 }  // namespace inflight

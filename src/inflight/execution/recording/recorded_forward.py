@@ -36,12 +36,12 @@ class RecordedForward:
         fuses: whether small operators run as row kernels.
 
     Attributes:
-        needs_torch: whether torch's operators have work for several threads.
+        needs_torch_threads: whether torch's operators have work for several threads.
     """
 
     def __init__(self, recorded: RecordedPass, *, fuses: bool = True) -> None:
         names = [call.name for call in recorded.calls if call.name.startswith("aten::")]
-        self.needs_torch = any(part in name for name in names for part in MULTIPLYING)
+        self.needs_torch_threads = any(part in name for name in names for part in MULTIPLYING)
         self._program: int = torch.ops.inflight.new_program(*encoded(recorded, fuses=fuses))
         delete_with(self, torch.ops.inflight.delete_program, self._program)
 

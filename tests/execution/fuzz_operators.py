@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from inflight.execution import kernels
+from inflight.execution.kernels import building, kernels_available
 from inflight.execution.recording.encoding import Encoded, encoded
 from inflight.execution.recording.recorded_forward import record_forward
 from inflight.execution.weights.panels import panels_of
@@ -283,8 +283,8 @@ def main() -> int:
     if options.sanitize:
         return run_sanitized(["--seed", str(options.seed), "--calls", str(options.calls)])
     if options.inside:
-        kernels.COMPILER_FLAGS.extend(["-fsanitize=address", "-fno-omit-frame-pointer", "-g1"])
-    if not kernels.kernels_available():
+        building.FLAGS.extend(["-fsanitize=address", "-fno-omit-frame-pointer", "-g1"])
+    if not kernels_available():
         return 1
     fuzzer = Fuzzer(options.seed)
     fuzzer.run(options.calls)

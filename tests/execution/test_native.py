@@ -1,21 +1,31 @@
-"""Kernels are built once and kept on disk, and everything works without them."""
+"""Kernels come with the package, or are built once and kept on disk; and everything works without them."""
 
 import io
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from inflight.execution import kernels as native
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.attention.cpu_backend import CpuAttention
+from inflight.execution.kernels import kernels_available, kernels_in_use
+from inflight.execution.kernels import library as native
+from inflight.execution.kernels.building import TARGETS, carried_name
 from tests.execution.fuzz_operators import Fuzzer
+
+ROOT = Path(__file__).parents[2]
+AVX2 = "avx2 bmi1 bmi2 f16c fma movbe"
+AVX512 = "avx512f avx512bw avx512cd avx512dq avx512vl"
+AMX = "avx512_vnni avx512_bf16 avx512vbmi amx_tile amx_bf16 amx_int8"
+needs_avx2 = pytest.mark.skipif("avx2" not in native._instruction_sets().split(), reason="for CPUs with AVX2")
 
 COMMAND = [sys.executable, "-m", "inflight", "generate", "Once upon a time", "--max-tokens", "12", "--temperature", "0"]
 
@@ -35,10 +45,10 @@ def test_without_a_compiler_everything_works_after_one_warning(tmp_path: Path) -
 
 
 def test_a_built_library_is_found_again() -> None:
-    assert native.kernels_available()
+    assert kernels_in_use() == "native"
     library = native.cache_folder() / f"kernels-{native._digest()}.so"
     assert library.exists()
-    assert native._built_library() == library
+    assert native.built_library() == library
 
 
 class Terminal(io.StringIO):
@@ -78,20 +88,20 @@ def test_a_library_in_a_folder_that_cannot_be_written_is_used(tmp_path: Path, mo
     library.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "cache_folder", lambda: tmp_path / "elsewhere")
-    monkeypatch.setattr(native, "_build", lambda _: pytest.fail("it is there"))
-    assert native._built_library() == library
+    monkeypatch.setattr(native, "build", lambda *_: pytest.fail("it is there"))
+    assert native.built_library() == library
 
 
 def test_without_a_cache_folder_that_can_be_looked_into_a_temporary_one_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def build(library: Path) -> None:
+    def build(library: Path, target_flags: list[str]) -> None:
         library.touch()
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("long" * 100)))  # for root, too, the system refuses this name
     monkeypatch.setattr(native, "cache_folder", native.cache_folder.__wrapped__)
-    monkeypatch.setattr(native, "_build", build)
-    library = native._built_library()
+    monkeypatch.setattr(native, "build", build)
+    library = native.built_library()
     assert library.exists()
     assert "XDG_CACHE_HOME names another folder" in caplog.text
     shutil.rmtree(library.parent)
@@ -107,8 +117,48 @@ def test_another_cpu_gets_another_library() -> None:
         native._instruction_sets = original
 
 
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package as a wheel installs it, with kernels for CPUs that have AVX2 and no more."""
+    folder = tmp_path_factory.mktemp("wheel")
+    asked = {"HATCH_BUILD_HOOK_ENABLE_CUSTOM": "true", "INFLIGHT_TARGET_CPU": "avx2"}
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True, env={**os.environ, **asked})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [wheel] = folder.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(folder / "site")
+        [metadata] = [name for name in files.namelist() if name.endswith("/METADATA")]
+        version = torch.__version__.partition("+")[0]
+        assert f"Requires-Dist: torch=={version}\n" in files.read(metadata).decode()
+    return folder / "site"
+
+
+@needs_avx2
+def test_a_wheel_with_kernels_needs_no_compiler_and_builds_nothing(package: Path, tmp_path: Path) -> None:
+    expected = generate()
+    without = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(package)}
+    carried = generate(**without)
+    assert (carried.stdout, carried.stderr) == (expected.stdout, "")
+    assert not list((tmp_path / "cache").rglob("*.so"))
+    info = [sys.executable, "-m", "inflight", "info", "--json"]
+    told = subprocess.run(info, capture_output=True, text=True, check=True, env={**os.environ, **without})
+    assert json.loads(told.stdout)["kernels"] == "avx2"
+
+
+@needs_avx2
+def test_kernels_of_a_wheel_that_torch_cannot_load_are_built_instead(package: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "site"
+    shutil.copytree(package, broken)
+    [library] = broken.rglob("*.so")
+    library.write_bytes(b"not a library")
+    done = generate(PYTHONPATH=str(broken))
+    assert (done.stdout, done.stderr.count("so they are built here")) == (generate().stdout, 1)
+
+
 @pytest.mark.skipif("avx512f" not in native._instruction_sets().split(), reason="others are tested as they are")
-def test_a_cpu_without_avx512_gets_correct_kernels() -> None:
+def test_a_cpu_without_avx512_gets_correct_kernels(package: Path) -> None:
     """Registers are half as wide and layouts differ; the tests of attention, layers and the sampler still pass."""
     names = (
         "attention",
@@ -124,16 +174,45 @@ def test_a_cpu_without_avx512_gets_correct_kernels() -> None:
     not_ours = "not [torch and not reference_is_the_definition and not sliced"  # the same on any CPU
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", not_ours]
     of_that_cpu = {
-        "INFLIGHT_TARGET_CPU": "haswell",  # our kernels
+        "PYTHONPATH": str(package),  # our kernels
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "ATEN_CPU_CAPABILITY": "avx2",
         "PYTEST_ADDOPTS": "",
     }
-    environment = {**os.environ, **of_that_cpu}
     done = subprocess.run(
-        [*command, *tests], capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2]
+        [*command, *tests], capture_output=True, text=True, env={**os.environ, **of_that_cpu}, cwd=ROOT
     )
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("can", "may_use_matrix_unit", "best"),
+    [
+        ("", False, None),
+        ("avx2 fma", False, None),
+        (AVX2, False, "avx2"),
+        (f"{AVX2} avx_vnni", False, "avx2-vnni"),
+        (f"{AVX2} {AVX512}", False, "avx512"),
+        (f"{AVX2} {AVX512} avx512_vnni avx512vbmi", False, "avx512-vnni"),
+        (f"{AVX2} {AVX512} avx_vnni avx512_vnni avx512_bf16 avx512vbmi", False, "avx512-bf16"),
+        (f"{AVX2} {AVX512} {AMX}", True, "amx"),
+        (f"{AVX2} {AVX512} {AMX}", False, "avx512-bf16"),
+    ],
+)
+def test_a_cpu_gets_the_best_of_the_package(
+    can: str, may_use_matrix_unit: bool, best: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "SOURCES", tmp_path)
+    monkeypatch.setattr(native, "_instruction_sets", lambda: f"flags : {can}")
+    monkeypatch.setattr(native, "_may_use_matrix_unit", lambda: may_use_matrix_unit)
+    monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
+    assert native.carried_library() is None  # another torch's are not looked at
+    for target in TARGETS["x86_64"]:
+        library = tmp_path / carried_name(target)
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.touch()
+    found = native.carried_library()
+    assert (found and found.stem) == best
 
 
 def test_a_matrix_unit_that_linux_denies_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +225,7 @@ def test_a_matrix_unit_that_linux_denies_is_not_compiled_for(monkeypatch: pytest
 
 def test_operators_refuse_arguments_that_do_not_fit() -> None:
     """`make soak` makes many more such calls under AddressSanitizer."""
-    assert native.kernels_available()
+    assert kernels_available()
     fuzzer = Fuzzer(seed=0)
     fuzzer.run(100)
     assert fuzzer.refused.total() > 300

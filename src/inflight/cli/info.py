@@ -26,6 +26,8 @@ ARITHMETICS = {
     "exact": "weights of a few bits are expanded first",
 }
 
+KERNELS = {"native": "built for this CPU", None: "torch's only"}
+
 
 @click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
@@ -115,6 +117,7 @@ def _for_people(llm: "LLM") -> dict[str, str]:
         "computes": f"in {info.dtype}{own}{arithmetic}",
         "runs": f"on {info.device} with {info.threads}, {info.executor}, attention by "
         f"{info.attention_backend}, forward pass {info.forward_pass}",
+        "kernels": KERNELS.get(info.kernels) or f"the package's, for {info.kernels}",
         "proved": f"on {info.proved_on}: {errors}",
         "same bits": "alone and in any company" if info.is_batch_invariant else "not promised in other company",
         "attention": "\n".join(info.attention_calls),

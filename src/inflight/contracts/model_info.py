@@ -46,6 +46,8 @@ class ModelInfo:
         weights: what the weights are stored in, the largest share first.
         is_recorded: whether the forward pass was recorded, and runs without Python.
         num_threads: how many threads compute a step.
+        kernels: whose C++ kernels run: "native" for those that were built for this CPU, the kind of CPU that the
+            package's own were built for ("avx2", "amx", …), or None: torch's.
     """
 
     model_class: str
@@ -77,6 +79,7 @@ class ModelInfo:
     weights: tuple[StoredWeights, ...] = ()
     is_recorded: bool = False
     num_threads: int = 1
+    kernels: str | None = None
 
     @property
     def forward_pass(self) -> str:

@@ -1,58 +1,53 @@
-"""Our C++ kernels for the CPU: built once for a machine, and kept on disk.
+"""Our C++ kernels for the CPU: operators `torch.ops.inflight.*` (`operators.cpp`), if `kernels_available()`."""
 
-If `kernels_available()`, the operators are `torch.ops.inflight.*` (`operators.cpp` lists them). The library's file name
-is a digest of everything that went into it: sources, compiler, flags, torch, and this CPU's instruction sets. So in a
-home folder that several machines share, none of them runs instructions that were chosen for another.
-"""
-
-import ctypes
-import fcntl
 import functools
-import hashlib
-import importlib.util
 import logging
-import os
-import platform
-import shutil
 import subprocess
 import sys
-import tempfile
-import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
+from inflight.execution.kernels.building import SOURCES
+from inflight.execution.kernels.library import cache_folder, load_library
+
+__all__ = [
+    "PANEL_OUTPUTS",
+    "SOURCES",
+    "cache_folder",
+    "delete_with",
+    "has_panels",
+    "kernels_available",
+    "kernels_in_use",
+]
+
 logger = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent
 PANEL_OUTPUTS = 32
 """Outputs of a layer that lie side by side, wherever a kernel multiplies with its weight."""
-COMPILER_FLAGS = [  # without contraction: GCC fuses a product and a sum in one copy of a function, and not in another
-    *("-std=c++20", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
-    *("-fvisibility=hidden", "-fvisibility-inlines-hidden"),
-    *("-Wno-psabi", "-Wno-unknown-pragmas"),
-]
 
 
 @functools.cache
-def kernels_available() -> bool:
-    """Whether `torch.ops.inflight` exists. The first call builds and loads it, and warns if that fails."""
+def kernels_in_use() -> str | None:
+    """Which are loaded: "native" for those that were built for this CPU, or a name of `building.TARGETS` for those that
+    the package has; None if there are none. The first call loads them, perhaps builds them, and warns if that fails."""
     if sys.platform != "linux":
-        return False
+        return None
     try:
-        library = _built_library()
-        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+        kernels = load_library()
         _describe_operators()
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         lines = str(error).strip().split("\n")
         reason = next((line for line in lines if " error: " in line), lines[0])  # the compiler's
         logger.warning("no CPU kernels of our own (%s): attention runs through torch's operators, slower", reason)
-        return False
-    return True
+        return None
+    return kernels
+
+
+def kernels_available() -> bool:
+    """Whether `torch.ops.inflight` exists."""
+    return kernels_in_use() is not None
 
 
 def has_panels(dtype: torch.dtype) -> bool:
@@ -114,143 +109,3 @@ def _describe_operators() -> None:
     torch.library.register_fake("inflight::write", write)
     torch.library.register_fake("inflight::attend", attend)
     torch.library.register_fake("inflight::activate", activate)
-
-
-def _built_library() -> Path:
-    """The library for this machine, built if it is not on disk yet. It may be in a folder that cannot be written."""
-    name = f"kernels-{_digest()}.so"
-    if os.path.exists(_user_folder() / name):  # and False, not an error, where nobody may look
-        return _user_folder() / name
-    folder = cache_folder()
-    if folder != _user_folder():
-        logger.warning(
-            "%s cannot be written, so the CPU kernels are built at every start; XDG_CACHE_HOME names another folder",
-            _user_folder(),
-        )
-    library = folder / name
-    if not library.exists():
-        with _lock(folder / "lock"):
-            if not library.exists():
-                _build(library)
-    return library
-
-
-def _build(library: Path) -> None:
-    from torch.utils import cpp_extension  # slow to import, and rarely needed
-
-    said = "inflight: building its CPU kernels for this machine, once …"
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder, _ninja_on_path(), _timed(said):
-        cpp_extension.load(
-            "inflight_kernels",
-            [str(source) for source in sorted(SOURCES.glob("*.cpp"))],
-            extra_cflags=[*COMPILER_FLAGS, *_native_flags()],
-            extra_ldflags=["-fopenmp"],
-            build_directory=folder,
-            is_python_module=False,
-            is_standalone=False,
-        )
-        os.replace(Path(folder) / "inflight_kernels.so", library)
-
-
-@contextmanager
-def _timed(said: str, interval: float = 1.0) -> Iterator[None]:
-    """Print a line to standard error, and at the end how long it took; meanwhile the seconds run, on a terminal."""
-    start, ended = time.monotonic(), threading.Event()
-
-    def run() -> None:
-        while not ended.wait(interval):
-            print(f"\r{said} {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
-
-    print(said, end="", file=sys.stderr, flush=True)
-    clock = threading.Thread(target=run, daemon=True)
-    if is_terminal := sys.stderr.isatty():
-        clock.start()
-    how = "failed"
-    try:
-        yield
-        how = f"{time.monotonic() - start:.0f} s"
-    finally:
-        ended.set()
-        if is_terminal:
-            clock.join()
-        print(f"\r{said} {how}" if is_terminal else f" {how}", file=sys.stderr)
-
-
-def _digest() -> str:
-    """Names the library; differs whenever a build would."""
-    digest = hashlib.sha256()
-    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
-        digest.update(source.read_bytes())
-    compiler = subprocess.run([_compiler(), "--version"], capture_output=True, check=True).stdout
-    torch_build = (torch.__version__, str(torch.version.git_version))
-    for part in (*torch_build, *COMPILER_FLAGS, *_native_flags(), _instruction_sets()):
-        digest.update(part.encode() + b"\0")
-    digest.update(compiler)
-    return digest.hexdigest()[:20]
-
-
-def _compiler() -> str:
-    """The compiler that `cpp_extension` will use."""
-    name = os.environ.get("CXX", "c++")
-    if shutil.which(name) is None:
-        raise OSError(f"there is no C++ compiler {name!r} here")
-    return name
-
-
-def _native_flags() -> list[str]:
-    """The flags that target this CPU, or the one that `INFLIGHT_TARGET_CPU` names (for tests)."""
-    option = "-march" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu"
-    without = ["-mno-amx-tile"] if " amx_tile " in _instruction_sets() and not _may_use_matrix_unit() else []
-    return [f"{option}={os.environ.get('INFLIGHT_TARGET_CPU', 'native')}", *without]
-
-
-def _may_use_matrix_unit() -> bool:
-    """Whether Linux lets this process use the CPU's matrix unit (AMX), for which a process must ask."""
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
-
-
-def _instruction_sets() -> str:
-    """What this CPU can do, as the operating system reports it."""
-    lines = Path("/proc/cpuinfo").read_text().split("\n")
-    kinds = ("flags", "Features", "model name", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
-
-
-@functools.cache
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/inflight` or `~/.cache/inflight`; a temporary folder if that is not writable."""
-    folder = _user_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="inflight-"))
-
-
-def _user_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "inflight"
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Inside, only one process runs. The lock is released when its process dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def _ninja_on_path() -> Iterator[None]:
-    """Inside, ninja is on PATH, where `cpp_extension` looks for it. (An environment that was not activated does not put
-    it there.)"""
-    path, spec = os.environ.get("PATH", ""), importlib.util.find_spec("ninja")
-    if spec is not None and shutil.which("ninja") is None:
-        import ninja
-
-        os.environ["PATH"] = os.pathsep.join([str(ninja.BIN_DIR), path])
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = path

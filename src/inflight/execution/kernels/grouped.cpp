@@ -26,7 +26,7 @@ Place place_of(const Grouped& layout, int64_t output, int64_t input) {
   const int64_t of_outputs = kOutputsOfQuads * kChunk * layout.bits / 8;
   const int64_t first = output / kOutputsOfQuads * of_outputs, lane = output % kOutputsOfQuads * 4 + input % 4;
   if (layout.bits == 8) return {first + input / 4 * 64 + lane, 0};
-  return {first + input / 8 * 64 + lane, input / 4 % 2 * 4};
+  return {first + input / 8 * 64 + lane, int(input / 4 % 2 * 4)};
 }
 
 // The same for the bits above the fourth.

@@ -14,6 +14,7 @@ from inflight.execution.executors import Executor
 from inflight.execution.hf.generation_defaults import eos_token_ids, not_honoured
 from inflight.execution.hf.load import available_cache_memory
 from inflight.execution.hf.longrope import longrope_length
+from inflight.execution.kernels import kernels_in_use
 from inflight.execution.preparation.choice import ChosenExecutor
 from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.weights.inventory import arithmetic_of, stored_weights
@@ -59,6 +60,7 @@ def describe(
         quantization=config.quantization,
         arithmetic=arithmetic_of(model),
         weights=stored_weights(model),
+        kernels=kernels_in_use() if model.device.type == "cpu" else None,
         attention_calls=_describe_calls(report.specs),
         logits_error=report.logits_error,
         attention_error=report.attention_error,

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from inflight.contracts.config import EngineConfig
 from inflight.execution.hf.hook import attention_in_use
-from inflight.execution.kernels import cache_folder, kernels_available
+from inflight.execution.kernels import cache_folder, kernels_in_use
 from inflight.execution.weights.prepacked_linear import can_prepack
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ def _digest(model: PreTrainedModel, config: EngineConfig) -> str:
         "config": {key: value for key, value in model.config.to_dict().items() if key not in NOT_OF_THE_SHAPE},
         "wanted": (config.executor, config.attention_backend, config.quantization, config.kv_cache_dtype),
         "attends by": sorted(set(map(str, attention_in_use(model).values()))),
-        "runs on": (str(model.dtype), model.device.type, can_prepack(model), kernels_available(), _processor(model)),
+        "runs on": (str(model.dtype), model.device.type, can_prepack(model), kernels_in_use(), _processor(model)),
         "precision": (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
         "versions": (sys.version, *(version(name) for name in ("torch", "transformers", "inflight-llm"))),
     }

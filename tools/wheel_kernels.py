@@ -1,0 +1,61 @@
+"""Puts compiled kernels into a wheel, for every kind of CPU that it serves: a build hook of hatchling.
+
+It runs only if `HATCH_BUILD_HOOK_ENABLE_CUSTOM` is true (`make wheel`, cibuildwheel). Any other wheel has sources only,
+and its kernels are built where it runs. `INFLIGHT_TARGET_CPU` names one kind of CPU to build for, instead of all.
+"""
+
+import importlib.util
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+KERNELS = "inflight/execution/kernels"
+
+
+class WheelKernels(BuildHookInterface[Any]):
+    """The hook. The kernels are for the torch of the environment in which it runs, and the wheel asks for that one."""
+
+    PLUGIN_NAME = "custom"
+
+    def dependencies(self) -> list[str]:
+        """What the environment needs, if `build` makes one."""
+        return ["torch"]
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile the kernels, and have them put into the wheel."""
+        if self.target_name != "wheel" or version == "editable":
+            return
+        building = _building(Path(self.root))
+        asked = os.environ.get("INFLIGHT_TARGET_CPU")
+        targets = [each for each in building.TARGETS[platform.machine()] if asked in (None, each.name)]
+        self._folder = tempfile.TemporaryDirectory(prefix="inflight-wheel-")
+        for target in targets:
+            print(f"kernels for {target.name} …", file=sys.stderr, flush=True)
+            library = Path(self._folder.name) / f"{target.name}.so"
+            building.build(library, [*target.flags, "-s"])
+            build_data["force_include"][str(library)] = f"{KERNELS}/{building.carried_name(target)}"
+        build_data["dependencies"].append(f"torch=={building.torch_version()}")
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-linux_{platform.machine()}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """The wheel is written: remove what was compiled for it."""
+        if hasattr(self, "_folder"):
+            self._folder.cleanup()
+
+
+def _building(root: Path) -> ModuleType:
+    """`building.py`, without the package around it, which would need all of its dependencies."""
+    spec = importlib.util.spec_from_file_location("building", root / "src" / KERNELS / "building.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module

@@ -12,6 +12,8 @@ Names are imported when they are first used, so that `inflight --help` does not 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from inflight.garbage_collection import garbage_collection_paused
+
 if TYPE_CHECKING:
     from inflight.async_llm import AsyncLLM
     from inflight.callback_llm import CallbackLLM
@@ -83,4 +85,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'inflight' has no attribute {name!r}")
-    return getattr(import_module(f"inflight.{_HOMES[name]}"), name)
+    with garbage_collection_paused():
+        return getattr(import_module(f"inflight.{_HOMES[name]}"), name)

@@ -19,6 +19,7 @@ from inflight.cli.serve import serve
 from inflight.cli.show import show
 from inflight.cli.simulate import simulate
 from inflight.cli.trace import trace
+from inflight.garbage_collection import end_without_garbage_collection
 
 HEADINGS = {
     "Run a model": ("generate", "chat", "serve", "info", "quantize"),
@@ -60,3 +61,5 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(141)
+    finally:
+        end_without_garbage_collection()

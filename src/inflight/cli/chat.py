@@ -70,7 +70,7 @@ def _answerer(model: str | None, url: str | None, api_key: str | None, engine: d
             raise click.UsageError(f"--{option} is for an engine in this process; it cannot be given with --url")
         return ServerAnswerer(url, model, api_key)
     quiet_libraries()
-    from inflight.llm import LLM
+    from inflight import LLM
 
     return EngineAnswerer(LLM(model, **engine), model or "the embedded model")
 

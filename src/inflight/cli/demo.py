@@ -45,11 +45,11 @@ def demo(slots: int, slow: bool) -> None:
     from rich.live import Live
     from rich.markup import escape
 
+    from inflight import LLM
     from inflight.contracts.params import SamplingParams
     from inflight.contracts.record import StepRecord
     from inflight.lessons.methods import Setting
     from inflight.lessons.race import mixed_requests, run_race
-    from inflight.llm import LLM
     from inflight.observe.live_view import SlotView
     from inflight.observe.run_report import RunLog
 

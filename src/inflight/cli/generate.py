@@ -26,9 +26,9 @@ from inflight.cli.prompts import PromptLine, read_prompts
 from inflight.contracts.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from inflight import LLM
     from inflight.contracts.outputs import RequestOutput, TextDelta, TokenLogprobs
     from inflight.contracts.params import SamplingParams
-    from inflight.llm import LLM
 
 
 @click.command(cls=Command)
@@ -74,7 +74,7 @@ def generate(
         with out:
             _answer_batch(model, engine_values(options), lines, out, quiet)
         return
-    from inflight.llm import LLM
+    from inflight import LLM
     from inflight.observe.progress import with_progress
 
     llm = LLM(model, **engine_values(options))

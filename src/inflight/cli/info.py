@@ -16,7 +16,7 @@ from inflight.gguf.summary import GgufSummary
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from inflight.llm import LLM
+    from inflight import LLM
 
 CONTEXTS = (4096, 32768)
 """Lengths for which the cache's memory is said."""
@@ -47,7 +47,7 @@ def info(model: str | None, as_json: bool, loads: bool, **options: Any) -> None:
         else:
             _print(_header_for_people(summary))
         return
-    from inflight.llm import LLM
+    from inflight import LLM
 
     llm = LLM(model, **engine_values(options))
     if as_json:

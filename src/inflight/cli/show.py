@@ -74,8 +74,8 @@ def show(
     quiet_libraries()
     from rich.console import Console
 
+    from inflight import LLM
     from inflight.contracts.params import SamplingParams
-    from inflight.llm import LLM
     from inflight.observe.pictures import save_png, to_html, write_html
     from inflight.observe.step_capture import StepCapture
     from inflight.observe.step_drawing import StepDrawing

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import BinaryIO
 
 from inflight.engine.process.protocol import Commands, Event, read_command, read_load, to_frame
+from inflight.garbage_collection import end_without_garbage_collection, garbage_collection_paused
 
 SWITCH_INTERVAL = 0.0001
 """Seconds after which a thread that reads or compiles requests gives the interpreter back. A step gives it up at each
@@ -26,9 +27,10 @@ def main() -> int:
     commands: Commands = SimpleQueue()
     threading.Thread(target=_listen, args=(incoming, commands), daemon=True).start()
 
-    from inflight.engine.engine import Engine  # loads long; the thread notices meanwhile if the caller dies
-    from inflight.engine.process.loop import serve
-    from inflight.sources import load_tokenizer
+    with garbage_collection_paused():  # this takes long; the thread notices meanwhile if the caller dies
+        from inflight.engine.engine import Engine
+        from inflight.engine.process.loop import serve
+        from inflight.sources import load_tokenizer
 
     def load() -> Engine:
         return Engine(asked.model, asked.config, load_tokenizer(asked.model, asked.tokenizer, asked.config))
@@ -40,7 +42,10 @@ def main() -> int:
         except BrokenPipeError:
             os._exit(0)
 
-    return 0 if serve(load, commands, send) else 1
+    try:
+        return 0 if serve(load, commands, send) else 1
+    finally:
+        end_without_garbage_collection()
 
 
 def _take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:

@@ -45,6 +45,7 @@ def kernels_in_use() -> str | None:
     return kernels
 
 
+@functools.cache
 def kernels_available() -> bool:
     """Whether `torch.ops.inflight` exists."""
     return kernels_in_use() is not None

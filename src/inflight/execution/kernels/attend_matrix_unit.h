@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "aligned.h"
 #include "attend_vectors.h"
 #include "matrix_unit.h"
 
@@ -50,7 +51,7 @@ struct UnitProducts {
                          Prefetcher<BFloat16>& prefetcher, int64_t ahead, int value_lanes, const Partial* results,
                          const Shares* shares) {
     const int num_products = int(stripes.size() + 1) / 2, num_parts = (value_lanes + 2 * kLanes - 1) / (2 * kLanes);
-    thread_local std::vector<Operand> copies;
+    thread_local AlignedVector<Operand> copies;
     copies.resize(num_products * kTileOperands * 2 * kLanes);
     Unit unit(kTileOperands);
     for (int lane = 0; lane < value_lanes; lane += 2 * kLanes) {

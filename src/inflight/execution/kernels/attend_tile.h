@@ -9,6 +9,7 @@
 #include <array>
 #include <cmath>
 
+#include "aligned.h"
 #include "attend_matrix_unit.h"
 #include "attend_vectors.h"
 
@@ -95,8 +96,8 @@ inline void merge(Partial& so_far, const Partial& next, int value_lanes) {
 template <class Kind>
 struct TileScratch {
   std::vector<Stripe<Kind>> stripes, next;  // of this tile, and of the one that this thread is likely to see next
-  std::vector<float> scores;
-  std::vector<typename Kind::Operand> weights;
+  AlignedVector<float> scores;
+  AlignedVector<typename Kind::Operand> weights;
   std::vector<Shares> shares;
 };
 

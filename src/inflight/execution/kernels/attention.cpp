@@ -5,6 +5,7 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "aligned.h"
 #include "checks.h"
 #include "convert.h"
 #include "parallel.h"
@@ -128,8 +129,8 @@ class Attention {
  private:
   struct Thread {
     TileScratch<Kind> tile;
-    std::vector<float> floats, so_far_values;
-    std::vector<typename Kind::Operand> queries;
+    AlignedVector<float> floats, so_far_values;
+    AlignedVector<typename Kind::Operand> queries;
     std::vector<Visible> visible;
     std::vector<Partial> so_far, next;
   };

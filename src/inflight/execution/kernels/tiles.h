@@ -7,6 +7,8 @@
 
 #ifdef INFLIGHT_MATRIX_UNIT
 
+#include <ATen/ops/empty.h>
+
 #include "parallel.h"
 
 #include <algorithm>
@@ -27,7 +29,8 @@ class TiledRows {
  public:
   TiledRows(const void* rows, int64_t num_rows, int64_t num_operands)
       : num_tiles_((num_operands + kTileOperands - 1) / kTileOperands),
-        bytes_(new char[(num_rows + kGroupRows - 1) / kGroupRows * num_tiles_ * kGroupRows * kTileRowBytes]) {
+        bytes_(at::empty({(num_rows + kGroupRows - 1) / kGroupRows * num_tiles_ * kGroupRows * kTileRowBytes}, at::kByte)),
+        begin_(static_cast<char*>(bytes_.mutable_data_ptr())) {
     for_each_range(num_rows, 32, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const char* from = static_cast<const char*>(rows) + row * 4 * num_operands;
@@ -40,12 +43,13 @@ class TiledRows {
 
   // Rows from the given first one on, from a tile of operands on.
   char* at(int64_t row, int64_t tile) const {
-    return bytes_.get() + (row / kGroupRows * num_tiles_ + tile) * kGroupRows * kTileRowBytes;
+    return begin_ + (row / kGroupRows * num_tiles_ + tile) * kGroupRows * kTileRowBytes;
   }
 
  private:
   int64_t num_tiles_;
-  std::unique_ptr<char[]> bytes_;
+  at::Tensor bytes_;
+  char* begin_;
 };
 
 // One thread's unit, as long as this object lives.

@@ -15,6 +15,8 @@
 
 namespace inflight {
 
+constexpr int kRowsWeighed = 4;
+
 // The scores of kRows rows to their weights: scale, softcap, mask, exponential. Returns their maxima and sums, 0 for a
 // row that sees nothing. (Rows together, because each waits for its maximum and sum.)
 template <class Kind, int kRows>
@@ -22,8 +24,12 @@ std::array<Partial, kRows> weigh(const Shape& shape, const std::vector<Stripe<Ki
                                  float* scores, typename Kind::Operand* weights, int64_t weight_stride) {
   constexpr bool kIsScaled = std::is_same_v<Kind, Int8>;
   constexpr int kStripes = Products<Kind>::kStripesOfProduct;
+  constexpr float kLog2OfE = 1.44269504f;
   const int num_stripes = int(stripes.size());
   const Strides strides = Products<Kind>::strides(num_stripes);
+  // Products that are nothing but scaled are scaled in the exponent.
+  const bool is_plain = !kIsScaled && shape.softcap == 0 && shape.scale > 0;
+  const float scale = is_plain ? shape.scale : 1;
   // Calls function(stripe, scores of the first row) for all stripes.
   const auto for_each_stripe = [&](const auto& function) {
     float* of_product = scores;
@@ -31,28 +37,39 @@ std::array<Partial, kRows> weigh(const Shape& shape, const std::vector<Stripe<Ki
       for (int s = 0; s < std::min(kStripes, num_stripes - first); ++s)
         function(stripes[first + s], of_product + s * kLanes);
   };
+  int low = visible[0].low, high = visible[0].high;  // what all rows see
+  for (int r = 1; r < kRows; ++r) low = std::max(low, visible[r].low), high = std::min(high, visible[r].high);
   Floats maxima[kRows];
   for (int r = 0; r < kRows; ++r) maxima[r] = broadcast(-kInfinity);
   for_each_stripe([&](const Stripe<Kind>& stripe, float* at) {
+    const int last = stripe.position + stripe.length;
+    const bool is_seen = low <= stripe.position && stripe.position + kLanes <= std::min(last, high);
+    if (is_plain && is_seen) {
+      for (int r = 0; r < kRows; ++r, at += strides.of_row) maxima[r] = max(maxima[r], load<Floats>(at));
+      return;
+    }
     for (int r = 0; r < kRows; ++r, at += strides.of_row) {
-      Floats score = load<Floats>(at) * shape.scale;
+      Floats score = load<Floats>(at);
+      if (!is_plain) score *= shape.scale;
       if constexpr (kIsScaled) score *= load<Floats>(stripe.key_scales);
       if (shape.softcap != 0) score = tanh(score / shape.softcap) * shape.softcap;
-      const int end = std::min(stripe.position + stripe.length, visible[r].high);
-      if (stripe.position < visible[r].low || end < stripe.position + kLanes) {
+      if (!is_seen) {
         const Ints position = lane_numbers() + stripe.position;
-        score = (position >= visible[r].low) & (position < end) ? score : broadcast(-kInfinity);
+        score = (position >= visible[r].low) & (position < std::min(last, visible[r].high)) ? score : broadcast(-kInfinity);
       }
       store(at, score);
       maxima[r] = max(maxima[r], score);
     }
   });
   float maximum[kRows];
-  for (int r = 0; r < kRows; ++r) maximum[r] = visible[r].low < visible[r].high ? max_of_lanes(maxima[r]) : 0;
-  Floats sums[kRows] = {};
+  Floats negative_maximum[kRows], sums[kRows] = {};
+  for (int r = 0; r < kRows; ++r) {
+    maximum[r] = visible[r].low < visible[r].high ? max_of_lanes(maxima[r]) : 0;
+    negative_maximum[r] = broadcast(-maximum[r] * (scale * kLog2OfE));
+  }
   for_each_stripe([&](const Stripe<Kind>& stripe, const float* at) {
     for (int r = 0; r < kRows; ++r, at += strides.of_row) {
-      Floats weight = exp(load<Floats>(at) - maximum[r]);
+      Floats weight = exp2_to_one(fused(load<Floats>(at), broadcast(scale * kLog2OfE), negative_maximum[r]));
       sums[r] += weight;
       if constexpr (kIsScaled) {
         const Floats scaled = weight * load<Floats>(stripe.value_scales);
@@ -66,7 +83,7 @@ std::array<Partial, kRows> weigh(const Shape& shape, const std::vector<Stripe<Ki
   for (int r = 0; r < kRows; ++r) {
     if (num_stripes % kStripes)
       std::fill_n(weights + r * weight_stride, kLanes / Kind::kPack, typename Kind::Operand{});
-    results[r] = {maximum[r], sum_of_lanes(sums[r]), nullptr};
+    results[r] = {maximum[r] * scale, sum_of_lanes(sums[r]), nullptr};
   }
   return results;
 }
@@ -127,11 +144,12 @@ void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int6
       const auto fresh = weigh<Kind, num_together>(
           shape, stripes, visible + row, scratch.scores.data() + (row - first) * strides.of_row,
           scratch.weights.data() + row * weight_stride, weight_stride);
-      for (const Partial& each : fresh) scratch.shares[row] = merge(results[row], each.max, each.sum), ++row;
+      for (int r = 0; r < num_together; ++r)
+        scratch.shares[row + r] = merge(results[row + r], fresh[r].max, fresh[r].sum);
     };
     int row = first;
-    for (; row + 2 <= end; row += 2) weigh_rows(std::integral_constant<int, 2>{}, row);
-    if (row < end) weigh_rows(std::integral_constant<int, 1>{}, row);
+    for (; row + kRowsWeighed <= end; row += kRowsWeighed) weigh_rows(std::integral_constant<int, kRowsWeighed>{}, row);
+    for (; row < end; ++row) weigh_rows(std::integral_constant<int, 1>{}, row);
   }
   Products<Kind>::sum_values(scratch.weights.data(), weight_stride, num_rows, stripes, prefetcher, half,
                              shape.value_lanes(), results, scratch.shares.data());

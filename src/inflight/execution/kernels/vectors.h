@@ -184,6 +184,27 @@ inline Floats exp(Floats x) {
 #endif
 }
 
+// 2^x for x of about 0 and less, by a polynomial that is off by 7.5e-8 of it at most; 0 instead of denormal numbers.
+inline Floats exp2_to_one(Floats x) {
+  constexpr float kLowest = -126;
+#ifdef __AVX512F__
+  const Floats n = rounded(x);
+#else
+  const Floats clamped = max(x, broadcast(kLowest)), n = rounded(clamped);
+#endif
+  const Floats fraction = x - n;
+  Floats p = broadcast(1.327647129e-3f);
+  for (const float next : {9.675541893e-3f, 5.550713092e-2f, 2.402212024e-1f, 6.931469440e-1f, 1.0000001192f})
+    p = fused(p, fraction, broadcast(next));
+#ifdef __AVX512F__
+  const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(kLowest), _CMP_NLT_UQ);  // or NaN
+  return (Floats)_mm512_maskz_scalef_ps(is_normal, (__m512)p, (__m512)n);
+#else
+  const Floats result = (Floats)((Ints)p + (__builtin_convertvector(n, Ints) << 23));
+  return x < kLowest ? Floats{} : result;
+#endif
+}
+
 inline Floats tanh(Floats x) { return 1.f - 2.f / (exp(x * 2.f) + 1.f); }
 
 inline float float_of(uint16_t bfloat16) {

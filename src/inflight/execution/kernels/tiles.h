@@ -7,15 +7,14 @@
 
 #ifdef INFLIGHT_MATRIX_UNIT
 
-#include <ATen/ops/empty.h>
-
+#include "aligned.h"
 #include "parallel.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <type_traits>
+#include <utility>
 
 #include "panels.h"
 
@@ -29,27 +28,41 @@ class TiledRows {
  public:
   TiledRows(const void* rows, int64_t num_rows, int64_t num_operands)
       : num_tiles_((num_operands + kTileOperands - 1) / kTileOperands),
-        bytes_(at::empty({(num_rows + kGroupRows - 1) / kGroupRows * num_tiles_ * kGroupRows * kTileRowBytes}, at::kByte)),
-        begin_(static_cast<char*>(bytes_.mutable_data_ptr())) {
+        bytes_(std::move(spare())) {
+    const size_t size = (num_rows + kGroupRows - 1) / kGroupRows * num_tiles_ * kGroupRows * kTileRowBytes;
+    if (bytes_.size() < size) bytes_ = AlignedVector<char>(size);
     for_each_range(num_rows, 32, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const char* from = static_cast<const char*>(rows) + row * 4 * num_operands;
-        for (int64_t tile = 0; tile < num_tiles_; ++tile, from += kTileRowBytes)
-          std::memcpy(at(row - row % kGroupRows, tile) + row % kGroupRows * kTileRowBytes, from,
-                      std::min<int64_t>(kTileRowBytes, 4 * (num_operands - tile * kTileOperands)));
+        char* to = bytes_.data() + place_of(row, 0) + row % kGroupRows * kTileRowBytes;
+        int64_t left = 4 * num_operands;
+        for (; left >= kTileRowBytes; left -= kTileRowBytes, from += kTileRowBytes, to += kGroupRows * kTileRowBytes)
+          std::memcpy(to, from, kTileRowBytes);
+        std::memcpy(to, from, left);
       }
     });
   }
 
+  ~TiledRows() { spare() = std::move(bytes_); }
+  TiledRows(const TiledRows&) = delete;
+  TiledRows& operator=(const TiledRows&) = delete;
+
   // Rows from the given first one on, from a tile of operands on.
-  char* at(int64_t row, int64_t tile) const {
-    return begin_ + (row / kGroupRows * num_tiles_ + tile) * kGroupRows * kTileRowBytes;
-  }
+  const char* at(int64_t row, int64_t tile) const { return bytes_.data() + place_of(row, tile); }
 
  private:
+  int64_t place_of(int64_t row, int64_t tile) const {
+    return (row / kGroupRows * num_tiles_ + tile) * kGroupRows * kTileRowBytes;
+  }
+
+  // This thread's memory from the last time: fresh pages would cost as much as the copy.
+  static AlignedVector<char>& spare() {
+    thread_local AlignedVector<char> bytes;
+    return bytes;
+  }
+
   int64_t num_tiles_;
-  at::Tensor bytes_;
-  char* begin_;
+  AlignedVector<char> bytes_;
 };
 
 // One thread's unit, as long as this object lives.

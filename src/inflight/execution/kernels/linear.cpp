@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "aligned.h"
 #include "checks.h"
 #include "convert.h"
 #include "grouped_linear.h"
@@ -169,28 +170,49 @@ struct InParts {
 
 #ifdef INFLIGHT_MATRIX_UNIT
 
-// The same with the matrix unit.
+// The same with the matrix unit, a run of panels at a time. Rows that are too long for the L2 cache go through all panels
+// of the run with some of their inputs, and then with the next ones.
 template <class Kind, class Weight, class Output>
 struct Tiled {
-  using Sums = TileSums<std::conditional_t<Kind::kPack == 4, int32_t, float>>;
-  using Rows = typename Sums::Rows;
-  static constexpr int64_t kRowsOfItem = Sums::kMaxRows, kStepsOfPart = 128;
+  using Sum = std::conditional_t<Kind::kPack == 4, int32_t, float>;
+  using Rows = TiledRows;
+  static constexpr int64_t kRowsOfItem = 256, kMaxPanels = 16, kStepsOfPart = 128, kStepsOfBlock = 4 * kStepsOfPart;
+  static constexpr int64_t kMaxStepsOfRows = 1 << 18;  // so many operands stay in the L2 cache, beside panels and sums
 
-  void operator()(const Rows& rows, int64_t num_rows, const Weight* panel, int64_t steps, int64_t first_row,
-                  int64_t first_output, const Finish<Output>& finish) {
-    sums.clear(num_rows);
-    for (int64_t step = 0; step < steps; step += kStepsOfPart) {
-      const int64_t count = std::min(kStepsOfPart, steps - step);
-      const Weight* part = panel + step * kPanelOutputs * Kind::kPack;
-      sums.add(rows, first_row, num_rows, step, part, count, part + kStepsOfPart * kPanelOutputs * Kind::kPack,
-               count * kPanelBytes);
+  void operator()(const Rows& rows, int64_t num_rows, const Weight* panels, int64_t num_panels, int64_t steps,
+                  int64_t first_row, int64_t first_output, const Finish<Output>& finish) {
+    constexpr int64_t kStepSize = kPanelOutputs * Kind::kPack;
+    const bool is_whole = num_rows * steps <= kMaxStepsOfRows;
+    const int64_t at_once = is_whole ? 1 : kMaxPanels, steps_of_block = is_whole ? steps : kStepsOfBlock;
+    thread_local AlignedVector<Sum> memory;
+    memory.resize(at_once * kRowsOfItem * kPanelOutputs);
+    for (int64_t first = 0; first < num_panels; first += at_once) {
+      const int64_t count = std::min(at_once, num_panels - first);
+      const auto sums_of = [&](int64_t panel) {
+        return reinterpret_cast<Sum(*)[kPanelOutputs]>(memory.data() + panel * kRowsOfItem * kPanelOutputs);
+      };
+      for (int64_t begin = 0; begin < steps; begin += steps_of_block) {
+        const int64_t end = std::min(steps, begin + steps_of_block);
+        for (int64_t panel = 0; panel < count; ++panel) {
+          auto* sums = sums_of(panel);
+          const Weight* weights = panels + (first + panel) * steps * kStepSize;
+          if (begin == 0) std::memset(sums, 0, num_rows * sizeof *sums);
+          for (int64_t step = begin; step < end; step += kStepsOfPart) {
+            const int64_t size = std::min(kStepsOfPart, end - step);
+            const int64_t next = step + size < end ? step + size : steps + begin;  // of the next panel
+            add_part(unit, rows, first_row, num_rows, step, weights + step * kStepSize, size, sums,
+                     weights + next * kStepSize, size * kPanelBytes);
+          }
+          if (end < steps) continue;
+          unit.settle();
+          finish.all(sums, first_row, num_rows, first_output + (first + panel) * kPanelOutputs);
+        }
+      }
     }
-    sums.settle();
-    finish.all(sums.sums, first_row, num_rows, first_output);
   }
 
  private:
-  Sums sums;
+  MatrixUnit unit;
 };
 
 #endif
@@ -208,12 +230,18 @@ using WayOf = std::conditional_t<Kind::kPack == 4, Lanewise<Kind, Weight, Output
 template <class Kind, class Weight, class Output>
 void run(const Linear& linear, const typename Kind::Input* x, int64_t num_rows, const Finish<Output>& finish) {
   using Way = WayOf<Kind, Weight, Output>;
-  const int64_t steps = linear.panels.size(1), panel_size = linear.panels.stride(0);
+  const int64_t num_panels = linear.panels.size(0), steps = linear.panels.size(1), panel_size = linear.panels.stride(0);
   const auto* panels = static_cast<const Weight*>(linear.panels.const_data_ptr());
   const typename Way::Rows rows(x, num_rows, steps);
-  for_each_panel<Way>(linear.panels.size(0), num_rows, steps, [&](Way& way, int64_t panel, int64_t first, int64_t count) {
-    way(rows, count, panels + panel * panel_size, steps, first, panel * kPanelOutputs, finish);
-  });
+  if constexpr (requires { Way::kMaxPanels; }) {
+    for_each_run<Way>(num_panels, num_rows, steps, [&](Way& way, int64_t panel, int64_t size, int64_t first, int64_t count) {
+      way(rows, count, panels + panel * panel_size, size, steps, first, panel * kPanelOutputs, finish);
+    });
+  } else {
+    for_each_panel<Way>(num_panels, num_rows, steps, [&](Way& way, int64_t panel, int64_t first, int64_t count) {
+      way(rows, count, panels + panel * panel_size, steps, first, panel * kPanelOutputs, finish);
+    });
+  }
 }
 
 // Rounds a row to [-127, 127] around kZeroPoint; returns its scale, NaN if the row is not finite.

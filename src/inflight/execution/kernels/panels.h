@@ -104,11 +104,11 @@ struct Finish {
   }
 };
 
-// Calls `run(way, panel, first_row, count)` for each panel and each `Way::kRowsOfItem` rows, on all of torch's threads; a
-// panel has `steps` operands for each row. Each thread gets several runs of neighbouring panels, each run with a `Way` of
-// its own, so that a stalled core does not stall the others for long.
+// Calls `run(way, panel, num_panels, first_row, count)` for neighbouring panels and `Way::kRowsOfItem` rows, until all have
+// met, on all threads; a panel has `steps` operands for each row. Each thread gets several shares, each with a `Way` of its
+// own, so that a stalled core does not stall the others for long.
 template <class Way, class Run>
-void for_each_panel(int64_t num_panels, int64_t num_rows, int64_t steps, const Run& run) {
+void for_each_run(int64_t num_panels, int64_t num_rows, int64_t steps, const Run& run) {
   const int64_t num_blocks = (num_rows + Way::kRowsOfItem - 1) / Way::kRowsOfItem;
   const int64_t num_items = num_blocks * num_panels, num_threads = at::get_num_threads();
   const int64_t item_size = steps * (kRowsOfReading + std::min(num_rows, Way::kRowsOfItem));
@@ -116,11 +116,22 @@ void for_each_panel(int64_t num_panels, int64_t num_rows, int64_t steps, const R
   if (num_shares > num_threads) num_shares -= num_shares % num_threads;
   for_each_item(num_shares, [&](int64_t share) {
     Way way;
-    for (int64_t item = num_items * share / num_shares; item < num_items * (share + 1) / num_shares; ++item) {
-      const int64_t first = item / num_panels * Way::kRowsOfItem;
-      run(way, item % num_panels, first, std::min(Way::kRowsOfItem, num_rows - first));
+    const int64_t end = num_items * (share + 1) / num_shares;
+    for (int64_t item = num_items * share / num_shares, count; item < end; item += count) {
+      const int64_t first = item / num_panels * Way::kRowsOfItem, panel = item % num_panels;
+      count = std::min(end - item, num_panels - panel);
+      run(way, panel, count, first, std::min(Way::kRowsOfItem, num_rows - first));
     }
   });
+}
+
+// The same, panel by panel: calls `run(way, panel, first_row, count)`.
+template <class Way, class Run>
+void for_each_panel(int64_t num_panels, int64_t num_rows, int64_t steps, const Run& run) {
+  const auto run_each = [&](Way& way, int64_t panel, int64_t count, int64_t first_row, int64_t num_rows) {
+    for (int64_t end = panel + count; panel < end; ++panel) run(way, panel, first_row, num_rows);
+  };
+  for_each_run<Way>(num_panels, num_rows, steps, run_each);
 }
 
 }  // namespace inflight

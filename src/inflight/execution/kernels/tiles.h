@@ -126,6 +126,27 @@ class MatrixUnit {
   void* held_ = nullptr;
 };
 
+// Adds the products of rows from `first_row` on with `steps` operands from `first_step` on, a multiple of kTileOperands,
+// to their sums. Meanwhile `next_bytes` at `next` come out of memory.
+template <class Sum>
+void add_part(MatrixUnit& unit, const TiledRows& rows, int64_t first_row, int64_t num_rows, int64_t first_step,
+              const void* part, int64_t steps, Sum (*sums)[kPanelOutputs], const void* next, int64_t next_bytes) {
+  const int64_t num_tiles = steps / kTileOperands, rest = steps % kTileOperands;
+  const int64_t num_groups = (num_rows + kGroupRows - 1) / kGroupRows;
+  for (int64_t number = 0; number < num_groups; ++number) {
+    const int64_t row = number * kGroupRows;
+    const int count = int(std::min<int64_t>(kGroupRows, num_rows - row));
+    const char* operands = rows.at(first_row + row, first_step / kTileOperands);
+    const auto* panel = static_cast<const char*>(part);
+    if (num_tiles > 0)
+      unit.add_products(operands, count, panel, num_tiles, kTileOperands, sums[row],
+                        {next, next_bytes, num_tiles, {row, count, number, num_groups}});
+    if (rest > 0)
+      unit.add_products(operands + num_tiles * kGroupRows * kTileRowBytes, count,
+                        panel + num_tiles * kTileOperands * kPanelBytes, 1, int(rest), sums[row], {});
+  }
+}
+
 // Sums of rows with a panel that comes in parts: each stays in the L1 cache while all rows go through it.
 template <class Sum>
 struct TileSums {
@@ -139,24 +160,10 @@ struct TileSums {
   // Before the sums are read.
   void settle() { unit.settle(); }
 
-  // Adds the products of rows from `first_row` on with `steps` operands from `first_step` on, a multiple of kTileOperands.
-  // Meanwhile `next_bytes` at `next` come out of memory.
+  // As `add_part`.
   void add(const Rows& rows, int64_t first_row, int64_t num_rows, int64_t first_step, const void* part, int64_t steps,
            const void* next = nullptr, int64_t next_bytes = 0) {
-    const int64_t num_tiles = steps / kTileOperands, rest = steps % kTileOperands;
-    const int64_t num_groups = (num_rows + kGroupRows - 1) / kGroupRows;
-    for (int64_t number = 0; number < num_groups; ++number) {
-      const int64_t row = number * kGroupRows;
-      const int count = int(std::min<int64_t>(kGroupRows, num_rows - row));
-      const char* operands = rows.at(first_row + row, first_step / kTileOperands);
-      const auto* panel = static_cast<const char*>(part);
-      if (num_tiles > 0)
-        unit.add_products(operands, count, panel, num_tiles, kTileOperands, sums[row],
-                          {next, next_bytes, num_tiles, {row, count, number, num_groups}});
-      if (rest > 0)
-        unit.add_products(operands + num_tiles * kGroupRows * kTileRowBytes, count,
-                          panel + num_tiles * kTileOperands * kPanelBytes, 1, int(rest), sums[row], {});
-    }
+    add_part(unit, rows, first_row, num_rows, first_step, part, steps, sums, next, next_bytes);
   }
 };
 

@@ -55,6 +55,7 @@ from inflight.execution.preparation.proof import (
     logits_of,
 )
 from inflight.execution.preparation.report import PreparationReport
+from inflight.execution.preparation.router_trial import routers_keep_bits
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.weights.experts import (
     RouterRows,
@@ -277,7 +278,13 @@ def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: 
         return False
     prompts, device = draw_prompts(vocab_size, INVARIANCE_LENGTHS), executor.model.device
     in_company, num_threads = IN_COMPANY_IN_SHORT if is_large else IN_COMPANY, torch.get_num_threads()
-    alone = logits_of(executor.forward, batches_of(prompts, ALONE, device))[0]
+    alone: list[torch.Tensor] = []
+
+    def run_alone() -> None:
+        alone.extend(logits_of(executor.forward, batches_of(prompts, ALONE, device)))
+
+    if not routers_keep_bits(executor.model, run_alone, executor.min_rows):
+        return False
     threads = cycle((1, num_threads))
 
     def forward(batch: RaggedBatch) -> torch.Tensor:
@@ -285,6 +292,6 @@ def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: 
         return executor.forward(batch)
 
     try:
-        return torch.equal(alone, logits_of(forward, batches_of(prompts, in_company, device))[0])
+        return torch.equal(alone[0], logits_of(forward, batches_of(prompts, in_company, device))[0])
     finally:
         torch.set_num_threads(num_threads)

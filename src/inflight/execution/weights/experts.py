@@ -186,7 +186,12 @@ def _has_experts(module: nn.Module, number: int) -> bool:
 
 def has_routers(model: PreTrainedModel) -> bool:
     """Whether a prepacked model has any."""
-    return any(isinstance(each, CaughtMatrix) for each in model.parameters())
+    return bool(routers_of(model))
+
+
+def routers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Those of a prepacked model."""
+    return [each for each in model.modules() if isinstance(each._parameters.get("weight"), CaughtMatrix)]
 
 
 def has_own_experts(model: PreTrainedModel) -> bool:
@@ -211,11 +216,10 @@ class RouterRows(Enum):
 
 def pad_routers(model: PreTrainedModel, router_rows: RouterRows) -> None:
     """Let the routers of `model` run with so many rows from now on."""
-    for module in model.modules():
-        if isinstance(module._parameters.get("weight"), CaughtMatrix):
-            forward = module.forward
-            original = forward.args[0] if isinstance(forward, OwnForward) else forward
-            module.forward = OwnForward(_run_padded, original, router_rows)
+    for router in routers_of(model):
+        forward = router.forward
+        original = forward.args[0] if isinstance(forward, OwnForward) else forward
+        router.forward = OwnForward(_run_padded, original, router_rows)
 
 
 def _run_padded(forward: Callable[..., Any], router_rows: RouterRows, *args: Any, **kwargs: Any) -> Any:

@@ -185,7 +185,7 @@ struct Tiled {
     const bool is_whole = num_rows * steps <= kMaxStepsOfRows;
     const int64_t at_once = is_whole ? 1 : kMaxPanels, steps_of_block = is_whole ? steps : kStepsOfBlock;
     thread_local AlignedVector<Sum> memory;
-    memory.resize(at_once * kRowsOfItem * kPanelOutputs);
+    if (const size_t size = at_once * kRowsOfItem * kPanelOutputs; memory.size() < size) memory.resize(size);
     for (int64_t first = 0; first < num_panels; first += at_once) {
       const int64_t count = std::min(at_once, num_panels - first);
       const auto sums_of = [&](int64_t panel) {

@@ -33,7 +33,9 @@ class WheelKernels(BuildHookInterface[Any]):
             return
         building = _building(Path(self.root))
         asked = os.environ.get("INFLIGHT_TARGET_CPU")
-        targets = [each for each in building.TARGETS[platform.machine()] if asked in (None, each.name)]
+        targets = [each for each in building.TARGETS.get(platform.machine(), ()) if asked in (None, each.name)]
+        if not targets:
+            raise ValueError(f"there are no kernels for {asked or platform.machine()!r}")
         self._folder = tempfile.TemporaryDirectory(prefix="inflight-wheel-")
         for target in targets:
             print(f"kernels for {target.name} …", file=sys.stderr, flush=True)

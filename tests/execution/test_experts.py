@@ -13,6 +13,7 @@ from inflight.census.tiny_configs import model_class, tiny_config
 from inflight.execution.grouped.rounding import Rounding
 from inflight.execution.kernels import has_panels, kernels_available
 from inflight.execution.preparation.agreement import relative_error
+from inflight.execution.preparation.router_trial import routers_keep_bits
 from inflight.execution.weights.caught_matrices import CaughtMatrix
 from inflight.execution.weights.experts import PrepackedExperts
 from inflight.execution.weights.formats import INT8, PLAIN, WeightFormat, find_format
@@ -149,6 +150,25 @@ def test_a_caught_matrix_multiplies_however_it_is_given() -> None:
         torch.testing.assert_close(given, expected)
     assert torch.equal(nn.functional.linear(caught, weight[:3]), nn.functional.linear(weight, weight[:3]))
     assert nn.functional.linear(x[:0], caught).shape == (0, 96)
+
+
+class Router(nn.Module):
+    """Gives fewer than four rows another last bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = CaughtMatrix.of(torch.eye(8))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = nn.functional.linear(hidden_states, self.weight)
+        return logits if len(logits) >= 4 else torch.nextafter(logits, torch.tensor(torch.inf))
+
+
+def test_a_router_that_computes_few_rows_in_another_way_is_found() -> None:
+    model: Any = nn.Sequential(Router())
+    x = torch.rand(9, 8)
+    assert not routers_keep_bits(model, lambda: model(x), 1)
+    assert routers_keep_bits(model, lambda: model(x), 4)
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,20 @@ def test_panels_give_a_row_the_same_bits_in_any_batch(
         assert torch.equal(layer(x[first:last]), together[first:last])
 
 
+@pytest.mark.parametrize(("kind", "num_inputs"), [(PanelLinear, 2202), (Int8PanelLinear, 4404)])
+def test_rows_that_are_too_long_for_a_cache_have_the_same_bits_and_are_right(
+    kind: type[PrepackedLinear], num_inputs: int
+) -> None:
+    """With a matrix unit the first 256 of these rows go through many panels in blocks of inputs, the others do not."""
+    needs(kind, torch.bfloat16)
+    weight, x = random_weight((900, num_inputs), torch.bfloat16).split([600, 300])
+    layer = kind(weight, None)
+    together = layer(x)
+    assert torch.equal(together[250:], layer(x[250:]))
+    assert torch.equal(together[7:8], layer(x[7:8]))
+    assert relative_error(together, x.double() @ weight.double().T) < 0.02
+
+
 @pytest.mark.parametrize("kind", INT8_KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)

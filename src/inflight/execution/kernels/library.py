@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from inflight.execution.kernels.building import FLAGS, SOURCES, TARGETS, Target, build, carried_name, compiler
+from inflight.execution.kernels.building import FLAGS, SOURCES, TARGETS, build, carried_name, compiler
 
 logger = logging.getLogger(__name__)
 
@@ -51,17 +51,11 @@ def carried_library() -> Path | None:
     can = set(_instruction_sets().split())
     if "amx_tile" in can and not _may_use_matrix_unit():
         can.remove("amx_tile")
-    for target in reversed(_targets()):
+    for target in reversed(TARGETS.get(platform.machine(), ())):
         library = SOURCES / carried_name(target)
         if target.needs <= can and library.exists():
             return library
     return None
-
-
-def _targets() -> list[Target]:
-    """The kinds of CPUs of this machine's family, or only the one that `INFLIGHT_TARGET_CPU` names (for tests)."""
-    asked = os.environ.get("INFLIGHT_TARGET_CPU")
-    return [target for target in TARGETS.get(platform.machine(), ()) if asked in (None, target.name)]
 
 
 def built_library() -> Path:
@@ -121,10 +115,7 @@ def _digest() -> str:
 
 
 def _native_flags() -> list[str]:
-    """The compiler's, for this CPU or the kind that `INFLIGHT_TARGET_CPU` names."""
-    if "INFLIGHT_TARGET_CPU" in os.environ:
-        [target] = _targets()
-        return list(target.flags)
+    """The compiler's, for this CPU."""
     option = "-march" if platform.machine() == "x86_64" else "-mcpu"
     without = ["-mno-amx-tile"] if " amx_tile " in _instruction_sets() and not _may_use_matrix_unit() else []
     return [f"{option}=native", *without]

@@ -23,6 +23,8 @@ class Sizes:
     recompute_beyond: int | None = None
     windows: tuple[int | None, ...] = (None,)
     """The window of each cache group."""
+    guessing: int | None = None
+    """The seed of random guesses; None: nothing is guessed."""
 
     @property
     def layout(self) -> CacheLayout:

@@ -32,10 +32,14 @@ def check_plan(world: "World", plan: StepPlan) -> None:
     for span, *tables in zip(plan.spans, *plan.tables, strict=True):
         expected = world.unfinished[span.sequence_id]
         assert span.start == expected.num_computed
-        assert list(span.token_ids) == expected.token_ids[span.start : span.end] != []
-        assert span.sequence_length == len(expected.token_ids)
-        is_last = span.end == len(expected.token_ids)
-        assert span.num_logit_rows == len(span.scored_ids) + is_last <= span.length
+        known_end = span.end - span.num_guessed
+        assert list(span.token_ids) == expected.token_ids[span.start : known_end] + list(span.guessed_ids)
+        assert known_end > span.start
+        assert span.sequence_length == len(expected.token_ids) + span.num_guessed
+        is_last = known_end == len(expected.token_ids)
+        assert span.num_logit_rows == len(span.scored_ids) + is_last + span.num_guessed <= span.length
+        if span.num_guessed:
+            check_guess(world, span, expected)
         prompt = expected.request.prompt_token_ids
         assert list(span.scored_ids) == (prompt[expected.num_scored : span.end + 1] if expected.wants_scores else [])
         world.reached["prompts scored in pieces"] += bool(span.scored_ids) and not is_last
@@ -54,6 +58,14 @@ def check_plan(world: "World", plan: StepPlan) -> None:
     assert all(world.pool.num_holders(destination) for _, destination in plan.copies), "a copy is for somebody"
 
 
+def check_guess(world: "World", span: Span, expected: Expected) -> None:
+    """Only decodes are followed by guesses, as far as the sequence may reach and the model sees it as before."""
+    assert span.start == len(expected.token_ids) - 1
+    assert span.end < expected.request.max_num_tokens
+    beyond = world.sizes.recompute_beyond
+    assert beyond is None or (len(expected.token_ids) > beyond) == (span.end > beyond)
+
+
 def scored(world: "World", plan: StepPlan) -> list[Span]:
     """The spans of sequences whose prompts are being scored."""
     return [span for span in plan.spans if world.unfinished[span.sequence_id].wants_scores]
@@ -61,15 +73,16 @@ def scored(world: "World", plan: StepPlan) -> list[Span]:
 
 def check_budget(world: "World", plan: StepPlan, decodes: list[Expected], has_preempted: bool) -> None:
     """Decodes come first, prefills with them stay within their limit, and no usable budget is left."""
-    ends = {span.sequence_id: span.end for span in plan.spans}
+    ends = {span.sequence_id: span.end - span.num_guessed for span in plan.spans}
     decoding = {each.sequence_id for each in decodes}
     assert decoding <= ends.keys(), "a decode never waits"
-    num_prefill = sum(span.length for span in plan.spans if span.sequence_id not in decoding)
+    num_prefill = sum(span.length - span.num_guessed for span in plan.spans if span.sequence_id not in decoding)
     limit = world.sizes.budget
     if world.sizes.max_prefill is not None and decoding:
         limit = world.sizes.max_prefill
         assert num_prefill <= limit
-    if plan.num_tokens == world.sizes.budget or num_prefill >= min(limit, world.sizes.max_prefill or limit):
+    num_known = plan.num_tokens - sum(span.num_guessed for span in plan.spans)
+    if num_known == world.sizes.budget or num_prefill >= min(limit, world.sizes.max_prefill or limit):
         return
     no_rows_left = sum(span.length for span in scored(world, plan)) == world.sizes.max_scored
     for each in world.running():

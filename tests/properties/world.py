@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 
 import pytest
 
-from inflight.contracts.plan import StepPlan
+from inflight.contracts.plan import Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import Node, Parent, Root
 from inflight.scheduling.scheduler import Scheduler
@@ -17,6 +17,7 @@ from inflight.scheduling.sequence import Request
 from tests.properties.expected import Expected, Lanes, Runner, Sizes
 from tests.properties.invariants import check
 from tests.properties.model_cache import ModelCache, Place
+from tests.properties.random_speculator import RandomSpeculator
 from tests.properties.steps import check_admissions, check_budget, check_plan
 
 NOBODY = -1
@@ -38,6 +39,7 @@ class World:
             enable_prefix_caching=sizes.prefix_caching,
             max_scored_tokens=sizes.max_scored,
             recompute_beyond=sizes.recompute_beyond,
+            speculator=None if sizes.guessing is None else RandomSpeculator(sizes.guessing),
         )
         self.cache = ModelCache(sizes)
         self.lanes = Lanes(sizes.num_slots)
@@ -124,7 +126,7 @@ class World:
         self.num_plans += 1
         self.in_flight = plan
         self.hit = [self.unfinished[span.sequence_id] for span in plan.spans]
-        self.pasts = [self.past(each, span.end) for each, span in zip(self.hit, plan.spans, strict=True)]
+        self.pasts = [self.past(each, span) for each, span in zip(self.hit, plan.spans, strict=True)]
         self.reached["copies"] += len(plan.copies)
         self.reached["steps"] += 1
 
@@ -137,19 +139,24 @@ class World:
         for runner in self.runners:
             runner.check(plan, self.hit)
         chosen = [span.num_logit_rows > len(span.scored_ids) for span in plan.spans]
-        rows = [sampled[i % len(sampled)] if chosen[i] else [] for i in range(len(plan.spans))]
+        rows = [chosen_after(span, sampled[i % len(sampled)]) if chosen[i] else [] for i, span in enumerate(plan.spans)]
         progress = self.scheduler.commit(plan, rows)
         given, beyond = [], self.sizes.recompute_beyond
         for index, (expected, span, row) in enumerate(zip(self.hit, plan.spans, rows, strict=True)):
             if expected.finish_reason is not None:
                 continue
-            expected.num_computed = span.end
+            expected.num_computed = span.end - span.num_guessed
             expected.num_scored += len(span.scored_ids)
             if row:
                 assert not expected.wants_scores, "all of the prompt is scored before the first token"
             if row:
                 num_before = len(expected.token_ids)
-                given.append((span.sequence_id, expected.take(row), expected.finish_reason))
+                taken = expected.take(row)
+                given.append((span.sequence_id, taken, expected.finish_reason))
+                if span.num_guessed:
+                    expected.num_computed += len(taken) - 1
+                    self.reached["right guesses"] += len(taken) - 1
+                    self.reached["wrong guesses"] += span.num_guessed - len(taken) + 1
                 outgrown = beyond is not None and num_before <= beyond < len(expected.token_ids)
                 if outgrown and expected.finish_reason is None:
                     expected.num_computed = 0
@@ -348,10 +355,14 @@ class World:
         """The other running sequences of the same request."""
         return [other for other in self.running() if other.request is each.request and other is not each]
 
-    def past(self, each: Expected, end: int) -> list[Place]:
+    def past(self, each: Expected, end: int | Span) -> list[Place]:
+        """The places of a sequence's first `end` tokens, or of all up to the end of a span, with its guesses."""
         beyond = self.sizes.recompute_beyond
         is_long = beyond is not None and len(each.token_ids) > beyond
-        return [(i, token, is_long, each.request.cache_salt) for i, token in enumerate(each.token_ids[:end])]
+        token_ids = each.token_ids[:end] if isinstance(end, int) else each.token_ids[: end.end]
+        if not isinstance(end, int):
+            token_ids = [*token_ids, *end.guessed_ids]
+        return [(i, token, is_long, each.request.cache_salt) for i, token in enumerate(token_ids)]
 
     def known_nodes(self) -> set[Node]:
         return set(self.pool._prefix_cache._nodes.values())
@@ -364,3 +375,16 @@ class World:
             root, before = self.content_of(parent.key[0])
             self.contents[parent] = root, (*before, *memoryview(parent.key[1]).cast("i"))
         return self.contents[parent]
+
+
+def chosen_after(span: Span, sampled: list[int]) -> list[int]:
+    """The tokens that a runner returns for a span, if its rows choose those of `sampled` in turn: up to the first that
+    was not guessed. Without guesses, all of `sampled`."""
+    if not span.num_guessed:
+        return sampled
+    chosen = []
+    for row, guessed in enumerate([*span.guessed_ids, None]):
+        chosen.append(sampled[row % len(sampled)])
+        if chosen[-1] != guessed:
+            break
+    return chosen

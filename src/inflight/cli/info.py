@@ -126,6 +126,7 @@ def _for_people(llm: "LLM") -> dict[str, str]:
         "cache": f"{in_bytes(around['cache_bytes'])}: {info.num_blocks:,} blocks of {info.block_size} tokens, "
         f"{in_bytes(info.kv_bytes_per_token)} a token"
         + ("" if info.can_share_prefixes else "; prefixes cannot be shared"),
+        "speculation": info.speculation,
         "ends at": ", ".join(map(str, ends)) or "nothing: give --max-tokens",
         "chat template": "yes" if around["has_chat_template"] else "none: it completes texts, and cannot chat",
         "notes": "\n".join(info.notes),

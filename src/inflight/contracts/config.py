@@ -12,6 +12,7 @@ QUANTIZATIONS = ("int8", "int4")
 GROUP_SIZES = (32, 64, 128)
 ARITHMETICS = ("auto", "fast", "exact")
 KV_CACHE_DTYPES = ("auto", "int8")
+SPECULATIONS = ("auto", "lookup", "grammar", "off")
 EXECUTORS = ("auto", "packed", "rows", "sequential")
 ATTENTION_BACKENDS = ("auto", "reference", "torch", "cpu")
 
@@ -61,6 +62,11 @@ class EngineConfig:
             long prompt does not stall them; None: no limit offline; `AsyncLLM` derives one from measured speed.
         policy: "fcfs" (first come, first served) or "priority" (lower `priority` runs first, and may preempt).
         aging_steps: with "priority", a waiting request gains one priority for each so many steps.
+        speculation: what guesses tokens that may come next, so that one step gives several: "lookup" (what followed the
+            same tokens before, in the sequence or in recent outputs), "grammar" (what structured output leaves no
+            choice about), "auto" (both) or "off". Guesses are checked by choosing each token as ever, so results are
+            the same, bit for bit; a model that cannot promise that does not speculate.
+        max_guessed_tokens: how many tokens of a sequence may be guessed in a step.
         max_num_waiting: a request is refused while so many sequences wait; None: no limit.
         enable_prefix_caching: whether blocks of the cache are found again by their content.
         block_size: tokens in a block of the cache.
@@ -92,6 +98,8 @@ class EngineConfig:
     max_prefill_tokens_per_step: int | None = None
     policy: str = "fcfs"
     aging_steps: int = 100
+    speculation: str = "off"
+    max_guessed_tokens: int = 16
     max_num_waiting: int | None = None
     enable_prefix_caching: bool = True
     block_size: int = 16
@@ -118,6 +126,7 @@ class EngineConfig:
         if self.quantization == "int8" and self.quantization_arithmetic == "exact":
             raise ValueError("quantization 'int8' rounds activations: its arithmetic cannot be 'exact'")
         check_choice("policy", self.policy, POLICIES)
+        check_choice("speculation", self.speculation, SPECULATIONS)
         optional = (
             "num_threads",
             "max_model_len",
@@ -129,7 +138,7 @@ class EngineConfig:
         for name in optional:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "aging_steps", "block_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "aging_steps", "block_size", "max_guessed_tokens"):
             check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, MAX_SEED)
         switches = (

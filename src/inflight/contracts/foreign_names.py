@@ -13,6 +13,7 @@ _QUANTIZATION = "{quantization} may be 'int8' or 'int4'"
 _THREADS = "{num_threads} says how many threads compute"
 _NOT_COMPILED = "nothing is compiled: {record_forward}, on by default, takes the Python out of a step"
 _STRUCTURE = "{structured_output} takes a schema, a regular expression, a choice or a grammar"
+_SPECULATION = "{speculation} may be 'auto', 'lookup', 'grammar' or 'off'"
 _GREEDY = "{temperature} 0 takes the likeliest token, and any other samples"
 
 FOREIGN_NAMES = {
@@ -44,6 +45,12 @@ FOREIGN_NAMES = {
     "max_total_tokens": _CONTEXT,
     "n_ctx": _CONTEXT,
     "ctx_size": _CONTEXT,
+    "speculative_config": _SPECULATION,
+    "speculative_algorithm": _SPECULATION,
+    "spec_type": _SPECULATION,
+    "prompt_lookup_num_tokens": "{max_guessed_tokens} is the most tokens that are guessed in a step",
+    "num_speculative_tokens": "{max_guessed_tokens} is the most tokens that are guessed in a step",
+    "draft_max": "{max_guessed_tokens} is the most tokens that are guessed in a step",
     "enforce_eager": "{record_forward} may be off",
     "compile": _NOT_COMPILED,
     "compilation_config": _NOT_COMPILED,

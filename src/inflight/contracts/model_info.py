@@ -48,6 +48,7 @@ class ModelInfo:
         num_threads: how many threads compute a step.
         kernels: whose C++ kernels run: "native" for those that were built for this CPU, the kind of CPU that the
             package's own were built for ("avx2", "amx", …), or None: torch's.
+        speculation: what guesses tokens; or "off", and why, if it was asked for.
     """
 
     model_class: str
@@ -80,6 +81,7 @@ class ModelInfo:
     is_recorded: bool = False
     num_threads: int = 1
     kernels: str | None = None
+    speculation: str = "off"
 
     @property
     def forward_pass(self) -> str:

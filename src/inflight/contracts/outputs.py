@@ -14,6 +14,8 @@ class RequestMetrics:
         num_cached_tokens: prompt tokens of its first sequence that were found in the prefix cache instead of being
             computed. What the other `n - 1` sequences share with the first is not counted.
         num_preemptions: how often one of its sequences had to give its blocks back and start over.
+        num_guessed_tokens, num_accepted_tokens: how many of its tokens were guessed and computed ahead, and how many of
+            these were the right ones.
     """
 
     arrival_time: float
@@ -23,6 +25,8 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_guessed_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class Logprob(NamedTuple):
@@ -104,8 +108,8 @@ class TokenScore(NamedTuple):
 class SequenceOutput:
     """What one step gave one sequence: the engine's message to the fronts.
 
-    Every sequence is reported on until `finish_reason` is set, exactly once. `first_scheduled_time`, `num_preemptions`
-    and `num_cached_tokens` are the sequence's own; its request's metrics are made from them.
+    Every sequence is reported on until `finish_reason` is set, exactly once. `first_scheduled_time` and what begins
+    with `num_` are the sequence's own, counted from its start; its request's metrics are made from them.
 
     Attributes:
         scores: of the new tokens, if the request asks for `logprobs`.
@@ -122,6 +126,8 @@ class SequenceOutput:
     first_scheduled_time: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    num_guessed_tokens: int = 0
+    num_accepted_tokens: int = 0
     scores: list[TokenScore] | None = None
     prompt_scores: list[TokenScore] | None = None
 

@@ -12,8 +12,9 @@ class SpanRecord(NamedTuple):
     """One span as it ran.
 
     `kind` is "chunk" if it ended before its sequence's last token, "decode" if it computed one generated token, else
-    "prefill" (a prompt's last part, or the recomputation of a preempted sequence). A named tuple, because a step makes
-    many: that takes a third of the time of a frozen dataclass.
+    "prefill" (a prompt's last part, or the recomputation of a preempted sequence). Of its tokens, the last
+    `num_guessed` were guesses, of which `num_accepted` were right. A named tuple, because a step makes many: that takes
+    a third of the time of a frozen dataclass.
     """
 
     slot: int
@@ -22,6 +23,13 @@ class SpanRecord(NamedTuple):
     start: int
     length: int
     kind: SpanKind
+    num_guessed: int = 0
+    num_accepted: int = 0
+
+    @property
+    def num_new_tokens(self) -> int:
+        """How many tokens the step gave its sequence; some of them may lie beyond its end."""
+        return 0 if self.kind == "chunk" else 1 + self.num_accepted
 
 
 class PreemptionRecord(NamedTuple):
@@ -89,6 +97,8 @@ class EngineStats:
         num_prompt_tokens: prompt tokens of sequences that have had a slot, each sequence counted once.
         num_cached_tokens: how many of these did not have to be computed.
         num_generated_tokens: tokens reported to callers.
+        num_guesses: spans with guessed tokens.
+        num_guessed_tokens, num_accepted_tokens: guessed tokens that were computed, and how many were the right ones.
         num_running, num_waiting: sequences with and without a slot.
         num_blocks_used, num_blocks_cached, num_blocks_free: see `BlockPool`.
         num_crashes: how often the engine has died and was started again; everything else counts from the last start.
@@ -109,6 +119,9 @@ class EngineStats:
     num_blocks_cached: int
     num_blocks_free: int
     num_crashes: int = 0
+    num_guesses: int = 0
+    num_guessed_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_step_tokens: int = 0
     num_steps_by_size: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)
 

@@ -6,7 +6,8 @@ what came of it. Data goes one way. What goes back, from results to scheduling, 
 - a sequence ends early: by an abort, by its deadline, by a stop string in its text, or because no token could be
 chosen;
 - a step fails (its sequences end with "error") or its forward pass is interrupted (it is planned again);
-- how long a step took bounds the prefill of the next ones (`PrefillLimit`).
+- how long a step took bounds the prefill of the next ones (`PrefillLimit`), and says what guessed tokens cost
+(`Speculation`).
 
 Between two bytecodes of the bookkeeping an exception may leave anything half done. The engine then refuses to go on
 until it is told to start over: with nothing but the model, and what its callers were told.
@@ -39,6 +40,7 @@ from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.deadlines import Deadlines
 from inflight.engine.prefill_limit import PrefillLimit
 from inflight.engine.reporting import News, Reporter
+from inflight.engine.speculating import describe_speculation, speculation_of
 from inflight.engine.step_watch import StepWatch
 from inflight.execution.hf.generation_defaults import default_sampling_params
 from inflight.execution.hf.load import ModelSource, writes_to_its_weights
@@ -50,6 +52,7 @@ from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from inflight.grammar.constraints import Constraints
+    from inflight.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +81,16 @@ class Engine:
         if isinstance(model, PreTrainedModel) and not writes_to_its_weights(model):
             self._watched = WatchedWeights(model)
         self.model_info = info = self._describe()
+        self._speculation: Speculation | None = None
+        if not info.speculation.startswith("off"):
+            self._speculation = speculation_of(config, lambda: self._constraints)
         self.scheduler = Scheduler.of(
             config,
             info.num_blocks,
             info.recompute_beyond,
             can_share_prefixes=info.can_share_prefixes,
             layout=self.runner.cache_layout,
+            speculator=self._speculation,
         )
         self.prefill_limit: PrefillLimit | None = None
         self.observer: Callable[[StepRecord], None] | None = None
@@ -93,7 +100,7 @@ class Engine:
         self._deadlines = Deadlines()
         self._watch = StepWatch(self.scheduler)
         self._num_steps = self._num_requests = self._num_generated_tokens = 0
-        self._num_step_tokens = 0
+        self._num_step_tokens = self._num_accepted_tokens = 0
         self._num_steps_by_size = [0] * (len(STEP_SIZES) + 1)
         self._asked_to_abort: deque[str] = deque()
         # Whoever changes anything says so first, and says when everything is right again. During a forward pass all is
@@ -118,6 +125,7 @@ class Engine:
     def _describe(self) -> ModelInfo:
         """What was found out about the model. If it names no EOS token, the tokenizer's is taken."""
         info, eos_token_id = self.runner.info, self.tokenizer.eos_token_id if self.tokenizer else None
+        info = replace(info, speculation=describe_speculation(self.config, info))
         if info.eos_token_ids or eos_token_id is None or eos_token_id >= info.vocab_size:
             return info
         return replace(info, eos_token_ids=(eos_token_id,))
@@ -261,6 +269,8 @@ class Engine:
         self._asked_to_abort.clear()
         if self._constraints is not None:
             self._constraints.keep_only(self.scheduler.has_sequence)
+        if self._speculation is not None:
+            self._speculation.start_over()
         for accepted, told in requests:
             self._reporter.follow(accepted, told)
             self.scheduler.resume(accepted.request, _so_far(accepted, told))
@@ -311,8 +321,7 @@ class Engine:
             self._num_step_tokens += plan.num_tokens
             self._num_steps_by_size[bisect_left(STEP_SIZES, plan.num_tokens)] += 1
             duration = time.monotonic() - start_time
-            if self.prefill_limit is not None:
-                self._learn(plan, duration)
+            self._learn(plan, duration)
             if planned is not None:
                 record = self._watch.record(planned, self._num_steps - 1, start_time, duration)
         self._state = "running"  # the observer may abort what others wait for: its end goes into the outbox
@@ -362,7 +371,8 @@ class Engine:
         )
         for span, span_tokens in zip(plan.spans, given, strict=True):
             if not span_tokens.is_finite and (sequence := self.scheduler.finish(span.sequence_id, "error")) is not None:
-                reason = None if constraints is None else constraints.failure(span.sequence_id)
+                num_given = len(span_tokens.token_ids)
+                reason = None if constraints is None else constraints.failure(span.sequence_id, num_given)
                 reason = reason or "the model's logits are not finite, or no token is allowed"
                 self._reporter.add([News(sequence, [], error=reason)])
 
@@ -374,6 +384,8 @@ class Engine:
         """Keep nothing for sequences that have ended: neither grammars nor, if no plan follows, anything by slot."""
         if self._constraints is not None:
             self._constraints.keep_only(self.scheduler.has_sequence)
+        if self._speculation is not None:
+            self._speculation.keep_only(self.scheduler.has_sequence)
         if not self.has_unfinished_requests and (release := self.scheduler.plan_release()) is not None:
             self.runner.run(release, None)
 
@@ -386,10 +398,18 @@ class Engine:
             self._reporter.add([News(sequence, [], error=error) for sequence in aborted])
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """Bound the prefill of coming steps by how long this one took, unless its bound was given."""
-        assert self.prefill_limit is not None
-        num_decodes = sum(span.length == 1 for span in plan.spans)
-        self.prefill_limit.see(num_decodes, plan.num_tokens - num_decodes, seconds)
+        """Take from how long this step took what guesses cost; and bound the prefill of coming steps, unless its bound
+        was given."""
+        if self._speculation is not None:
+            num_guessed = sum(span.num_guessed for span in plan.spans)
+            num_accepted = self.scheduler.num_accepted_tokens - self._num_accepted_tokens
+            num_sequences = sum(span.num_logit_rows > len(span.scored_ids) for span in plan.spans)
+            self._speculation.see(plan.num_tokens, seconds, num_guessed, num_accepted, num_sequences)
+            self._num_accepted_tokens += num_accepted
+        if self.prefill_limit is None:
+            return
+        prefills = [length for span in plan.spans if (length := span.length - span.num_guessed) > 1]
+        self.prefill_limit.see(len(plan.spans) - len(prefills), sum(prefills), seconds)
         if self.config.max_prefill_tokens_per_step is None:
             self.scheduler.max_prefill_tokens_per_step = self.prefill_limit.num_tokens
 
@@ -408,6 +428,9 @@ class Engine:
             num_blocks_used=pool.num_used,
             num_blocks_cached=pool.num_cached,
             num_blocks_free=pool.num_free,
+            num_guesses=scheduler.num_guesses,
+            num_guessed_tokens=scheduler.num_guessed_tokens,
+            num_accepted_tokens=scheduler.num_accepted_tokens,
             num_step_tokens=self._num_step_tokens,
             num_steps_by_size=tuple(self._num_steps_by_size),
         )
@@ -425,5 +448,13 @@ def _so_far(accepted: AcceptedRequest, told: SequenceOf[SequenceOutput]) -> dict
         elif outputs[-1].finish_reason is None:
             token_ids = [token_id for output in outputs for token_id in output.new_token_ids]
             is_scored = any(output.prompt_scores for output in outputs)
-            so_far[index] = SoFar(token_ids, outputs[-1].num_preemptions, outputs[-1].num_cached_tokens, is_scored)
+            last = outputs[-1]
+            so_far[index] = SoFar(
+                token_ids,
+                last.num_preemptions,
+                last.num_cached_tokens,
+                last.num_guessed_tokens,
+                last.num_accepted_tokens,
+                is_scored,
+            )
     return so_far

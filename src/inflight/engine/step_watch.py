@@ -3,6 +3,7 @@
 The engine and the simulator call it around each step. It reads the scheduler and changes nothing.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from inflight.contracts.plan import StepPlan
@@ -12,10 +13,16 @@ from inflight.scheduling.sequence import Sequence
 
 
 class PlannedStep(NamedTuple):
-    """What is known of a step before it has run."""
+    """What is known of a step before it has run.
+
+    Attributes:
+        num_accepted_before: for each span with guesses, by its place, its sequence and how many guesses of it had been
+            right.
+    """
 
     spans: tuple[SpanRecord, ...]
     preempted: tuple[PreemptionRecord, ...]
+    num_accepted_before: Mapping[int, tuple[Sequence, int]]
 
 
 class StepWatch:
@@ -42,26 +49,31 @@ class StepWatch:
             for slot in plan.released_slots
             if (owner := owners[slot]) is not None and owner.finish_reason is None and owner.slot != slot
         )
-        spans = []
+        spans, num_accepted_before = list[SpanRecord](), dict[int, tuple[Sequence, int]]()
         for span in plan.spans:
             slot, start, length = span.slot, span.start, len(span.token_ids)
             sequence = owners[slot] = find(span.sequence_id)
             request = sequence.request
-            is_decode = length == 1 and start >= len(request.prompt_token_ids)
+            is_decode = length - span.num_guessed == 1 and start >= len(request.prompt_token_ids)
             kind: SpanKind = "chunk" if span.num_logit_rows == 0 else "decode" if is_decode else "prefill"
-            spans.append(SpanRecord(slot, request.request_id, sequence.index, start, length, kind))
-        return PlannedStep(tuple(spans), preempted)
+            if span.num_guessed:
+                num_accepted_before[len(spans)] = sequence, sequence.num_accepted_tokens
+            spans.append(SpanRecord(slot, request.request_id, sequence.index, start, length, kind, span.num_guessed))
+        return PlannedStep(tuple(spans), preempted, num_accepted_before)
 
     def record(self, planned: PlannedStep, step: int, start_time: float, duration: float) -> StepRecord:
         """The record of a step that has run; `start_time` and `duration` in seconds."""
         scheduler, pool = self._scheduler, self._scheduler.block_pool
+        spans = list(planned.spans)
+        for place, (sequence, num_before) in planned.num_accepted_before.items():
+            spans[place] = spans[place]._replace(num_accepted=sequence.num_accepted_tokens - num_before)
         arrivals = tuple(self._arrivals)
         self._arrivals.clear()
         return StepRecord(
             step=step,
             start_time=start_time,
             duration=duration,
-            spans=planned.spans,
+            spans=tuple(spans),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_preemptions=scheduler.num_preemptions,

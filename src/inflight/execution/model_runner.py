@@ -3,7 +3,7 @@
 Knows slots and spans, never a request.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import isnan
 
@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from inflight.contracts.cache_layout import CacheLayout
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.outputs import TokenScore
-from inflight.contracts.plan import SpanTokens, StepPlan, StepTokens
+from inflight.contracts.plan import Span, SpanTokens, StepPlan, StepTokens
 from inflight.execution.attention.witness import WitnessedAttention
 from inflight.execution.executors import PackedExecutor, require_packed
 from inflight.execution.hf.load import ModelSource
@@ -95,13 +95,34 @@ def _by_span(plan: StepPlan, token_ids: list[int], scores: Mapping[int, TokenSco
     first = 0
     for span in plan.spans:
         chosen, last = first + len(span.scored_ids), first + span.num_logit_rows
-        is_finite = INVALID_TOKEN not in token_ids[first:last]
         prompt_scores: tuple[TokenScore, ...] = ()
         own_scores: tuple[TokenScore, ...] = ()
+        own_ids = _until_wrong(token_ids[chosen:last], span)
         if scores:
             prompt_scores = tuple(scores[row] for row in range(first, chosen) if row in scores)
-            own_scores = tuple(scores[row] for row in range(chosen, last) if row in scores)
-            is_finite = is_finite and not any(isnan(each.logprob) for each in prompt_scores + own_scores)
-        given.append(SpanTokens(token_ids[chosen:last] if is_finite else [], is_finite, own_scores, prompt_scores))
+            own_scores = tuple(scores[row] for row in range(chosen, chosen + len(own_ids)) if row in scores)
+        num_finite = _num_finite(own_ids, own_scores, prompt_scores)
+        is_finite = num_finite is None
+        given.append(SpanTokens(own_ids[:num_finite], is_finite, own_scores[:num_finite], prompt_scores))
         first = last
     return given
+
+
+def _until_wrong(chosen: list[int], span: Span) -> list[int]:
+    """The tokens `[1 + num_guessed]` chosen after a span's last known token and each of its guesses, up to the first
+    that was not guessed: the rows after it are of a sequence that does not come about."""
+    for number, (guessed, token_id) in enumerate(zip(span.guessed_ids, chosen, strict=False), 1):
+        if guessed != token_id:
+            return chosen[:number]
+    return chosen
+
+
+def _num_finite(
+    token_ids: Sequence[int], scores: Sequence[TokenScore], prompt_scores: Sequence[TokenScore]
+) -> int | None:
+    """How many of a span's tokens come before the first row whose logits are not finite; None: all rows' are."""
+    if any(isnan(each.logprob) for each in prompt_scores):
+        return 0
+    if INVALID_TOKEN in token_ids:
+        return token_ids.index(INVALID_TOKEN)
+    return next((number for number, each in enumerate(scores) if isnan(each.logprob)), None)

@@ -1,7 +1,8 @@
 """`Constraints`: the sequences of an engine that must follow a grammar.
 
 Decides when a sequence's matcher advances: when its next step begins, by the tokens that it has by then, and never by
-tokens of a discarded step. Masks are computed in the background, between the plan of a step and their first use.
+tokens of a discarded step. What follows a guess is masked by a copy that has accepted it. Masks are computed in the
+background, between the plan of a step and their first use.
 """
 
 import os
@@ -41,10 +42,11 @@ class _Followed:
     matcher: GrammarMatcher
     num_tokens: int = 0
 
-    def catch_up(self, output: Sequence[int]) -> None:
+    def catch_up(self, output: Sequence[int]) -> GrammarMatcher:
         for token_id in output[self.num_tokens :]:
             self.matcher.accept(token_id)
         self.num_tokens = len(output)
+        return self.matcher
 
 
 class Constraints:
@@ -62,7 +64,7 @@ class Constraints:
         self._model_info = model_info
         self._matchers: dict[int, _Followed] = {}
         self._pending: MaskHandle | None = None
-        self._sequence_ids: list[int] = []  # the sequences of the pending masks
+        self._sequence_ids: list[int] = []  # the sequence of each of the pending masks
 
     def compile(self, params: SamplingParams) -> GrammarMatcher | None:
         """Return a matcher for a request's sequences; None if the request has no structured output. Thread-safe.
@@ -102,6 +104,28 @@ class Constraints:
         for sequence_id in [each for each in self._matchers if not is_unfinished(each)]:
             del self._matchers[sequence_id]
 
+    def follows(self, sequence_id: int) -> bool:
+        """Whether this sequence has a grammar, and has begun."""
+        return sequence_id in self._matchers
+
+    def forced(self, sequence_id: int, output: Sequence[int]) -> list[int]:
+        """Return the tokens that a sequence's grammar leaves no choice about (see `GrammarMatcher.forced`).
+
+        Args:
+            output: what the sequence has generated.
+        """
+        return self._at(sequence_id, output).forced()
+
+    def num_allowed(self, sequence_id: int, output: Sequence[int], token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens, from the first on, may follow a sequence's output."""
+        return self._at(sequence_id, output).num_allowed(token_ids)
+
+    def _at(self, sequence_id: int, output: Sequence[int]) -> GrammarMatcher:
+        """Return a sequence's matcher, advanced to the end of its output."""
+        if self._pending is not None:
+            self._pending.result()  # masks of a discarded step
+        return self._matchers[sequence_id].catch_up(output)
+
     def begin(self, plan: StepPlan, output_of: Callable[[int], Sequence[int]]) -> RowMasks | None:
         """Start computing the masks of a step's constrained sequences; return None if there are none.
 
@@ -112,28 +136,45 @@ class Constraints:
             return None
         if self._pending is not None:
             self._pending.result()  # masks of a discarded step
-        rows, matchers, end = [], [], 0
+        rows, matchers, end = list[int](), list[GrammarMatcher](), 0
         self._sequence_ids = []
         for span in plan.spans:
             end += span.num_logit_rows
             followed = self._matchers.get(span.sequence_id)
             if followed is not None and span.num_logit_rows > len(span.scored_ids):
-                followed.catch_up(output_of(span.sequence_id))
-                rows.append(end - 1)
-                matchers.append(followed.matcher)
-                self._sequence_ids.append(span.sequence_id)
+                states = _states(followed.catch_up(output_of(span.sequence_id)), span.guessed_ids)
+                first = end - 1 - span.num_guessed
+                rows += range(first, first + len(states))
+                matchers += states
+                self._sequence_ids += [span.sequence_id] * len(states)
         if not matchers:
             return None
         self._pending = self._worker.start(matchers)
         return RowMasks(rows, self._pending)
 
-    def failure(self, sequence_id: int) -> str | None:
-        """Return why a sequence's mask in the latest step allows no token; None if its grammar did not fail."""
+    def failure(self, sequence_id: int, num_tokens: int = 0) -> str | None:
+        """Return why a sequence's mask in the latest step allows no token; None if its grammar did not fail.
+
+        Args:
+            num_tokens: how many tokens the step gave it before.
+        """
         if self._pending is None or sequence_id not in self._sequence_ids:
             return None
-        error = self._pending.result().errors.get(self._sequence_ids.index(sequence_id))
+        error = self._pending.result().errors.get(self._sequence_ids.index(sequence_id) + num_tokens)
         return None if error is None else str(error)
 
     @cached_property
     def _worker(self) -> MaskWorker:
         return MaskWorker(self._model_info.vocab_size, min(MAX_THREADS, os.cpu_count() or 1))
+
+
+def _states(matcher: GrammarMatcher, guessed_ids: Sequence[int]) -> list[GrammarMatcher]:
+    """The matcher, and copies of it after each guess, as long as its grammar allows them: no row after a token that is
+    not allowed will count."""
+    states = [matcher]
+    for token_id in guessed_ids:
+        following = states[-1].clone()
+        if not following.accept(token_id):
+            break
+        states.append(following)
+    return states

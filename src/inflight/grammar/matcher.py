@@ -5,6 +5,7 @@ Knows neither the request nor the current step.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Self
 
 import numpy as np
@@ -41,6 +42,20 @@ class GrammarMatcher:
             self._is_ended = self.may_stop
             return self._is_ended
         return self._vocabulary.has(token_id) and self._matcher.try_consume_tokens([token_id]) == 1
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, the grammar allows next, EOS excluded; nothing advances."""
+        if self._is_ended:
+            return 0
+        known = list(takewhile(self._vocabulary.has, token_ids))
+        return self._matcher.validate_tokens(known) if known else 0
+
+    def forced(self) -> list[int]:
+        """The text that must come next, if there is only one, in tokens as a tokenizer divides it; nothing advances.
+        Other tokens that spell the same text are allowed, too."""
+        if self._is_ended or self._matcher.is_stopped() or not self._matcher.compute_ff_bytes():
+            return []
+        return list(takewhile(self._vocabulary.has, self._matcher.compute_ff_tokens()))
 
     @property
     def may_stop(self) -> bool:

@@ -180,7 +180,7 @@ class SequenceTimes:
 def sequence_times(recording: Recording) -> dict[tuple[str, int], SequenceTimes]:
     """Return the times of all sequences that got a token, by request and index.
 
-    Every span except a chunk gives a token, at the end of its step.
+    Every span except a chunk gives a token, and one more for each guess that was right, at the end of its step.
     """
     times: dict[tuple[str, int], SequenceTimes] = {}
     for step in recording.steps:
@@ -189,7 +189,7 @@ def sequence_times(recording: Recording) -> dict[tuple[str, int], SequenceTimes]
             if span.kind != "chunk":
                 known = times.setdefault((span.request_id, span.index), SequenceTimes(end, end))
                 known.last = end
-                known.num_output_tokens += 1
+                known.num_output_tokens += span.num_new_tokens
     return times
 
 

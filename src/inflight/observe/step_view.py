@@ -33,6 +33,7 @@ class SpanView:
         num_cached: how many of its keys were in the cache before the step.
         keys: the texts of all tokens up to the step's last one, including those of the step.
         predecessor: the number of the sequence that had the slot before, if this is the sequence's first step there.
+        num_guessed, num_accepted: how many of its last tokens were guessed, and how many of these were right.
     """
 
     number: int
@@ -42,6 +43,8 @@ class SpanView:
     num_cached: int
     keys: tuple[str, ...]
     predecessor: int | None = None
+    num_guessed: int = 0
+    num_accepted: int = 0
 
     @property
     def letter(self) -> str:
@@ -60,8 +63,10 @@ class SpanView:
 
     @property
     def label(self) -> str:
-        """The kind and the number of tokens; a prefill, which ends in a first token, is in capitals."""
-        return f"{'PREFILL' if self.kind == 'prefill' else self.kind}({len(self.tokens)})"
+        """The kind and the number of tokens; a prefill, which ends in a first token, is in capitals. Guessed tokens are
+        counted by themselves: a plus, and how many of them were right."""
+        guessed = f"+{self.num_accepted}/{self.num_guessed}" if self.num_guessed else ""
+        return f"{'PREFILL' if self.kind == 'prefill' else self.kind}({len(self.tokens) - self.num_guessed}{guessed})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,17 @@ def view_span(
 ) -> SpanView:
     """Return a span to draw; `key_token_ids` are its sequence's tokens up to the span's end, None where unknown."""
     keys = tuple("…" if token_id is None else visible(token_text(token_id)) for token_id in key_token_ids)
-    return SpanView(number, record.kind, record.slot, record.request_id, record.start, keys, predecessor)
+    return SpanView(
+        number,
+        record.kind,
+        record.slot,
+        record.request_id,
+        record.start,
+        keys,
+        predecessor,
+        record.num_guessed,
+        record.num_accepted,
+    )
 
 
 def view_step(

@@ -87,7 +87,7 @@ def _computed(steps: Sequence[StepRecord]) -> list[Stretch]:
     latest: dict[int, Stretch] = {}
     done: list[Stretch] = []
     for number, step in enumerate(steps):
-        for slot, request_id, index, start, length, kind in step.spans:
+        for slot, request_id, index, start, length, kind, *_ in step.spans:
             one = latest.get(slot)
             known = None if one is None else (one.request_id, one.index, one.kind, one.last_step)
             if one is not None and known == (request_id, index, kind, number - 1):
@@ -132,9 +132,11 @@ def chrome_events(recording: Recording) -> Iterator[Event]:
     for number, step in enumerate(recording.steps):
         start = step.start_time - begin
         for span in step.spans:
-            yield _complete(span.slot, span.request_id, span.index, span.kind, start, ends[number]) | {
-                "args": {"step": step.step, "start": span.start, "tokens": span.length, "sequence": span.index}
-            }
+            arguments = {"step": step.step, "start": span.start, "tokens": span.length, "sequence": span.index}
+            if span.num_guessed:
+                arguments |= {"guessed": span.num_guessed, "accepted": span.num_accepted}
+            event = _complete(span.slot, span.request_id, span.index, span.kind, start, ends[number])
+            yield event | {"args": arguments}
         for slot, request_id, index in step.preempted:
             name = f"preempted {_name(request_id, index)}"
             yield {"ph": "i", "s": "t", "name": name, "pid": SLOTS, "tid": slot, "ts": _microseconds(start)}

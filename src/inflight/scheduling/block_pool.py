@@ -85,6 +85,13 @@ class BlockPool:
                 table.append(self._take())
         return True
 
+    def shrink(self, tables: BlockTables, num_tokens: int) -> None:
+        """Give back the blocks that `num_tokens` tokens do not need, the last blocks first."""
+        num_blocks = -(-num_tokens // self.block_size)
+        for table in tables:
+            while len(table) > num_blocks:
+                self._drop(table.pop())
+
     def share(self, tables: BlockTables, num_tokens: int, blocks: Sequence[Sequence[int]]) -> None:
         """Extend tables to `num_tokens` tokens with blocks that other tables name or that are cached; blocks that no
         query will see any more become `NO_BLOCK`.

@@ -11,7 +11,8 @@ In each group the better sequence comes first (`ServiceOrder`: by effective prio
 by arrival). When blocks run out, the worst running sequence gives all of its blocks back and waits to be recomputed.
 The best always makes progress, so every sequence finishes.
 
-Before a sequence computes anything, it takes over what is in the cache already (`Reuse`).
+Before a sequence computes anything, it takes over what is in the cache already (`Reuse`). What is left of the budget
+then may go to guesses of what comes next (`Guessing`).
 
 Iteration-level scheduling is Orca's (Yu et al., OSDI 2022); blocks, forks and preemption by recomputation are vLLM's
 (Kwon et al., SOSP 2023); prompts in chunks beside decodes are Sarathi's (Agrawal et al., 2023). Pure and deterministic:
@@ -29,7 +30,9 @@ from inflight.contracts.cache_layout import CacheLayout
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.outputs import FinishReason
 from inflight.contracts.plan import NO_BLOCK, SlotAssignment, Span, StepPlan
+from inflight.contracts.speculation import Speculator
 from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.guessing import Guessing, num_right_guesses
 from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence, SoFar
 from inflight.scheduling.service_order import ServiceOrder
@@ -63,6 +66,7 @@ class Scheduler:
         recompute_beyond: a sequence that grows past so many tokens is recomputed from its start, because the model
             sees all of its tokens differently from then on (LongRoPE); None: there is no such length.
         can_share_prefixes: whether a sequence can go on from what another one has computed.
+        speculator: guesses tokens that may come next; None: nothing is guessed.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Scheduler:
         max_scored_tokens: int = 256,
         recompute_beyond: int | None = None,
         can_share_prefixes: bool = True,
+        speculator: Speculator | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -85,9 +90,12 @@ class Scheduler:
         self.recompute_beyond = recompute_beyond
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_guesses = self.num_guessed_tokens = self.num_accepted_tokens = 0
+        """Spans with guessed tokens, these tokens, and how many of them were right."""
         self.num_prompt_tokens = 0
         """Prompt tokens of all sequences that have had a slot, each counted once."""
         self._order = ServiceOrder(aging_steps)
+        self._speculator = speculator
         self._next_sequence_id = 0
         self._num_scorable_tokens = max_scored_tokens  # left in the step that is being planned
         self._hold_nothing(
@@ -96,6 +104,9 @@ class Scheduler:
 
     def _hold_nothing(self, block_pool: BlockPool, reuse: Reuse) -> None:
         self.block_pool, self.reuse = block_pool, reuse
+        self._guessing: Guessing | None = None
+        if self._speculator is not None:
+            self._guessing = Guessing(self._speculator, block_pool, self.recompute_beyond)
         self._waiting = WaitingQueue(self._order)
         self._running: dict[int, Sequence] = {}
         self._of_request: dict[str, dict[int, Sequence]] = {}  # its unfinished sequences
@@ -115,11 +126,13 @@ class Scheduler:
         *,
         can_share_prefixes: bool = True,
         layout: CacheLayout | None = None,
+        speculator: Speculator | None = None,
     ) -> Self:
         """The scheduler that an engine's configuration asks for, over a new pool of `num_blocks` blocks.
 
         Args:
             layout: how sequences lie in the cache; None: all of their tokens, in one cache group.
+            speculator: as in `Scheduler`.
         """
         return cls(
             BlockPool(num_blocks, layout or CacheLayout(config.block_size, max_span=config.max_num_batched_tokens)),
@@ -130,6 +143,7 @@ class Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
             recompute_beyond=recompute_beyond,
             can_share_prefixes=can_share_prefixes,
+            speculator=speculator,
         )
 
     @property
@@ -213,7 +227,7 @@ class Scheduler:
         self.num_steps += 1
         if not lengths:
             return None
-        self._in_flight = self._make_plan(lengths)
+        self._in_flight = self._make_plan(lengths, self._guess(lengths))
         return self._in_flight
 
     def plan_release(self) -> StepPlan | None:
@@ -235,12 +249,14 @@ class Scheduler:
             sequence = self._running.get(span.sequence_id)
             if sequence is None:
                 continue
-            sequence.num_computed_tokens = span.end
-            sequence.num_scored_tokens += len(span.scored_ids)
-            self.reuse.remember(sequence, span.end)
-            if not sampled:
-                continue
             new_token_ids = sequence.append(sampled)
+            sequence.num_computed_tokens = span.end
+            if span.num_guessed:
+                self._take_back_wrong(sequence, span, new_token_ids)
+            sequence.num_scored_tokens += len(span.scored_ids)
+            self.reuse.remember(sequence, sequence.num_computed_tokens)
+            if not new_token_ids:
+                continue
             progress.append(Progress(sequence, new_token_ids))
             if sequence.finish_reason is not None:
                 self._remove(sequence)
@@ -380,7 +396,24 @@ class Scheduler:
             self.reuse.remember(sequence, sequence.num_computed_tokens + length, in_flight=True)
         return length - num_returned
 
-    def _make_plan(self, lengths: dict[Sequence, int]) -> StepPlan:
+    def _guess(self, lengths: Mapping[Sequence, int]) -> Mapping[Sequence, SequenceOf[int]]:
+        """The guesses that are computed together with what is planned; none without a speculator."""
+        if self._guessing is None:
+            return {}
+        return self._guessing.guess(lengths, self.max_num_batched_tokens - sum(lengths.values()))
+
+    def _take_back_wrong(self, sequence: Sequence, span: Span, new_token_ids: SequenceOf[int]) -> None:
+        """Of a span's guesses, only those that came true count as computed."""
+        num_right = num_right_guesses(span, new_token_ids)
+        sequence.num_computed_tokens -= span.num_guessed - num_right
+        self.block_pool.shrink(sequence.block_tables, sequence.num_computed_tokens)
+        sequence.num_guessed_tokens += span.num_guessed
+        sequence.num_accepted_tokens += num_right
+        self.num_guesses += 1
+        self.num_guessed_tokens += span.num_guessed
+        self.num_accepted_tokens += num_right
+
+    def _make_plan(self, lengths: dict[Sequence, int], guesses: Mapping[Sequence, SequenceOf[int]]) -> StepPlan:
         spans: list[Span] = []
         assignments: list[SlotAssignment] = []
         for sequence, length in lengths.items():
@@ -390,8 +423,21 @@ class Scheduler:
             sequence_length, scored_ids = len(sequence.token_ids), sequence.ids_to_score(end)
             num_logit_rows = len(scored_ids) + (end == sequence_length)
             token_ids = sequence.token_ids[start:end]
+            num_guessed = 0
+            if guesses and (guessed := guesses.get(sequence)) is not None:
+                num_guessed = len(guessed)
+                token_ids += guessed
             spans.append(
-                Span(sequence.sequence_id, slot, start, token_ids, num_logit_rows, sequence_length, scored_ids)
+                Span(
+                    sequence.sequence_id,
+                    slot,
+                    start,
+                    token_ids,
+                    num_logit_rows + num_guessed,
+                    sequence_length + num_guessed,
+                    scored_ids,
+                    num_guessed,
+                )
             )
             if self._assigned[slot] != sequence.sequence_id:
                 self._assigned[slot] = sequence.sequence_id
@@ -463,6 +509,9 @@ class Scheduler:
             self._assigned[each.slot] = NO_SEQUENCE
         changed = self.reuse.step_failed()
         self._land(plan)
+        for span in plan.spans:
+            if span.num_guessed and (sequence := self._running.get(span.sequence_id)) is not None:
+                self.block_pool.shrink(sequence.block_tables, span.end - span.num_guessed)
         for sequence in changed:
             if sequence.slot is not None:
                 self.reuse.start_over(sequence)

@@ -50,13 +50,15 @@ class SoFar:
 
     Attributes:
         output_token_ids: what it had generated.
-        num_preemptions, num_cached_tokens: see `Sequence`.
+        num_preemptions, num_cached_tokens, num_guessed_tokens, num_accepted_tokens: see `Sequence`.
         is_scored: whether the log-probabilities of its prompt are known.
     """
 
     output_token_ids: SequenceOf[int] = ()
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    num_guessed_tokens: int = 0
+    num_accepted_tokens: int = 0
     is_scored: bool = False
 
 
@@ -74,6 +76,7 @@ class Sequence:
         parent: the prefix cache's node of the last of its `num_known_blocks`.
         num_known_blocks: how many of its first blocks can be found in the prefix cache.
         num_cached_tokens: prompt tokens that did not have to be computed when it first ran.
+        num_guessed_tokens, num_accepted_tokens: tokens that were guessed and computed, and those that were right.
         num_scored_tokens: prompt tokens that need no log-probability any more. The first never needs one: no token
             comes before it.
     """
@@ -92,6 +95,8 @@ class Sequence:
     parent: Parent = field(default_factory=Root)
     num_known_blocks: int = 0
     num_cached_tokens: int = 0
+    num_guessed_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_scored_tokens: int = 1
 
     @property
@@ -134,6 +139,7 @@ class Sequence:
         self.token_ids += so_far.output_token_ids
         self.num_preemptions = so_far.num_preemptions + 1
         self.num_cached_tokens = so_far.num_cached_tokens
+        self.num_guessed_tokens, self.num_accepted_tokens = so_far.num_guessed_tokens, so_far.num_accepted_tokens
         if so_far.is_scored:
             self.num_scored_tokens = self.num_prompt_tokens
         return self

@@ -20,6 +20,9 @@ from inflight.contracts.params import SamplingParams
 from inflight.text.output_text import OutputText
 from inflight.text.tokenizer import Tokenizer
 
+NOTHING_YET = SequenceOutput("", 0, [])
+"""The news of a sequence of which nothing was heard."""
+
 
 class Collector:
     """One request's output as it grows.
@@ -52,7 +55,7 @@ class Collector:
         if tokenizer is not None:
             self._texts = [OutputText.of_request(tokenizer, prompt_token_ids, params) for _ in completions]
         self._num_unfinished = params.n
-        self._num_preemptions = [0] * params.n
+        self._seen = [NOTHING_YET] * params.n  # the latest news of each sequence
 
     def take_in(self, news: SequenceOutput) -> TextDelta:
         """Add one step's output of one sequence; return what is new for the reader."""
@@ -110,7 +113,8 @@ class Collector:
             assert completion.logprobs is not None
             assert completion.cumulative_logprob is not None
             completion.logprobs += logprobs
-            completion.cumulative_logprob += sum(score.logprob for score in news.scores)
+            for score in news.scores:  # one by one, so that it does not depend on how many tokens a step gave
+                completion.cumulative_logprob += score.logprob
         return logprobs, prompt_logprobs
 
     def _logprobs(self, token_id: int, score: TokenScore) -> TokenLogprobs:
@@ -133,7 +137,9 @@ class Collector:
             metrics.last_token_time = now
         if self.output.finished:
             metrics.finished_time = now
-        metrics.num_preemptions += news.num_preemptions - self._num_preemptions[news.index]
-        self._num_preemptions[news.index] = news.num_preemptions
+        before, self._seen[news.index] = self._seen[news.index], news
+        metrics.num_preemptions += news.num_preemptions - before.num_preemptions
+        metrics.num_guessed_tokens += news.num_guessed_tokens - before.num_guessed_tokens
+        metrics.num_accepted_tokens += news.num_accepted_tokens - before.num_accepted_tokens
         if news.index == 0:
             metrics.num_cached_tokens = news.num_cached_tokens

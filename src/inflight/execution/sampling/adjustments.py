@@ -36,8 +36,15 @@ class Adjuster:
         self._seen = SeenTokens(token_ids[:prompt_len], token_ids[prompt_len:]) if params.has_penalties else None
 
     def see(self, position: int, token_id: int) -> None:
-        """The sequence has this token at this position. A token that was seen already is not counted again."""
-        if position == len(self._token_ids):
+        """The sequence has this token at this position, and none after it. What was seen there before was guessed; the
+        same token is not counted again."""
+        is_known = position < len(self._token_ids) and self._token_ids[position] == token_id
+        num_kept = position + is_known
+        while len(self._token_ids) > num_kept:
+            dropped = self._token_ids.pop()
+            if self._seen is not None:
+                self._seen.take_back(dropped)
+        if not is_known:
             self._token_ids.append(token_id)
             if self._seen is not None:
                 self._seen.add(token_id)
@@ -99,6 +106,7 @@ class SeenTokens:
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt))}
+        self._num_in_prompt = len(self._places)
         self._ids = np.zeros(max(64, 2 * len(self._places)), dtype=np.int64)
         self._counts = np.zeros(len(self._ids), dtype=np.int64)
         self._ids[: len(self._places)] = list(self._places)
@@ -123,6 +131,13 @@ class SeenTokens:
             self._counts[place:] = 0
         self._ids[place] = token_id
         self._counts[place] += 1
+
+    def take_back(self, token_id: int) -> None:
+        """Undo the last `add`, which was of this token."""
+        place = self._places[token_id]
+        self._counts[place] -= 1
+        if place >= self._num_in_prompt and not self._counts[place]:
+            del self._places[token_id]  # the last one: it was added last
 
 
 def adjust(logits: torch.Tensor, edits: Sequence[Edits]) -> None:

@@ -1,0 +1,91 @@
+"""`Guessing`: tokens that a step computes before anybody knows whether they are the right ones.
+
+Decodes may be followed by guessed tokens, as far as the budget and free blocks last once everything else is planned: no
+sequence waits, and none is preempted for a guess. Whose tokens are guessed, how many and by what, a `Speculator`
+decides.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
+from inflight.contracts.plan import Span
+from inflight.contracts.speculation import Candidate, Speculator
+from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.sequence import Sequence
+
+
+class Guessing:
+    """Adds guessed tokens to the steps of one scheduler.
+
+    Args:
+        recompute_beyond: no guess takes a sequence past so many tokens, because the model sees it differently from
+            then on; None: there is no such length.
+    """
+
+    def __init__(self, speculator: Speculator, block_pool: BlockPool, recompute_beyond: int | None) -> None:
+        self._speculator = speculator
+        self._block_pool = block_pool
+        self._recompute_beyond = recompute_beyond
+
+    def guess(self, lengths: Mapping[Sequence, int], budget: int) -> dict[Sequence, SequenceOf[int]]:
+        """The guessed tokens of a step's sequences, where there are any; their tables have room for them.
+
+        Args:
+            lengths: the tokens that each sequence computes without guesses.
+            budget: how many tokens the step may have in addition.
+        """
+        if budget <= 0 or not self._speculator.is_ready:
+            return {}
+        most = min(budget, self._speculator.max_guessed_tokens)
+        sequences = [each for each, length in lengths.items() if length == 1 and self._room(each) > 0]
+        if not sequences:
+            return {}
+        candidates = [_candidate(each, min(self._room(each), most)) for each in sequences]
+        num_rows = sum(length == sequence.num_uncomputed_tokens for sequence, length in lengths.items())
+        guesses = self._speculator.guess(candidates, sum(lengths.values()), num_rows, budget)
+        guessed = {}
+        for sequence, candidate, token_ids in zip(sequences, candidates, guesses, strict=True):
+            num_allowed = min(candidate.max_guessed_tokens, budget, len(token_ids))
+            num_allowed = self._grow(sequence, num_allowed)
+            if num_allowed > 0:
+                guessed[sequence] = token_ids[:num_allowed]
+                budget -= num_allowed
+        return guessed
+
+    def _room(self, sequence: Sequence) -> int:
+        """How many tokens may be guessed: the token after the last one is never computed."""
+        longest = sequence.request.max_num_tokens - 1
+        if sequence.num_uncomputed_tokens != 1:
+            return 0
+        if self._recompute_beyond is not None and len(sequence.token_ids) <= self._recompute_beyond:
+            longest = min(longest, self._recompute_beyond)
+        return longest - len(sequence.token_ids)
+
+    def _grow(self, sequence: Sequence, num_guessed: int) -> int:
+        """Make room for guesses after a sequence's last token; return for how many there is room."""
+        tables, num_tokens = sequence.block_tables, len(sequence.token_ids)
+        if self._block_pool.grow(tables, num_tokens + num_guessed):
+            return num_guessed
+        return sequence.num_blocks * self._block_pool.block_size - num_tokens
+
+
+def num_right_guesses(span: Span, new_token_ids: SequenceOf[int]) -> int:
+    """How many of a span's guesses came true. The last new token is not computed, whether or not it was guessed."""
+    num_right = 0
+    for guessed, new in zip(span.guessed_ids, new_token_ids[:-1], strict=False):
+        if guessed != new:
+            break
+        num_right += 1
+    return num_right
+
+
+def _candidate(sequence: Sequence, room: int) -> Candidate:
+    request = sequence.request
+    return Candidate(
+        sequence.sequence_id,
+        sequence.token_ids,
+        sequence.num_prompt_tokens,
+        room,
+        request.stop_token_ids,
+        request.cache_salt,
+    )

@@ -1,0 +1,85 @@
+"""`Constrained`: guesses for sequences that must follow a grammar.
+
+Where only one text may come next, that text is guessed, in tokens as the tokenizer divides it; the model may still
+divide it otherwise. Elsewhere another guesser's tokens are taken, as far as the grammar allows them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from inflight.contracts.speculation import Candidate
+from inflight.speculation.guesser import NOTHING, Guess, Guesser
+
+MEMORY = 0.98
+"""How much of what was seen counts after each new outcome."""
+
+
+class Grammars(Protocol):
+    """The grammars of an engine's sequences."""
+
+    def follows(self, sequence_id: int) -> bool:
+        """Whether this sequence has a grammar, and has begun."""
+        ...
+
+    def forced(self, sequence_id: int, output: Sequence[int]) -> list[int]:
+        """Return the tokens that its grammar leaves no choice about after this output; none if there is a choice."""
+        ...
+
+    def num_allowed(self, sequence_id: int, output: Sequence[int], token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens, from the first on, may follow this output."""
+        ...
+
+
+class Constrained:
+    """Guesses for sequences with and without grammars; see `Guesser`.
+
+    Args:
+        grammars: gives the grammars; None: no sequence has had one yet.
+        guesser: guesses where no grammar decides; None: nobody does.
+    """
+
+    def __init__(self, grammars: Callable[[], Grammars | None], guesser: Guesser | None) -> None:
+        self._grammars = grammars
+        self._guesser = guesser
+        self._forced: dict[int, tuple[int, list[int]]] = {}  # what was guessed last, and after how many tokens
+        self._num_right = self._num_tried = 1.0
+
+    def guess(self, candidate: Candidate) -> Guess:
+        """What the grammar leaves no choice about, else what another guesser finds and the grammar allows."""
+        grammars, sequence_id = self._grammars(), candidate.sequence_id
+        if grammars is None or not grammars.follows(sequence_id):
+            return self._ask(candidate)
+        self._learn(candidate)
+        output = candidate.token_ids[candidate.num_prompt_tokens :]
+        forced = grammars.forced(sequence_id, output)[: candidate.max_guessed_tokens]
+        if forced:
+            self._forced[sequence_id] = len(candidate.token_ids), forced
+            return Guess(forced, [self._num_right / self._num_tried] * len(forced))
+        token_ids, chances = self._ask(candidate)
+        num_allowed = grammars.num_allowed(sequence_id, output, token_ids)
+        return Guess(token_ids[:num_allowed], chances[:num_allowed])
+
+    def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
+        """Drop the sequences that have ended."""
+        for sequence_id in [each for each in self._forced if not is_unfinished(each)]:
+            del self._forced[sequence_id]
+        if self._guesser is not None:
+            self._guesser.keep_only(is_unfinished)
+
+    def start_over(self) -> None:
+        """Forget all sequences."""
+        self._forced.clear()
+        if self._guesser is not None:
+            self._guesser.start_over()
+
+    def _ask(self, candidate: Candidate) -> Guess:
+        return NOTHING if self._guesser is None else self._guesser.guess(candidate)
+
+    def _learn(self, candidate: Candidate) -> None:
+        """See what became of the last guess."""
+        num_before, forced = self._forced.pop(candidate.sequence_id, (0, []))
+        for guessed, token_id in zip(forced, candidate.token_ids[num_before:], strict=False):
+            self._num_tried = self._num_tried * MEMORY + 1.0
+            self._num_right = self._num_right * MEMORY + (guessed == token_id)
+            if guessed != token_id:
+                break

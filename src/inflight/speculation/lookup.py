@@ -1,0 +1,190 @@
+"""`Lookup`: what followed the same tokens before, in the sequence itself or in recent outputs of others.
+
+Takes the longest suffix of a sequence that occurred earlier, and guesses that the same comes again (prompt lookup,
+Saxena, 2023; over other requests' outputs as in SuffixDecoding, Oliaro et al., 2024). How likely that is, it learns
+from every token that comes, by the length of the suffix, whether or not the guess was computed.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from inflight.contracts.speculation import Candidate
+from inflight.speculation.guesser import NOTHING, Guess
+from inflight.speculation.suffix_automaton import Cursor, SuffixAutomaton
+
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""The shortest suffix of each class of suffixes that are about equally likely to go on as before."""
+MEMORY = 0.97
+"""How much of what was seen counts after each new outcome of its class."""
+SEQUENCE_MEMORY = 0.9
+PRIOR_WEIGHT = 3.0
+"""As how many outcomes of a sequence's own those of all sequences count."""
+LONGEST_TRIED = 32
+"""How many tokens of a guess are compared with what came."""
+LEAST_CHANCE = 0.02
+"""A guess ends where it is less likely than this that all of it is right."""
+MAX_RECENT_TOKENS = 1 << 16
+"""How many tokens of recent outputs are kept for each salt, at least; at most twice as many."""
+MAX_SALTS = 16
+
+
+class Record:
+    """How often guesses were right, by the length of the suffix that they follow; old outcomes fade."""
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self.num_right = [0.0] * len(LENGTHS)
+        self.num_tried = [0.0] * len(LENGTHS)
+
+    def see(self, length: int, is_right: bool) -> None:
+        """A token guessed after a suffix of this length was right, or not."""
+        kind = _kind(length)
+        self.num_right[kind] = self.num_right[kind] * self._memory + is_right
+        self.num_tried[kind] = self.num_tried[kind] * self._memory + 1.0
+
+
+@dataclass(slots=True)
+class Followed:
+    """A sequence, as far as it was looked at.
+
+    Attributes:
+        cursors: where it is in what was kept of others' outputs.
+        guessed: what was guessed last, after its first `num_tokens` tokens and a suffix of length `length`.
+    """
+
+    automaton: SuffixAutomaton
+    cache_salt: str | None
+    num_prompt_tokens: int
+    record: Record
+    cursors: list[Cursor] = field(default_factory=list)
+    guessed: list[int] = field(default_factory=list)
+    length: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """How many of its tokens were looked at."""
+        return len(self.automaton.token_ids)
+
+
+class RecentOutputs:
+    """The latest outputs of one salt, one after the other, in two automata: the younger one grows, and replaces the
+    older one when it is full."""
+
+    def __init__(self) -> None:
+        self.automata: list[SuffixAutomaton] = []
+        self._num_outputs = 0
+
+    def add(self, token_ids: "memoryview | list[int]") -> None:
+        """Keep an output."""
+        if not self.automata or len(self.automata[0].token_ids) >= MAX_RECENT_TOKENS:
+            self.automata = [SuffixAutomaton(), *self.automata[:1]]
+        young = self.automata[0]
+        for token_id in token_ids:
+            young.append(token_id)
+        self._num_outputs += 1
+        young.append(-1 - self._num_outputs)  # no other output has this token, so nothing matches across it
+
+
+class Lookup:
+    """Looks guesses up; see `Guesser`."""
+
+    def __init__(self) -> None:
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget everything."""
+        self._followed: dict[int, Followed] = {}
+        self._recent: dict[str | None, RecentOutputs] = {}
+        self._record = Record(MEMORY)
+
+    def guess(self, candidate: Candidate) -> Guess:
+        """What followed the longest known suffix before."""
+        followed = self._followed.get(candidate.sequence_id)
+        if followed is None:
+            followed = self._follow(candidate)
+        self._catch_up(followed, candidate)
+        automaton, (length, end) = followed.automaton, followed.automaton.last_occurrence()
+        for cursor in followed.cursors:
+            other_length, other_end = cursor.last_occurrence()
+            if other_length > length:
+                automaton, length, end = cursor.automaton, other_length, other_end
+        followed.length = length
+        if length == 0:
+            followed.guessed = []
+            return NOTHING
+        followed.guessed = _continuation(automaton, end, candidate.max_guessed_tokens)
+        chances = self._chances(followed, length)
+        return Guess(followed.guessed[: len(chances)], chances)
+
+    def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
+        """Drop the sequences that have ended, and keep their outputs for others."""
+        for sequence_id in [each for each in self._followed if not is_unfinished(each)]:
+            ended = self._followed.pop(sequence_id)
+            if len(self._recent) >= MAX_SALTS and ended.cache_salt not in self._recent:
+                del self._recent[next(iter(self._recent))]
+            recent = self._recent.setdefault(ended.cache_salt, RecentOutputs())
+            recent.add(memoryview(ended.automaton.token_ids)[ended.num_prompt_tokens :])
+
+    def _follow(self, candidate: Candidate) -> Followed:
+        followed = Followed(
+            SuffixAutomaton(), candidate.cache_salt, candidate.num_prompt_tokens, Record(SEQUENCE_MEMORY)
+        )
+        self._followed[candidate.sequence_id] = followed
+        return followed
+
+    def _catch_up(self, followed: Followed, candidate: Candidate) -> None:
+        """Look at the tokens that have come since, and at what became of the last guess."""
+        num_seen = followed.num_tokens
+        new = candidate.token_ids[num_seen:]
+        for place, (guessed, token_id) in enumerate(zip(followed.guessed, new, strict=False)):
+            for record in (self._record, followed.record):
+                record.see(followed.length + place, guessed == token_id)
+            if guessed != token_id or place == LONGEST_TRIED:
+                break
+        recent = self._recent.get(candidate.cache_salt)
+        automata = [] if recent is None else recent.automata
+        if [cursor.automaton for cursor in followed.cursors] != automata:
+            followed.cursors = [Cursor(automaton) for automaton in automata]
+            new_for_cursors = candidate.token_ids[-LENGTHS[-1] :]
+        else:
+            new_for_cursors = new
+        for token_id in new:
+            followed.automaton.append(token_id)
+        for cursor in followed.cursors:
+            for token_id in new_for_cursors:
+                cursor.advance(token_id)
+
+    def _chances(self, followed: Followed, length: int) -> list[float]:
+        """How likely each token guessed after a suffix of this length is right, as long as it is worth knowing."""
+        chances: list[float] = []
+        every, own, all_right = self._record, followed.record, 1.0
+        kind, first = _kind(length), length
+        while len(chances) < len(followed.guessed) and all_right >= LEAST_CHANCE:
+            prior = (every.num_right[kind] + 0.5) / (every.num_tried[kind] + 1.0)
+            chance = (own.num_right[kind] + PRIOR_WEIGHT * prior) / (own.num_tried[kind] + PRIOR_WEIGHT)
+            end = LENGTHS[kind + 1] if kind + 1 < len(LENGTHS) else first + len(followed.guessed)
+            for _ in range(min(end - first, len(followed.guessed) - len(chances))):
+                chances.append(chance)
+                all_right *= chance
+                if all_right < LEAST_CHANCE:
+                    break
+            kind, first = kind + 1, end
+        return chances
+
+
+def _kind(length: int) -> int:
+    return bisect_right(LENGTHS, length) - 1
+
+
+def _continuation(automaton: SuffixAutomaton, end: int, max_tokens: int) -> list[int]:
+    """At most so many tokens from position `end` on, up to the end of an output; what ends with the text itself is
+    taken to repeat."""
+    token_ids = automaton.token_ids[end : end + max_tokens].tolist()
+    for place, token_id in enumerate(token_ids):
+        if token_id < 0:
+            return token_ids[:place]
+    period = len(token_ids)
+    while period and len(token_ids) < max_tokens:
+        token_ids += token_ids[: max_tokens - len(token_ids)]
+    return token_ids

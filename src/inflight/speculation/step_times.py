@@ -1,0 +1,48 @@
+"""`StepTimes`: how long a step takes here, by the number of its tokens, learned from the steps that ran.
+
+Steps of about equally many tokens share a running average; between two averages that are known the time is a straight
+line. Beyond the largest it is taken to grow slowly, as it does while weights are read from memory: so somebody tries,
+and then it is known. Pure: callers pass durations in.
+"""
+
+from bisect import bisect_left
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 1024, 2048)
+"""The largest number of tokens in each class of steps; the last class has all others."""
+SMOOTHING = 0.2
+"""Weight of the newest duration in a running average."""
+LARGEST_SURPRISE = 2.0
+"""A duration counts as at most so many times the average: a step that was held up says nothing about its size."""
+UNKNOWN_TOKEN = 0.01
+"""What a token beyond the largest known size is taken to cost, as a share of that size's time."""
+
+
+class StepTimes:
+    """Running averages of durations, by size."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []  # those that are known
+        self._seconds: list[float] = []  # the average of each
+
+    def see(self, num_tokens: int, seconds: float) -> None:
+        """Learn from one step."""
+        size = SIZES[min(bisect_left(SIZES, num_tokens), len(SIZES) - 1)]
+        place = bisect_left(self._sizes, size)
+        if self._sizes[place : place + 1] != [size]:
+            self._sizes.insert(place, size)
+            self._seconds.insert(place, seconds)
+        average = self._seconds[place]
+        self._seconds[place] += SMOOTHING * (min(seconds, LARGEST_SURPRISE * average) - average)
+
+    def seconds(self, num_tokens: int) -> float | None:
+        """How long a step of so many tokens will take; None: nothing is known yet."""
+        sizes, seconds = self._sizes, self._seconds
+        if not sizes:
+            return None
+        place = bisect_left(sizes, num_tokens)
+        if place == len(sizes):
+            return seconds[-1] * (1 + UNKNOWN_TOKEN * (num_tokens - sizes[-1]))
+        if place == 0:
+            return seconds[0]
+        share = (num_tokens - sizes[place - 1]) / (sizes[place] - sizes[place - 1])
+        return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])

@@ -1,0 +1,65 @@
+"""`Oracle`: a guesser that knows what will come, and is wrong on purpose as often as it is told; and engines that ask
+it."""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from inflight.contracts.speculation import Candidate
+from inflight.engine.engine import Engine
+from inflight.speculation import Guess, Speculation, StepTimes
+from inflight.speculation.guesser import NOTHING
+
+
+class Oracle:
+    """Guesses what the known sequences go on with.
+
+    Args:
+        known: prompt and output of sequences without speculation.
+        share_right: of its tokens, the others being random.
+    """
+
+    def __init__(
+        self, known: Sequence[Sequence[int]], vocab_size: int, share_right: float = 0.7, seed: int = 0
+    ) -> None:
+        self._by_beginning: defaultdict[tuple[int, ...], list[Sequence[int]]] = defaultdict(list)
+        for token_ids in known:
+            self._by_beginning[tuple(token_ids[:4])].append(token_ids)
+        self._vocab_size = vocab_size
+        self._share_right = share_right
+        self._rng = random.Random(seed)
+        self.num_guessed = 0
+
+    def guess(self, candidate: Candidate) -> Guess:
+        so_far, most = list(candidate.token_ids), candidate.max_guessed_tokens
+        known = self._by_beginning[tuple(so_far[:4])]
+        fitting = [each for each in known if list(each[: len(so_far)]) == so_far and len(each) > len(so_far)]
+        coming = list(self._rng.choice(fitting)[len(so_far) :]) if fitting else []
+        length = self._rng.choice([0, 1, 2, 3, most])
+        coming += [self._rng.randrange(self._vocab_size) for _ in range(length)]
+        guess = [
+            each if self._rng.random() < self._share_right else self._rng.randrange(self._vocab_size)
+            for each in coming[:length]
+        ]
+        self.num_guessed += length
+        return Guess(guess, [1.0] * length) if guess else NOTHING
+
+    def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
+        pass
+
+    def start_over(self) -> None:
+        pass
+
+
+class Free(StepTimes):
+    """Rows cost nothing, so everything that is guessed is computed."""
+
+    def seconds(self, num_tokens: int) -> float:
+        return 1.0
+
+
+def make_it_ask(engine: Engine, guesser: Oracle, max_guessed_tokens: int = 16) -> None:
+    """From now on the engine computes whatever this guesser says."""
+    speculation = engine._speculation
+    assert speculation is not None, engine.model_info.speculation
+    speculation.__dict__.update(Speculation(guesser, max_guessed_tokens, Free()).__dict__)

@@ -1,0 +1,97 @@
+"""With guesses, right and wrong, every request gets what it gets without: the same tokens, text and log-probabilities,
+bit for bit."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from inflight import LLM, SamplingParams
+from inflight.contracts.record import StepRecord
+from tests import zoo
+from tests.speculation.oracle import Oracle, make_it_ask
+from tests.speculation.random_requests import generate, random_requests, said, sequences
+from tests.text.tokenizers_for_tests import byte_level
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "float32": {"dtype": "float32"},
+    "int8": {"quantization": "int8"},
+    "preemption": {"num_blocks": 48, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 24},
+    "int8 cache": {"kv_cache_dtype": "int8", "dtype": "bfloat16"},
+    "priorities": {"policy": "priority", "aging_steps": 2, "max_num_seqs": 3},
+}
+NUM_REQUESTS = 60
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_random_requests_do_not_notice_guesses(name: str) -> None:
+    options = CONFIGURATIONS[name]
+    prompts, params = random_requests(NUM_REQUESTS, name)
+    expected = generate(LLM(**options), prompts, params)
+    llm = LLM(**options, speculation="auto")
+    oracle = Oracle(sequences(expected), llm.engine.model_info.vocab_size)
+    make_it_ask(llm.engine, oracle)
+    for output, wanted in zip(generate(llm, prompts, params), expected, strict=True):
+        assert said(output) == said(wanted)
+    assert oracle.num_guessed > 500
+    assert llm.engine.stats().num_accepted_tokens > 100
+    if name == "preemption":
+        assert llm.engine.stats().num_preemptions > 0
+    llm.engine.scheduler.block_pool.check([])
+
+
+@pytest.mark.parametrize("speculation", ["auto", "lookup", "grammar"])
+def test_its_own_guessers_change_nothing(speculation: str) -> None:
+    prompts, params = random_requests(NUM_REQUESTS, speculation)
+    expected = generate(LLM(), prompts, params)
+    llm = LLM(speculation=speculation)
+    for _ in range(2):  # the second time what the first gave is looked up
+        for output, wanted in zip(generate(llm, prompts, params), expected, strict=True):
+            assert said(output) == said(wanted)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "mistral", "gpt_oss", "qwen3_moe", "phi3_longrope", "deepseek_v3"])
+def test_every_kind_of_attention_takes_wrong_guesses_back(name: str) -> None:
+    """Windows, sinks, soft caps, experts, latent attention and LongRoPE's border, which sequences cross here."""
+    model, tokenizer = zoo.build(name), byte_level().inner
+    prompts = [{"prompt_token_ids": [(7 * each + place) % 250 for place in range(30 + each)]} for each in range(12)]
+    params = [
+        SamplingParams(temperature=each % 2, seed=each, max_tokens=50, logprobs=2, ignore_eos=True)
+        for each in range(len(prompts))
+    ]
+    options: dict[str, Any] = {"num_blocks": 60, "max_num_seqs": 5}
+    expected = LLM(copy.deepcopy(model), tokenizer, **options).generate(prompts, params, use_tqdm=False)
+    llm = LLM(model, tokenizer, **options, speculation="lookup")
+    oracle = Oracle(sequences(expected), zoo.VOCAB_SIZE)
+    make_it_ask(llm.engine, oracle)
+    for output, wanted in zip(llm.generate(prompts, params, use_tqdm=False), expected, strict=True):
+        assert said(output) == said(wanted)
+    assert oracle.num_guessed > 500
+
+
+def test_a_model_that_cannot_take_back_says_so() -> None:
+    info = LLM(zoo.build("gpt2"), byte_level().inner, executor="rows", speculation="auto").engine.model_info
+    assert info.speculation.startswith("off: a model that runs as rows")
+
+
+def test_what_was_guessed_is_counted_and_recorded() -> None:
+    prompts, params = random_requests(NUM_REQUESTS, "counted")
+    expected = generate(LLM(), prompts, params)
+    llm = LLM(speculation="auto")
+    make_it_ask(llm.engine, Oracle(sequences(expected), llm.engine.model_info.vocab_size))
+    records: list[StepRecord] = []
+    llm.engine.observer = records.append
+    outputs = generate(llm, prompts, params)
+    stats, spans = llm.engine.stats(), [span for record in records for span in record.spans]
+    num_guessed = sum(output.metrics.num_guessed_tokens for output in outputs)
+    num_accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
+    assert 0 < num_accepted < num_guessed
+    assert (stats.num_guessed_tokens, stats.num_accepted_tokens) == (num_guessed, num_accepted)
+    assert sum(span.num_guessed for span in spans) == num_guessed
+    assert sum(span.num_accepted for span in spans) == num_accepted
+    assert {span.kind for span in spans if span.num_guessed} <= {"decode", "prefill"}
+    without_stop_strings = [each for each, param in zip(outputs, params, strict=True) if not param.stop]
+    for output in without_stop_strings:
+        given = sum(span.num_new_tokens for span in spans if span.request_id == output.request_id)
+        assert given == sum(len(each.token_ids) for each in output.outputs)

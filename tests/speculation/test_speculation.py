@@ -1,0 +1,146 @@
+"""How many guesses are worth their rows."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inflight.contracts.speculation import Candidate
+from inflight.speculation import Guess, Speculation, StepTimes
+
+
+class Told:
+    """Guesses what it is told, with the given chances."""
+
+    def __init__(self, *chances: list[float]) -> None:
+        self.chances = chances or ([],)
+
+    def guess(self, candidate: Candidate) -> Guess:
+        chances = self.chances[candidate.sequence_id][: candidate.max_guessed_tokens]
+        return Guess([7 + place for place in range(len(chances))], chances)
+
+    def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
+        pass
+
+    def start_over(self) -> None:
+        pass
+
+
+def candidates(number: int, **others: object) -> list[Candidate]:
+    return [Candidate(each, [1, 2], 1, 100, **others) for each in range(number)]  # type: ignore[arg-type]
+
+
+def times(fixed: float, per_token: float) -> StepTimes:
+    """Steps of these costs, all known."""
+    known = StepTimes()
+    for number in range(1, 129):
+        known.see(number, fixed + per_token * number)
+    return known
+
+
+def lengths(guesser: Told, known: StepTimes, number: int, budget: int = 1000) -> list[int]:
+    guesses = Speculation(guesser, 16, known).guess(candidates(number), number, number, budget)
+    return [len(each) for each in guesses]
+
+
+def test_nothing_is_guessed_before_a_step_was_seen() -> None:
+    assert lengths(Told([1.0] * 4), StepTimes(), 1) == [0]
+
+
+def test_where_rows_cost_nothing_everything_likely_is_tried() -> None:
+    assert lengths(Told([0.9] * 5), times(1.0, 0.0), 1) == [5]
+
+
+def test_where_a_row_costs_a_step_only_certain_guesses_pay() -> None:
+    assert lengths(Told([0.9] * 5), times(0.0, 1.0), 1) == [0]
+
+
+def test_the_likeliest_guesses_of_all_sequences_come_first() -> None:
+    taken = lengths(Told([0.3] * 9, [0.99] * 9, [0.9] * 9), times(1.0, 0.1), 3)
+    assert taken[1] > taken[2] > taken[0] == 0
+
+
+def test_no_more_than_the_budget_is_guessed() -> None:
+    assert lengths(Told([0.99] * 9, [0.9] * 9), times(1.0, 0.0), 2, budget=4) == [4, 0]
+
+
+class Slow(Told):
+    """Takes as long as it is told to guess, on a clock of its own."""
+
+    def __init__(self, seconds: float, *chances: list[float]) -> None:
+        super().__init__(*chances)
+        self.seconds = seconds
+        self.now = 0.0
+
+    def guess(self, candidate: Candidate) -> Guess:
+        self.now += self.seconds
+        return super().guess(candidate)
+
+
+def share_of_time(guesser: Slow, num_accepted: int, num_steps: int = 5000) -> float:
+    """The share of time that guessing takes, in steps of 1 ms of which `num_accepted` guesses come true."""
+    speculation = Speculation(guesser, 16, times(0.001, 0.0), lambda: guesser.now)
+    for _ in range(num_steps):
+        num_guessed = 0
+        if speculation.is_ready:
+            num_guessed = sum(map(len, speculation.guess(candidates(1), 1, 1, 100)))
+        speculation.see(1 + num_guessed, 0.001, num_guessed, min(num_accepted, num_guessed), 1)
+    return guesser.now / (num_steps * 0.001)
+
+
+def test_guessing_in_vain_takes_a_hundredth_of_the_time() -> None:
+    assert share_of_time(Slow(0.0005), 0) == pytest.approx(0.01, abs=0.04)
+    assert share_of_time(Slow(0.0005, [0.9] * 4), 0) == pytest.approx(0.01, abs=0.04)
+
+
+def test_guessing_that_saves_more_than_it_takes_goes_on() -> None:
+    assert share_of_time(Slow(0.0005, [0.9] * 4), 3) == pytest.approx(0.5, abs=0.01)
+
+
+def test_nothing_is_guessed_after_an_end() -> None:
+    speculation = Speculation(Told([1.0] * 9), 16, times(1.0, 0.0))
+    assert speculation.guess(candidates(1, stop_token_ids=frozenset([9])), 1, 1, 100) == [[7, 8]]
+
+
+@given(st.lists(st.lists(st.floats(0, 1), max_size=6), min_size=1, max_size=4), st.floats(0.1, 10), st.floats(0.001, 3))
+def test_what_is_taken_is_never_expected_to_be_slower_than_nothing(
+    chances: list[list[float]], fixed: float, per_token: float
+) -> None:
+    known, number = times(fixed, per_token), len(chances)
+    taken = lengths(Told(*chances), known, number)
+
+    def rate(lengths: list[int]) -> float:
+        gained = 0.0
+        for each, length in zip(chances, lengths, strict=True):
+            product = 1.0
+            for chance in each[:length]:
+                product *= chance
+                gained += product
+        seconds = known.seconds(number + sum(lengths))
+        assert seconds is not None
+        return (number + gained) / seconds
+
+    assert rate(taken) >= rate([0] * number)
+    if not any(taken):  # then no single guess would pay, either
+        assert all(
+            rate([i == j and bool(c) for j in range(number)]) <= 1.02 * rate(taken) for i, c in enumerate(chances)
+        )
+
+
+def test_times_between_two_known_sizes_lie_on_a_line() -> None:
+    known = StepTimes()
+    assert known.seconds(3) is None
+    known.see(1, 2.0)
+    known.see(5, 4.0)
+    assert known.seconds(1) == 2.0
+    assert known.seconds(3) == pytest.approx(3.0)
+    assert known.seconds(5) == 4.0
+    assert 4.0 < (known.seconds(9) or 0) < 4.5
+
+
+def test_a_step_that_was_held_up_hardly_counts() -> None:
+    known = StepTimes()
+    for seconds in (1.0, 1.0, 1000.0):
+        known.see(1, seconds)
+    assert (known.seconds(1) or 0) < 1.25

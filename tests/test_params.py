@@ -74,6 +74,9 @@ def test_a_bad_sampling_parameter_is_refused_by_name_with_its_value(name: str, v
             {"bad_words": [""]},
             "bad_words contains ''; it must be a list of strings of 1 to 256 characters",
         ),
+        ({"prediction": 5}, "prediction is 5; it must be text or a list of token ids"),
+        ({"prediction": "\ud800"}, "prediction is '\\ud800'; it must be text that UTF-8 can encode"),
+        ({"prediction": [-1]}, "a member of prediction is -1; it must be an integer from 0 to 2147483647"),
         ({"bad_words": ["\ud800"]}, "bad_words contains '\\ud800'; it must be text that UTF-8 can encode"),
         ({"bad_words": ["a"] * 1025}, "bad_words has 1025 strings; it must be at most 1024"),
     ],
@@ -105,7 +108,7 @@ def test_a_value_that_raises_inside_the_check_is_refused_like_any_other(name: st
     assert refusal_of(SamplingParams, **{name: value}).startswith(name)
 
 
-@pytest.mark.parametrize("name", ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens"])
+@pytest.mark.parametrize("name", ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculation"])
 @pytest.mark.parametrize("value", ["no", None, 2])
 def test_a_flag_that_is_neither_true_nor_false_is_refused(name: str, value: Any) -> None:
     assert refusal_of(SamplingParams, **{name: value}).startswith(f"{name} is {value!r}; it must be ")
@@ -146,6 +149,8 @@ def test_a_flag_that_is_neither_true_nor_false_is_refused(name: str, value: Any)
         {"bad_words": ["a", " b"]},
         {"logprobs": 0, "prompt_logprobs": 20},
         {"ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False},
+        {"prediction": "", "speculation": False},
+        {"prediction": [1, 2]},
     ],
     ids=str,
 )

@@ -57,6 +57,20 @@ def test_an_async_stream_is_assembled_by_the_client(server: RunningServer, expec
     asyncio.run(check())
 
 
+def test_a_predicted_answer_is_the_same_and_says_how_much_was_right(server: RunningServer, expected: str) -> None:
+    for content in (expected, [{"type": "text", "text": expected}]):
+        prediction: Any = {"type": "content", "content": content}
+        answer = server.client.chat.completions.create(
+            model="stories", messages=HELLO, prediction=prediction, extra_body={"speculation": True}, **GREEDY
+        )
+        assert answer.choices[0].message.content == expected
+        assert answer.usage is not None
+        details = answer.usage.completion_tokens_details
+        assert details is not None
+        assert details.accepted_prediction_tokens is not None
+        assert details.rejected_prediction_tokens is not None
+
+
 def test_an_answer_without_a_limit_ends_at_eos(server: RunningServer) -> None:
     answer = server.client.chat.completions.create(model="stories", messages=HELLO, temperature=0)  # type: ignore[arg-type]
     assert answer.choices[0].finish_reason == "stop"

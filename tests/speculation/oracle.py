@@ -58,6 +58,14 @@ class Free(StepTimes):
         return 1.0
 
 
+def make_rows_free(engine: Engine) -> None:
+    """From now on the engine computes whatever its own guessers say, however long it takes."""
+    speculation = engine._speculation
+    assert speculation is not None, engine.model_info.speculation
+    speculation.times = Free()
+    speculation._clock = lambda: 0.0
+
+
 def make_it_ask(engine: Engine, guesser: Oracle, max_guessed_tokens: int = 16) -> None:
     """From now on the engine computes whatever this guesser says."""
     speculation = engine._speculation

@@ -32,6 +32,18 @@ def test_recent_outputs_of_others_are_found_but_not_their_prompts() -> None:
     assert look(lookup, [8, 9, 1, 2], sequence_id=2) == []
 
 
+def test_what_is_predicted_is_guessed_from_the_first_token_on() -> None:
+    lookup, predicted = Lookup(), [60, 61, 62, 63, 64, 65, 66]
+    assert look(lookup, [1, 2, 3, 4], predicted_ids=predicted, most=4) == predicted[:4]
+    assert look(lookup, [1, 2, 3, 4, 60, 61, 70], predicted_ids=predicted) == []
+    assert look(lookup, [1, 2, 3, 4, 60, 61, 70, 64], predicted_ids=predicted) == [65, 66]
+    assert look(lookup, [1, 2, 3, 4], sequence_id=1, predicted_ids=[], most=4) == []
+
+
+def test_the_prompt_is_not_taken_for_the_beginning_of_what_is_predicted() -> None:
+    assert look(Lookup(), [1, 60, 61, 62], predicted_ids=[60, 61, 62, 63], most=4) == [60, 61, 62, 63]
+
+
 def test_nothing_is_found_across_the_end_of_an_output() -> None:
     lookup = Lookup()
     for sequence_id in (0, 1):

@@ -2,6 +2,7 @@
 bit for bit."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from inflight import LLM, SamplingParams
 from inflight.contracts.record import StepRecord
 from tests import zoo
-from tests.speculation.oracle import Oracle, make_it_ask
+from tests.speculation.oracle import Oracle, make_it_ask, make_rows_free
 from tests.speculation.random_requests import generate, random_requests, said, sequences
 from tests.text.tokenizers_for_tests import byte_level
 
@@ -49,6 +50,25 @@ def test_its_own_guessers_change_nothing(speculation: str) -> None:
     for _ in range(2):  # the second time what the first gave is looked up
         for output, wanted in zip(generate(llm, prompts, params), expected, strict=True):
             assert said(output) == said(wanted)
+
+
+def test_a_prediction_saves_steps_and_changes_nothing() -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, logprobs=2)
+    (plain,) = LLM(speculation="off").generate("Once upon a time", params, use_tqdm=False)
+    predicted = replace(params, prediction=plain.outputs[0].text)
+    llm = LLM()
+    make_rows_free(llm.engine)
+    (output,) = llm.generate("Once upon a time", predicted, use_tqdm=False)
+    assert said(output) == said(plain)
+    assert output.metrics.num_accepted_tokens > 20
+
+
+def test_a_request_that_asks_for_no_guesses_gets_none() -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, prediction="Tom had a red ball", speculation=False)
+    llm = LLM()
+    make_rows_free(llm.engine)
+    (output,) = llm.generate("Tom had a red ball. Tom had a red ball. Tom", params, use_tqdm=False)
+    assert output.metrics.num_guessed_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mistral", "gpt_oss", "qwen3_moe", "phi3_longrope", "deepseek_v3"])

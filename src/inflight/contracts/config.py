@@ -98,7 +98,7 @@ class EngineConfig:
     max_prefill_tokens_per_step: int | None = None
     policy: str = "fcfs"
     aging_steps: int = 100
-    speculation: str = "off"
+    speculation: str = "auto"
     max_guessed_tokens: int = 16
     max_num_waiting: int | None = None
     enable_prefix_caching: bool = True

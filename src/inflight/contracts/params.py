@@ -53,6 +53,9 @@ class SamplingParams:
         include_stop_str_in_output: keep the stop string at the end of the text.
         skip_special_tokens: leave special tokens out of the text.
         truncate_prompt_tokens: keep only the last so many tokens of the prompt.
+        prediction: what the output may be like in parts: text or token ids (OpenAI's predicted outputs). Where the
+            engine speculates, its tokens are guessed; the output stays the same.
+        speculation: whether tokens may be guessed where the engine speculates; the output is the same either way.
     """
 
     n: int = 1
@@ -77,6 +80,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    prediction: str | Sequence[int] | None = None
+    speculation: bool = True
 
     def __post_init__(self) -> None:
         check_integer("n", self.n, 1, MAX_SEQUENCES)
@@ -102,7 +107,7 @@ class SamplingParams:
         check_integer("min_tokens", self.min_tokens, 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
         if self.truncate_prompt_tokens is not None:
             check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_COUNT)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculation"):
             check_switch(name, getattr(self, name))
         if self.stop is not None and not isinstance(self.stop, Sequence):
             raise ValueError(f"stop is {self.stop!r}; it must be a non-empty string or a list of such strings")
@@ -116,6 +121,7 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids")
         for token_id in self.stop_token_ids or ():
             check_integer("a member of stop_token_ids", token_id, 0)
+        self._check_prediction()
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
@@ -140,6 +146,16 @@ class SamplingParams:
                 raise ValueError(f"bad_words contains {word!r}; it must be text that UTF-8 can encode")
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise ValueError(f"bad_words has {len(self.bad_words)} strings; it must be at most {MAX_BAD_WORDS}")
+
+    def _check_prediction(self) -> None:
+        if isinstance(self.prediction, str):
+            if not is_text(self.prediction):
+                raise ValueError(f"prediction is {self.prediction!r}; it must be text that UTF-8 can encode")
+        elif self.prediction is not None:
+            if not isinstance(self.prediction, Sequence):
+                raise ValueError(f"prediction is {self.prediction!r}; it must be text or a list of token ids")
+            for token_id in self.prediction:
+                check_integer("a member of prediction", token_id, 0, MAX_COUNT)
 
     @property
     def has_penalties(self) -> bool:

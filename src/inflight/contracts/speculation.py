@@ -17,6 +17,7 @@ class Candidate(NamedTuple):
         max_guessed_tokens: how many tokens may be guessed at most; at least one.
         stop_token_ids: tokens that end the sequence: nothing follows them, so they need not be guessed.
         cache_salt: what one sequence knows may serve another only if both have the same.
+        predicted_ids: what its output may be like in parts, as its caller says.
     """
 
     sequence_id: int
@@ -25,6 +26,7 @@ class Candidate(NamedTuple):
     max_guessed_tokens: int
     stop_token_ids: AbstractSet[int] = frozenset()
     cache_salt: str | None = None
+    predicted_ids: Sequence[int] = ()
 
 
 class Speculator(Protocol):

@@ -36,7 +36,7 @@ class AcceptedRequest:
 
     Attributes:
         deadline: a time of `time.monotonic()` at which it is aborted, if it has not finished.
-        is_compiled: whether its grammar and its bad words are there, if it has any.
+        is_compiled: whether its grammar, its bad words and its prediction are there, if it has any.
         grammar: follows what its output must look like; None: anything goes.
     """
 
@@ -86,6 +86,8 @@ class Admission:
             raise InvalidRequestError(f"stop is {params.stop!r}, but this model has no tokenizer to find text with")
         if params.bad_words and self._tokenizer is None:
             raise InvalidRequestError(f"bad_words is {params.bad_words!r}, but this model has no tokenizer")
+        if isinstance(params.prediction, str) and self._tokenizer is None:
+            raise InvalidRequestError("prediction is text, but this model has no tokenizer")
         request = make_request(
             request_id, prompt_token_ids, params, self._model_info, priority=priority, cache_salt=cache_salt
         )
@@ -93,8 +95,15 @@ class Admission:
         seed = params.seed
         if seed is None:
             seed = random.Random(f"{self._seed} {self._num_accepted}").getrandbits(63)
-        is_compiled = params.structured_output is None and not params.bad_words
+        is_compiled = params.structured_output is None and not params.bad_words and not params.prediction
         return AcceptedRequest(replace(request, seed=seed), deadline, is_compiled)
+
+    def predicted_ids(self, params: SamplingParams) -> list[int]:
+        """The tokens of a prediction; none if there is no prediction. Any thread may call it."""
+        if isinstance(params.prediction, str):
+            assert self._tokenizer is not None
+            return self._tokenizer.encode(params.prediction, add_special_tokens=False)
+        return list(params.prediction or ())
 
     def _spelled(self, words: tuple[str, ...]) -> BadWords:
         assert self._tokenizer is not None
@@ -137,6 +146,8 @@ def make_request(
     if cache_salt is not None and not is_text(cache_salt):
         raise InvalidRequestError(f"cache_salt is {cache_salt!r}; it must be text that UTF-8 can encode")
     _token_ids("logit_bias", list(params.logit_bias or ()), info.vocab_size)
+    if params.prediction is not None and not isinstance(params.prediction, str):
+        _token_ids("prediction", params.prediction, info.vocab_size)
     stop_token_ids = set(_token_ids("stop_token_ids", params.stop_token_ids or (), info.vocab_size))
     if not params.ignore_eos:
         stop_token_ids.update(info.eos_token_ids)

@@ -167,7 +167,8 @@ class Engine:
         )
 
     def compile(self, accepted: AcceptedRequest) -> AcceptedRequest:
-        """The request with the grammar that its output must follow and the tokens of its bad words, if it has any.
+        """The request with the grammar that its output must follow and the tokens of its bad words and of its
+        prediction, if it has any.
 
         May take seconds. Any thread may call it. Raises `InvalidRequestError`.
         """
@@ -175,7 +176,9 @@ class Engine:
             return accepted
         params = accepted.params
         grammar = None if params.structured_output is None else self.constraints.compile(params)
-        request = replace(accepted.request, bad_words=self._admission.spelled(tuple(params.bad_words or ())))
+        bad_words = self._admission.spelled(tuple(params.bad_words or ()))
+        predicted_ids = () if self._speculation is None else self._admission.predicted_ids(params)
+        request = replace(accepted.request, bad_words=bad_words, predicted_ids=predicted_ids)
         return replace(accepted, request=request, is_compiled=True, grammar=grammar)
 
     @property

@@ -55,7 +55,7 @@ class Guessing:
     def _room(self, sequence: Sequence) -> int:
         """How many tokens may be guessed: the token after the last one is never computed."""
         longest = sequence.request.max_num_tokens - 1
-        if sequence.num_uncomputed_tokens != 1:
+        if sequence.num_uncomputed_tokens != 1 or not sequence.request.params.speculation:
             return 0
         if self._recompute_beyond is not None and len(sequence.token_ids) <= self._recompute_beyond:
             longest = min(longest, self._recompute_beyond)
@@ -88,4 +88,5 @@ def _candidate(sequence: Sequence, room: int) -> Candidate:
         room,
         request.stop_token_ids,
         request.cache_salt,
+        request.predicted_ids,
     )

@@ -28,6 +28,7 @@ class Request:
         cache_salt: only requests of the same salt share cached prefixes.
         scores_prompt: whether the first of its sequences needs the log-probability of each prompt token.
         params, seed, bad_words: how its tokens are chosen (see `SlotAssignment`).
+        predicted_ids: what its output may be like in parts.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class Request:
     params: SamplingParams = DEFAULT_PARAMS
     seed: int = 0
     bad_words: BadWords = field(default_factory=dict)
+    predicted_ids: SequenceOf[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""`Lookup`: what followed the same tokens before, in the sequence itself or in recent outputs of others.
+"""`Lookup`: what followed the same tokens before: in the sequence itself, in what its caller predicts, or in recent
+outputs of others.
 
 Takes the longest suffix of a sequence that occurred earlier, and guesses that the same comes again (prompt lookup,
 Saxena, 2023; over other requests' outputs as in SuffixDecoding, Oliaro et al., 2024). How likely that is, it learns
@@ -6,7 +7,7 @@ from every token that comes, by the length of the suffix, whether or not the gue
 """
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from inflight.contracts.speculation import Candidate
@@ -27,6 +28,9 @@ LEAST_CHANCE = 0.02
 MAX_RECENT_TOKENS = 1 << 16
 """How many tokens of recent outputs are kept for each salt, at least; at most twice as many."""
 MAX_SALTS = 16
+BEGINNING, END = -2, -3
+"""Stand around a predicted output. The first stands before what comes, too: so the one is the guess for the other from
+the start."""
 
 
 class Record:
@@ -49,6 +53,7 @@ class Followed:
     """A sequence, as far as it was looked at.
 
     Attributes:
+        prediction: where its output is in what its caller predicts.
         cursors: where it is in what was kept of others' outputs.
         guessed: what was guessed last, after its first `num_tokens` tokens and a suffix of length `length`.
     """
@@ -57,6 +62,7 @@ class Followed:
     cache_salt: str | None
     num_prompt_tokens: int
     record: Record
+    prediction: Cursor | None = None
     cursors: list[Cursor] = field(default_factory=list)
     guessed: list[int] = field(default_factory=list)
     length: int = 0
@@ -105,7 +111,8 @@ class Lookup:
             followed = self._follow(candidate)
         self._catch_up(followed, candidate)
         automaton, (length, end) = followed.automaton, followed.automaton.last_occurrence()
-        for cursor in followed.cursors:
+        predictions = [] if followed.prediction is None else [followed.prediction]
+        for cursor in predictions + followed.cursors:
             other_length, other_end = cursor.last_occurrence()
             if other_length > length:
                 automaton, length, end = cursor.automaton, other_length, other_end
@@ -128,7 +135,11 @@ class Lookup:
 
     def _follow(self, candidate: Candidate) -> Followed:
         followed = Followed(
-            SuffixAutomaton(), candidate.cache_salt, candidate.num_prompt_tokens, Record(SEQUENCE_MEMORY)
+            SuffixAutomaton(),
+            candidate.cache_salt,
+            candidate.num_prompt_tokens,
+            Record(SEQUENCE_MEMORY),
+            _beginning_of(candidate.predicted_ids) if candidate.predicted_ids else None,
         )
         self._followed[candidate.sequence_id] = followed
         return followed
@@ -151,6 +162,9 @@ class Lookup:
             new_for_cursors = new
         for token_id in new:
             followed.automaton.append(token_id)
+        if followed.prediction is not None:
+            for token_id in candidate.token_ids[max(num_seen, candidate.num_prompt_tokens) :]:
+                followed.prediction.advance(token_id)
         for cursor in followed.cursors:
             for token_id in new_for_cursors:
                 cursor.advance(token_id)
@@ -171,6 +185,16 @@ class Lookup:
                     break
             kind, first = kind + 1, end
         return chances
+
+
+def _beginning_of(token_ids: Sequence[int]) -> Cursor:
+    """A place before the first of these tokens."""
+    automaton = SuffixAutomaton()
+    for token_id in (BEGINNING, *token_ids, END):
+        automaton.append(token_id)
+    cursor = Cursor(automaton)
+    cursor.advance(BEGINNING)
+    return cursor
 
 
 def _kind(length: int) -> int:

@@ -69,6 +69,7 @@ def _prepare(body: ChatRequest, service: Service, info: ModelInfo) -> _PreparedC
         info.vocab_size,
         max_tokens=body.most_tokens,
         logprobs=body.num_logprobs,
+        prediction=body.predicted_text,
         **({} if tools is None else tools.sampling_options),
     )
     service.check_num_sequences(1, params.n, "n")
@@ -93,7 +94,7 @@ def _answer(prepared: _PreparedChat, output: RequestOutput) -> Response:
         **prepared.head,
         "object": "chat.completion",
         "choices": [Raw(to_json(_choice(prepared, completion))) for completion in output.outputs],  # one at a time
-        "usage": usage_of([output]),
+        "usage": usage_of([output], is_predicted=prepared.body.prediction is not None),
         "system_fingerprint": None,
     }
     if prepared.body.prompt_logprobs is not None:
@@ -143,7 +144,7 @@ class _Chunks(ChunkWriter):
         if body.return_token_ids:
             head["prompt_token_ids"] = prompt
         self._prepared = prepared
-        super().__init__(head, body.stream_options, len(prompt))
+        super().__init__(head, body.stream_options, len(prompt), is_predicted=body.prediction is not None)
         self._is_plain = body.num_logprobs is None and not body.return_token_ids
         self._has_begun = [False] * prepared.job.params.n
         self._parsers = [] if prepared.tools is None else [prepared.tools.parser() for _ in self._has_begun]

@@ -57,6 +57,13 @@ class ToolCall(StrictModel):
     function: Function
 
 
+class Prediction(StrictModel):
+    """A text that the answer may be like in parts."""
+
+    type: Literal["content"]
+    content: str | Many[TextPart]
+
+
 class Message(StrictModel):
     """A message of a chat.
 
@@ -189,7 +196,6 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
         "mm_processor_kwargs": (),
         "modalities": (["text"],),
         "moderation": (),
-        "prediction": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": ("in_memory", "in-memory"),
         "reasoning_effort": ("none",),
@@ -197,7 +203,7 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
         "web_search_options": (),
     }
     IGNORED: ClassVar = IGNORED | {
-        *("include_reasoning", "moderation", "prediction", "reasoning_effort", "verbosity"),
+        *("include_reasoning", "moderation", "reasoning_effort", "verbosity"),
         *("prompt_cache_options", "prompt_cache_retention"),
     }
     MAY_HAVE_MORE = True
@@ -208,6 +214,14 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: int | None = None
+    prediction: Prediction | None = None
+
+    @property
+    def predicted_text(self) -> str | None:
+        """The text that the answer may be like, if one was sent."""
+        if self.prediction is None or isinstance(self.prediction.content, str):
+            return None if self.prediction is None else self.prediction.content
+        return "".join(part.text for part in self.prediction.content)
 
     @property
     def most_tokens(self) -> int | None:

@@ -90,6 +90,7 @@ class SamplingFields(OutputFormatFields):
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
+    speculation: bool | None = None
     return_token_ids: bool | None = None
     # For the client's own use; nothing here depends on them.
     user: str | None = None

@@ -9,14 +9,28 @@ BYTES_OF_SCORE = 40
 """About what a log-probability takes in JSON."""
 
 
-def usage_of(outputs: Sequence[RequestOutput], num_left_out: int = 0) -> dict[str, Any]:
-    """Return `usage` of finished outputs, not counting `num_left_out` tokens of each sequence (not requested)."""
+def usage_of(
+    outputs: Sequence[RequestOutput], num_left_out: int = 0, *, is_predicted: bool = False
+) -> dict[str, Any]:
+    """Return `usage` of finished outputs, not counting `num_left_out` tokens of each sequence (not requested).
+
+    Args:
+        is_predicted: whether to tell how many tokens were guessed, by a prediction or otherwise, and were right or wrong.
+    """
     num_completion = sum(len(each.token_ids) - num_left_out for output in outputs for each in output.outputs)
-    return usage(
+    counts = usage(
         sum(len(output.prompt_token_ids) for output in outputs),
         num_completion,
         sum(output.metrics.num_cached_tokens for output in outputs),
     )
+    if is_predicted:
+        num_accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
+        num_rejected = sum(output.metrics.num_guessed_tokens for output in outputs) - num_accepted
+        counts["completion_tokens_details"] = {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_rejected,
+        }
+    return counts
 
 
 def size_of_answer(outputs: Sequence[RequestOutput]) -> int:

@@ -4,7 +4,8 @@ python -m benchmarks.speculation --model qwen3-0.6b --dtype bfloat16 [--quantiza
 
 Models here have random weights, and would write nonsense. So a teacher says what comes next, once the engine's own
 sampler has chosen: texts of the embedded model, and source files of this repository with some lines changed. Structured
-output is the model's own. The settings have a model of their own each, and one round that does not count; then rounds
+output is the model's own. For the workload "draft" the embedded model guesses, and a pupil in its sampler is right about
+70 % of the tokens. The settings have a model of their own each, and one round that does not count; then rounds
 are interleaved. Printed are medians over rounds, and the share of guessed tokens that were right.
 """
 
@@ -30,6 +31,8 @@ from inflight.execution.sampling.sampler import Sampler
 from inflight.execution.sampling.token_mask import TokenMasks
 
 SOURCES = Path(__file__).resolve().parents[1] / "src" / "inflight"
+SHARE_KNOWN = 0.7
+"""How often a draft is right."""
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -66,6 +69,11 @@ class Teacher(Sampler):
         self.lessons: Sequence[Lesson] = ()
         self._lesson_of: dict[int, Lesson] = {}
 
+    def said(self, slot: int, place: int, otherwise: int) -> int:
+        """What the lesson of a slot has at this place of its output."""
+        output = self._lesson_of[slot].output
+        return otherwise if output is None or place >= len(output) else output[place]
+
     def assign(self, assignment: SlotAssignment) -> None:
         super().assign(assignment)
         self._lesson_of[assignment.slot] = self.lessons[assignment.seed]
@@ -74,11 +82,17 @@ class Teacher(Sampler):
         tokens = super().sample(logits, batch, masks)
         places = zip(batch.logit_slots_host.tolist(), batch.logit_positions_host.tolist(), strict=True)
         for row, (slot, position) in enumerate(places):
-            lesson = self._lesson_of[slot]
-            if lesson.output is not None:
-                place = position + 1 - len(lesson.prompt)
-                tokens[row] = lesson.output[place] if place < len(lesson.output) else tokens[row]
+            tokens[row] = self.said(slot, position + 1 - len(self._lesson_of[slot].prompt), tokens[row])
         return tokens
+
+
+class Pupil(Teacher):
+    """Knows the lessons, but not well."""
+
+    def said(self, slot: int, place: int, otherwise: int) -> int:
+        """The same, or something else."""
+        is_known = random.Random(f"{self.lessons[0].params.seed} {slot} {place}").random() < SHARE_KNOWN
+        return super().said(slot, place, otherwise) if is_known else 0
 
 
 def main() -> None:
@@ -93,6 +107,9 @@ def main() -> None:
     model = str(model_folder(given.model)) if given.model in NAMED_MODELS else given.model
     for name in given.workloads.split(","):
         num_slots, make = MAKERS[name]
+        with_guesses = {"speculation": given.speculation}
+        if name in DRAFTED:
+            with_guesses = {"speculation": "draft", "draft_model": str(DEMO_MODEL)}
         llms = [
             LLM(
                 model,
@@ -100,9 +117,9 @@ def main() -> None:
                 dtype=given.dtype,
                 quantization=given.quantization,
                 max_num_seqs=num_slots,
-                speculation=speculation,
+                **options,
             )
-            for speculation in ("off", given.speculation)
+            for options in ({"speculation": "off"}, with_guesses)
         ]
         print(compare(name, llms, make, given.rounds), flush=True)
 
@@ -110,14 +127,17 @@ def main() -> None:
 def compare(name: str, llms: Sequence[LLM], make: Callable[[random.Random], list[Lesson]], num_rounds: int) -> str:
     """Run one workload without and with speculation; return a line of the table."""
     teachers = [Teacher(llm.engine.config.max_num_seqs) for llm in llms]
+    pupil = Pupil(llms[1].engine.config.max_num_seqs)
     for llm, teacher in zip(llms, teachers, strict=True):
         llm.engine.runner.sampler = teacher
+    if name in DRAFTED:
+        llms[1].engine._speculation._drafting._runner.sampler = pupil
     speeds: list[list[float]] = [[] for _ in llms]
     for round_number in range(num_rounds + 1):
         lessons = make(random.Random(f"{name}, round {round_number}"))
         for turn in range(len(llms)):
             number = (turn + round_number) % len(llms)
-            teachers[number].lessons = lessons
+            teachers[number].lessons = pupil.lessons = lessons
             speed = run(llms[number], lessons)
             if round_number:
                 speeds[number].append(speed)
@@ -208,9 +228,15 @@ MAKERS: dict[str, tuple[int, Callable[[random.Random], list[Lesson]]]] = {
     "story-8": (8, stories(8)),
     "json": (1, structured(1)),
     "json-8": (8, structured(8)),
+    "draft": (1, stories(1)),
+    "draft-8": (8, stories(8)),
     "W2-32": (32, mixed),
 }
 """Each workload's slots, and what makes its lessons."""
+
+
+DRAFTED = ("draft", "draft-8")
+"""Those where a draft model guesses."""
 
 
 @cache

@@ -42,6 +42,8 @@ def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:
     for name in ("dtype", "device"):  # torch.bfloat16 and torch.device("cuda") are accepted, too
         if type(options.get(name)).__module__ == "torch":
             options[name] = str(options[name]).removeprefix("torch.")
+    if isinstance(options.get("draft_model"), str | os.PathLike):
+        options["draft_model"] = os.path.expanduser(os.fspath(options["draft_model"]))
     return EngineConfig(**options)
 
 

@@ -24,6 +24,7 @@ from inflight.contracts.record import StepRecord
 from inflight.engine.engine import Engine
 from inflight.execution.ragged_batch import RaggedBatch
 from tests import zoo
+from tests.speculation.oracle import Oracle, make_it_ask
 
 NUM_REQUESTS = 40
 MAX_LOGIT_DIFFERENCE = 2e-5  # of the range of the reference's logits
@@ -103,7 +104,8 @@ def has_windows(name: str) -> bool:
 
 
 class Teacher:
-    """Replaces the engine's sampler and identifies requests by their seed. `logits`: by request and index."""
+    """Replaces the engine's sampler and identifies requests by their seed. `logits`: by request and index; rows after a
+    wrong guess do not count."""
 
     def __init__(self, lessons: Sequence[Reference]) -> None:
         self.lessons = lessons
@@ -123,9 +125,14 @@ class Teacher:
         for row, (slot, position) in enumerate(positions):
             request, index, prompt_len = self._pupils[slot]
             output_position = position + 1 - prompt_len
-            assert output_position not in self.logits[request, index], "a token was computed twice"
-            self.logits[request, index][output_position] = logits[row].cpu().clone()
-            tokens.append(self.lessons[request].tokens[output_position])
+            lesson, rows = self.lessons[request].tokens, self.logits[request, index]
+            follows_the_lesson = output_position == 0 or batch.logit_token_ids_host[row] == lesson[output_position - 1]
+            if output_position > len(rows) or not follows_the_lesson:
+                tokens.append(0)
+                continue
+            assert output_position == len(rows), "a token was computed twice"
+            rows[output_position] = logits[row].cpu().clone()
+            tokens.append(lesson[output_position])
         return tokens
 
 
@@ -139,16 +146,25 @@ class Run:
     wrong: list[str] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
     num_preemptions: int = 0
+    num_accepted_tokens: int = 0
 
     def count(self, kind: str) -> int:
         """The number of spans of this kind that ran."""
         return sum(span.kind == kind for record in self.records for span in record.spans)
 
 
-def run_teacher_forced(model: PreTrainedModel, lessons: Sequence[Reference], **options: Any) -> Run:
-    """Run all lessons through an engine for `model` with these options, and compare every row of logits with them."""
-    engine = Engine(model, EngineConfig(**options))
+def run_teacher_forced(
+    model: PreTrainedModel, lessons: Sequence[Reference], *, guesses: bool = False, **options: Any
+) -> Run:
+    """Run all lessons through an engine for `model` with these options, and compare every row of logits with them.
+
+    Args:
+        guesses: whether tokens are guessed, right ones and wrong ones.
+    """
+    engine = Engine(model, EngineConfig(speculation="lookup" if guesses else "off", **options))
     teacher, run = Teacher(lessons), Run(num_requests=len(lessons))
+    if guesses:
+        know_the_lessons(engine, lessons)
     engine.runner.sampler = teacher  # type: ignore[assignment]
     engine.observer = run.records.append
     for number, lesson in enumerate(lessons):
@@ -158,12 +174,18 @@ def run_teacher_forced(model: PreTrainedModel, lessons: Sequence[Reference], **o
         for output in engine.step():
             assert output.error is None, output.error
     run.num_preemptions = engine.scheduler.num_preemptions
+    run.num_accepted_tokens = engine.scheduler.num_accepted_tokens
     engine.scheduler.block_pool.check([])
     for number, lesson in enumerate(lessons):
         rows = teacher.logits[number, 0]
         assert sorted(rows) == list(range(len(lesson.tokens))), "every output position is computed exactly once"
         measure(run, number, lesson, rows)
     return run
+
+
+def know_the_lessons(engine: Engine, lessons: Sequence[Reference]) -> None:
+    """Let the engine guess what the lessons say, and be wrong as often as not."""
+    make_it_ask(engine, Oracle([[*each.prompt, *each.tokens] for each in lessons], zoo.VOCAB_SIZE, 0.7))
 
 
 def measure(run: Run, number: int, lesson: Reference, rows: dict[int, Tensor]) -> None:

@@ -69,7 +69,7 @@ def run_everything(name: str, seed: int, **options: Any) -> Sharing:
     """Serve both turns with random `n`, priorities, salts and aborts, and check every row of logits."""
     first, second = turns(name)
     lessons, rng, run = [*first, *second], random.Random(seed), Sharing(num_requests=NUM_FIRST + NUM_SECOND)
-    engine = Engine(zoo.build(name), EngineConfig(policy="priority", aging_steps=20, **options))
+    engine = Engine(zoo.build(name), EngineConfig(policy="priority", aging_steps=20, speculation="off", **options))
     teacher, run_plan = Teacher(lessons), engine.runner.run
     engine.runner.sampler = teacher  # type: ignore[assignment]
 

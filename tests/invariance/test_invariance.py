@@ -20,7 +20,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.params import SamplingParams
 from inflight.engine.engine import Engine
 from tests import zoo
-from tests.exactness.harness import Reference, Teacher
+from tests.exactness.harness import Reference, Teacher, know_the_lessons
 from tests.execution import this_cpu
 
 ARCHITECTURES = ["llama", "gpt2", "mistral", "gemma2", "gpt_oss", "qwen3_moe"]
@@ -55,6 +55,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "prefix hits": {"max_num_seqs": 4, "enable_prefix_caching": True},
     "a shared prefix in flight": {"max_num_seqs": 64, "enable_prefix_caching": True},
     "preemption": {"max_num_seqs": 16},
+    "guesses": {"max_num_seqs": 5, "speculation": "lookup"},
 }
 
 
@@ -106,7 +107,9 @@ def run_lessons(
     model: PreTrainedModel, lessons: Sequence[Reference], **options: Any
 ) -> tuple[dict[int, Tensor], Engine]:
     """Teach all lessons to a new engine."""
-    engine = Engine(model, EngineConfig(**options))
+    engine = Engine(model, EngineConfig(**{"speculation": "off"} | options))
+    if engine.config.speculation != "off":
+        know_the_lessons(engine, lessons)
     return teach(engine, lessons), engine
 
 
@@ -152,6 +155,7 @@ def test_the_bits_do_not_depend_on_the_batch(name: str, precision: str, configur
     assert engine.model_info.is_batch_invariant
     stats = engine.stats()
     assert bool(stats.num_preemptions) == (configuration == "preemption")
+    assert bool(stats.num_accepted_tokens) == (configuration == "guesses")
     assert bool(stats.num_cached_tokens) == bool(options.get("enable_prefix_caching"))
 
 

@@ -12,7 +12,7 @@ QUANTIZATIONS = ("int8", "int4")
 GROUP_SIZES = (32, 64, 128)
 ARITHMETICS = ("auto", "fast", "exact")
 KV_CACHE_DTYPES = ("auto", "int8")
-SPECULATIONS = ("auto", "lookup", "grammar", "off")
+SPECULATIONS = ("auto", "lookup", "grammar", "draft", "off")
 EXECUTORS = ("auto", "packed", "rows", "sequential")
 ATTENTION_BACKENDS = ("auto", "reference", "torch", "cpu")
 
@@ -64,8 +64,10 @@ class EngineConfig:
         aging_steps: with "priority", a waiting request gains one priority for each so many steps.
         speculation: what guesses tokens that may come next, so that one step gives several: "lookup" (what followed the
             same tokens before, in the sequence or in recent outputs), "grammar" (what structured output leaves no
-            choice about), "auto" (both) or "off". Guesses are checked by choosing each token as ever, so results are
-            the same, bit for bit; a model that cannot promise that does not speculate.
+            choice about), "draft" (`draft_model`), "auto" (all of them) or "off". Guesses are checked by choosing each
+            token as ever, so results are the same, bit for bit; a model that cannot promise that does not speculate.
+        draft_model: a small model with the same tokenizer that guesses: hub id or folder. It is loaded with the same
+            options, and has a cache of its own with as many blocks, beside `kv_cache_memory`.
         max_guessed_tokens: how many tokens of a sequence may be guessed in a step.
         max_num_waiting: a request is refused while so many sequences wait; None: no limit.
         enable_prefix_caching: whether blocks of the cache are found again by their content.
@@ -99,6 +101,7 @@ class EngineConfig:
     policy: str = "fcfs"
     aging_steps: int = 100
     speculation: str = "auto"
+    draft_model: str | None = None
     max_guessed_tokens: int = 16
     max_num_waiting: int | None = None
     enable_prefix_caching: bool = True
@@ -127,6 +130,7 @@ class EngineConfig:
             raise ValueError("quantization 'int8' rounds activations: its arithmetic cannot be 'exact'")
         check_choice("policy", self.policy, POLICIES)
         check_choice("speculation", self.speculation, SPECULATIONS)
+        self._check_draft_model()
         optional = (
             "num_threads",
             "max_model_len",
@@ -150,3 +154,13 @@ class EngineConfig:
         )
         for name in switches:
             check_switch(name, getattr(self, name))
+
+    def _check_draft_model(self) -> None:
+        if self.draft_model is None:
+            if self.speculation == "draft":
+                raise ValueError("speculation is 'draft', but there is no draft_model")
+            return
+        if not isinstance(self.draft_model, str):
+            raise ValueError(f"draft_model is {self.draft_model!r}; it must be a hub id or a folder")
+        if self.speculation not in ("auto", "draft"):
+            raise ValueError(f"there is a draft_model, but speculation is {self.speculation!r}")

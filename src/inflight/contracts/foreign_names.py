@@ -13,7 +13,8 @@ _QUANTIZATION = "{quantization} may be 'int8' or 'int4'"
 _THREADS = "{num_threads} says how many threads compute"
 _NOT_COMPILED = "nothing is compiled: {record_forward}, on by default, takes the Python out of a step"
 _STRUCTURE = "{structured_output} takes a schema, a regular expression, a choice or a grammar"
-_SPECULATION = "{speculation} may be 'auto', 'lookup', 'grammar' or 'off'"
+_SPECULATION = "{speculation} may be 'auto', 'lookup', 'grammar', 'draft' or 'off', and {draft_model} names a small model"
+_DRAFT = "{draft_model} is the small model that guesses"
 _GREEDY = "{temperature} 0 takes the likeliest token, and any other samples"
 
 FOREIGN_NAMES = {
@@ -48,6 +49,9 @@ FOREIGN_NAMES = {
     "speculative_config": _SPECULATION,
     "speculative_algorithm": _SPECULATION,
     "spec_type": _SPECULATION,
+    "assistant_model": _DRAFT,
+    "speculative_model": _DRAFT,
+    "model_draft": _DRAFT,
     "prompt_lookup_num_tokens": "{max_guessed_tokens} is the most tokens that are guessed in a step",
     "num_speculative_tokens": "{max_guessed_tokens} is the most tokens that are guessed in a step",
     "draft_max": "{max_guessed_tokens} is the most tokens that are guessed in a step",

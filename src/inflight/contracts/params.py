@@ -178,3 +178,6 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+DEFAULT_PARAMS = SamplingParams()

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Protocol
 
+from inflight.contracts.params import DEFAULT_PARAMS, SamplingParams
+from inflight.contracts.plan import BlockTable
+
 
 class Candidate(NamedTuple):
     """A sequence that owes one token, after which more may be guessed.
@@ -18,6 +21,8 @@ class Candidate(NamedTuple):
         stop_token_ids: tokens that end the sequence: nothing follows them, so they need not be guessed.
         cache_salt: what one sequence knows may serve another only if both have the same.
         predicted_ids: what its output may be like in parts, as its caller says.
+        slot, block_tables: where it is, as in `StepPlan`; tables have room for its last token.
+        params, seed, index: how its tokens are chosen, as in `SlotAssignment`.
     """
 
     sequence_id: int
@@ -27,6 +32,11 @@ class Candidate(NamedTuple):
     stop_token_ids: AbstractSet[int] = frozenset()
     cache_salt: str | None = None
     predicted_ids: Sequence[int] = ()
+    slot: int = 0
+    block_tables: Sequence[BlockTable] = ()
+    params: SamplingParams = DEFAULT_PARAMS
+    seed: int = 0
+    index: int = 0
 
 
 class Speculator(Protocol):

@@ -40,7 +40,7 @@ from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.deadlines import Deadlines
 from inflight.engine.prefill_limit import PrefillLimit
 from inflight.engine.reporting import News, Reporter
-from inflight.engine.speculating import describe_speculation, speculation_of
+from inflight.engine.speculating import describe_speculation, load_draft, speculation_of
 from inflight.engine.step_watch import StepWatch
 from inflight.execution.hf.generation_defaults import default_sampling_params
 from inflight.execution.hf.load import ModelSource, writes_to_its_weights
@@ -83,7 +83,8 @@ class Engine:
         self.model_info = info = self._describe()
         self._speculation: Speculation | None = None
         if not info.speculation.startswith("off"):
-            self._speculation = speculation_of(config, lambda: self._constraints)
+            drafting = load_draft(config, info, tokenizer)
+            self._speculation = speculation_of(config, lambda: self._constraints, drafting)
         self.scheduler = Scheduler.of(
             config,
             info.num_blocks,

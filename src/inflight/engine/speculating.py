@@ -1,21 +1,32 @@
 """Whether and how an engine speculates."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from math import inf
 
+from inflight.contracts.cache_layout import ALL_TOKENS
 from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
-from inflight.speculation import Constrained, Lookup, Speculation
+from inflight.execution.model_runner import ModelRunner
+from inflight.sources import load_tokenizer
+from inflight.speculation import Constrained, Drafting, DraftLayout, Lookup, Speculation
 from inflight.speculation.constrained import Grammars
+from inflight.text.tokenizer import Tokenizer
 
 
-def speculation_of(config: EngineConfig, grammars: Callable[[], Grammars | None]) -> Speculation:
+def speculation_of(
+    config: EngineConfig, grammars: Callable[[], Grammars | None], drafting: Drafting | None
+) -> Speculation:
     """What guesses, as the configuration asks for it.
 
     Args:
         grammars: gives the grammars of the engine's sequences, once there are any.
+        drafting: the draft model, if there is one.
     """
     lookup = Lookup() if config.speculation in ("auto", "lookup") else None
-    return Speculation(Constrained(grammars, lookup), config.max_guessed_tokens)
+    forced = grammars if config.speculation in ("auto", "lookup", "grammar") else lambda: None
+    return Speculation(Constrained(forced, lookup), config.max_guessed_tokens, drafting=drafting)
 
 
 def describe_speculation(config: EngineConfig, info: ModelInfo) -> str:
@@ -26,4 +37,55 @@ def describe_speculation(config: EngineConfig, info: ModelInfo) -> str:
         return f"off: a model that runs as {info.executor} cannot take back what it has computed"
     if not info.is_batch_invariant:
         return "off: the model's logits depend on how many tokens run together, and so would its output"
-    return "lookup and grammars" if config.speculation == "auto" else config.speculation
+    if config.speculation != "auto":
+        return config.speculation
+    return "lookup and grammars" if config.draft_model is None else "lookup, grammars and a draft model"
+
+
+def load_draft(config: EngineConfig, info: ModelInfo, tokenizer: Tokenizer | None) -> Drafting | None:
+    """The draft model that the configuration asks for, if it asks for one.
+
+    Args:
+        info: of the model whose tokens are guessed.
+        tokenizer: its tokenizer.
+
+    Raises:
+        ModelError: it cannot be loaded, or cannot guess for this model.
+    """
+    if config.draft_model is None:
+        return None
+    if ALL_TOKENS not in info.cache_groups:
+        raise ModelError("draft_model needs a model that keeps all tokens of a sequence; this one keeps windows only")
+    layout = DraftLayout(
+        info.cache_groups.index(ALL_TOKENS),
+        info.num_blocks,
+        config.block_size,
+        config.max_num_seqs,
+        config.max_guessed_tokens,
+    )
+    draft_config = replace(
+        config,
+        draft_model=None,
+        speculation="off",
+        revision=None,
+        max_model_len=None,
+        kv_cache_memory=None,
+        num_blocks=layout.num_draft_blocks,
+    )
+    _check_vocabulary(tokenizer, load_tokenizer(config.draft_model, None, draft_config))
+    runner = ModelRunner(config.draft_model, draft_config)
+    if runner.info.executor != "packed":
+        raise ModelError(f"draft_model {config.draft_model!r} runs as {runner.info.executor}; it must run packed")
+    max_len = min(runner.info.max_model_len, runner.info.recompute_beyond or inf)
+    return Drafting(runner, layout, len(runner.cache_layout.groups), int(max_len), info.vocab_size)
+
+
+def _check_vocabulary(tokenizer: Tokenizer | None, of_draft: Tokenizer | None) -> None:
+    """Raise `ModelError` if tokens of the draft model mean something else. Without tokenizers nobody knows."""
+    if tokenizer is None or of_draft is None:
+        return
+    token_ids, other_ids = tokenizer.inner.get_vocab(), of_draft.inner.get_vocab()
+    if different := {token for token in token_ids.keys() & other_ids.keys() if token_ids[token] != other_ids[token]}:
+        raise ModelError(f"draft_model has another tokenizer: it numbers {len(different)} tokens differently")
+    if len(token_ids.keys() & other_ids.keys()) < len(token_ids) // 2:
+        raise ModelError("draft_model has another tokenizer: most of the model's tokens are unknown to it")

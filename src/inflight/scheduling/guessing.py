@@ -89,4 +89,9 @@ def _candidate(sequence: Sequence, room: int) -> Candidate:
         request.stop_token_ids,
         request.cache_salt,
         request.predicted_ids,
+        sequence.slot or 0,
+        sequence.block_tables,
+        request.params,
+        request.seed,
+        sequence.index,
     )

@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from inflight.contracts.outputs import FinishReason
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.params import DEFAULT_PARAMS, SamplingParams
 from inflight.contracts.plan import BadWords
 from inflight.scheduling.block_pool import BlockTables
 from inflight.scheduling.prefix_cache import Parent, Root
-
-DEFAULT_PARAMS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)

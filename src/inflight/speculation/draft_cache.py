@@ -1,0 +1,85 @@
+"""`DraftCache`: which keys and values of a draft model lie in which block.
+
+They lie in blocks of the same numbers as the model's own, in a cache of their own. So the draft model needs no
+bookkeeping of what a sequence holds: what is shared, forked, preempted or evicted there is so here. Only what has been
+computed is known by content: for each place, a hash of all tokens up to the one whose keys and values lie there.
+
+Beyond the blocks that a sequence has, guesses go to spare blocks of its slot.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from inflight.contracts.plan import BlockTable
+from inflight.contracts.speculation import Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLayout:
+    """Where a draft model's keys and values lie.
+
+    Attributes:
+        group: the model's cache group whose blocks these are: one that keeps all tokens.
+        num_blocks: the model's blocks; the draft model has more, see `num_draft_blocks`.
+        max_guessed_tokens: of a sequence in one step.
+    """
+
+    group: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_guessed_tokens: int
+
+    @property
+    def num_spare_blocks(self) -> int:
+        """Blocks of each slot for guesses."""
+        return -(-self.max_guessed_tokens // self.block_size)
+
+    @property
+    def num_draft_blocks(self) -> int:
+        """The model's blocks, and the spare ones."""
+        return self.num_blocks + self.max_num_seqs * self.num_spare_blocks
+
+
+class DraftCache:
+    """What was computed, by block."""
+
+    def __init__(self, layout: DraftLayout) -> None:
+        self.layout = layout
+        self._hashes = np.zeros((layout.num_draft_blocks, layout.block_size), dtype=np.int64)  # 0: nothing lies there
+
+    def table(self, candidate: Candidate) -> BlockTable:
+        """A candidate's blocks, and after them the spare ones of its slot."""
+        layout = self.layout
+        first = layout.num_blocks + candidate.slot * layout.num_spare_blocks
+        spare = array("i", range(first, first + layout.num_spare_blocks))
+        return candidate.block_tables[layout.group] + spare
+
+    def num_seen(self, table: BlockTable, hashes: Sequence[int]) -> int:
+        """How many of the first tokens of a sequence are computed.
+
+        Args:
+            hashes: of each token and all before it (see `extend`).
+        """
+        size = self.layout.block_size
+        blocks = np.frombuffer(table, dtype=np.int32)[: -(-len(hashes) // size)]
+        different = self._hashes[blocks].reshape(-1)[: len(hashes)] != np.asarray(hashes, dtype=np.int64)
+        return int(different.argmax()) if different.any() else len(hashes)
+
+    def see(self, table: BlockTable, hashes: Sequence[int], start: int, end: int) -> None:
+        """The tokens `[start, end)` of a sequence were computed."""
+        size = self.layout.block_size
+        positions = np.arange(start, end)
+        blocks = np.frombuffer(table, dtype=np.int32)[positions // size]
+        self._hashes[blocks, positions % size] = hashes[start:end]
+
+
+def extend(hashes: "array[int]", token_ids: Iterable[int]) -> None:
+    """Add the hashes of tokens that follow."""
+    last = hashes[-1] if hashes else 0
+    for token_id in token_ids:
+        last = hash((last, token_id)) or 1
+        hashes.append(last)

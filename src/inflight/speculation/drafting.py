@@ -1,0 +1,221 @@
+"""`Drafting`: a smaller model of the same vocabulary says what comes next (Leviathan et al., 2023).
+
+It runs only when it is asked, and then first makes up for the tokens that it has not seen. It chooses as the model will
+choose: with the request's temperature and filters, and with the very random number that the model's own choice at that
+position takes. So its guesses are about as good at every temperature.
+"""
+
+import logging
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from inflight.contracts.params import SamplingParams
+from inflight.contracts.plan import BlockTable, SlotAssignment, Span, StepPlan, StepTokens
+from inflight.contracts.speculation import Candidate
+from inflight.speculation.draft_cache import DraftCache, DraftLayout, extend
+from inflight.speculation.guesser import NOTHING, Guess
+from inflight.speculation.outcomes import Outcomes
+from inflight.speculation.step_times import StepTimes
+
+logger = logging.getLogger(__name__)
+
+MEMORY, SEQUENCE_MEMORY = 0.99, 0.95
+"""How much of what was seen of all sequences, and of one, counts after each new outcome."""
+FORGETTING = 0.998
+"""How much of it counts after a step that is better off without a draft: in the end somebody tries again."""
+PRIOR, PRIOR_WEIGHT = 0.7, 4.0
+"""How likely a guess is right as long as nothing was seen, and as how many outcomes that counts."""
+MOST_UNSEEN = 512
+"""How many tokens that the draft model has not seen it computes in a step, before anything is guessed."""
+STEPS_TO_REPAY = 64
+"""In so many steps that must have paid for itself."""
+
+
+class DraftRunner(Protocol):
+    """A model that runs plans, with a cache of `DraftLayout.num_draft_blocks` blocks."""
+
+    def run(self, plan: StepPlan) -> StepTokens:
+        """Run one step."""
+        ...
+
+
+@dataclass(slots=True)
+class Drafted:
+    """A sequence, as far as the draft model has to do with it.
+
+    Attributes:
+        hashes: for each of its tokens, of the tokens up to it.
+        outcomes: of what was guessed for it.
+        guessed: what was guessed last, after its first `num_tokens` tokens.
+        num_seen: how many tokens were computed by then, guesses included.
+    """
+
+    hashes: "array[int]" = field(default_factory=lambda: array("q"))
+    outcomes: Outcomes = field(default_factory=lambda: Outcomes(SEQUENCE_MEMORY))
+    guessed: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    num_seen: int = 0
+
+
+@dataclass(slots=True)
+class Draft:
+    """What is guessed for one candidate, while that goes on."""
+
+    candidate: Candidate
+    table: BlockTable
+    hashes: "array[int]"
+    num_seen: int
+    guess: list[int] = field(default_factory=list)
+
+    def span(self, most: int) -> Span:
+        """The next tokens to compute, at most so many; the last of them gives a token if nothing follows it."""
+        token_ids, start = self.candidate.token_ids, self.num_seen
+        known = token_ids[start : start + most] if start < len(token_ids) else self.guess[start - len(token_ids) :]
+        is_last = start + len(known) == len(self.hashes)
+        return Span(self.candidate.sequence_id, self.candidate.slot, start, known, int(is_last), len(self.hashes))
+
+
+class Drafting:
+    """Guesses of a draft model, for all candidates of a step at once.
+
+    Args:
+        num_groups: the draft model's cache groups; a sequence has the same blocks in each.
+        max_len: nothing is guessed beyond so many tokens of a sequence.
+        vocab_size: of the model whose tokens are guessed.
+        clock: seconds, for how long the draft model runs.
+    """
+
+    def __init__(
+        self,
+        runner: DraftRunner,
+        layout: DraftLayout,
+        num_groups: int,
+        max_len: int,
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.times = StepTimes()
+        self._runner = runner
+        self._cache = DraftCache(layout)
+        self._num_groups = num_groups
+        self._max_len = max_len
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._outcomes = Outcomes(MEMORY)
+        self._has_failed = False
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget all sequences."""
+        self._drafted: dict[int, Drafted] = {}
+        self._in_slots = [-1] * self._cache.layout.max_num_seqs
+
+    def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
+        """Drop the sequences that have ended."""
+        for sequence_id in [each for each in self._drafted if not is_unfinished(each)]:
+            del self._drafted[sequence_id]
+
+    # ------------------------------------------------------------------------------------- whether it is worth it
+
+    def chance(self, candidate: Candidate) -> float:
+        """How likely each token guessed for a sequence is right if those before it are; 0 if none can be guessed."""
+        if self._has_failed or len(candidate.token_ids) + candidate.max_guessed_tokens > self._max_len:
+            return 0.0
+        drafted = self._drafted.setdefault(candidate.sequence_id, Drafted())
+        for guessed, token_id in zip(drafted.guessed, candidate.token_ids[drafted.num_tokens :], strict=False):
+            for outcomes in (self._outcomes, drafted.outcomes):
+                outcomes.see(guessed == token_id)
+            if guessed != token_id:
+                break
+        drafted.guessed = []
+        return drafted.outcomes.chance(self._outcomes.chance(PRIOR, PRIOR_WEIGHT), PRIOR_WEIGHT)
+
+    def seconds(self, candidates: Sequence[Candidate], length: int) -> float:
+        """How long it takes to guess so many tokens for each of these, of whom `chance` was asked; 0: not known yet."""
+        of_step = self.times.seconds(len(candidates))
+        if of_step is None:
+            return 0.0
+        num_unseen = sum(max(1, len(each.token_ids) - self._drafted[each.sequence_id].num_seen) for each in candidates)
+        catching_up = (self.times.seconds(min(num_unseen, MOST_UNSEEN)) or of_step) * max(1, num_unseen / MOST_UNSEEN)
+        return length * of_step + max(0.0, catching_up - of_step) / STEPS_TO_REPAY
+
+    def do_without(self) -> None:
+        """A step is better off without a draft."""
+        self._outcomes.fade(FORGETTING)
+
+    # ------------------------------------------------------------------------------------- guessing
+
+    def guess(self, candidates: Sequence[Candidate], length: int) -> list[Guess]:
+        """At most so many tokens for each candidate of whom `chance` was asked: fewer if one of them ends the sequence,
+        none if there is much that the draft model has not seen yet."""
+        drafts = [self._begin(each) for each in candidates]
+        budget, spans = max(MOST_UNSEEN, len(drafts)), []
+        for draft in sorted(drafts, key=lambda draft: len(draft.hashes) - draft.num_seen):
+            if budget > 0:
+                spans.append((draft, draft.span(budget)))
+                budget -= spans[-1][1].length
+        while spans:
+            spans = [(draft, draft.span(1)) for draft in self._run(spans) if len(draft.guess) < _most(draft, length)]
+        return [self._end(draft) for draft in drafts]
+
+    def _begin(self, candidate: Candidate) -> Draft:
+        hashes, table = self._drafted[candidate.sequence_id].hashes, self._cache.table(candidate)
+        extend(hashes, candidate.token_ids[len(hashes) :])
+        num_seen = min(self._cache.num_seen(table, hashes), len(hashes) - 1)  # the last one is computed for its logits
+        return Draft(candidate, table, hashes[:], num_seen)
+
+    def _end(self, draft: Draft) -> Guess:
+        drafted, candidate = self._drafted[draft.candidate.sequence_id], draft.candidate
+        drafted.num_seen = draft.num_seen
+        if not draft.guess:
+            return NOTHING
+        chance = self.chance(candidate)
+        drafted.guessed, drafted.num_tokens = draft.guess, len(candidate.token_ids)
+        return Guess(draft.guess, [chance] * len(draft.guess))
+
+    def _run(self, spans: Sequence[tuple[Draft, Span]]) -> list[Draft]:
+        """Compute spans; return the drafts that have got another token and may have more."""
+        tables = tuple(draft.table for draft, _ in spans)
+        plan = StepPlan(
+            tuple(span for _, span in spans),
+            (tables,) * self._num_groups,
+            assignments=tuple(self._assignments(draft.candidate for draft, _ in spans)),
+        )
+        start = self._clock()
+        try:
+            chosen = self._runner.run(plan)
+        except Exception:
+            logger.exception("the draft model failed; from now on it guesses nothing")
+            self._has_failed = True
+            return []
+        self.times.see(plan.num_tokens, self._clock() - start)
+        going_on = []
+        for (draft, span), given in zip(spans, chosen, strict=True):
+            self._cache.see(draft.table, draft.hashes, span.start, span.end)
+            draft.num_seen = span.end
+            for token_id in given.token_ids:
+                if token_id < self._vocab_size and token_id not in draft.candidate.stop_token_ids:
+                    draft.guess.append(token_id)
+                    extend(draft.hashes, [token_id])
+                    going_on.append(draft)
+        return going_on
+
+    def _assignments(self, candidates: Iterable[Candidate]) -> Iterator[SlotAssignment]:
+        """The sequences that have moved into a slot since the draft model last saw one there."""
+        for each in candidates:
+            if self._in_slots[each.slot] != each.sequence_id:
+                self._in_slots[each.slot] = each.sequence_id
+                asked = each.params
+                params = SamplingParams(
+                    temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k, min_p=asked.min_p
+                )
+                yield SlotAssignment(
+                    each.slot, each.sequence_id, each.index, (), each.num_prompt_tokens, params, each.seed
+                )
+
+
+def _most(draft: Draft, length: int) -> int:
+    return min(length, draft.candidate.max_guessed_tokens)

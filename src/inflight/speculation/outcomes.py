@@ -1,0 +1,27 @@
+"""`Outcomes`: how often guesses of one kind were right."""
+
+
+class Outcomes:
+    """A running share of right guesses.
+
+    Args:
+        memory: how much of what was seen counts after each new outcome.
+    """
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self._num_right = self._num_tried = 0.0
+
+    def see(self, is_right: bool) -> None:
+        """A guess was right, or not."""
+        self._num_right = self._num_right * self._memory + is_right
+        self._num_tried = self._num_tried * self._memory + 1.0
+
+    def chance(self, prior: float, weight: float) -> float:
+        """How likely the next guess is right, if `prior`, what is known otherwise, counts as so many outcomes."""
+        return (self._num_right + prior * weight) / (self._num_tried + weight)
+
+    def fade(self, share: float) -> None:
+        """From now on what was seen counts only so much."""
+        self._num_right *= share
+        self._num_tried *= share

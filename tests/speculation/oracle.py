@@ -54,8 +54,12 @@ class Oracle:
 class Free(StepTimes):
     """Rows cost nothing, so everything that is guessed is computed."""
 
+    def __init__(self, seconds_of_step: float = 1.0) -> None:
+        super().__init__()
+        self._seconds_of_step = seconds_of_step
+
     def seconds(self, num_tokens: int) -> float:
-        return 1.0
+        return self._seconds_of_step
 
 
 def make_rows_free(engine: Engine) -> None:
@@ -64,6 +68,8 @@ def make_rows_free(engine: Engine) -> None:
     assert speculation is not None, engine.model_info.speculation
     speculation.times = Free()
     speculation._clock = lambda: 0.0
+    if speculation._drafting is not None:
+        speculation._drafting.times = Free(0.001)
 
 
 def make_it_ask(engine: Engine, guesser: Oracle, max_guessed_tokens: int = 16) -> None:

@@ -7,7 +7,8 @@ import argparse
 import random
 
 from inflight import LLM
-from tests.speculation.oracle import Oracle, make_it_ask
+from inflight.demo_model import DEMO_MODEL
+from tests.speculation.oracle import Oracle, make_it_ask, make_rows_free
 from tests.speculation.random_requests import generate, random_requests, said, sequences
 
 AT_ONCE = 100
@@ -30,9 +31,12 @@ def main() -> None:
             "max_num_batched_tokens": rng.choice([16, 64, 2048]),
             "policy": rng.choice(["fcfs", "priority"]),
         }
-        plain = LLM(**options)
-        speculating = LLM(**options, speculation=rng.choice(["auto", "lookup", "grammar"]))
-        asks_an_oracle = rng.random() < 0.7
+        plain = LLM(**options, speculation="off")
+        guessers = rng.choice([{}, {"speculation": "lookup"}, {"speculation": "grammar"}, {"draft_model": DEMO_MODEL}])
+        speculating = LLM(**options, **guessers)
+        if rng.random() < 0.5:
+            make_rows_free(speculating.engine)
+        asks_an_oracle = rng.random() < 0.5
         for _ in range(5):
             prompts, params = random_requests(AT_ONCE, rng.random())
             expected = generate(plain, prompts, params)

@@ -57,7 +57,9 @@ def profile(
     from inflight.profiling.table import profile_table
     from inflight.sources import model_source
 
-    engine = Engine(model_source(model), EngineConfig(**{"max_num_seqs": num_seqs, **engine_values(options)}))
+    engine = Engine(
+        model_source(model), EngineConfig(**{"max_num_seqs": num_seqs, "speculation": "off", **engine_values(options)})
+    )
     params = SamplingParams(**{"temperature": 0, **sampling_values(options)})
     measured = profile_decode(engine, num_seqs, context, steps, params)
     Console().print(profile_table(measured))

@@ -13,7 +13,9 @@ _QUANTIZATION = "{quantization} may be 'int8' or 'int4'"
 _THREADS = "{num_threads} says how many threads compute"
 _NOT_COMPILED = "nothing is compiled: {record_forward}, on by default, takes the Python out of a step"
 _STRUCTURE = "{structured_output} takes a schema, a regular expression, a choice or a grammar"
-_SPECULATION = "{speculation} may be 'auto', 'lookup', 'grammar', 'draft' or 'off', and {draft_model} names a small model"
+_SPECULATION = (
+    "{speculation} may be 'auto', 'lookup', 'grammar', 'draft' or 'off', and {draft_model} names a small model"
+)
 _DRAFT = "{draft_model} is the small model that guesses"
 _GREEDY = "{temperature} 0 takes the likeliest token, and any other samples"
 

@@ -76,8 +76,11 @@ def load_draft(config: EngineConfig, info: ModelInfo, tokenizer: Tokenizer | Non
     runner = ModelRunner(config.draft_model, draft_config)
     if runner.info.executor != "packed":
         raise ModelError(f"draft_model {config.draft_model!r} runs as {runner.info.executor}; it must run packed")
+    num_groups = len(runner.cache_layout.groups)
+    if num_groups > 1:
+        runner.make_cache_anew(num_groups * layout.num_draft_blocks)
     max_len = min(runner.info.max_model_len, runner.info.recompute_beyond or inf)
-    return Drafting(runner, layout, len(runner.cache_layout.groups), int(max_len), info.vocab_size)
+    return Drafting(runner, layout, num_groups, int(max_len), info.vocab_size)
 
 
 def _check_vocabulary(tokenizer: Tokenizer | None, of_draft: Tokenizer | None) -> None:

@@ -18,6 +18,7 @@ from inflight.execution.executors import PackedExecutor, require_packed
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.preparation.describe import cache_layout
 from inflight.execution.preparation.prepare import prepare
+from inflight.execution.preparation.recording_proof import prove_recording
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampling.logprobs import Scorer
 from inflight.execution.sampling.sampler import INVALID_TOKEN, Sampler
@@ -78,6 +79,16 @@ class ModelRunner:
         token_ids = self.sampler.sample(logits, batch, None if masks is None else masks())
         scores = self.scorer.score(logits, batch, token_ids) if self.scorer.is_needed else {}
         return _by_span(plan, token_ids, scores)
+
+    def make_cache_anew(self, num_blocks: int) -> None:
+        """Let the cache have so many blocks. Nothing may have run yet."""
+        executor = self.executor
+        if isinstance(executor, PackedExecutor):
+            executor.walk()
+        executor.allocate(num_blocks)
+        if isinstance(executor, PackedExecutor) and self.info.is_recorded:
+            prove_recording(executor, self.config, num_blocks)
+        self.info = replace(self.info, num_blocks=num_blocks)
 
     def require_packed(self) -> PackedExecutor:
         """The executor. Raises `ModelError` if attention is the model's own, which cannot be looked into."""

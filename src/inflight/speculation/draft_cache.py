@@ -1,8 +1,9 @@
 """`DraftCache`: which keys and values of a draft model lie in which block.
 
-They lie in blocks of the same numbers as the model's own, in a cache of their own. So the draft model needs no
-bookkeeping of what a sequence holds: what is shared, forked, preempted or evicted there is so here. Only what has been
-computed is known by content: for each place, a hash of all tokens up to the one whose keys and values lie there.
+They lie in a cache of their own, in blocks of the same numbers as the model's (and with so many more for each further
+cache group of the draft model). So it needs no bookkeeping of what a sequence holds: what is shared, forked, preempted
+or evicted there is so here. Only what has been computed is known by content: for each place, a hash of all tokens up to
+the one whose keys and values lie there.
 
 Beyond the blocks that a sequence has, guesses go to spare blocks of its slot.
 """
@@ -23,7 +24,7 @@ class DraftLayout:
 
     Attributes:
         group: the model's cache group whose blocks these are: one that keeps all tokens.
-        num_blocks: the model's blocks; the draft model has more, see `num_draft_blocks`.
+        num_blocks: the model's blocks; each cache group of the draft model has more, see `num_draft_blocks`.
         max_guessed_tokens: of a sequence in one step.
     """
 
@@ -52,11 +53,17 @@ class DraftCache:
         self._hashes = np.zeros((layout.num_draft_blocks, layout.block_size), dtype=np.int64)  # 0: nothing lies there
 
     def table(self, candidate: Candidate) -> BlockTable:
-        """A candidate's blocks, and after them the spare ones of its slot."""
+        """A candidate's blocks in the first cache group, and after them the spare ones of its slot."""
         layout = self.layout
         first = layout.num_blocks + candidate.slot * layout.num_spare_blocks
         spare = array("i", range(first, first + layout.num_spare_blocks))
         return candidate.block_tables[layout.group] + spare
+
+    def in_group(self, table: BlockTable, group: int) -> BlockTable:
+        """The same blocks in another cache group."""
+        if group == 0:
+            return table
+        return array("i", (np.frombuffer(table, dtype=np.int32) + group * self.layout.num_draft_blocks).tobytes())
 
     def num_seen(self, table: BlockTable, hashes: Sequence[int]) -> int:
         """How many of the first tokens of a sequence are computed.

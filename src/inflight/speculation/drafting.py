@@ -35,7 +35,7 @@ STEPS_TO_REPAY = 64
 
 
 class DraftRunner(Protocol):
-    """A model that runs plans, with a cache of `DraftLayout.num_draft_blocks` blocks."""
+    """A model that runs plans, with a cache of `DraftLayout.num_draft_blocks` blocks for each of its cache groups."""
 
     def run(self, plan: StepPlan) -> StepTokens:
         """Run one step."""
@@ -82,7 +82,7 @@ class Drafting:
     """Guesses of a draft model, for all candidates of a step at once.
 
     Args:
-        num_groups: the draft model's cache groups; a sequence has the same blocks in each.
+        num_groups: the draft model's cache groups.
         max_len: nothing is guessed beyond so many tokens of a sequence.
         vocab_size: of the model whose tokens are guessed.
         clock: seconds, for how long the draft model runs.
@@ -178,10 +178,12 @@ class Drafting:
 
     def _run(self, spans: Sequence[tuple[Draft, Span]]) -> list[Draft]:
         """Compute spans; return the drafts that have got another token and may have more."""
-        tables = tuple(draft.table for draft, _ in spans)
         plan = StepPlan(
             tuple(span for _, span in spans),
-            (tables,) * self._num_groups,
+            tuple(
+                tuple(self._cache.in_group(draft.table, group) for draft, _ in spans)
+                for group in range(self._num_groups)
+            ),
             assignments=tuple(self._assignments(draft.candidate for draft, _ in spans)),
         )
         start = self._clock()

@@ -37,8 +37,8 @@ class Speculation:
         guesser: what may come next.
         max_guessed_tokens: of a sequence in one step.
         times: how long steps take.
-        drafting: the draft model, if there is one.
         clock: seconds, for how long guessing takes.
+        drafting: the draft model, if there is one.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Speculation:
         guesser: Guesser,
         max_guessed_tokens: int,
         times: StepTimes | None = None,
-        drafting: Drafting | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        drafting: Drafting | None = None,
     ) -> None:
         self.times = StepTimes() if times is None else times
         self.max_guessed_tokens = max_guessed_tokens
@@ -147,7 +147,9 @@ class Speculation:
         chances = [drafting.chance(each) for each in candidates]
         drafted = [place for place, chance in enumerate(chances) if chance / (1 - min(chance, 0.99)) > known[place]]
         asked = [candidates[place] for place in drafted]
-        num_others = sum(len(guess.token_ids) for guess in guesses) - sum(len(guesses[place].token_ids) for place in drafted)
+        num_others = sum(len(guess.token_ids) for guess in guesses) - sum(
+            len(guesses[place].token_ids) for place in drafted
+        )
         expected = num_sequences + sum(known) - sum(known[place] for place in drafted)
         best, best_rate, likely = 0, LEAST_GAIN_OF_DRAFT * rate, [1.0] * len(drafted)
         for length in range(1, self.max_guessed_tokens + 1) if drafted else ():

@@ -9,9 +9,7 @@ BYTES_OF_SCORE = 40
 """About what a log-probability takes in JSON."""
 
 
-def usage_of(
-    outputs: Sequence[RequestOutput], num_left_out: int = 0, *, is_predicted: bool = False
-) -> dict[str, Any]:
+def usage_of(outputs: Sequence[RequestOutput], num_left_out: int = 0, *, is_predicted: bool = False) -> dict[str, Any]:
     """Return `usage` of finished outputs, not counting `num_left_out` tokens of each sequence (not requested).
 
     Args:

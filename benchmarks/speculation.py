@@ -4,8 +4,8 @@ python -m benchmarks.speculation --model qwen3-0.6b --dtype bfloat16 [--quantiza
 
 Models here have random weights, and would write nonsense. So a teacher says what comes next, once the engine's own
 sampler has chosen: texts of the embedded model, and source files of this repository with some lines changed. Structured
-output is the model's own. For the workload "draft" the embedded model guesses, and a pupil in its sampler is right about
-70 % of the tokens. The settings have a model of their own each, and one round that does not count; then rounds
+output is the model's own. For the workload "draft" the embedded model guesses, and a pupil in its sampler is right
+about 70 % of the tokens. The settings have a model of their own each, and one round that does not count; then rounds
 are interleaved. Printed are medians over rounds, and the share of guessed tokens that were right.
 """
 
@@ -131,7 +131,10 @@ def compare(name: str, llms: Sequence[LLM], make: Callable[[random.Random], list
     for llm, teacher in zip(llms, teachers, strict=True):
         llm.engine.runner.sampler = teacher
     if name in DRAFTED:
-        llms[1].engine._speculation._drafting._runner.sampler = pupil
+        speculation = llms[1].engine._speculation
+        assert speculation is not None
+        assert speculation._drafting is not None
+        speculation._drafting._runner.sampler = pupil  # type: ignore[attr-defined]
     speeds: list[list[float]] = [[] for _ in llms]
     for round_number in range(num_rounds + 1):
         lessons = make(random.Random(f"{name}, round {round_number}"))

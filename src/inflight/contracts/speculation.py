@@ -22,7 +22,7 @@ class Candidate(NamedTuple):
         cache_salt: what one sequence knows may serve another only if both have the same.
         predicted_ids: what its output may be like in parts, as its caller says.
         slot, block_tables: where it is, as in `StepPlan`; tables have room for its last token.
-        params, seed, index: how its tokens are chosen, as in `SlotAssignment`.
+        params, seed, sequence_index: how its tokens are chosen, as in `SlotAssignment`.
     """
 
     sequence_id: int
@@ -36,7 +36,7 @@ class Candidate(NamedTuple):
     block_tables: Sequence[BlockTable] = ()
     params: SamplingParams = DEFAULT_PARAMS
     seed: int = 0
-    index: int = 0
+    sequence_index: int = 0
 
 
 class Speculator(Protocol):

@@ -215,7 +215,7 @@ class Drafting:
                     temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k, min_p=asked.min_p
                 )
                 yield SlotAssignment(
-                    each.slot, each.sequence_id, each.index, (), each.num_prompt_tokens, params, each.seed
+                    each.slot, each.sequence_id, each.sequence_index, (), each.num_prompt_tokens, params, each.seed
                 )
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate, takewhile
 from operator import mul
+from typing import NamedTuple
 
 from inflight.contracts.speculation import Candidate
 from inflight.speculation.drafting import Drafting
@@ -28,6 +29,14 @@ SHARE_OF_TIME = 0.01
 """How much of the time of steps guessing may take if it saves nothing."""
 MOST_CREDIT = 0.1
 """How many seconds guessing may take at most until it has to save some again."""
+
+
+class Step(NamedTuple):
+    """A step without guesses: its tokens, how many sequences it gives one, and how many tokens may be added."""
+
+    num_tokens: int
+    num_sequences: int
+    budget: int
 
 
 class Speculation:
@@ -66,14 +75,15 @@ class Speculation:
         self, candidates: Sequence[Candidate], num_tokens: int, num_sequences: int, budget: int
     ) -> list[Sequence[int]]:
         """The guessed tokens of each candidate that are worth their rows; see `Speculator`."""
+        step = Step(num_tokens, num_sequences, budget)
         start = self._clock()
         guesses = [self._guess(each) if self._credit > 0 else NOTHING for each in candidates]
-        places, rate = self._best(guesses, num_tokens, num_sequences, budget)
+        places, rate = self._best(guesses, step)
         self._credit -= self._clock() - start
         if self._drafting is not None:
             start = self._clock()
-            if self._draft(self._drafting, candidates, guesses, num_tokens, num_sequences, rate):
-                places, _ = self._best(guesses, num_tokens, num_sequences, budget)
+            if self._draft(self._drafting, candidates, guesses, step, rate):
+                places, _ = self._best(guesses, step)
             self._seconds_drafting = self._clock() - start
         lengths = Counter(places)
         return [guess.token_ids[: lengths[place]] for place, guess in enumerate(guesses)]
@@ -115,54 +125,45 @@ class Speculation:
         useful = list(takewhile(lambda each: each not in stop_token_ids, guess.token_ids))
         return Guess(useful, guess.chances[: len(useful)])
 
-    def _best(
-        self, guesses: Sequence[Guess], num_tokens: int, num_sequences: int, budget: int
-    ) -> tuple[list[int], float]:
-        """The places of the guesses of which one token more makes the most tokens a second, and how many these are."""
-        without = self.times.seconds(num_tokens)
+    def _best(self, guesses: Sequence[Guess], step: Step) -> tuple[list[int], float]:
+        """The guesses that make the most tokens a second, each token as the place of its guess; and how many that is."""
+        without = self.times.seconds(step.num_tokens)
         if without is None:
             return [], 0.0
         chances = ((chance, place) for place, each in enumerate(guesses) for chance in accumulate(each.chances, mul))
-        likely = sorted(chances, reverse=True)[:budget]
-        rate, num_best, expected = num_sequences / without, 0, float(num_sequences)
+        likely = sorted(chances, reverse=True)[: step.budget]
+        rate, num_best, expected = step.num_sequences / without, 0, float(step.num_sequences)
         least = LEAST_GAIN * rate
         for number, (chance, _) in enumerate(likely, 1):
             expected += chance
-            with_guesses = expected / (self.times.seconds(num_tokens + number) or without)
+            with_guesses = expected / (self.times.seconds(step.num_tokens + number) or without)
             if with_guesses > max(rate, least):
                 rate, num_best = with_guesses, number
         return [place for _, place in likely[:num_best]], rate
 
     def _draft(
-        self,
-        drafting: Drafting,
-        candidates: Sequence[Candidate],
-        guesses: list[Guess],
-        num_tokens: int,
-        num_sequences: int,
-        rate: float,
+        self, drafting: Drafting, candidates: Sequence[Candidate], guesses: list[Guess], step: Step, rate: float
     ) -> bool:
         """Replace guesses by a draft model's where that makes more than `rate` tokens a second; return whether any."""
         known = [sum(accumulate(each.chances, mul)) for each in guesses]
         chances = [drafting.chance(each) for each in candidates]
-        drafted = [place for place, chance in enumerate(chances) if chance / (1 - min(chance, 0.99)) > known[place]]
-        asked = [candidates[place] for place in drafted]
-        num_others = sum(len(guess.token_ids) for guess in guesses) - sum(
-            len(guesses[place].token_ids) for place in drafted
-        )
-        expected = num_sequences + sum(known) - sum(known[place] for place in drafted)
-        best, best_rate, likely = 0, LEAST_GAIN_OF_DRAFT * rate, [1.0] * len(drafted)
-        for length in range(1, self.max_guessed_tokens + 1) if drafted else ():
-            likely = [each * chances[place] for each, place in zip(likely, drafted, strict=True)]
+        places = [place for place, chance in enumerate(chances) if chance > known[place] * (1 - chance)]
+        asked = [candidates[place] for place in places]
+        others = set(range(len(candidates))).difference(places)
+        num_tokens = step.num_tokens + sum(len(guesses[place].token_ids) for place in others)
+        expected = step.num_sequences + sum(known[place] for place in others)
+        best, best_rate, likely = 0, LEAST_GAIN_OF_DRAFT * rate, [1.0] * len(places)
+        for length in range(1, self.max_guessed_tokens + 1) if places else ():
+            likely = [each * chances[place] for each, place in zip(likely, places, strict=True)]
             expected += sum(likely)
-            seconds = self.times.seconds(num_tokens + num_others + length * len(drafted)) or 0.0
-            with_draft = expected / (seconds + drafting.seconds(asked, length))
+            of_step = self.times.seconds(num_tokens + length * len(places)) or 0.0
+            with_draft = expected / (of_step + drafting.seconds(asked, length))
             if with_draft > best_rate:
                 best, best_rate = length, with_draft
         if best == 0:
             drafting.do_without()
             return False
-        for place, guess in zip(drafted, drafting.guess(asked, best), strict=True):
+        for place, guess in zip(places, drafting.guess(asked, best), strict=True):
             if guess.token_ids:
                 guesses[place] = guess
         return True

@@ -219,9 +219,10 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
     @property
     def predicted_text(self) -> str | None:
         """The text that the answer may be like, if one was sent."""
-        if self.prediction is None or isinstance(self.prediction.content, str):
-            return None if self.prediction is None else self.prediction.content
-        return "".join(part.text for part in self.prediction.content)
+        if self.prediction is None:
+            return None
+        content = self.prediction.content
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
     @property
     def most_tokens(self) -> int | None:

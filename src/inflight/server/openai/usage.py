@@ -13,7 +13,7 @@ def usage_of(outputs: Sequence[RequestOutput], num_left_out: int = 0, *, is_pred
     """Return `usage` of finished outputs, not counting `num_left_out` tokens of each sequence (not requested).
 
     Args:
-        is_predicted: whether to tell how many tokens were guessed, by a prediction or otherwise, and were right or wrong.
+        is_predicted: whether to tell how many tokens were guessed, by a prediction or otherwise, and right or wrong.
     """
     num_completion = sum(len(each.token_ids) - num_left_out for output in outputs for each in output.outputs)
     counts = usage(

@@ -126,7 +126,7 @@ class Speculation:
         return Guess(useful, guess.chances[: len(useful)])
 
     def _best(self, guesses: Sequence[Guess], step: Step) -> tuple[list[int], float]:
-        """The guesses that make the most tokens a second, each token as the place of its guess; and how many that is."""
+        """The guesses that make the most tokens a second, each as its guess's place; and how many that is."""
         without = self.times.seconds(step.num_tokens)
         if without is None:
             return [], 0.0

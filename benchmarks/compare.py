@@ -45,6 +45,7 @@ class Contestant:
 
     peer: Peer
     model: Path
+    draft_model: Path | None = None
 
     @property
     def command(self) -> list[str]:
@@ -61,6 +62,9 @@ class Plan:
     rounds: int
     threads: int
     max_batch_tokens: int
+    speculation: str | None = None
+    draft_model: str | None = None
+    acceptance: float | None = None
 
     def settings(self, contestant: Contestant, workload: Workload) -> Settings:
         return Settings(
@@ -71,6 +75,9 @@ class Plan:
             num_threads=self.threads,
             max_model_len=workload.max_model_len,
             max_batch_tokens=self.max_batch_tokens,
+            speculation=self.speculation,
+            draft_model=None if contestant.draft_model is None else str(contestant.draft_model),
+            acceptance=self.acceptance,
         )
 
 
@@ -89,6 +96,9 @@ def main() -> None:
         arguments.rounds,
         arguments.threads,
         arguments.max_batch_tokens,
+        arguments.speculation,
+        arguments.draft_model,
+        arguments.acceptance,
     )
     names = _names(arguments.peers, PEERS)
     contestants, left_out = enter(names if arguments.without_us else [OURS, *names], plan, console)
@@ -99,6 +109,8 @@ def main() -> None:
     setting = {
         "rounds": str(plan.rounds),
         "threads": str(plan.threads),
+        **({} if plan.speculation is None else {"speculation": plan.speculation}),
+        **({} if plan.acceptance is None else {"acceptance": str(plan.acceptance)}),
     }
     model = Path(plan.model).name
     comparison = Comparison(model, plan.dtype, plan.quantization, setting, describe_machine(), cells)
@@ -108,7 +120,7 @@ def main() -> None:
 
 def enter(names: Sequence[str], plan: Plan, console: Console) -> tuple[list[Contestant], dict[str, str]]:
     """Return the peers that take part, with prepared models; and those that do not, with the reasons."""
-    folder = model_folder(plan.model)
+    folders = [model_folder(each) for each in (plan.model, plan.draft_model) if each is not None]
     contestants, left_out = [], dict[str, str]()
     for peer in (PEERS[name] for name in dict.fromkeys(names)):
         if (plan.dtype, plan.quantization) not in peer.precisions:
@@ -119,7 +131,8 @@ def enter(names: Sequence[str], plan: Plan, console: Console) -> tuple[list[Cont
         else:
             try:
                 with console.status(f"preparing the model for {peer.title}"):
-                    contestants.append(Contestant(peer, prepare(peer, folder, plan.dtype, plan.quantization)))
+                    models = [prepare(peer, each, plan.dtype, plan.quantization) for each in folders]
+                contestants.append(Contestant(peer, *models))
                 continue
             except (OSError, RuntimeError) as error:
                 left_out[peer.name] = f"its model cannot be made: {error}"
@@ -222,6 +235,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each engine")
     parser.add_argument("--max-batch-tokens", type=int, default=512, help="the token budget of a step")
+    parser.add_argument("--speculation", choices=("ngram", "draft"), help="what guesses tokens; llamacpp and vllm only")
+    parser.add_argument("--draft-model", help="like --model, for --speculation draft")
+    parser.add_argument("--acceptance", type=float, help="the share of guessed tokens that count as right")
     parser.add_argument("--without-us", action="store_true", help="run only the peers")
     parser.add_argument("--output-folder", type=Path, default=RESULTS)
     parser.add_argument("--install", metavar="PEERS", help="make these peers' environments and exit")

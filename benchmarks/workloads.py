@@ -36,6 +36,7 @@ class Workload:
         num_slots: how many requests may run at once.
         lengths: prompt and output length of each request; prompt lengths include the common prefix.
         num_prefix_tokens: length of the prefix that all prompts share.
+        period: each prompt repeats itself after so many tokens; None: it does not.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Workload:
     num_slots: int
     lengths: Lengths
     num_prefix_tokens: int = 0
+    period: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -62,9 +64,14 @@ class Workload:
         rng = random.Random(f"{self.name}, round {round_number}")
         prefix = _token_ids(rng, self.num_prefix_tokens)
         return [
-            Request(prefix + _token_ids(rng, num_prompt - len(prefix)), num_output)
+            Request(prefix + self._own_tokens(rng, num_prompt - len(prefix)), num_output)
             for num_prompt, num_output in self.lengths
         ]
+
+    def _own_tokens(self, rng: random.Random, count: int) -> list[int]:
+        if self.period is None:
+            return _token_ids(rng, count)
+        return (_token_ids(rng, self.period) * (count // self.period + 1))[:count]
 
 
 def _token_ids(rng: random.Random, count: int) -> list[int]:
@@ -92,6 +99,7 @@ WORKLOADS: Mapping[str, Workload] = {
         Workload("W2-32", "prompts of 16 to 256 tokens, heavy-tailed outputs; 32 slots", 32, _heavy_tailed()),
         Workload("prompt-4k", "a prompt of 4,096 tokens; an output of 32; 1 slot", 1, [(4096, 32)]),
         Workload("prompt-16k", "a prompt of 16,384 tokens; an output of 32; 1 slot", 1, [(16384, 32)]),
+        Workload("copy", "a text of 100 tokens three times, and once more; 1 slot", 1, [(300, 100)], period=100),
         Workload("W3", "a common prefix of 512 tokens, 16 own; outputs of 32; 16 slots", 16, [(528, 32)] * 32, 512),
     )
 }

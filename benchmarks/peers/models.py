@@ -108,6 +108,29 @@ def _make_qwen3(folder: Path) -> None:
     _save(Qwen3ForCausalLM, config, folder)
 
 
+def _make_qwen3_draft(folder: Path) -> None:
+    """A small model of the same vocabulary, bfloat16: 44 M parameters, of which 39 M are embeddings."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        bos_token_id=151643,
+        eos_token_id=151645,
+        dtype="bfloat16",
+    )
+    _save(Qwen3ForCausalLM, config, folder)
+
+
 def _make_llama(folder: Path) -> None:
     """The shape of Llama-3.2-1B, bfloat16, with plain frequencies."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -161,6 +184,7 @@ def _make_mixture(folder: Path) -> None:
 NAMED_MODELS: dict[str, Callable[[Path], None]] = {
     "gpt2": _make_gpt2,
     "qwen3-0.6b": _make_qwen3,
+    "qwen3-draft": _make_qwen3_draft,
     "llama-3.2-1b": _make_llama,
     "qwen3-moe": _make_mixture,
 }

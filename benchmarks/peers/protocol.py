@@ -40,6 +40,10 @@ class Settings:
         num_threads: threads for arithmetic.
         max_model_len: tokens of the longest request, prompt and output together.
         max_batch_tokens: the token budget of a step, if the peer has one.
+        speculation: "ngram" (what followed the same tokens before) or "draft" (`draft_model`); None: nothing is
+            guessed, because what a model of random weights says repeats itself.
+        draft_model: file or folder, in the peer's format.
+        acceptance: how likely a guessed token counts as right, whatever the model says; None: if it is.
     """
 
     model: str
@@ -49,6 +53,14 @@ class Settings:
     num_threads: int
     max_model_len: int
     max_batch_tokens: int = 512
+    speculation: str | None = None
+    draft_model: str | None = None
+    acceptance: float | None = None
+
+    def acceptance_rates(self, length: int) -> list[float]:
+        """How likely the first 1, 2, … guessed tokens are all right."""
+        assert self.acceptance is not None
+        return [self.acceptance**number for number in range(1, length + 1)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

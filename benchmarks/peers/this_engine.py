@@ -3,6 +3,7 @@
 The file is not called inflight.py, because as a script it would hide the package.
 """
 
+import random
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,10 +25,15 @@ class InflightModel:
             "dtype": settings.dtype,
             "max_num_seqs": settings.num_slots,
             "max_num_batched_tokens": settings.max_batch_tokens,
+            "speculation": {None: "off", "ngram": "lookup", "draft": "draft"}[settings.speculation],
         }
+        if settings.draft_model is not None:
+            self.options["draft_model"] = settings.draft_model
         if settings.quantization is not None and not settings.model.endswith(".gguf"):
             self.options["quantization"] = settings.quantization
         self._engine = LLM(settings.model, device="cpu", **self.options).engine
+        if settings.acceptance is not None:
+            accept_by_chance(self._engine.runner.sampler, settings.acceptance)
 
     def generate(self, requests: Sequence[Request]) -> list[Times]:
         from inflight import SamplingParams
@@ -48,6 +54,22 @@ class InflightModel:
                 counts[number] += len(output.new_token_ids)
                 last[number] = now
         return [Times(*each) for each in zip(counts, first, last, strict=True)]
+
+
+def accept_by_chance(sampler: Any, acceptance: float) -> None:
+    """From now on the sampler says that a guessed token is right as often as that, whatever the logits are."""
+    rng, sample = random.Random(0), sampler.sample
+
+    def accepting(logits: Any, batch: Any, masks: Any = None) -> list[int]:
+        tokens: list[int] = sample(logits, batch, masks)
+        row = 0
+        for span in batch.spans:
+            for number, guessed in enumerate(span.guessed_ids, row):
+                tokens[number] = guessed if rng.random() < acceptance else guessed + 1
+            row += span.num_logit_rows
+        return tokens
+
+    sampler.sample = accepting
 
 
 def load(settings: Settings) -> Model:

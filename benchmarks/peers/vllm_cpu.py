@@ -16,6 +16,7 @@ from benchmarks.peers.protocol import Model, Settings, Times, serve
 from benchmarks.workloads import Request
 
 CACHE_GIBIBYTES = 2
+NUM_GUESSED = 8
 
 
 class Vllm:
@@ -37,6 +38,13 @@ class Vllm:
             "enable_prefix_caching": True,
             "load_format": "auto" if any(Path(settings.model).glob("*.safetensors")) else "dummy",
         }
+        if settings.speculation == "ngram":
+            self.options["speculative_config"] = {
+                "method": "ngram",
+                "num_speculative_tokens": NUM_GUESSED,
+                "prompt_lookup_min": 2,
+                "prompt_lookup_max": 4,
+            }
         self._engine = LLM(settings.model, skip_tokenizer_init=True, **self.options).llm_engine
         self.options |= environment | {"LD_PRELOAD": [Path(each).name for each in preloaded()]}
         self._num_runs = 0

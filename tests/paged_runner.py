@@ -3,6 +3,7 @@
 A block that was released too early, shared with the wrong sequence, or left to another slot gives wrong tokens.
 """
 
+from itertools import zip_longest
 from typing import Any
 
 from inflight.contracts.plan import SpanTokens, StepPlan, StepTokens
@@ -52,6 +53,11 @@ class PagedRunner:
         given = []
         for span, table in spans:
             read = [self.places[table[position // size] * size + position % size] for position in range(span.end)]
-            chosen = [next_token(self.indices[span.slot], read)] if span.num_logit_rows else []
+            chosen: list[int] = []
+            ends = range(span.end - span.num_guessed, span.end + 1) if span.num_logit_rows else ()
+            for end, guessed in zip_longest(ends, span.guessed_ids):
+                chosen.append(next_token(self.indices[span.slot], read[:end]))
+                if guessed != chosen[-1]:
+                    break
             given.append(SpanTokens(chosen, True, (), ()))
         return given

@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 def make_engine(**options: Any) -> Engine:
-    return Engine(zoo.build("llama"), EngineConfig(**options))
+    return Engine(zoo.build("llama"), EngineConfig(speculation="off", **options))
 
 
 def submit(engine: Engine, request_id: str, prompt: list[int], params: SamplingParams = GREEDY) -> None:

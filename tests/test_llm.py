@@ -81,7 +81,8 @@ def test_leaving_a_stream_early_frees_everything(llm: LLM) -> None:
     llm.engine.scheduler.block_pool.check([])
 
 
-def test_two_concurrent_streams_each_get_their_own_outputs(llm: LLM) -> None:
+def test_two_concurrent_streams_each_get_their_own_outputs(tokenizer: Tokenizer) -> None:
+    llm = LLM(zoo.build("gpt2"), tokenizer.inner, max_num_seqs=3, speculation="off")
     first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
     tokens: tuple[list[int], list[int]] = ([], [])
     for a, b in zip(first, second, strict=True):
@@ -103,7 +104,8 @@ def test_an_interrupt_leaves_the_llm_usable(llm: LLM, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_cuts_the_text_exactly_and_no_step_runs_after_it(llm: LLM, include: bool) -> None:
+def test_a_stop_string_cuts_the_text_exactly_and_no_step_runs_after_it(tokenizer: Tokenizer, include: bool) -> None:
+    llm = LLM(zoo.build("gpt2"), tokenizer.inner, max_num_seqs=3, speculation="off")
     (whole,) = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     text = whole.outputs[0].text
     stop = text[3:6]

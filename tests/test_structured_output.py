@@ -105,7 +105,7 @@ def test_each_sequence_of_a_request_has_its_own_grammar_state() -> None:
 
 
 def test_a_discarded_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM()
+    llm = LLM(speculation="off")
     (expected,) = llm.generate([PROMPT], params_of("schema", 3), use_tqdm=False)
     engine, run, steps = llm.engine, llm.engine.runner.run, iter(range(1000))
 

@@ -47,7 +47,8 @@ def files_on_the_path() -> list[Path]:
     from inflight import LLM, SamplingParams
 
     folder = str(Path(inflight.__file__).parent)
-    llm = LLM(record_forward=False)  # else a step runs without Python, and there is nothing to see
+    # A recorded step runs without Python, and there would be nothing to see; what guesses is read by itself.
+    llm = LLM(record_forward=False, speculation="off")
     reached: dict[str, None] = {}
 
     def see(frame: FrameType, event: str, argument: Any) -> None:

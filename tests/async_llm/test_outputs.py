@@ -107,7 +107,8 @@ def test_the_model_is_known_once_it_is_loaded() -> None:
 
 def test_stats_count_requests_tokens_and_what_the_cache_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
-        async with AsyncLLM(zoo.build("gpt2"), in_process=True, block_size=4, num_blocks=50) as llm:
+        options: dict[str, Any] = {"block_size": 4, "num_blocks": 50, "speculation": "off"}
+        async with AsyncLLM(zoo.build("gpt2"), in_process=True, **options) as llm:
             for _ in range(2):
                 await last(llm, [3] * 17, SamplingParams(temperature=0, max_tokens=5))
             stats = await llm.stats()

@@ -26,7 +26,7 @@ def requests_of(seed: int, count: int = 8) -> list[LessonRequest]:
 
 
 def on_engine(model: object, requests: Sequence[LessonRequest], num_slots: int, **options: Any) -> Run:
-    engine = Engine(model, EngineConfig(max_num_seqs=num_slots))  # type: ignore[arg-type]
+    engine = Engine(model, EngineConfig(max_num_seqs=num_slots, speculation="off"))  # type: ignore[arg-type]
     return engine_batching.run(engine, requests, **options)
 
 

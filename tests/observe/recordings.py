@@ -36,7 +36,7 @@ def run_recorded(
 
     Several sequences of a request are sampled, because equal sequences would share blocks of their answers, too.
     """
-    engine = Engine(model or zoo.build("llama"), EngineConfig(**options or TIGHT))
+    engine = Engine(model or zoo.build("llama"), EngineConfig(**{"speculation": "off"} | (options or TIGHT)))
     records: list[StepRecord] = []
     with Recorder(path, engine.config, engine.model_info) as recorder:
         engine.observer = observe_with(recorder.see, None, records.append)

@@ -68,7 +68,7 @@ def test_a_model_that_somebody_watches_walks() -> None:
     model = copy.deepcopy(zoo.build("llama"))
     seen: list[int] = []
     model.model.layers[0].register_forward_hook(lambda *args: seen.append(1))
-    llm = LLM(model)
+    llm = LLM(model, speculation="off")
     assert not llm.model_info.is_recorded
     assert any("there are hooks on its modules" in note for note in llm.model_info.notes)
     seen.clear()

@@ -42,7 +42,7 @@ def decode_step() -> Drawing:
     """Draw the time of a step that decodes 1 to 128 sequences with a GPT-2: in the engine, in plain `transformers`, and
     at the machine's two limits."""
     model = gpt2_with_random_weights(torch.float32)
-    engine = Engine(model, EngineConfig(max_num_seqs=NUM_ROWS[-1], max_model_len=64))
+    engine = Engine(model, EngineConfig(speculation="off", max_num_seqs=NUM_ROWS[-1], max_model_len=64))
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     meter = MachineMeter(torch.float32, PLAIN if can_prepack(model) else None)
     rounds = []
@@ -145,7 +145,7 @@ def latency() -> Drawing:
     The lessons run on the engine's own prepacked linear layers, so that rungs differ in how they batch and attend. The
     engine has no prefix cache, in which it would find the prompts of the round before.
     """
-    config = EngineConfig(max_num_seqs=NUM_SLOTS, max_model_len=256, enable_prefix_caching=False)
+    config = EngineConfig(speculation="off", max_num_seqs=NUM_SLOTS, max_model_len=256, enable_prefix_caching=False)
     setting = Setting(gpt2_with_random_weights(torch.float32), config)
     requests = mixed_requests(16, 32, setting.engine.model_info.vocab_size, seed=0)
     lessons = {name: method for name, method in setting.methods.items() if name != "engine"}

@@ -106,7 +106,8 @@ def prefix_sharing() -> Drawing:
     Both lessons run on the engine's own prepacked linear layers.
     """
     setting = Setting(
-        gpt2_with_random_weights(torch.float32), EngineConfig(max_num_seqs=GROUP_SIZES[-1], max_model_len=512)
+        gpt2_with_random_weights(torch.float32),
+        EngineConfig(max_num_seqs=GROUP_SIZES[-1], max_model_len=512),
     )
     if can_prepack(setting.model):
         prepack_weights(setting.model)
@@ -181,6 +182,8 @@ def _blocks_used_during(records: Sequence[StepRecord]) -> list[int]:
 
 def _steps_in(num_blocks: int | None) -> list[StepRecord]:
     """Return the steps of 16 requests through 8 slots with this many blocks."""
-    config = EngineConfig(dtype="float32", max_num_seqs=NUM_SLOTS, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    config = EngineConfig(
+        speculation="off", dtype="float32", max_num_seqs=NUM_SLOTS, num_blocks=num_blocks, block_size=BLOCK_SIZE
+    )
     engine = Engine(str(DEMO_MODEL), config)
     return steps_of(engine, mixed_requests(16, 120, engine.model_info.vocab_size, seed=1))

@@ -62,7 +62,9 @@ def chunked_prefill() -> Drawing:
     panels = figure.subplots(len(BUDGETS), 1, sharex=True, sharey=True)
     numbers = {}
     for panel, budget in zip(panels, BUDGETS, strict=True):
-        engine = Engine(model, EngineConfig(max_num_seqs=NUM_DECODING + 1, max_num_batched_tokens=budget))
+        engine = Engine(
+            model, EngineConfig(speculation="off", max_num_seqs=NUM_DECODING + 1, max_num_batched_tokens=budget)
+        )
         runs = sorted((_disturb(engine, seed) for seed in range(3)), key=lambda run: run.first_token_seconds)
         run = runs[1]
         _draw(panel, run, budget)

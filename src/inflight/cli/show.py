@@ -82,7 +82,12 @@ def show(
     from inflight.observe.step_figure import step_figure
 
     num_slots = max(len(prompts) - 1, min(len(prompts), 2))
-    defaults = {"max_num_seqs": num_slots, "kv_cache_memory": CACHE_MEMORY, "dtype": "float32"}
+    defaults = {
+        "max_num_seqs": num_slots,
+        "kv_cache_memory": CACHE_MEMORY,
+        "dtype": "float32",
+        "speculation": "off",  # what is guessed depends on how long steps take
+    }
     llm = LLM(model, **{**defaults, **engine_values(options)})
     tokenizer = llm.tokenizer
     token_text = str if tokenizer is None else lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)

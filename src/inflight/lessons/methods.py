@@ -1,6 +1,7 @@
 """The methods that are compared: every rung of the ladder, on the same weights, with the same signature."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, Unpack
 
@@ -22,12 +23,13 @@ class Setting:
 
     Args:
         source: hub id, folder, or a loaded model.
-        config: the engine's; its `max_num_seqs` is the number of slots of all rungs.
+        config: the engine's; its `max_num_seqs` is the number of slots of all rungs. Nothing is guessed, so that steps
+            can be compared.
     """
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
         self.model = load_model(source, config)
-        self.engine = Engine(self.model, config)
+        self.engine = Engine(self.model, replace(config, speculation="off", draft_model=None))
         self.num_slots = config.max_num_seqs
 
     @property

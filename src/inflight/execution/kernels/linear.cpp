@@ -108,6 +108,9 @@ template <class Kind, class Weight, class Output>
 struct Lanewise {
   static constexpr int64_t kRowsOfItem = 64;
 
+  // Of rows that read each panel once: the processor does not look ahead as far as memory is away.
+  static constexpr int64_t kBytesAhead = 6144;
+
   using Rows = RowsInTurn<Kind>;
 
   void operator()(const Rows& rows, int64_t num_rows, const Weight* panel, int64_t steps, int64_t first_row,
@@ -116,8 +119,10 @@ struct Lanewise {
     const Weight* after = panel + steps * kPanelOutputs * Kind::kPack;
     for_each_group(num_rows, kRowsAtOnce, [&](const RowGroup& group) {
       NextPanel next;
-      if (group.num_groups > 1 && steps >= kStepsAtOnce)
+      if (steps >= kStepsAtOnce) {
         next = {after, (after - panel) * int64_t(sizeof *panel), steps / kStepsAtOnce, group};
+        if (group.num_groups == 1) next.at = reinterpret_cast<const char*>(panel) + kBytesAhead;
+      }
       by_rows[group.count - 1](rows.x, panel, steps, first_row + group.first, first_output, finish, next);
     });
   }

@@ -178,7 +178,7 @@ class Wrong:
 
 
 def test_a_draft_that_is_wrong_is_trusted_less_and_in_the_end_again() -> None:
-    drafting = Drafting(Wrong(), DraftLayout(0, 8, 16, 1, 4), 1, 1000, 100)
+    drafting = Drafting(Wrong(), DraftLayout(0, 8, 16, 1, 4), 1, 64, 1000, 100)
     candidate = Candidate(0, [1, 2], 1, 4, block_tables=(array("i", [0, 1]),))
     chances = [drafting.chance(candidate)]
     for _ in range(18):

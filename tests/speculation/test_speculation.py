@@ -141,6 +141,25 @@ def test_times_between_two_known_sizes_lie_on_a_line() -> None:
 
 def test_a_step_that_was_held_up_hardly_counts() -> None:
     known = StepTimes()
-    for seconds in (1.0, 1.0, 1000.0):
+    for seconds in (*[1.0] * 5, 1000.0):
         known.see(1, seconds)
     assert (known.seconds(1) or 0) < 1.25
+
+
+def test_no_step_takes_longer_than_one_of_more_tokens() -> None:
+    known = StepTimes()
+    known.see(8, 3.0)
+    known.see(16, 2.0)
+    assert known.seconds(8) == known.seconds(12) == known.seconds(16) == 2.0
+
+
+def test_nothing_is_guessed_until_a_step_without_guesses_has_run_and_now_and_then_one_has_none() -> None:
+    speculation = Speculation(Told([0.9] * 4), 4)
+    speculation.times.see(64, 1.0)
+    assert list(speculation.guess(candidates(1), 1, 1, 100)[0]) == []
+    speculation.see(1, 1.0, 0, 0, 1)
+    num_guessed = []
+    for _ in range(4 + 1 + 8 + 1 + 16 + 1):
+        num_guessed.append(len(speculation.guess(candidates(1), 1, 1, 100)[0]))
+        speculation.see(1 + num_guessed[-1], 1.0, num_guessed[-1], num_guessed[-1], 1)
+    assert num_guessed == [*[4] * 4, 0, *[4] * 8, 0, *[4] * 16, 0]

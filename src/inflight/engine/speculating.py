@@ -80,7 +80,7 @@ def load_draft(config: EngineConfig, info: ModelInfo, tokenizer: Tokenizer | Non
     if num_groups > 1:
         runner.make_cache_anew(num_groups * layout.num_draft_blocks)
     max_len = min(runner.info.max_model_len, runner.info.recompute_beyond or inf)
-    return Drafting(runner, layout, num_groups, int(max_len), info.vocab_size)
+    return Drafting(runner, layout, num_groups, config.max_num_batched_tokens, int(max_len), info.vocab_size)
 
 
 def _check_vocabulary(tokenizer: Tokenizer | None, of_draft: Tokenizer | None) -> None:

@@ -83,6 +83,7 @@ class Drafting:
 
     Args:
         num_groups: the draft model's cache groups.
+        max_num_tokens: of one of its steps.
         max_len: nothing is guessed beyond so many tokens of a sequence.
         vocab_size: of the model whose tokens are guessed.
         clock: seconds, for how long the draft model runs.
@@ -93,6 +94,7 @@ class Drafting:
         runner: DraftRunner,
         layout: DraftLayout,
         num_groups: int,
+        max_num_tokens: int,
         max_len: int,
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
@@ -101,6 +103,7 @@ class Drafting:
         self._runner = runner
         self._cache = DraftCache(layout)
         self._num_groups = num_groups
+        self._max_unseen = min(MOST_UNSEEN, max_num_tokens)
         self._max_len = max_len
         self._vocab_size = vocab_size
         self._clock = clock
@@ -139,7 +142,8 @@ class Drafting:
         if of_step is None:
             return 0.0
         num_unseen = sum(max(1, len(each.token_ids) - self._drafted[each.sequence_id].num_seen) for each in candidates)
-        catching_up = (self.times.seconds(min(num_unseen, MOST_UNSEEN)) or of_step) * max(1, num_unseen / MOST_UNSEEN)
+        most = self._max_unseen
+        catching_up = (self.times.seconds(min(num_unseen, most)) or of_step) * max(1.0, num_unseen / most)
         return length * of_step + max(0.0, catching_up - of_step) / STEPS_TO_REPAY
 
     def do_without(self) -> None:
@@ -152,7 +156,7 @@ class Drafting:
         """At most so many tokens for each candidate of whom `chance` was asked: fewer if one of them ends the sequence,
         none if there is much that the draft model has not seen yet."""
         drafts = [self._begin(each) for each in candidates]
-        budget, spans = max(MOST_UNSEEN, len(drafts)), []
+        budget, spans = self._max_unseen, []
         for draft in sorted(drafts, key=lambda draft: len(draft.hashes) - draft.num_seen):
             if budget > 0:
                 spans.append((draft, draft.span(budget)))

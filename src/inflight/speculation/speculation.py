@@ -27,6 +27,8 @@ LEAST_GAIN_OF_DRAFT = 1.05
 """The same for asking a draft model."""
 SHARE_OF_TIME = 0.01
 """How much of the time of steps guessing may take if it saves nothing."""
+FEWEST_STEPS_WITH_GUESSES, MOST_STEPS_WITH_GUESSES = 4, 100
+"""After so many steps, at first and in the end, one has no guesses: else nobody would know how long that takes."""
 MOST_CREDIT = 0.1
 """How many seconds guessing may take at most until it has to save some again."""
 
@@ -65,6 +67,8 @@ class Speculation:
         self._clock = clock
         self._seconds_drafting = 0.0  # in the step that is planned
         self._credit = MOST_CREDIT
+        self._num_with_guesses = 0  # steps since the last without
+        self._most_with_guesses = FEWEST_STEPS_WITH_GUESSES
 
     @property
     def is_ready(self) -> bool:
@@ -75,6 +79,8 @@ class Speculation:
         self, candidates: Sequence[Candidate], num_tokens: int, num_sequences: int, budget: int
     ) -> list[Sequence[int]]:
         """The guessed tokens of each candidate that are worth their rows; see `Speculator`."""
+        if not self.times.knows(num_tokens) or self._num_with_guesses >= self._most_with_guesses:
+            return [()] * len(candidates)
         step = Step(num_tokens, num_sequences, budget)
         start = self._clock()
         guesses = [self._guess(each) if self._credit > 0 else NOTHING for each in candidates]
@@ -99,6 +105,12 @@ class Speculation:
         seconds -= self._seconds_drafting
         self._seconds_drafting = 0.0
         self.times.see(num_tokens, seconds)
+        if num_guessed:
+            self._num_with_guesses += 1
+        else:
+            if self._num_with_guesses >= self._most_with_guesses:
+                self._most_with_guesses = min(2 * self._most_with_guesses, MOST_STEPS_WITH_GUESSES)
+            self._num_with_guesses = 0
         saved = 0.0
         without = self.times.seconds(num_tokens - num_guessed)
         if num_guessed and without is not None:

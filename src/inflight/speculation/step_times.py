@@ -1,7 +1,7 @@
 """`StepTimes`: how long a step takes here, by the number of its tokens, learned from the steps that ran.
 
 Steps of about equally many tokens share a running average; between two averages that are known the time is a straight
-line. Beyond the largest it is taken to grow slowly, as it does while weights are read from memory: so somebody tries,
+line, and no step takes longer than one of more tokens. Beyond the largest it is taken to grow slowly, as it does while weights are read from memory: so somebody tries,
 and then it is known. Pure: callers pass durations in.
 """
 
@@ -23,6 +23,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._sizes: list[int] = []  # those that are known
         self._seconds: list[float] = []  # the average of each
+        self._numbers: list[int] = []  # how many steps it is the average of
 
     def see(self, num_tokens: int, seconds: float) -> None:
         """Learn from one step."""
@@ -31,8 +32,15 @@ class StepTimes:
         if self._sizes[place : place + 1] != [size]:
             self._sizes.insert(place, size)
             self._seconds.insert(place, seconds)
+            self._numbers.insert(place, 0)
         average = self._seconds[place]
-        self._seconds[place] += SMOOTHING * (min(seconds, LARGEST_SURPRISE * average) - average)
+        self._numbers[place] += 1
+        share = max(SMOOTHING, 1 / self._numbers[place])
+        self._seconds[place] += share * (min(seconds, LARGEST_SURPRISE * average) - average)
+
+    def knows(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens, or of fewer, has run."""
+        return bool(self._sizes) and self._sizes[0] <= SIZES[min(bisect_left(SIZES, num_tokens), len(SIZES) - 1)]
 
     def seconds(self, num_tokens: int) -> float | None:
         """How long a step of so many tokens will take; None: nothing is known yet."""
@@ -42,7 +50,8 @@ class StepTimes:
         place = bisect_left(sizes, num_tokens)
         if place == len(sizes):
             return seconds[-1] * (1 + UNKNOWN_TOKEN * (num_tokens - sizes[-1]))
+        most = min(seconds[place:])
         if place == 0:
-            return seconds[0]
+            return most
         share = (num_tokens - sizes[place - 1]) / (sizes[place] - sizes[place - 1])
-        return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
+        return min(most, seconds[place - 1] + share * (seconds[place] - seconds[place - 1]))

@@ -1,8 +1,8 @@
 """`StepTimes`: how long a step takes here, by the number of its tokens, learned from the steps that ran.
 
 Steps of about equally many tokens share a running average; between two averages that are known the time is a straight
-line, and no step takes longer than one of more tokens. Beyond the largest it is taken to grow slowly, as it does while weights are read from memory: so somebody tries,
-and then it is known. Pure: callers pass durations in.
+line, and no step takes longer than one of more tokens. Beyond the largest it is taken to grow slowly, as it does while
+weights are read from memory: so somebody tries, and then it is known. Pure: callers pass durations in.
 """
 
 from bisect import bisect_left

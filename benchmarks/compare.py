@@ -112,7 +112,7 @@ def main() -> None:
         **({} if plan.speculation is None else {"speculation": plan.speculation}),
         **({} if plan.acceptance is None else {"acceptance": str(plan.acceptance)}),
     }
-    model = Path(plan.model).name
+    model = "-".join(filter(None, [Path(plan.model).name, plan.speculation]))
     comparison = Comparison(model, plan.dtype, plan.quantization, setting, describe_machine(), cells)
     for path in write_report(comparison, arguments.output_folder):
         console.print(f"wrote {path}")

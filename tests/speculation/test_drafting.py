@@ -72,7 +72,7 @@ def test_the_same_model_guesses_everything(temperature: float) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_blocks": 48, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 24}],
+    [{}, {"num_blocks": 32, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 24}],
     ids=["roomy", "preemption"],
 )
 @pytest.mark.parametrize("is_weak", [False, True], ids=["strong", "weak"])

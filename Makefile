@@ -20,7 +20,7 @@ demo: $(READY)            ## a dozen prompts through the embedded model at once,
 test: $(READY)            ## the whole test suite
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
-soak: $(READY)            ## the bookkeeping in random worlds and broken at every line, guesses, operators under a sanitizer (30 minutes)
+soak: $(READY)            ## the bookkeeping in random worlds and broken at every line, guesses, operators under a sanitizer (45 minutes)
 	$(BIN)/python -m tests.properties.soak --seed 1 --operations 1_000_000
 	$(BIN)/python -m tests.speculation.soak --seed 1 --requests 10_000
 	INFLIGHT_TEST_EVERY_LINE=1 $(BIN)/python -m pytest tests/test_torn_engines.py

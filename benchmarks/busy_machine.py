@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=5, help="of each situation in a round")
     arguments = parser.parse_args()
-    llm = LLM(arguments.model, dtype=arguments.dtype, quantization=arguments.quantization)
+    llm = LLM(arguments.model, dtype=arguments.dtype, quantization=arguments.quantization, speculation="off")
     prompts = [[5 + number, 7, 9, 11] for number in range(arguments.streams)]
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 

@@ -89,6 +89,10 @@ def main() -> None:
             console.print(f"installing {PEERS[name].title}")
             install(PEERS[name], arguments.threads)
         return
+    if (arguments.draft_model is None) == (arguments.speculation == "draft"):
+        raise SystemExit("--speculation draft and --draft-model need each other")
+    if arguments.acceptance is not None and arguments.draft_model is None:
+        raise SystemExit("--acceptance needs a --draft-model")
     plan = Plan(
         arguments.model,
         arguments.dtype,
@@ -126,6 +130,8 @@ def enter(names: Sequence[str], plan: Plan, console: Console) -> tuple[list[Cont
         if (plan.dtype, plan.quantization) not in peer.precisions:
             precision = " ".join(filter(None, [plan.dtype, plan.quantization]))
             left_out[peer.name] = f"it does not run in {precision} on a CPU"
+        elif plan.speculation is not None and plan.speculation not in peer.speculations:
+            left_out[peer.name] = f"its runner has no speculation {plan.speculation!r}"
         elif not peer.is_installed:
             left_out[peer.name] = f"it is not installed (python benchmarks/compare.py --install {peer.name})"
         else:
@@ -235,9 +241,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each engine")
     parser.add_argument("--max-batch-tokens", type=int, default=512, help="the token budget of a step")
-    parser.add_argument("--speculation", choices=("ngram", "draft"), help="what guesses tokens; llamacpp and vllm only")
-    parser.add_argument("--draft-model", help="like --model, for --speculation draft")
-    parser.add_argument("--acceptance", type=float, help="the share of guessed tokens that count as right")
+    parser.add_argument("--speculation", choices=("ngram", "draft"), help="what guesses tokens (default: nothing)")
+    parser.add_argument("--draft-model", help="with --speculation draft: like --model, such as qwen3-draft")
+    parser.add_argument("--acceptance", type=float, help="with a draft model: the share of its tokens that are right")
     parser.add_argument("--without-us", action="store_true", help="run only the peers")
     parser.add_argument("--output-folder", type=Path, default=RESULTS)
     parser.add_argument("--install", metavar="PEERS", help="make these peers' environments and exit")

@@ -82,7 +82,7 @@ def main() -> None:
     workload = CHOICES[arguments.workload]
     source = qwen3_next() if arguments.model == "qwen3-next-100m" else str(model_folder(arguments.model))
     llms = {
-        name: LLM(source, dtype=arguments.dtype, max_num_seqs=workload.num_slots, executor=name)
+        name: LLM(source, dtype=arguments.dtype, max_num_seqs=workload.num_slots, executor=name, speculation="off")
         for name in arguments.executors.split(",")
     }
     speeds: dict[str, list[float]] = {name: [] for name in llms}

@@ -47,7 +47,7 @@ def main() -> None:
     arguments = parse_arguments()
     device = torch.device(arguments.device)
     config = AutoConfig.for_model("qwen3", **COMMON, **SHAPES[arguments.model])
-    llm = LLM(random_model(config, device), max_num_seqs=arguments.max_num_seqs, max_model_len=2304)
+    llm = LLM(random_model(config, device), max_num_seqs=arguments.max_num_seqs, max_model_len=2304, speculation="off")
     prompts, params = workload(arguments.num_requests, config)
     llm.generate(prompts[:8], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
     roofline = Roofline(llm, measured_bandwidth(device))

@@ -87,7 +87,7 @@ def measure(folder: Path) -> None:
     size = (folder / "model.safetensors").stat().st_size
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     start = time.perf_counter()
-    llm = LLM(folder, max_num_seqs=1, max_model_len=4096)
+    llm = LLM(folder, max_num_seqs=1, max_model_len=4096, speculation="off")
     prompt = {"prompt_token_ids": list(range(100, 132))}
     llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     loaded = time.perf_counter() - start

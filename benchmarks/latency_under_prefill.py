@@ -50,7 +50,10 @@ def main() -> None:
 
 def measure(model: PreTrainedModel, *, limited: bool) -> tuple[list[float], list[float], float]:
     """Return the seconds between tokens, before and during the long prefill, and the seconds to its first token."""
-    engine = Engine(model, EngineConfig(max_num_seqs=NUM_DECODES + 1, max_num_batched_tokens=NUM_PROMPT_TOKENS + 64))
+    engine = Engine(
+        model,
+        EngineConfig(speculation="off", max_num_seqs=NUM_DECODES + 1, max_num_batched_tokens=NUM_PROMPT_TOKENS + 64),
+    )
     engine.prefill_limit = PrefillLimit() if limited else None
     rng = random.Random(0)
     for number in range(NUM_DECODES):

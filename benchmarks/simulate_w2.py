@@ -75,7 +75,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(", ".join(f"{name} {value}" for name, value in describe_machine().items()))
     model = gpt2_with_random_weights(torch.float32)
-    engines = {slots: Engine(model, EngineConfig(max_num_seqs=slots)) for slots in SLOTS}
+    engines = {slots: Engine(model, EngineConfig(max_num_seqs=slots, speculation="off")) for slots in SLOTS}
     for engine in engines.values():
         warm_up(engine)
     ratios: dict[int, list[float]] = {slots: [] for slots in SLOTS}

@@ -67,7 +67,10 @@ def microseconds_per_step(temperature: float) -> float:
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = AutoConfig.for_model("llama", vocab_size=VOCAB_SIZE, num_key_value_heads=4, **sizes)
-    engine = Engine(AutoModelForCausalLM.from_config(config), EngineConfig(max_num_seqs=NUM_SEQUENCES, num_blocks=4000))
+    engine = Engine(
+        AutoModelForCausalLM.from_config(config),
+        EngineConfig(max_num_seqs=NUM_SEQUENCES, num_blocks=4000, speculation="off"),
+    )
     params = SamplingParams(temperature=temperature, max_tokens=2 * NUM_STEPS, ignore_eos=True)
     for number in range(NUM_SEQUENCES):
         engine.submit(engine.accept(str(number), [number + 1] * 64, params))

@@ -34,6 +34,7 @@ class Peer:
         module: its runner, for `python -m`.
         model_format: the format that it loads: a name that `models.prepare` knows.
         precisions: the precisions that it supports on a CPU.
+        speculations: what may guess tokens: "ngram", "draft".
         environment: its folder in `ENVIRONMENTS`; None: it shares the environment of `compare.py`.
         unwanted_packages: dependencies that are removed after installation.
         needs_build: whether something must be compiled after installation.
@@ -44,6 +45,7 @@ class Peer:
     module: str
     model_format: str = "hf"
     precisions: tuple[Precision, ...] = FLOATS
+    speculations: tuple[str, ...] = ()
     environment: str | None = None
     unwanted_packages: tuple[str, ...] = ()
     needs_build: bool = False
@@ -75,7 +77,13 @@ UNWANTED_TORCH_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 PEERS: Mapping[str, Peer] = {
     peer.name: peer
     for peer in (
-        Peer(OURS, "inflight", "benchmarks.peers.this_engine", precisions=FLOATS + INT8 + INT4),
+        Peer(
+            OURS,
+            "inflight",
+            "benchmarks.peers.this_engine",
+            precisions=FLOATS + INT8 + INT4,
+            speculations=("ngram", "draft"),
+        ),
         Peer("hf-static", "transformers, static waves", "benchmarks.peers.hf_static"),
         Peer("hf-continuous", "transformers, continuous", "benchmarks.peers.hf_continuous"),
         Peer(
@@ -93,6 +101,7 @@ PEERS: Mapping[str, Peer] = {
             "benchmarks.peers.vllm_cpu",
             model_format="awq",
             precisions=(*FLOATS, ("bfloat16", "int4"), ("bfloat16", "q4_k_m")),
+            speculations=("ngram",),
             environment="vllm",
             unwanted_packages=UNWANTED_TORCH_PACKAGES,
         ),
@@ -102,6 +111,7 @@ PEERS: Mapping[str, Peer] = {
             "benchmarks.peers.llamacpp_server",
             model_format="gguf",
             precisions=FLOATS + INT8 + INT4,
+            speculations=("ngram", "draft"),
             environment="llamacpp",
             needs_build=True,
         ),

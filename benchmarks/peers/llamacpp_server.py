@@ -50,7 +50,7 @@ class Server:
             arguments += ["--spec-synth-rates", ",".join(f"{each:.4f}" for each in settings.acceptance_rates(DRAFTED))]
         self.options: dict[str, Any] = {
             "model": Path(settings.model).name,
-            "arguments": " ".join(map(str, arguments)),
+            "arguments": " ".join(Path(each).name if "/" in each else each for each in map(str, arguments)),
             "sources": next(
                 (path.name for path in Path(sys.prefix, "source").glob("llama_cpp_python-*[0-9]")), "unknown"
             ),

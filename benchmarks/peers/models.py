@@ -87,39 +87,35 @@ def _make_gpt2(folder: Path) -> None:
 
 def _make_qwen3(folder: Path) -> None:
     """The shape of Qwen3-0.6B, bfloat16."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=151936,
+    _save_qwen3(
+        folder,
         hidden_size=1024,
         intermediate_size=3072,
         num_hidden_layers=28,
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=128,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        bos_token_id=151643,
-        eos_token_id=151645,
-        dtype="bfloat16",
     )
-    _save(Qwen3ForCausalLM, config, folder)
 
 
 def _make_qwen3_draft(folder: Path) -> None:
-    """A small model of the same vocabulary, bfloat16: 44 M parameters, of which 39 M are embeddings."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=151936,
+    """A small model of the same vocabulary, bfloat16: 42 M parameters, of which 39 M are embeddings."""
+    _save_qwen3(
+        folder,
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
+    )
+
+
+def _save_qwen3(folder: Path, **shape: int) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=151936,
         max_position_embeddings=40960,
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
@@ -127,6 +123,7 @@ def _make_qwen3_draft(folder: Path) -> None:
         bos_token_id=151643,
         eos_token_id=151645,
         dtype="bfloat16",
+        **shape,
     )
     _save(Qwen3ForCausalLM, config, folder)
 

@@ -6,6 +6,7 @@ The file is not called inflight.py, because as a script it would hide the packag
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.protocol import Model, RunnerError, Settings, Times, serve
@@ -27,11 +28,11 @@ class InflightModel:
             "max_num_batched_tokens": settings.max_batch_tokens,
             "speculation": {None: "off", "ngram": "lookup", "draft": "draft"}[settings.speculation],
         }
-        if settings.draft_model is not None:
-            self.options["draft_model"] = settings.draft_model
         if settings.quantization is not None and not settings.model.endswith(".gguf"):
             self.options["quantization"] = settings.quantization
-        self._engine = LLM(settings.model, device="cpu", **self.options).engine
+        self._engine = LLM(settings.model, device="cpu", draft_model=settings.draft_model, **self.options).engine
+        if settings.draft_model is not None:
+            self.options["draft_model"] = Path(settings.draft_model).name
         if settings.acceptance is not None:
             accept_by_chance(self._engine.runner.sampler, settings.acceptance)
 

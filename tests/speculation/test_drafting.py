@@ -150,7 +150,7 @@ def test_windows_of_the_model_and_of_the_draft(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft_model": "/nowhere"}, "/nowhere"),
+        ({"draft_model": "/nowhere"}, "draft_model: there is no model folder '/nowhere'"),
         ({"speculation": "draft"}, "speculation is 'draft', but there is no draft_model"),
         ({"draft_model": "x", "speculation": "off"}, "there is a draft_model, but speculation is 'off'"),
         ({"draft_model": 5}, "draft_model is 5; it must be a hub id or a folder"),

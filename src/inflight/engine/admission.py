@@ -99,11 +99,13 @@ class Admission:
         return AcceptedRequest(replace(request, seed=seed), deadline, is_compiled)
 
     def predicted_ids(self, params: SamplingParams) -> list[int]:
-        """The tokens of a prediction; none if there is no prediction. Any thread may call it."""
-        if isinstance(params.prediction, str):
+        """The tokens of a prediction, if there is one: as many as the model could say. Any thread may call it."""
+        most, token_ids = self._model_info.max_model_len, params.prediction or ()
+        if isinstance(token_ids, str):
             assert self._tokenizer is not None
-            return self._tokenizer.encode(params.prediction, add_special_tokens=False)
-        return list(params.prediction or ())
+            text = token_ids[: self._tokenizer.most_characters(most)]
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return list(token_ids[:most])
 
     def _spelled(self, words: tuple[str, ...]) -> BadWords:
         assert self._tokenizer is not None

@@ -40,7 +40,7 @@ from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.deadlines import Deadlines
 from inflight.engine.prefill_limit import PrefillLimit
 from inflight.engine.reporting import News, Reporter
-from inflight.engine.speculating import describe_speculation, load_draft, speculation_of
+from inflight.engine.speculating import check_draft, describe_speculation, load_draft, speculation_of
 from inflight.engine.step_watch import StepWatch
 from inflight.execution.hf.generation_defaults import default_sampling_params
 from inflight.execution.hf.load import ModelSource, writes_to_its_weights
@@ -76,6 +76,7 @@ class Engine:
     def __init__(self, model: ModelSource, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        check_draft(config)
         self.runner = ModelRunner(model, config)
         self._watched: WatchedWeights | None = None
         if isinstance(model, PreTrainedModel) and not writes_to_its_weights(model):

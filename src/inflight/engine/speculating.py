@@ -8,6 +8,7 @@ from inflight.contracts.cache_layout import ALL_TOKENS
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
+from inflight.execution.hf.source import check_source
 from inflight.execution.model_runner import ModelRunner
 from inflight.sources import load_tokenizer
 from inflight.speculation import Constrained, Drafting, DraftLayout, Lookup, Speculation
@@ -25,8 +26,8 @@ def speculation_of(
         drafting: the draft model, if there is one.
     """
     lookup = Lookup() if config.speculation in ("auto", "lookup") else None
-    forced = grammars if config.speculation in ("auto", "lookup", "grammar") else lambda: None
-    return Speculation(Constrained(forced, lookup), config.max_guessed_tokens, drafting=drafting)
+    asked = (lambda: None) if config.speculation == "draft" else grammars
+    return Speculation(Constrained(asked, lookup), config.max_guessed_tokens, drafting=drafting)
 
 
 def describe_speculation(config: EngineConfig, info: ModelInfo) -> str:
@@ -40,6 +41,15 @@ def describe_speculation(config: EngineConfig, info: ModelInfo) -> str:
     if config.speculation != "auto":
         return config.speculation
     return "lookup and grammars" if config.draft_model is None else "lookup, grammars and a draft model"
+
+
+def check_draft(config: EngineConfig) -> None:
+    """Raise `ModelError` if there is no draft model of the given name: before anything that takes long."""
+    if config.draft_model is not None:
+        try:
+            check_source(config.draft_model, replace(config, revision=None))
+        except ModelError as error:
+            raise ModelError(f"draft_model: {error}") from error
 
 
 def load_draft(config: EngineConfig, info: ModelInfo, tokenizer: Tokenizer | None) -> Drafting | None:

@@ -81,14 +81,13 @@ class ModelRunner:
         return _by_span(plan, token_ids, scores)
 
     def make_cache_anew(self, num_blocks: int) -> None:
-        """Let the cache have so many blocks. Nothing may have run yet."""
-        executor = self.executor
-        if isinstance(executor, PackedExecutor):
-            executor.walk()
+        """Let the cache have so many blocks, before anything has run. Raises `ModelError` if it does not run packed."""
+        executor, is_recorded = self.require_packed(), self.info.is_recorded
+        executor.walk()
         executor.allocate(num_blocks)
-        if isinstance(executor, PackedExecutor) and self.info.is_recorded:
-            prove_recording(executor, self.config, num_blocks)
-        self.info = replace(self.info, num_blocks=num_blocks)
+        if is_recorded:
+            is_recorded = prove_recording(executor, self.config, num_blocks) is None
+        self.info = replace(self.info, num_blocks=num_blocks, is_recorded=is_recorded)
 
     def require_packed(self) -> PackedExecutor:
         """The executor. Raises `ModelError` if attention is the model's own, which cannot be looked into."""

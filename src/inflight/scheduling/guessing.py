@@ -80,7 +80,8 @@ def num_right_guesses(span: Span, new_token_ids: SequenceOf[int]) -> int:
 
 
 def _candidate(sequence: Sequence, room: int) -> Candidate:
-    request = sequence.request
+    request, slot = sequence.request, sequence.slot
+    assert slot is not None
     return Candidate(
         sequence.sequence_id,
         sequence.token_ids,
@@ -89,7 +90,7 @@ def _candidate(sequence: Sequence, room: int) -> Candidate:
         request.stop_token_ids,
         request.cache_salt,
         request.predicted_ids,
-        sequence.slot or 0,
+        slot,
         sequence.block_tables,
         request.params,
         request.seed,

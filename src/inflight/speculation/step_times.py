@@ -6,6 +6,7 @@ weights are read from memory: so somebody tries, and then it is known. Pure: cal
 """
 
 from bisect import bisect_left
+from itertools import accumulate
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 1024, 2048)
 """The largest number of tokens in each class of steps; the last class has all others."""
@@ -24,6 +25,7 @@ class StepTimes:
         self._sizes: list[int] = []  # those that are known
         self._seconds: list[float] = []  # the average of each
         self._numbers: list[int] = []  # how many steps it is the average of
+        self._least: list[float] = []  # the least average of this size and all larger ones
 
     def see(self, num_tokens: int, seconds: float) -> None:
         """Learn from one step."""
@@ -37,6 +39,7 @@ class StepTimes:
         self._numbers[place] += 1
         share = max(SMOOTHING, 1 / self._numbers[place])
         self._seconds[place] += share * (min(seconds, LARGEST_SURPRISE * average) - average)
+        self._least = list(accumulate(reversed(self._seconds), min))[::-1]
 
     def knows(self, num_tokens: int) -> bool:
         """Whether a step of so many tokens, or of fewer, has run."""
@@ -44,14 +47,13 @@ class StepTimes:
 
     def seconds(self, num_tokens: int) -> float | None:
         """How long a step of so many tokens will take; None: nothing is known yet."""
-        sizes, seconds = self._sizes, self._seconds
+        sizes, seconds = self._sizes, self._least
         if not sizes:
             return None
         place = bisect_left(sizes, num_tokens)
         if place == len(sizes):
             return seconds[-1] * (1 + UNKNOWN_TOKEN * (num_tokens - sizes[-1]))
-        most = min(seconds[place:])
         if place == 0:
-            return most
+            return seconds[0]
         share = (num_tokens - sizes[place - 1]) / (sizes[place] - sizes[place - 1])
-        return min(most, seconds[place - 1] + share * (seconds[place] - seconds[place - 1]))
+        return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])

@@ -182,7 +182,7 @@ class Fuzzer:
         """A recorded norm of rows, of which one number or another is changed."""
         if not self.programs:
             with torch.inference_mode():
-                recorded = record_forward(_norm_of_rows, max_tokens=64)
+                recorded = record_forward(lambda *rows: [_norm_of_rows(*rows)], max_tokens=64)
             self.programs = [encoded(recorded, fuses=fuses) for fuses in (True, False)]
         codes, *others = self.random.choice(self.programs)
         changed = list(codes)
@@ -198,7 +198,7 @@ class Fuzzer:
             self.call("run_program", rows, rows, rows[:3], number, rate=0.05)
             run = self.call("new_program_run", rows, rows, rows[:3], number, rate=0.05)
             while run is not None and self.call("advance_program_run", run, 1, rate=0.05):
-                self.call("output_of_program_run", run)
+                self.call("outputs_of_program_run", run)
             torch.ops.inflight.delete_program(number)
 
     # ------------------------------------------------------------------------------------- changes

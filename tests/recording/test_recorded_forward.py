@@ -11,6 +11,7 @@ from torch.nn import functional
 from inflight.execution.kernels import kernels_available
 from inflight.execution.recording.encoding import Kind, encoded
 from inflight.execution.recording.fusion import fused
+from inflight.execution.recording.program import RecordedPass
 from inflight.execution.recording.recorded_forward import RecordedForward, record_forward
 from inflight.execution.recording.recorder import UnrecordableError
 from inflight.execution.recording.row_kernel import RowKernel
@@ -120,6 +121,10 @@ def step_of(num_tokens: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def record(forward: Forward) -> RecordedPass:
+    return record_forward(lambda *rows: [forward(*rows)], MAX_TOKENS)
+
+
 @pytest.mark.parametrize("fuses", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [heads, layers, other_operators, narrow, wide])
@@ -128,10 +133,10 @@ def test_the_bits_are_those_of_what_was_recorded(
 ) -> None:
     forward = make(dtype)
     with torch.inference_mode():
-        recorded = RecordedForward(record_forward(forward, MAX_TOKENS), fuses=fuses)
+        recorded = RecordedForward(record(forward), fuses=fuses)
         for num_tokens, num_rows in STEPS:
             inputs = step_of(num_tokens, num_rows)
-            assert torch.equal(recorded(*inputs), forward(*inputs)), (num_tokens, num_rows)
+            assert torch.equal(*recorded(*inputs), forward(*inputs)), (num_tokens, num_rows)
 
 
 @pytest.mark.parametrize(
@@ -145,15 +150,30 @@ def test_sums_have_the_bits_of_torch(size: int) -> None:
         return (x * x).sum(-1, keepdim=True)[logit_rows] + x.mean(-1, keepdim=True)[logit_rows]
 
     with torch.inference_mode():
-        recorded = RecordedForward(record_forward(forward, MAX_TOKENS))
+        recorded = RecordedForward(record(forward))
         for num_tokens in (1, 2, 40):
             rows = torch.arange(num_tokens)
-            assert torch.equal(recorded(rows % 16, rows, rows), forward(rows % 16, rows, rows))
+            assert torch.equal(*recorded(rows % 16, rows, rows), forward(rows % 16, rows, rows))
+
+
+def test_a_pass_may_give_several_tensors() -> None:
+    """One of them in the middle of what runs as a single kernel."""
+
+    def forward(input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> list[Tensor]:
+        x = functional.embedding(input_ids, TABLE)
+        middle = x * x + 1
+        return [(middle * 3)[logit_rows], middle, middle[logit_rows]]
+
+    with torch.inference_mode():
+        recorded = RecordedForward(record_forward(forward, MAX_TOKENS))
+        for num_tokens, num_rows in STEPS:
+            inputs = step_of(num_tokens, num_rows)
+            assert all(map(torch.equal, recorded(*inputs), forward(*inputs)))
 
 
 def test_small_operators_run_together() -> None:
     with torch.inference_mode():
-        recorded = record_forward(heads(torch.bfloat16), MAX_TOKENS)
+        recorded = record(heads(torch.bfloat16))
     work, stored = fused(recorded)
     kernels = [piece for piece in work if isinstance(piece, RowKernel)]
     others = [piece.name for piece in work if not isinstance(piece, RowKernel)]
@@ -222,12 +242,12 @@ def keeps_a_state(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
 )
 def test_what_is_not_the_same_every_time_is_not_recorded(forward: Forward, reason: str) -> None:
     with torch.inference_mode(), pytest.raises(UnrecordableError, match=re.escape(reason)):
-        record_forward(forward, MAX_TOKENS)
+        record(forward)
 
 
 def test_a_program_takes_nothing_but_a_step() -> None:
     with torch.inference_mode():
-        recorded = RecordedForward(record_forward(wide(torch.float32), MAX_TOKENS))
+        recorded = RecordedForward(record(wide(torch.float32)))
     rows = torch.arange(3)
     for inputs in ((rows.float(), rows, rows), (rows, rows[:2], rows), (rows[None], rows, rows)):
         with pytest.raises(RuntimeError, match=r"position|program"):
@@ -250,24 +270,24 @@ def test_an_interrupt_comes_through_in_the_middle_of_a_long_step(monkeypatch: py
         return True
 
     with torch.inference_mode():
-        recorded = RecordedForward(record_forward(forward, MAX_TOKENS))
+        recorded = RecordedForward(record(forward))
         with monkeypatch.context() as patch:
             patch.setattr(torch.ops.inflight, "advance_program_run", interrupted)
             with pytest.raises(Interrupted):
                 recorded(rows % 64, rows, rows)
         with pytest.raises(RuntimeError, match="there is nothing with number"):
             advance(runs[0], 1)
-        assert torch.equal(recorded(rows % 64, rows, rows), forward(rows % 64, rows, rows))
+        assert torch.equal(*recorded(rows % 64, rows, rows), forward(rows % 64, rows, rows))
 
 
 def test_a_run_gives_nothing_before_its_end() -> None:
     rows = torch.arange(3)
     with torch.inference_mode():
-        recorded = RecordedForward(record_forward(wide(torch.float32), MAX_TOKENS))
+        recorded = RecordedForward(record(wide(torch.float32)))
         run = torch.ops.inflight.new_program_run(rows, rows, rows, recorded._program)
         assert torch.ops.inflight.advance_program_run(run, 1)
         with pytest.raises(RuntimeError, match="a program has not run to its end"):
-            torch.ops.inflight.output_of_program_run(run)
+            torch.ops.inflight.outputs_of_program_run(run)
         torch.ops.inflight.delete_program_run(run)
 
 
@@ -275,7 +295,7 @@ def test_a_run_gives_nothing_before_its_end() -> None:
 def test_runs_do_not_write_into_what_others_still_need() -> None:
     """Memory serves again: not that of logits, and not that of a run which has not ended."""
     forward = heads(torch.float32)
-    recorded = RecordedForward(record_forward(forward, MAX_TOKENS))
+    recorded = RecordedForward(record(forward))
     steps = [step_of(num_tokens, num_rows) for num_tokens, num_rows in ((33, 33), (7, 3), (33, 2), (7, 7))]
     expected = [forward(*step) for step in steps]
     for _ in range(2):
@@ -283,10 +303,10 @@ def test_runs_do_not_write_into_what_others_still_need() -> None:
         unfinished = set(runs)
         while unfinished:
             unfinished = {run for run in runs if torch.ops.inflight.advance_program_run(run, 1)}
-        logits = [torch.ops.inflight.output_of_program_run(run) for run in runs]
+        logits = [each for run in runs for each in torch.ops.inflight.outputs_of_program_run(run)]
         for run in runs:
             torch.ops.inflight.delete_program_run(run)
-        logits += [recorded(*step) for step in steps]
+        logits += [each for step in steps for each in recorded(*step)]
         assert all(map(torch.equal, logits, expected * 2))
 
 
@@ -297,7 +317,7 @@ def test_a_program_refuses_a_dtype_that_there_is_not() -> None:
         return TABLE[input_ids].to(torch.float64)[logit_rows]
 
     with torch.inference_mode():
-        codes, *others = encoded(record_forward(forward, MAX_TOKENS))
+        codes, *others = encoded(record(forward))
     float64 = torch.ops.inflight.scalar_type(torch.float64)
     places = [
         place for place in range(1, len(codes) - 2) if codes[place - 1 : place + 3] == [Kind.INTEGER, float64, 0, 0]

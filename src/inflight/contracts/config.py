@@ -13,6 +13,8 @@ GROUP_SIZES = (32, 64, 128)
 ARITHMETICS = ("auto", "fast", "exact")
 KV_CACHE_DTYPES = ("auto", "int8")
 SPECULATIONS = ("auto", "lookup", "grammar", "draft", "off")
+MTP = "mtp"
+"""As `draft_model`: the layer for multi-token prediction that the model's own checkpoint has."""
 EXECUTORS = ("auto", "packed", "rows", "sequential")
 ATTENTION_BACKENDS = ("auto", "reference", "torch", "cpu")
 
@@ -67,7 +69,8 @@ class EngineConfig:
             choice about), "draft" (`draft_model`), "auto" (all of them) or "off". Guesses are checked by choosing each
             token as ever, so results are the same, bit for bit; a model that cannot promise that does not speculate.
         draft_model: a small model with the same tokenizer that guesses: hub id or folder. It is loaded with the same
-            options, and has a cache of its own with as many blocks, beside `kv_cache_memory`.
+            options, and has a cache of its own with as many blocks, beside `kv_cache_memory`. "mtp" is the layer for
+            multi-token prediction that some checkpoints have (DeepSeek-V3, GLM-4.5 and later, Mellum).
         max_guessed_tokens: how many tokens of a sequence may be guessed in a step.
         max_num_waiting: a request is refused while so many sequences wait; None: no limit.
         enable_prefix_caching: whether blocks of the cache are found again by their content.

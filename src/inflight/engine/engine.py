@@ -84,7 +84,7 @@ class Engine:
         self.model_info = info = self._describe()
         self._speculation: Speculation | None = None
         if not info.speculation.startswith("off"):
-            drafting = load_draft(config, info, tokenizer)
+            drafting = load_draft(config, self.runner, tokenizer)
             self._speculation = speculation_of(config, lambda: self._constraints, drafting)
         self.scheduler = Scheduler.of(
             config,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import inf
 
 from inflight.contracts.cache_layout import ALL_TOKENS
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.config import MTP, EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
 from inflight.execution.hf.source import check_source
@@ -38,25 +38,28 @@ def describe_speculation(config: EngineConfig, info: ModelInfo) -> str:
         return f"off: a model that runs as {info.executor} cannot take back what it has computed"
     if not info.is_batch_invariant:
         return "off: the model's logits depend on how many tokens run together, and so would its output"
+    draft = "the model's own MTP layer" if config.draft_model == MTP else "a draft model"
+    if config.speculation == "draft":
+        return draft
     if config.speculation != "auto":
         return config.speculation
-    return "lookup and grammars" if config.draft_model is None else "lookup, grammars and a draft model"
+    return "lookup and grammars" if config.draft_model is None else f"lookup, grammars and {draft}"
 
 
 def check_draft(config: EngineConfig) -> None:
     """Raise `ModelError` if there is no draft model of the given name: before anything that takes long."""
-    if config.draft_model is not None:
+    if config.draft_model not in (None, MTP):
         try:
             check_source(config.draft_model, replace(config, revision=None))
         except ModelError as error:
             raise ModelError(f"draft_model: {error}") from error
 
 
-def load_draft(config: EngineConfig, info: ModelInfo, tokenizer: Tokenizer | None) -> Drafting | None:
+def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | None) -> Drafting | None:
     """The draft model that the configuration asks for, if it asks for one.
 
     Args:
-        info: of the model whose tokens are guessed.
+        model: whose tokens are guessed; it has not run yet.
         tokenizer: its tokenizer.
 
     Raises:
@@ -64,6 +67,7 @@ def load_draft(config: EngineConfig, info: ModelInfo, tokenizer: Tokenizer | Non
     """
     if config.draft_model is None:
         return None
+    info = model.info
     if ALL_TOKENS not in info.cache_groups:
         raise ModelError("draft_model needs a model that keeps all tokens of a sequence; this one keeps windows only")
     layout = DraftLayout(
@@ -73,6 +77,14 @@ def load_draft(config: EngineConfig, info: ModelInfo, tokenizer: Tokenizer | Non
         config.max_num_seqs,
         config.max_guessed_tokens,
     )
+    max_len = int(min(info.max_model_len, info.recompute_beyond or inf))
+    if config.draft_model == MTP:
+        try:
+            from inflight.execution.heads import HeadRunner
+        except ImportError as error:
+            raise ModelError("draft_model 'mtp' needs a newer version of transformers") from error
+        head = HeadRunner(model, layout.group, layout.num_draft_blocks)
+        return Drafting(head, layout, 1, config.max_num_batched_tokens, max_len, info.vocab_size, keeps_guesses=False)
     draft_config = replace(
         config,
         draft_model=None,
@@ -89,8 +101,8 @@ def load_draft(config: EngineConfig, info: ModelInfo, tokenizer: Tokenizer | Non
     num_groups = len(runner.cache_layout.groups)
     if num_groups > 1:
         runner.make_cache_anew(num_groups * layout.num_draft_blocks)
-    max_len = min(runner.info.max_model_len, runner.info.recompute_beyond or inf)
-    return Drafting(runner, layout, num_groups, config.max_num_batched_tokens, int(max_len), info.vocab_size)
+    max_len = int(min(max_len, runner.info.max_model_len, runner.info.recompute_beyond or inf))
+    return Drafting(runner, layout, num_groups, config.max_num_batched_tokens, max_len, info.vocab_size)
 
 
 def _check_vocabulary(tokenizer: Tokenizer | None, of_draft: Tokenizer | None) -> None:

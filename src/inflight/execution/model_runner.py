@@ -15,6 +15,7 @@ from inflight.contracts.outputs import TokenScore
 from inflight.contracts.plan import Span, SpanTokens, StepPlan, StepTokens
 from inflight.execution.attention.witness import WitnessedAttention
 from inflight.execution.executors import PackedExecutor, require_packed
+from inflight.execution.executors.kept_states import KeptStates
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.preparation.describe import cache_layout
 from inflight.execution.preparation.prepare import prepare
@@ -78,16 +79,35 @@ class ModelRunner:
         logits = self.executor.forward(batch)
         token_ids = self.sampler.sample(logits, batch, None if masks is None else masks())
         scores = self.scorer.score(logits, batch, token_ids) if self.scorer.is_needed else {}
-        return _by_span(plan, token_ids, scores)
+        return by_span(plan, token_ids, scores)
 
     def make_cache_anew(self, num_blocks: int) -> None:
         """Let the cache have so many blocks, before anything has run. Raises `ModelError` if it does not run packed."""
-        executor, is_recorded = self.require_packed(), self.info.is_recorded
+        executor = self.require_packed()
         executor.walk()
         executor.allocate(num_blocks)
-        if is_recorded:
-            is_recorded = prove_recording(executor, self.config, num_blocks) is None
-        self.info = replace(self.info, num_blocks=num_blocks, is_recorded=is_recorded)
+        self.info = replace(self.info, num_blocks=num_blocks)
+        self._record_anew()
+
+    def keep_states(self, group: int, num_blocks: int) -> KeptStates:
+        """Keep every token's last hidden state from now on, before anything has run. Raises `ModelError` if the model
+        does not run packed.
+
+        Args:
+            group: the cache group beside whose blocks they lie.
+            num_blocks: how many blocks of states there are; those beyond the cache's are for others to fill.
+        """
+        executor = self.require_packed()
+        kept = KeptStates(self.model, group, num_blocks, self.config.block_size)
+        executor.keep_states(kept)
+        self._record_anew()
+        return kept
+
+    def _record_anew(self) -> None:
+        """Record the forward pass again, if it was recorded."""
+        if self.info.is_recorded:
+            reason = prove_recording(self.require_packed(), self.config, self.info.num_blocks)
+            self.info = replace(self.info, is_recorded=reason is None)
 
     def require_packed(self) -> PackedExecutor:
         """The executor. Raises `ModelError` if attention is the model's own, which cannot be looked into."""
@@ -99,7 +119,7 @@ class ModelRunner:
         return self.require_packed().witness()
 
 
-def _by_span(plan: StepPlan, token_ids: list[int], scores: Mapping[int, TokenScore]) -> StepTokens:
+def by_span(plan: StepPlan, token_ids: list[int], scores: Mapping[int, TokenScore]) -> StepTokens:
     """What a step gave each span, from the tokens `[R]` of its logit rows and the scores of some of these rows."""
     given: StepTokens = []
     first = 0

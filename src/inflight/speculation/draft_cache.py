@@ -76,12 +76,12 @@ class DraftCache:
         different = self._hashes[blocks].reshape(-1)[: len(hashes)] != np.asarray(hashes, dtype=np.int64)
         return int(different.argmax()) if different.any() else len(hashes)
 
-    def see(self, table: BlockTable, hashes: Sequence[int], start: int, end: int) -> None:
-        """The tokens `[start, end)` of a sequence were computed."""
+    def see(self, table: BlockTable, hashes: Sequence[int], start: int, end: int, num_lasting: int) -> None:
+        """The tokens `[start, end)` of a sequence were computed; those from `num_lasting` on must be computed again."""
         size = self.layout.block_size
         positions = np.arange(start, end)
         blocks = np.frombuffer(table, dtype=np.int32)[positions // size]
-        self._hashes[blocks, positions % size] = hashes[start:end]
+        self._hashes[blocks, positions % size] = np.where(positions < num_lasting, hashes[start:end], 0)
 
 
 def extend(hashes: "array[int]", token_ids: Iterable[int]) -> None:

@@ -87,6 +87,7 @@ class Drafting:
         max_len: nothing is guessed beyond so many tokens of a sequence.
         vocab_size: of the model whose tokens are guessed.
         clock: seconds, for how long the draft model runs.
+        keeps_guesses: whether what it has computed of a guess is the same once the guess has turned out right.
     """
 
     def __init__(
@@ -98,6 +99,8 @@ class Drafting:
         max_len: int,
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        keeps_guesses: bool = True,
     ) -> None:
         self.times = StepTimes()
         self._runner = runner
@@ -107,6 +110,7 @@ class Drafting:
         self._max_len = max_len
         self._vocab_size = vocab_size
         self._clock = clock
+        self._keeps_guesses = keeps_guesses
         self._outcomes = Outcomes(MEMORY)
         self._has_failed = False
         self.start_over()
@@ -173,7 +177,7 @@ class Drafting:
 
     def _end(self, draft: Draft) -> Guess:
         drafted, candidate = self._drafted[draft.candidate.sequence_id], draft.candidate
-        drafted.num_seen = draft.num_seen
+        drafted.num_seen = self._num_lasting(draft, draft.num_seen)
         if not draft.guess:
             return NOTHING
         chance = self.chance(candidate)
@@ -200,7 +204,7 @@ class Drafting:
         self.times.see(plan.num_tokens, self._clock() - start)
         going_on = []
         for (draft, span), given in zip(spans, chosen, strict=True):
-            self._cache.see(draft.table, draft.hashes, span.start, span.end)
+            self._cache.see(draft.table, draft.hashes, span.start, span.end, self._num_lasting(draft, span.end))
             draft.num_seen = span.end
             for token_id in given.token_ids:
                 if token_id < self._vocab_size and token_id not in draft.candidate.stop_token_ids:
@@ -208,6 +212,10 @@ class Drafting:
                     extend(draft.hashes, [token_id])
                     going_on.append(draft)
         return going_on
+
+    def _num_lasting(self, draft: Draft, num_tokens: int) -> int:
+        """How many of the first tokens of a sequence need not be computed again."""
+        return num_tokens if self._keeps_guesses else min(num_tokens, len(draft.candidate.token_ids))
 
     def _assignments(self, candidates: Iterable[Candidate]) -> Iterator[SlotAssignment]:
         """The sequences that have moved into a slot since the draft model last saw one there."""

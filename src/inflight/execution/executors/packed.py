@@ -16,6 +16,7 @@ from inflight.execution.attention.interface import KVStorage
 from inflight.execution.attention.storage import allocate_storages
 from inflight.execution.attention.witness import WitnessedAttention
 from inflight.execution.executors.interface import Capabilities, Executor
+from inflight.execution.executors.kept_states import KeptStates, put_last_states
 from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
 from inflight.execution.hf.model_call import forward_parameters
@@ -66,6 +67,7 @@ class PackedExecutor:
         takes_logit_rows = "logits_to_keep" in forward_parameters(model)
         self._forward = plain_forward(model, takes_logit_rows=takes_logit_rows)
         self._recorded: RecordedForward | None = None
+        self._kept: KeptStates | None = None
         self._caches: list[KVStorage] = []  # one for each call
         self._storages: list[KVStorage] = []  # those that have memory of their own
         self._num_blocks = 0
@@ -88,9 +90,23 @@ class PackedExecutor:
         """Whether torch's operators have work for several threads in a step."""
         return self._recorded is None or self._recorded.needs_torch_threads
 
+    def keep_states(self, kept: KeptStates) -> None:
+        """Keep every token's last hidden state from now on. A model that was recorded walks."""
+        self._kept = kept
+        self.walk()
+
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """See `Executor`."""
+        logits, *states = self.outputs(batch)
+        if self._kept is not None:
+            self._kept.copy_blocks(batch.plan.copies)
+            self._kept.write(batch, states[0])
+        return logits
+
+    @torch.inference_mode()
+    def outputs(self, batch: RaggedBatch) -> list[torch.Tensor]:
+        """The logits `[R, V]` of a step, and the last hidden states `[T, H]`, if they are kept."""
         if self._has_parts:
             groups = tuple(_in_part(batch, part, self.backend.block_size) for part in self.grouping.parts)
             batch = replace(batch, groups=groups)
@@ -103,24 +119,25 @@ class PackedExecutor:
             number = self.min_rows
             rows = _at_least(number, rows[0]), _at_least(number, rows[1]), _at_least(number, rows[2])
         if self._recorded is not None:
-            return self._recorded(*rows)[: batch.num_logit_rows]
+            return _without_padding(batch, self._recorded(*rows))
         limit = self._longrope_length
         embeddings = nullcontext() if limit is None else length_of_its_own(self.model, batch, len(rows[0]), limit)
         with embeddings:
-            return self._walk(*rows, batch.num_tokens)[: batch.num_logit_rows]
+            return _without_padding(batch, self._walk(*rows, batch.num_tokens))
 
     def _walk(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, num_tokens: int
-    ) -> torch.Tensor:
-        """The logits `[R, V]` of rows of which `num_tokens` are tokens, by the model's own Python."""
+    ) -> list[torch.Tensor]:
+        """The outputs for rows of which `num_tokens` are tokens, by the model's own Python."""
         self._num_calls, self._num_tokens = 0, num_tokens
-        with attend_with(self._attend):
+        states: list[torch.Tensor] = []
+        with attend_with(self._attend), nullcontext() if self._kept is None else put_last_states(self.model, states):
             logits: torch.Tensor = self._forward(input_ids, positions, logit_rows)
         if self._num_calls != len(self.specs):
             raise RuntimeError(f"the model made {self._num_calls} attention calls, not {len(self.specs)} as at load")
         if len(logits) != len(logit_rows):
             raise RuntimeError(f"the model gave {len(logits)} rows of logits where {len(logit_rows)} were asked")
-        return logits
+        return [logits, *states]
 
     @torch.inference_mode()
     def record(self, max_tokens: int) -> RecordedPass:
@@ -137,7 +154,7 @@ class PackedExecutor:
             raise UnrecordableError("there are hooks on its modules")
         self.backend.begin_step(RaggedBatch.empty(len(self.grouping.parts), self.model.device))
 
-        def walk(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        def walk(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> list[torch.Tensor]:
             return self._walk(input_ids, positions, logit_rows, len(input_ids))
 
         return record_forward(walk, max_tokens)
@@ -212,6 +229,11 @@ def require_packed(executor: Executor) -> PackedExecutor:
     if not executor.capabilities.has_paged_attention or not isinstance(executor, PackedExecutor):
         raise ModelError(f"only models that run packed can be looked into; this one runs as {executor.name}")
     return executor
+
+
+def _without_padding(batch: RaggedBatch, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    logits, *states = outputs
+    return [logits[: batch.num_logit_rows], *(each[: batch.num_tokens] for each in states)]
 
 
 def _in_part(batch: RaggedBatch, part: BlockPart, block_size: int) -> CacheGroupBatch:

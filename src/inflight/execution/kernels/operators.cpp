@@ -130,10 +130,10 @@ int64_t new_program(at::IntArrayRef codes, at::ArrayRef<double> numbers, const s
 }
 void delete_program(int64_t program) { programs.remove(program); }
 
-Tensor run_program(const Tensor& input_ids, const Tensor& positions, const Tensor& logit_rows, int64_t program) {
+std::vector<Tensor> run_program(const Tensor& input_ids, const Tensor& positions, const Tensor& logit_rows, int64_t program) {
   ProgramRun run(programs.get(program), input_ids, positions, logit_rows);
   while (run.advance(std::numeric_limits<int64_t>::max())) continue;
-  return run.output();
+  return run.outputs();
 }
 
 Registry<ProgramRun> program_runs;
@@ -143,7 +143,7 @@ int64_t new_program_run(const Tensor& input_ids, const Tensor& positions, const 
 }
 void delete_program_run(int64_t run) { program_runs.remove(run); }
 bool advance_program_run(int64_t run, int64_t num_items) { return program_runs.get(run)->advance(num_items); }
-Tensor output_of_program_run(int64_t run) { return program_runs.get(run)->output(); }
+std::vector<Tensor> outputs_of_program_run(int64_t run) { return program_runs.get(run)->outputs(); }
 
 }  // namespace inflight::operators
 
@@ -198,13 +198,13 @@ TORCH_LIBRARY(inflight, library) {
   library.def("scalar_type(ScalarType dtype) -> int", [](at::ScalarType dtype) { return int64_t(dtype); });
   library.def("new_program(int[] codes, float[] numbers, str[] words, Tensor[] constants) -> int", &ours::new_program);
   library.def("delete_program(int program) -> ()", &ours::delete_program);
-  library.def("run_program(Tensor input_ids, Tensor positions, Tensor logit_rows, int program) -> Tensor",
+  library.def("run_program(Tensor input_ids, Tensor positions, Tensor logit_rows, int program) -> Tensor[]",
               &ours::run_program);
   library.def("new_program_run(Tensor input_ids, Tensor positions, Tensor logit_rows, int program) -> int",
               &ours::new_program_run);
   library.def("delete_program_run(int run) -> ()", &ours::delete_program_run);
   library.def("advance_program_run(int run, int num_items) -> bool", &ours::advance_program_run);
-  library.def("output_of_program_run(int run) -> Tensor", &ours::output_of_program_run);
+  library.def("outputs_of_program_run(int run) -> Tensor[]", &ours::outputs_of_program_run);
   library.def("use_own_threads(bool are_used) -> ()", &inflight::use_own_threads);
   library.def("greedy(Tensor logits) -> Tensor", &inflight::greedy);
   library.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",

@@ -197,7 +197,7 @@ Program::Program(Reader& reader, const std::vector<at::Tensor>& constants, const
     if (const auto* call = std::get_if<LinearCall>(&item->work)) next_linear = call->linear.get();
     if (std::holds_alternative<RowKernel>(item->work)) item->next_linear = next_linear;
   }
-  output_ = read_view(reader);
+  outputs_ = reader.list([&] { return read_view(reader); });
   is_reused_.resize(num_values);
   for (const Item& item : items_)
     for (const int64_t value : std::visit([](const auto& work) { return work.made(); }, item.work))
@@ -259,9 +259,11 @@ int64_t ProgramRun::num_small_items(int64_t most) const {
   return count;
 }
 
-at::Tensor ProgramRun::output() const {
+std::vector<at::Tensor> ProgramRun::outputs() const {
   TORCH_CHECK(next_ == program_->items_.size(), "a program has not run to its end");
-  return program_->output_.of(values_, step_);
+  std::vector<at::Tensor> outputs;
+  for (const ValueView& view : program_->outputs_) outputs.push_back(view.of(values_, step_));
+  return outputs;
 }
 
 }  // namespace inflight

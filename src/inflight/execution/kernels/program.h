@@ -78,7 +78,7 @@ class Program {
 
   std::vector<at::Tensor> values_;  // the constants, each in its place
   std::vector<Item> items_;
-  ValueView output_;
+  std::vector<ValueView> outputs_;
   std::vector<bool> is_reused_;  // of each value: whether it lies in memory that serves again
   mutable ReusedMemory memory_;  // of the last run
   mutable std::mutex mutex_;
@@ -96,8 +96,8 @@ class ProgramRun {
   // Carries out the next items, at most so many. Returns whether any are left.
   bool advance(int64_t num_items);
 
-  // The logits `[R, V]`, at the end.
-  at::Tensor output() const;
+  // What the program gives, at the end.
+  std::vector<at::Tensor> outputs() const;
 
  private:
   int64_t num_small_items(int64_t most) const;

@@ -9,7 +9,6 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
 from inflight.execution.executors import Executor, PackedExecutor
-from inflight.execution.grouped.rounding import Rounding
 from inflight.execution.hf.load import (
     ModelSource,
     convert,
@@ -51,14 +50,12 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
         checkpoint_dtype = source.dtype
     else:
         checkpoint_dtype = dtype_of_checkpoint(read_config(source, config))
-    rounding = rounding_of(config)
-    model = load_model(source, config, in_own_dtype=rounding is not None)
+    model = load_model(source, config, in_own_dtype=rounding_of(config) is not None)
     is_loaded_here = model.device.type == "cpu" and not isinstance(source, PreTrainedModel)  # no caller's memory
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if rounding is not None:
-        is_callers = isinstance(source, PreTrainedModel)
-        dtype = model.dtype if is_callers else resolve_dtype(config.dtype, model.config, model.device)
-        _round(model, rounding, dtype, let_go_of_file_pages if is_loaded_here else None)
+    is_callers = isinstance(source, PreTrainedModel)
+    dtype = model.dtype if is_callers else resolve_dtype(config.dtype, model.config, model.device)
+    round_as_asked(model, config, dtype, let_go_of_file_pages if is_loaded_here else None)
     why_not = find_format(config.quantization).why_unusable(model)
     if config.quantization is not None and why_not is not None:
         raise ModelError(f"quantization {config.quantization!r} {why_not}")
@@ -79,8 +76,12 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
     return PreparedModel(model, executor, info)
 
 
-def _round(model: PreTrainedModel, rounding: Rounding, dtype: torch.dtype, let_go: LetGo | None) -> None:
-    """Round the weights of a model, and give the others this dtype. Raises `ModelError` where that cannot be done."""
+def round_as_asked(model: PreTrainedModel, config: EngineConfig, dtype: torch.dtype, let_go: LetGo | None) -> None:
+    """Round the weights of a model, which is ours alone, if `config` asks for that, and give the others this dtype.
+    Raises `ModelError` where that cannot be done."""
+    rounding = rounding_of(config)
+    if rounding is None:
+        return
     if not can_group():
         raise ModelError(f"quantization {rounding.kind!r} needs a C++ compiler")
     if model.device.type != "cpu":

@@ -2,7 +2,7 @@
 
 import logging
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -23,7 +23,7 @@ def prove_recording(executor: PackedExecutor, config: EngineConfig, num_blocks: 
     """Let an executor, whose cache nobody uses yet, run a recorded forward pass, if that gives the same bits. Returns
     why it does not; None: it does."""
     batches = list(_batches(executor, config.block_size, num_blocks))
-    walked = [executor.forward(batch) for batch in batches]
+    walked = [executor.outputs(batch) for batch in batches]
     try:
         recorded = executor.record(config.max_num_batched_tokens)
     except UnrecordableError as error:
@@ -32,7 +32,7 @@ def prove_recording(executor: PackedExecutor, config: EngineConfig, num_blocks: 
     for fuses in (True, False):
         try:
             executor.run_recorded(recorded, fuses=fuses)
-            if all(torch.equal(executor.forward(batch), logits) for batch, logits in zip(batches, walked, strict=True)):
+            if all(_are_equal(executor.outputs(batch), each) for batch, each in zip(batches, walked, strict=True)):
                 return None
             reason = "the recorded forward pass gives other bits"
         except Exception as error:
@@ -40,6 +40,10 @@ def prove_recording(executor: PackedExecutor, config: EngineConfig, num_blocks: 
             reason = f"the recorded forward pass fails: {str(error).strip().splitlines()[0]}"
     executor.walk()
     return reason
+
+
+def _are_equal(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(each, other) for each, other in zip(outputs, others, strict=True))
 
 
 def _batches(executor: PackedExecutor, block_size: int, num_blocks: int) -> Iterator[RaggedBatch]:

@@ -66,7 +66,8 @@ class _Writer:
 
     def program(self, recorded: RecordedPass, work: Sequence[Work], stored: Sequence[list[int]]) -> None:
         values = {view.value for call in recorded.calls for view in (*call.inputs, *call.outputs)}
-        self.codes.append(1 + max({*values, *recorded.constants, recorded.output.value, NUM_INPUTS - 1}))
+        values |= {view.value for view in recorded.outputs}
+        self.codes.append(1 + max({*values, *recorded.constants, NUM_INPUTS - 1}))
         self._list(self.codes.append, recorded.constants)
         self.codes.append(len(work))
         for piece, to_store, released in zip(work, stored, last_uses(work, recorded), strict=True):
@@ -80,7 +81,7 @@ class _Writer:
                 self.codes.append(Piece.OPERATOR)
                 self._call(piece)
             self._list(self.codes.append, released)
-        self._view(recorded.output)
+        self._list(self._view, recorded.outputs)
 
     def _call(self, call: Call) -> None:
         schema = call.operator._schema

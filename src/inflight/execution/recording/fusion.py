@@ -30,7 +30,8 @@ def fused(recorded: RecordedPass) -> tuple[list[Work], list[list[int]]]:
         made_by |= {view.value: place for view in call.outputs if view.value not in made_by}
         for view in call.inputs:
             read_by.setdefault(view.value, set()).add(place)
-    read_by.setdefault(recorded.output.value, set()).add(len(work))
+    for view in recorded.outputs:
+        read_by.setdefault(view.value, set()).add(len(work))
     stored: list[list[int]] = [[] for _ in work]
     for value, place in made_by.items():
         if isinstance(work[place], RowKernel) and read_by.get(value, set()) - {place}:
@@ -63,7 +64,7 @@ def _joins(call: Call, kernel: RowKernel) -> bool:
 def last_uses(work: Sequence[Work], recorded: RecordedPass) -> list[list[int]]:
     """For each piece of work, the values that nothing needs after it."""
     released: list[list[int]] = [[] for _ in work]
-    seen = {recorded.output.value, *recorded.constants}
+    seen = {*(view.value for view in recorded.outputs), *recorded.constants}
     for place in range(len(work) - 1, -1, -1):
         for value in _values(work[place]) - seen:
             released[place].append(value)

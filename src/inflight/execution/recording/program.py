@@ -110,20 +110,20 @@ class RecordedPass:
 
     Attributes:
         constants: the values that are there before it begins, besides the inputs.
-        output: the logits `[R, V]`.
+        outputs: what it gives.
     """
 
     calls: list[Call]
     constants: Constants
-    output: View
+    outputs: tuple[View, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A recording, and the logits that it ended with."""
+    """A recording, and what the pass gave."""
 
     recording: Recording
-    output: SeenTensor
+    outputs: tuple[SeenTensor, ...]
 
 
 def as_recorded_pass(runs: Sequence[RecordedRun], long_run: RecordedRun, longest: tuple[int, int]) -> RecordedPass:
@@ -146,7 +146,7 @@ def as_recorded_pass(runs: Sequence[RecordedRun], long_run: RecordedRun, longest
         Call(each[0].operator, join(tuple(call.arguments for call in each)), join(tuple(call.outputs for call in each)))
         for each in zip(*(run.recording.calls for run in all_runs), strict=True)
     ]
-    output = join(tuple(run.output for run in all_runs))
+    outputs = join(tuple(run.outputs for run in all_runs))
     made = {view.value for call in calls for view in call.outputs} - set(_seen_first_as_arguments(calls))
     constants = {
         number: _same_constant([recording.tensors[number] for recording in recordings])
@@ -156,7 +156,7 @@ def as_recorded_pass(runs: Sequence[RecordedRun], long_run: RecordedRun, longest
     for call in calls:
         if any(view.value in constants or view.value < NUM_INPUTS for view in call.written):
             raise UnrecordableError(f"it writes into what it keeps ({call.name})")
-    return _simplified(RecordedPass(calls, constants, output), first)
+    return _simplified(RecordedPass(calls, constants, outputs), first)
 
 
 def _seen_first_as_arguments(calls: Sequence[Call]) -> Iterator[int]:
@@ -182,13 +182,13 @@ def _simplified(recorded: RecordedPass, recording: Recording) -> RecordedPass:
             constants |= {value: recording.tensors[value] for value in made}
         elif made or not call.is_pure:
             calls.append(call)
-    needed, kept = {recorded.output.value}, []
+    needed, kept = {view.value for view in recorded.outputs}, []
     for call in reversed(calls):
         if not call.is_pure or needed.intersection(view.value for view in call.outputs):
             needed.update(view.value for view in call.inputs)
             kept.append(call)
     constants = {value: each for value, each in constants.items() if value in needed}
-    return RecordedPass(kept[::-1], constants, recorded.output)
+    return RecordedPass(kept[::-1], constants, recorded.outputs)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

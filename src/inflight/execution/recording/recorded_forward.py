@@ -5,7 +5,7 @@ small ones run together as row kernels. The results are the same bits; whoever r
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,8 +29,8 @@ MULTIPLYING = ("mm", "matmul", "linear", "conv", "dot_product")
 
 
 class RecordedForward:
-    """Takes token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64, to logits `[R, V]`; T and R are at least
-    1.
+    """Takes token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64, to what the pass gives; T and R are at
+    least 1.
 
     Args:
         fuses: whether small operators run as row kernels.
@@ -45,26 +45,26 @@ class RecordedForward:
         self._program: int = torch.ops.inflight.new_program(*encoded(recorded, fuses=fuses))
         delete_with(self, torch.ops.inflight.delete_program, self._program)
 
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor
-        if len(input_ids) <= MAX_SHORT:
-            logits = torch.ops.inflight.run_program(input_ids, positions, logit_rows, self._program)
-            return logits
-        run = torch.ops.inflight.new_program_run(input_ids, positions, logit_rows, self._program)
+    def __call__(self, *rows: torch.Tensor) -> list[torch.Tensor]:
+        outputs: list[torch.Tensor]
+        if len(rows[0]) <= MAX_SHORT:
+            outputs = torch.ops.inflight.run_program(*rows, self._program)
+            return outputs
+        run = torch.ops.inflight.new_program_run(*rows, self._program)
         try:
             while torch.ops.inflight.advance_program_run(run, ITEMS_AT_ONCE):
                 pass  # here an interrupt comes through
-            logits = torch.ops.inflight.output_of_program_run(run)
+            outputs = torch.ops.inflight.outputs_of_program_run(run)
         finally:
             torch.ops.inflight.delete_program_run(run)
-        return logits
+        return outputs
 
 
-def record_forward(forward: Callable[..., torch.Tensor], max_tokens: int) -> RecordedPass:
+def record_forward(forward: Callable[..., Sequence[torch.Tensor]], max_tokens: int) -> RecordedPass:
     """Record a forward pass. Its model runs a few times, on tokens of no meaning.
 
     Args:
-        forward: takes what `RecordedForward` does.
+        forward: takes and gives what `RecordedForward` does.
         max_tokens: the most tokens of a step. So many are recorded, too, without data: a model may do something else
             with long rows.
 
@@ -84,8 +84,8 @@ def record_forward(forward: Callable[..., torch.Tensor], max_tokens: int) -> Rec
     return as_recorded_pass(runs, long_run, longest)
 
 
-def _record(forward: Callable[..., torch.Tensor], num_tokens: int, num_logit_rows: int) -> RecordedRun:
+def _record(forward: Callable[..., Sequence[torch.Tensor]], num_tokens: int, num_logit_rows: int) -> RecordedRun:
     inputs = torch.zeros(num_tokens, dtype=torch.int64), torch.arange(num_tokens), torch.arange(num_logit_rows)
     with Recording(inputs) as recording:
-        output = forward(*inputs)
-    return RecordedRun(recording, recording.see(output))
+        outputs = forward(*inputs)
+    return RecordedRun(recording, tuple(map(recording.see, outputs)))

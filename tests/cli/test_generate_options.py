@@ -93,3 +93,15 @@ def test_penalties_bad_words_and_stop_tokens_reach_the_engine(command: Command) 
 )
 def test_a_mistake_is_one_sentence(refused: Command, arguments: list[str], stdin: str, sentence: str) -> None:
     assert sentence in refused("generate", *arguments, stdin=stdin).stderr
+
+
+def test_speculation_is_an_option_of_the_engine_and_of_a_line(command: Command) -> None:
+    """They have one name, and other values."""
+    lines = [{"prompt": "Once upon"}, {"prompt": "Once upon", "speculation": False}]
+    stdin = "".join(json.dumps(line) + "\n" for line in lines)
+    texts = set()
+    for option in ("auto", "off", "lookup"):
+        done = command("generate", "-q", "--speculation", option, *GREEDY, stdin=stdin)
+        assert (done.returncode, done.stderr) == (0, "")
+        texts |= {json.loads(line)["text"] for line in done.stdout.splitlines()}
+    assert len(texts) == 1

@@ -28,6 +28,7 @@ LOAD = ("num_requests", "rate", "shared_prefix_tokens", "shared_prefix_share", "
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the random numbers.")
 @click.option("--fit", type=FILE, multiple=True, help="A recording to fit step costs to; may be repeated.")
 @click.option("--step-cost", help='Step costs in seconds, as JSON: \'{"fixed": 0.02, "per_token": 0.0001}\'.')
+@click.option("--acceptance", type=click.FloatRange(0, 1), help="Guessed tokens are right so often; 0 guesses nothing.")
 @click.option("--record", type=FILE, help="Write the simulated run as a recording, for inflight trace.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @scheduling_options
@@ -36,6 +37,7 @@ def simulate(
     synthetic: bool,
     fit: tuple[Path, ...],
     step_cost: str | None,
+    acceptance: float | None,
     record: Path | None,
     as_json: bool,
     **options: Any,
@@ -43,7 +45,8 @@ def simulate(
     """Predict how this machine would serve a load, by the real scheduler on a virtual clock.
 
     The report has throughput, latencies, preemptions and prefix hits. Engine options default to those of the trace, or
-    of the first --fit. Step costs default to a fit to the trace.
+    of the first --fit. Step costs default to a fit to the trace, and how often something is guessed, and is right, to
+    what it has.
     """
     if (trace is None) != synthetic:
         raise click.UsageError("give either --trace FILE or --synthetic")
@@ -51,7 +54,7 @@ def simulate(
 
     from inflight.contracts.config import EngineConfig
     from inflight.observe.recorder import Recorder, read_recording
-    from inflight.simulate import Lengths, StepCost, SyntheticLoad, WatchedCost, fit_cost, replay
+    from inflight.simulate import GuessRate, Lengths, StepCost, SyntheticLoad, WatchedCost, fit_cost, replay
     from inflight.simulate import simulate as run
 
     recorded = None if trace is None else read_recording(trace)
@@ -62,6 +65,9 @@ def simulate(
     config = EngineConfig(**engine_values(options)) if like is None else replace(like.config, **engine_values(options))
     cost = fit_cost(learned_from) if step_cost is None else StepCost.parse(step_cost)
     watched = WatchedCost.of(cost, learned_from) if step_cost is None else None
+    guesses = GuessRate.of(step for recording in learned_from for step in recording.steps)
+    if acceptance is not None:
+        guesses = GuessRate(acceptance) if acceptance else None
     requests = replay(recorded) if recorded else SyntheticLoad(
         **{name: options[name] for name in LOAD},
         prompt_tokens=Lengths.parse(options["prompt_tokens"]),
@@ -70,7 +76,9 @@ def simulate(
     )  # fmt: skip
     with ExitStack() as stack:
         observer = stack.enter_context(Recorder(record, config)).see if record else None
-        report = run(requests, config, watched or cost, model=like.model if like else None, observer=observer)
+        report = run(
+            requests, config, watched or cost, model=like.model if like else None, observer=observer, guesses=guesses
+        )
     beyond = {} if watched is None else {"num_extrapolated_steps": watched.num_beyond}
     if as_json:
         print(json.dumps({**report.as_dict(), "step_cost": cost.as_dict(), **beyond}))

@@ -1,8 +1,19 @@
 """Plans capacity before it is bought: the real scheduler and block pool on a virtual clock. No model, no tensors."""
 
 from inflight.simulate.fitting import WatchedCost, fit_cost
+from inflight.simulate.guesses import GuessRate
 from inflight.simulate.requests import Lengths, SimulatedRequest, SyntheticLoad, replay
 from inflight.simulate.simulator import simulate
 from inflight.simulate.step_cost import StepCost
 
-__all__ = ["Lengths", "SimulatedRequest", "StepCost", "SyntheticLoad", "WatchedCost", "fit_cost", "replay", "simulate"]
+__all__ = [
+    "GuessRate",
+    "Lengths",
+    "SimulatedRequest",
+    "StepCost",
+    "SyntheticLoad",
+    "WatchedCost",
+    "fit_cost",
+    "replay",
+    "simulate",
+]

@@ -3,6 +3,7 @@
 Plans, blocks, preemptions and prefix hits are the engine's own, step by step; only the time is computed, and every
 sequence gets exactly its given number of tokens. A generated token is its sequence's number, so that no two sequences
 generate the same text. Therefore a prompt that repeats an earlier answer does not find it in the prefix cache here.
+Guessed tokens are right by chance, as often as the caller says.
 
 With the policy "first come, first served", the scheduler gets no more requests than it could admit in a step: its
 decisions are the same, and a million requests take no memory.
@@ -14,17 +15,18 @@ from dataclasses import dataclass
 from inflight.contracts.cache_layout import ALL_TOKENS, CacheLayout
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.plan import StepPlan
+from inflight.contracts.plan import Span, StepPlan
 from inflight.contracts.record import ArrivalRecord, StepRecord
 from inflight.engine.step_watch import StepWatch
 from inflight.observe.run_report import RunLog, RunReport
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request, Sequence
+from inflight.simulate.guesses import GuessRate, SimulatedGuesser, generated_token
 from inflight.simulate.requests import SimulatedRequest
 from inflight.simulate.step_cost import Cost, StepLoad
+from inflight.speculation import Speculation
 
 DEFAULT_MODEL_LEN = 4096
-LARGEST_TOKEN = 0x7FFFFFFF
 
 
 def simulate(
@@ -34,6 +36,7 @@ def simulate(
     *,
     model: ModelInfo | None = None,
     observer: Callable[[StepRecord], None] | None = None,
+    guesses: GuessRate | None = None,
 ) -> RunReport:
     """Run requests to their ends on a virtual clock that begins at 0.
 
@@ -44,11 +47,12 @@ def simulate(
         model: says which keys and values of a sequence are kept and shared, and when it is computed anew; None: a model
             that keeps and shares everything.
         observer: called with each step's record, in virtual time.
+        guesses: how good guessed tokens are; None: nothing is guessed.
 
     Raises:
         ValueError: a request could never fit the cache, or arrives earlier than the request before it.
     """
-    return Simulation(requests, config, cost, model, observer).run()
+    return Simulation(requests, config, cost, model, observer, guesses).run()
 
 
 def enough_blocks(config: EngineConfig, layout: CacheLayout) -> int:
@@ -77,8 +81,10 @@ class Simulation:
         cost: Cost,
         model: ModelInfo | None,
         observer: Callable[[StepRecord], None] | None,
+        guesses: GuessRate | None = None,
     ) -> None:
         self.cost, self.observer = cost, observer
+        self._speculation = None if guesses is None else self._guessing(guesses, config)
         groups = (ALL_TOKENS,) if model is None else model.cache_groups
         layout = CacheLayout(config.block_size, groups, config.max_num_batched_tokens)
         self.scheduler = Scheduler.of(
@@ -87,6 +93,7 @@ class Simulation:
             None if model is None else model.recompute_beyond,
             can_share_prefixes=model is None or model.can_share_prefixes,
             layout=layout,
+            speculator=self._speculation,
         )
         self.pool = self.scheduler.block_pool
         self.log = RunLog(config.max_num_seqs, self.pool.num_blocks)
@@ -100,6 +107,10 @@ class Simulation:
         self._expected: dict[str, Expected] = {}
         self._uneven: set[str] = set()  # requests whose sequences get different numbers of tokens
         self._first_token_times: dict[int, float] = {}
+
+    def _guessing(self, rate: GuessRate, config: EngineConfig) -> Speculation:
+        """The engine's own decision how much is guessed. Guessing takes no time here."""
+        return Speculation(SimulatedGuesser(rate, config.seed), config.max_guessed_tokens, clock=lambda: 0.0)
 
     def run(self) -> RunReport:
         """Run steps until all requests have finished."""
@@ -153,8 +164,8 @@ class Simulation:
         planned = None if self.observer is None else self._watch.see_plan(plan)
         start, seconds = self.clock, self.cost.seconds(load_of_plan(plan))
         self.clock += seconds
-        sampled = [[span.sequence_id & LARGEST_TOKEN] if span.num_logit_rows else [] for span in plan.spans]
-        for step in self.scheduler.commit(plan, sampled):
+        num_accepted = self.scheduler.num_accepted_tokens
+        for step in self.scheduler.commit(plan, [_sampled(span) for span in plan.spans]):
             sequence = step.sequence
             if sequence.sequence_id not in self._first_token_times:
                 self._first_token_times[sequence.sequence_id] = self.clock
@@ -162,6 +173,10 @@ class Simulation:
                 self._end_early(sequence)
             if sequence.finish_reason is not None:
                 self._finish(sequence)
+        if self._speculation is not None:
+            num_guessed, num_rows = sum(span.num_guessed for span in plan.spans), self.scheduler.num_accepted_tokens
+            num_sequences = sum(span.num_logit_rows > 0 for span in plan.spans)
+            self._speculation.see(plan.num_tokens, seconds, num_guessed, num_rows - num_accepted, num_sequences)
         self.log.see_step(len(plan.spans), self.pool.num_used, seconds)
         if self.observer is not None and planned is not None:
             self.observer(self._watch.record(planned, self.log.num_steps - 1, start, seconds))
@@ -172,17 +187,27 @@ class Simulation:
         if request_id in self._uneven:
             wanted = self._expected[request_id].num_output_tokens[sequence.index]
             if sequence.num_output_tokens >= wanted:
-                self.scheduler.finish(sequence.sequence_id, "length")
+                self.scheduler.finish(sequence.sequence_id, "length", wanted)
 
     def _finish(self, sequence: Sequence) -> None:
         request_id = sequence.request.request_id
         expected = self._expected[request_id]
         first = self._first_token_times.pop(sequence.sequence_id)
-        self.log.see_sequence(expected.arrival, first, self.clock, sequence.num_output_tokens)
+        self.log.see_sequence(expected.arrival, first, self.clock, expected.num_output_tokens[sequence.index])
         expected.num_unfinished -= 1
         if expected.num_unfinished == 0:
             del self._expected[request_id]
             self._uneven.discard(request_id)
+
+
+def _sampled(span: Span) -> list[int]:
+    """The tokens that a span gives."""
+    if not span.num_logit_rows:
+        return []
+    token_id = generated_token(span.sequence_id)
+    return [token_id] * (
+        1 + next((n for n, guess in enumerate(span.guessed_ids) if guess != token_id), span.num_guessed)
+    )
 
 
 def load_of_plan(plan: StepPlan) -> StepLoad:

@@ -281,8 +281,7 @@ def engine_values(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def sampling_values(options: dict[str, Any]) -> dict[str, Any]:
-    """Return those of a command's given options that are for `SamplingParams`. (Of the same name, `--speculation` is the
-    engine's.)"""
+    """Return those of a command's given options that are for `SamplingParams`; `--speculation` is the engine's."""
     return values_for(SamplingParams, {name: value for name, value in options.items() if name != "speculation"})
 
 

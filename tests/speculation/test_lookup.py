@@ -4,6 +4,7 @@ import random
 
 from inflight.contracts.speculation import Candidate
 from inflight.speculation import Lookup
+from inflight.speculation.lookup import MAX_SALTS
 
 
 def look(lookup: Lookup, token_ids: list[int], sequence_id: int = 0, most: int = 8, **others: object) -> list[int]:
@@ -59,6 +60,16 @@ def test_outputs_of_another_salt_are_never_found() -> None:
     assert look(lookup, [8, 8, 50, 51], sequence_id=1, cache_salt="b") == []
     assert look(lookup, [8, 8, 50, 51], sequence_id=2) == []
     assert look(lookup, [8, 8, 50, 51], sequence_id=3, cache_salt="a") == [52, 53]
+
+
+def test_the_salt_that_was_not_used_for_longest_is_forgotten() -> None:
+    lookup = Lookup()
+    for number in range(2 * MAX_SALTS):
+        for sequence_id, salt in enumerate(("kept", f"salt {number}")):
+            look(lookup, [1, 2, 3, 4, 50, 51, 52, 53], sequence_id, cache_salt=salt)
+        lookup.keep_only(lambda sequence_id: False)
+    assert look(lookup, [8, 8, 50, 51], 0, cache_salt="kept") == [52, 53]
+    assert look(lookup, [8, 8, 50, 51], 1, cache_salt="salt 1") == []
 
 
 def chances_after(texts: list[list[int]]) -> float:

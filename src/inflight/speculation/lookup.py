@@ -128,10 +128,11 @@ class Lookup:
         """Drop the sequences that have ended, and keep their outputs for others."""
         for sequence_id in [each for each in self._followed if not is_unfinished(each)]:
             ended = self._followed.pop(sequence_id)
-            if len(self._recent) >= MAX_SALTS and ended.cache_salt not in self._recent:
-                del self._recent[next(iter(self._recent))]
-            recent = self._recent.setdefault(ended.cache_salt, RecentOutputs())
+            recent = self._recent.pop(ended.cache_salt, None) or RecentOutputs()
             recent.add(memoryview(ended.automaton.token_ids)[ended.num_prompt_tokens :])
+            self._recent[ended.cache_salt] = recent  # the last of the salts
+            if len(self._recent) > MAX_SALTS:
+                del self._recent[next(iter(self._recent))]
 
     def _follow(self, candidate: Candidate) -> Followed:
         followed = Followed(

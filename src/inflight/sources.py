@@ -42,8 +42,9 @@ def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:
     for name in ("dtype", "device"):  # torch.bfloat16 and torch.device("cuda") are accepted, too
         if type(options.get(name)).__module__ == "torch":
             options[name] = str(options[name]).removeprefix("torch.")
-    if isinstance(options.get("draft_model"), str | os.PathLike):
-        options["draft_model"] = os.path.expanduser(os.fspath(options["draft_model"]))
+    for name in ("draft_model", "prefix_cache_dir"):
+        if isinstance(options.get(name), str | os.PathLike):
+            options[name] = os.path.expanduser(os.fspath(options[name]))
     return EngineConfig(**options)
 
 

@@ -154,6 +154,8 @@ _CACHE_MEMORY = (
         "Memory for keys and values: bytes, or such as 2G, 512MiB.",
         "a quarter of this machine's, 90 % of a GPU's",
     ),
+    Shared("--prefix-cache-dir", str, "A folder that keeps prefixes beyond the process's end.", "none"),
+    Shared("--prefix-cache-size", size, "Bytes that it may have, or such as 20G.", "20G"),
 )
 _CHOOSING = (
     Shared("--temperature", float, "0 always takes the most likely token."),

@@ -74,6 +74,9 @@ class EngineConfig:
         max_guessed_tokens: how many tokens of a sequence may be guessed in a step.
         max_num_waiting: a request is refused while so many sequences wait; None: no limit.
         enable_prefix_caching: whether blocks of the cache are found again by their content.
+        prefix_cache_dir: a folder in which full blocks of the cache are kept, so that prefixes outlive the process and
+            their eviction; several engines may share it. None: they are kept in memory only.
+        prefix_cache_size: the bytes that all files in it may have.
         block_size: tokens in a block of the cache.
         num_blocks: blocks in the cache; None: as many as `kv_cache_memory` holds. A sequence takes one for each
             `block_size` tokens, and in a model with sliding windows one in each cache group.
@@ -108,6 +111,8 @@ class EngineConfig:
     max_guessed_tokens: int = 16
     max_num_waiting: int | None = None
     enable_prefix_caching: bool = True
+    prefix_cache_dir: str | None = None
+    prefix_cache_size: int = 20 * 2**30
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory: int | None = None
@@ -134,6 +139,10 @@ class EngineConfig:
         check_choice("policy", self.policy, POLICIES)
         check_choice("speculation", self.speculation, SPECULATIONS)
         self._check_draft_model()
+        if not isinstance(self.prefix_cache_dir, str | None):
+            raise ValueError(f"prefix_cache_dir is {self.prefix_cache_dir!r}; it must be a folder's name")
+        if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
+            raise ValueError("there is a prefix_cache_dir, but enable_prefix_caching is False")
         optional = (
             "num_threads",
             "max_model_len",
@@ -145,7 +154,8 @@ class EngineConfig:
         for name in optional:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "aging_steps", "block_size", "max_guessed_tokens"):
+        positive = ("max_num_seqs", "max_num_batched_tokens", "aging_steps", "block_size", "max_guessed_tokens")
+        for name in (*positive, "prefix_cache_size"):
             check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, MAX_SEED)
         switches = (

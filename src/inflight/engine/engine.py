@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -39,6 +40,7 @@ from inflight.contracts.record import STEP_SIZES, ArrivalRecord, EngineStats, St
 from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.deadlines import Deadlines
 from inflight.engine.prefill_limit import PrefillLimit
+from inflight.engine.prefix_storing import open_prefix_store
 from inflight.engine.reporting import News, Reporter
 from inflight.engine.speculating import check_draft, describe_speculation, load_draft, speculation_of
 from inflight.engine.step_watch import StepWatch
@@ -55,6 +57,11 @@ if TYPE_CHECKING:
     from inflight.speculation import Speculation
 
 logger = logging.getLogger(__name__)
+
+LONGEST_WAIT = 0.05
+"""How many seconds a step that has nothing to compute waits for blocks from elsewhere."""
+SECONDS_TO_SAVE = 30.0
+"""How long blocks may be saved once an engine is not needed any more."""
 
 
 class Engine:
@@ -86,6 +93,9 @@ class Engine:
         if not info.speculation.startswith("off"):
             drafting = load_draft(config, self.runner, tokenizer)
             self._speculation = speculation_of(config, lambda: self._constraints, drafting)
+        self._store = open_prefix_store(config, self.runner)
+        if self._store is not None:
+            weakref.finalize(self, self._store.close, SECONDS_TO_SAVE)
         self.scheduler = Scheduler.of(
             config,
             info.num_blocks,
@@ -93,6 +103,7 @@ class Engine:
             can_share_prefixes=info.can_share_prefixes,
             layout=self.runner.cache_layout,
             speculator=self._speculation,
+            block_store=self._store,
         )
         self.prefill_limit: PrefillLimit | None = None
         self.observer: Callable[[StepRecord], None] | None = None
@@ -335,6 +346,10 @@ class Engine:
                 self.observer(record)
         finally:
             self._state = "right"
+        if self._store is not None:
+            self._store.is_busy = self.scheduler.num_running > 0
+            if plan is None and self.scheduler.is_restoring:
+                self._store.wait(LONGEST_WAIT)
 
     def _see_assignments(self, plan: StepPlan, now: float) -> None:
         """Some sequences have moved into slots: note the time, and follow their grammars."""
@@ -411,6 +426,8 @@ class Engine:
             num_sequences = sum(span.num_logit_rows > len(span.scored_ids) for span in plan.spans)
             self._speculation.see(plan.num_tokens, seconds, num_guessed, num_accepted, num_sequences)
             self._num_accepted_tokens += num_accepted
+        if self._store is not None and plan.num_tokens > len(plan.spans):
+            self._store.see_prefill(plan.num_tokens, seconds)
         if self.prefill_limit is None:
             return
         prefills = [length for span in plan.spans if (length := span.length - span.num_guessed) > 1]

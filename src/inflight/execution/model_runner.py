@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from inflight.contracts.cache_layout import CacheLayout
 from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
 from inflight.contracts.outputs import TokenScore
 from inflight.contracts.plan import Span, SpanTokens, StepPlan, StepTokens
 from inflight.execution.attention.witness import WitnessedAttention
@@ -18,6 +19,7 @@ from inflight.execution.executors import PackedExecutor, require_packed
 from inflight.execution.executors.kept_states import KeptStates
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.preparation.describe import cache_layout
+from inflight.execution.preparation.fingerprint import fingerprint
 from inflight.execution.preparation.prepare import prepare
 from inflight.execution.preparation.recording_proof import prove_recording
 from inflight.execution.ragged_batch import RaggedBatch
@@ -39,6 +41,7 @@ class ModelRunner:
         self.threads = ComputeThreads(config.num_threads)
         prepared = prepare(source, config)
         self.model, self.executor = prepared.model, prepared.executor
+        self._weights_digest = prepared.weights_digest
         self.info = replace(prepared.info, num_threads=self.threads.number)
         self.device = self.model.device
         self.sampler = Sampler(config.max_num_seqs, self.device)
@@ -108,6 +111,20 @@ class ModelRunner:
         if self.info.is_recorded:
             reason = prove_recording(self.require_packed(), self.config, self.info.num_blocks)
             self.info = replace(self.info, is_recorded=reason is None)
+
+    def fingerprint(self) -> bytes:
+        """Of everything that keys and values depend on besides tokens. Raises `ModelError` if the model keeps no blocks
+        on a CPU."""
+        if self.device.type != "cpu" or not isinstance(self.executor, PackedExecutor) or self._weights_digest is None:
+            raise ModelError(
+                f"prefix_cache_dir needs a model that runs packed on a CPU; this one runs as {self.executor.name} on "
+                f"{self.device.type}"
+            )
+        return fingerprint(self.model, self.executor, self.config, self.info.num_blocks, self._weights_digest)
+
+    def rows_of_block(self, block: int) -> list[memoryview]:
+        """The memory of a block of the cache. Nobody may run while it is written to, if a plan names it."""
+        return self.require_packed().rows_of_block(block)
 
     def require_packed(self) -> PackedExecutor:
         """The executor. Raises `ModelError` if attention is the model's own, which cannot be looked into."""

@@ -41,6 +41,7 @@ class BlockPool:
         self.lets_go = any(group != ALL_TOKENS for group in layout.groups)
         """Whether any group lets go of blocks."""
         self._num_references = [0] * num_blocks
+        self._num_times_taken = [0] * num_blocks
         self._free: deque[int] = deque()
         self._num_touched = 0
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
@@ -142,6 +143,11 @@ class BlockPool:
         """How many tables name this block."""
         return self._num_references[block]
 
+    def num_times_taken(self, block: int) -> int:
+        """How often this block was taken for new content: as long as that stays the same, so does a full block. Any
+        thread may ask."""
+        return self._num_times_taken[block]
+
     # ------------------------------------------------------------------------------------- finding content
 
     def find(self, key: Key) -> Node | None:
@@ -179,6 +185,7 @@ class BlockPool:
             block, _ = self._cached.popitem(last=False)
             self._prefix_cache.forget(block)
         self._num_references[block] = 1
+        self._num_times_taken[block] += 1
         return block
 
     def _hold(self, block: int) -> None:

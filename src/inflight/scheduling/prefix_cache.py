@@ -44,11 +44,13 @@ class Node:
     Attributes:
         blocks: for each cache group the block that holds its keys and values, or `NO_BLOCK`.
         num_children: nodes whose parent this is.
+        digest: names its content outside of this process (see `BlockContent`); empty: nobody has asked yet.
     """
 
     key: Key = field(repr=False)  # which holds all nodes before it
     blocks: list[int]
     num_children: int = 0
+    digest: bytes = b""
 
 
 def make_key(parent: Parent, token_ids: SequenceOf[int]) -> Key:

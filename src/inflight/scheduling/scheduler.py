@@ -26,6 +26,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Self
 
+from inflight.contracts.block_store import BlockStore
 from inflight.contracts.cache_layout import CacheLayout
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.outputs import FinishReason
@@ -33,6 +34,7 @@ from inflight.contracts.plan import NO_BLOCK, SlotAssignment, Span, StepPlan
 from inflight.contracts.speculation import Speculator
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.guessing import Guessing, num_right_guesses
+from inflight.scheduling.persistence import Persistence
 from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence, SoFar
 from inflight.scheduling.service_order import ServiceOrder
@@ -67,6 +69,7 @@ class Scheduler:
             sees all of its tokens differently from then on (LongRoPE); None: there is no such length.
         can_share_prefixes: whether a sequence can go on from what another one has computed.
         speculator: guesses tokens that may come next; None: nothing is guessed.
+        block_store: keeps blocks outside of the cache; None: nobody does.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Scheduler:
         recompute_beyond: int | None = None,
         can_share_prefixes: bool = True,
         speculator: Speculator | None = None,
+        block_store: BlockStore | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -96,14 +100,16 @@ class Scheduler:
         """Prompt tokens of all sequences that have had a slot, each counted once."""
         self._order = ServiceOrder(aging_steps)
         self._speculator = speculator
+        self._block_store = block_store if enable_prefix_caching and can_share_prefixes else None
         self._next_sequence_id = 0
         self._num_scorable_tokens = max_scored_tokens  # left in the step that is being planned
-        self._hold_nothing(
-            block_pool, Reuse(block_pool, enable_prefix_caching, recompute_beyond, can_share=can_share_prefixes)
-        )
+        self._hold_nothing(block_pool, enable_prefix_caching, can_share=can_share_prefixes)
 
-    def _hold_nothing(self, block_pool: BlockPool, reuse: Reuse) -> None:
-        self.block_pool, self.reuse = block_pool, reuse
+    def _hold_nothing(self, block_pool: BlockPool, enable_prefix_caching: bool, *, can_share: bool) -> None:
+        self.block_pool, store = block_pool, self._block_store
+        self._persistence = None if store is None else Persistence(store, block_pool)
+        save = None if self._persistence is None else self._persistence.save
+        self.reuse = Reuse(block_pool, enable_prefix_caching, self.recompute_beyond, can_share=can_share, save=save)
         self._guessing: Guessing | None = None
         if self._speculator is not None:
             self._guessing = Guessing(self._speculator, block_pool, self.recompute_beyond)
@@ -127,12 +133,13 @@ class Scheduler:
         can_share_prefixes: bool = True,
         layout: CacheLayout | None = None,
         speculator: Speculator | None = None,
+        block_store: BlockStore | None = None,
     ) -> Self:
         """The scheduler that an engine's configuration asks for, over a new pool of `num_blocks` blocks.
 
         Args:
             layout: how sequences lie in the cache; None: all of their tokens, in one cache group.
-            speculator: as in `Scheduler`.
+            speculator, block_store: as in `Scheduler`.
         """
         return cls(
             BlockPool(num_blocks, layout or CacheLayout(config.block_size, max_span=config.max_num_batched_tokens)),
@@ -144,6 +151,7 @@ class Scheduler:
             recompute_beyond=recompute_beyond,
             can_share_prefixes=can_share_prefixes,
             speculator=speculator,
+            block_store=block_store,
         )
 
     @property
@@ -153,17 +161,30 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a slot, including preempted ones."""
-        return len(self._waiting)
+        """Sequences without a slot, including preempted ones and those that wait for blocks from elsewhere."""
+        return len(self._waiting) + sum(1 for _ in self._parked())
 
     @property
     def num_running(self) -> int:
         """Sequences with a slot."""
         return len(self._running)
 
+    @property
+    def num_restored_tokens(self) -> int:
+        """Tokens of blocks that came from elsewhere, since the scheduler started over."""
+        return 0 if self._persistence is None else self._persistence.num_restored_tokens
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether blocks come from elsewhere for sequences that wait for them."""
+        return self._persistence is not None and self._persistence.is_waiting
+
+    def _parked(self) -> Iterable[Sequence]:
+        return () if self._persistence is None else self._persistence.parked()
+
     def sequences(self) -> Iterator[Sequence]:
         """All unfinished sequences, running ones first, each group in the order in which it is served."""
-        for group in (self._running.values(), self._waiting):
+        for group in (self._running.values(), self._waiting, self._parked()):
             yield from sorted(group, key=lambda sequence: self._order.rank(sequence, self.num_steps))
 
     def running(self, sequence_id: int) -> Sequence:
@@ -176,7 +197,11 @@ class Scheduler:
 
     def has_sequence(self, sequence_id: int) -> bool:
         """Whether this sequence still waits or runs."""
-        return sequence_id in self._running or self._waiting.get(sequence_id) is not None
+        return sequence_id in self._running or self._without_slot(sequence_id) is not None
+
+    def _without_slot(self, sequence_id: int) -> Sequence | None:
+        parked = (each for each in self._parked() if each.sequence_id == sequence_id)
+        return self._waiting.get(sequence_id) or next(parked, None)
 
     def submit(self, request: Request) -> None:
         """Queue the request's sequences. Admission has made sure that each can run to its end alone in the cache."""
@@ -193,10 +218,11 @@ class Scheduler:
     def start_over(self) -> None:
         """Hold nothing any more: neither sequences nor blocks. It does not matter in which state an exception has left
         them. Counters go on, and the next plan tells the runner that all slots were released."""
-        pool, reuse = BlockPool(self.block_pool.num_blocks, self.block_pool.layout), self.reuse
-        anew = Reuse(pool, reuse.enable_prefix_caching, reuse.recompute_beyond, can_share=reuse.can_share)
-        anew.num_cached_tokens = reuse.num_cached_tokens
-        self._hold_nothing(pool, anew)
+        if self._block_store is not None:
+            self._block_store.start_over()  # nobody reads or writes blocks any more
+        pool, before = BlockPool(self.block_pool.num_blocks, self.block_pool.layout), self.reuse
+        self._hold_nothing(pool, before.enable_prefix_caching, can_share=before.can_share)
+        self.reuse.num_cached_tokens = before.num_cached_tokens
         self._released_slots.update(self._free_slots)
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
@@ -210,12 +236,22 @@ class Scheduler:
         for sequence in sequences:
             self.reuse.forget_progress(sequence)
             of_request[sequence.sequence_id] = sequence
-            self._waiting.push(sequence)
+        if self._persistence is None or not self._may_load or not self._persistence.park(list(of_request.values())):
+            for sequence in of_request.values():
+                self._waiting.push(sequence)
+
+    @property
+    def _may_load(self) -> bool:
+        """Whether blocks that are free may be written to at once: no step reads them any more, nor copies them."""
+        return self._in_flight is None and not self.reuse.copies
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if there is nothing to compute. Commit, fail or discard it before the next call."""
         if self._in_flight is not None:
             raise RuntimeError("the step planned before is still in flight: commit or fail it first")
+        if self._persistence is not None:
+            for sequence in self._persistence.take_in(may_load=self._may_load):
+                self._waiting.push(sequence)
         lengths: dict[Sequence, int] = {}
         self._num_scorable_tokens = self.max_scored_tokens
         running = self._in_service_order()
@@ -281,7 +317,7 @@ class Scheduler:
     def finish(self, sequence_id: int, reason: FinishReason, num_tokens_kept: int | None = None) -> Sequence | None:
         """End a sequence from outside, with its first `num_tokens_kept` output tokens (None: all of them), and return
         it; None if there is no unfinished sequence of this id."""
-        sequence = self._running.get(sequence_id) or self._waiting.get(sequence_id)
+        sequence = self._running.get(sequence_id) or self._without_slot(sequence_id)
         if sequence is None:
             return None
         if num_tokens_kept is not None:
@@ -526,10 +562,10 @@ class Scheduler:
         del siblings[sequence.sequence_id]
         if not siblings:
             del self._of_request[sequence.request.request_id]
-        if sequence.slot is None:
-            self._waiting.remove(sequence)
-        else:
+        if sequence.slot is not None:
             self._release(sequence)
+        elif self._persistence is None or not self._persistence.unpark(sequence):
+            self._waiting.remove(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         """Take a running sequence's slot and blocks, or let it keep them until the step in flight is over."""

@@ -109,6 +109,11 @@ class CpuAttention:
         sources, destinations = torch.tensor(copies).T
         cache.stored[destinations] = cache.stored[sources]
 
+    def memory_of(self, cache: KVStorage) -> list[torch.Tensor]:
+        """See `AttentionBackend`."""
+        assert isinstance(cache, CpuCache)
+        return [cache.stored]
+
     def _stripe_parts(self, spec: AttentionSpec) -> list[int]:
         """Bytes of a stripe's keys and of its values; for int8 also of the scales of each."""
         num_lanes: int = torch.ops.inflight.num_lanes()

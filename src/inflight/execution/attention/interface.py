@@ -97,3 +97,7 @@ class AttentionBackend(Protocol):
     def copy_blocks(self, cache: KVStorage, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination) each."""
         ...
+
+    def memory_of(self, cache: KVStorage) -> list[torch.Tensor]:
+        """All that is stored, as tensors `[N + 1, …]`."""
+        ...

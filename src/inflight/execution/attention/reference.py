@@ -136,6 +136,10 @@ class ReferenceAttention:
         cache.keys[destinations] = cache.keys[sources]
         cache.values[destinations] = cache.values[sources]
 
+    def memory_of(self, cache: KVStorage) -> list[torch.Tensor]:
+        """See `AttentionBackend`."""
+        return [cache.keys, cache.values]
+
     def _cache_indices_of_all_keys(self, cache_group: int) -> torch.Tensor:
         """The cache indices of the keys of all spans, end to end: `[sum(kv_lens)]` int64."""
         kv_lens, tables = self.batch.kv_lens_host, self.batch.groups[cache_group].block_tables_host

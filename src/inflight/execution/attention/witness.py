@@ -96,6 +96,14 @@ class WitnessedAttention:
         self._witnessed.copy_blocks(own, copies)
         self._definition.copy_blocks(shadow, copies)
 
+    def memory_of(self, cache: KVStorage) -> list[torch.Tensor]:
+        """See `AttentionBackend`."""
+        return [
+            each
+            for storage, of in zip(_both(cache), (self._witnessed, self._definition), strict=True)
+            for each in of.memory_of(storage)
+        ]
+
 
 def _both(cache: KVStorage) -> tuple[KVStorage, KVStorage]:
     assert isinstance(cache, WitnessedCache), "the cache was allocated by another backend"

@@ -33,6 +33,11 @@ class KeptStates:
             self._states = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self._places = self._states.view(-1, shape[2])
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """All states, `[num_blocks, block_size, H]`."""
+        return self._states
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, given as (source, destination)."""
         if copies:

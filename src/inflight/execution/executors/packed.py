@@ -82,6 +82,14 @@ class PackedExecutor:
         self._num_blocks = num_blocks
         self._caches, self._storages = allocate_storages(self.backend, self.grouping, num_blocks)
 
+    def rows_of_block(self, block: int) -> list[memoryview]:
+        """The memory of a block, in a few pieces: keys and values of every call, and hidden states if they are kept. On
+        a CPU only."""
+        tensors = [each for storage in self._storages for each in self.backend.memory_of(storage)]
+        if self._kept is not None:
+            tensors.append(self._kept.memory)
+        return [each[block].flatten().view(torch.uint8).numpy().data for each in tensors]
+
     def release(self, slots: Iterable[int]) -> None:
         """See `Executor`. Nothing is kept by slot."""
 

@@ -21,6 +21,7 @@ from inflight.execution.hf.source import read_config
 from inflight.execution.mapped_memory import give_back_freed_memory, let_go_of_file_pages
 from inflight.execution.preparation.choice import choose_executor
 from inflight.execution.preparation.describe import describe
+from inflight.execution.preparation.fingerprint import digest_of_weights
 from inflight.execution.preparation.recording_proof import prove_recording
 from inflight.execution.weights.formats import find_format
 from inflight.execution.weights.grouped_linear import can_group
@@ -33,11 +34,16 @@ MAX_COPIED = 2**26
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model that is ready to run."""
+    """A model that is ready to run.
+
+    Attributes:
+        weights_digest: of the weights that it was given; None: nobody needs it.
+    """
 
     model: PreTrainedModel
     executor: Executor
     info: ModelInfo
+    weights_digest: bytes | None = None
 
 
 def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
@@ -51,6 +57,7 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
     else:
         checkpoint_dtype = dtype_of_checkpoint(read_config(source, config))
     model = load_model(source, config, in_own_dtype=rounding_of(config) is not None)
+    digest = None if config.prefix_cache_dir is None else digest_of_weights(model)
     is_loaded_here = model.device.type == "cpu" and not isinstance(source, PreTrainedModel)  # no caller's memory
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     is_callers = isinstance(source, PreTrainedModel)
@@ -73,7 +80,7 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
         reason = prove_recording(executor, config, info.num_blocks)
         note = () if reason is None else (f"every step runs in Python: {reason}",)
         info = replace(info, is_recorded=reason is None, notes=info.notes + note)
-    return PreparedModel(model, executor, info)
+    return PreparedModel(model, executor, info, digest)
 
 
 def round_as_asked(model: PreTrainedModel, config: EngineConfig, dtype: torch.dtype, let_go: LetGo | None) -> None:

@@ -167,7 +167,7 @@ def _digest(model: PreTrainedModel, config: EngineConfig) -> str:
         "versions": (sys.version, *(version(name) for name in ("torch", "transformers", "inflight-llm"))),
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
-    for path in (*_code_of(model), *_own_code()):
+    for path in (*_code_of(model), *own_code()):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:32]
 
@@ -178,7 +178,7 @@ def _code_of(model: PreTrainedModel) -> list[Path]:
     return sorted({Path(inspect.getsourcefile(each) or "") for each in classes})
 
 
-def _own_code() -> list[Path]:
+def own_code() -> list[Path]:
     """Our own files: any change to how a model runs asks for a new proof."""
     return sorted(path for path in SOURCES.rglob("*") if path.suffix in (".py", ".cpp", ".h"))
 

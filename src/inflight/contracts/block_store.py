@@ -1,0 +1,77 @@
+"""`BlockStore`: what the scheduler asks of a place outside of the cache where blocks are kept. Plain data and one
+protocol."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+
+class BlockContent(NamedTuple):
+    """What a block holds: by this it is found, and checked, wherever it is kept.
+
+    Attributes:
+        digest: of its tokens, all before them, and everything else that its keys and values depend on.
+        parent: the digest of the block before it, or of what comes before the first.
+        token_ids: its tokens, as int32.
+        group: the cache group whose keys and values it holds.
+    """
+
+    digest: bytes
+    parent: bytes
+    token_ids: bytes
+    group: int
+
+
+class Loading(Protocol):
+    """Blocks on their way into the cache.
+
+    Attributes:
+        is_done: whether no more of them will come.
+        num_loaded: how many of the first ones are there.
+    """
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def num_loaded(self) -> int: ...
+
+
+class BlockStore(Protocol):
+    """Keeps blocks outside of the cache. All methods return at once, except those that say that they wait."""
+
+    def digest_of_root(self, cache_salt: str | None, is_long: bool) -> bytes:
+        """What comes before the first block; see `Root`."""
+        ...
+
+    def digest(self, parent: bytes, token_ids: bytes) -> bytes:
+        """Of a block of these tokens after `parent`."""
+        ...
+
+    def has(self, digest: bytes, group: int) -> bool:
+        """Whether a block may be here. Only loading it shows."""
+        ...
+
+    def is_faster(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether so many blocks are loaded in less time than so many tokens are computed."""
+        ...
+
+    def load(self, blocks: Sequence[tuple[BlockContent, int]]) -> Loading:
+        """Begin to read contents into blocks of the cache, in this order, up to the first that cannot be had. Nobody
+        else may read or write these blocks until that is done."""
+        ...
+
+    def save(self, content: BlockContent, block: int, is_current: Callable[[], bool]) -> None:
+        """Keep a block at leisure.
+
+        Args:
+            is_current: whether the block still holds this; asked before and after it is read.
+        """
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Wait until some loading is done, at most so long."""
+        ...
+
+    def start_over(self) -> None:
+        """Drop what has not been read or written yet. Waits for what is being read or written."""
+        ...

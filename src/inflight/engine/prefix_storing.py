@@ -1,0 +1,25 @@
+"""The store of an engine's prefixes: where its files lie, and whose they are."""
+
+from pathlib import Path
+
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
+from inflight.execution.model_runner import ModelRunner
+from inflight.prefix_store import BlockFolder, PrefixStore
+
+
+def open_prefix_store(config: EngineConfig, runner: ModelRunner) -> PrefixStore | None:
+    """The store that a configuration asks for, if it does.
+
+    Raises:
+        ModelError: there can be none: the folder cannot be used, or the model keeps no blocks on a CPU.
+    """
+    if config.prefix_cache_dir is None:
+        return None
+    path = Path(config.prefix_cache_dir).expanduser()
+    fingerprint = runner.fingerprint()
+    try:
+        folder = BlockFolder(path, fingerprint, config.prefix_cache_size)
+    except OSError as error:
+        raise ModelError(f"prefix_cache_dir {str(path)!r} cannot be used: {error}") from error
+    return PrefixStore(folder, runner.rows_of_block)

@@ -1,0 +1,82 @@
+"""The fingerprint of keys and values: of everything that their bits depend on besides tokens.
+
+Weights are read whole before anything is done to them. How they are computed with is named (versions, dtypes, kernels),
+and shown: a few tokens run, and the bits that lie in the cache then are part of it.
+"""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import torch
+import xxhash
+from transformers import PreTrainedModel
+
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
+from inflight.contracts.plan import Span, StepPlan
+from inflight.execution.executors import PackedExecutor
+from inflight.execution.grouped.weight import GroupedWeight
+from inflight.execution.kernels import kernels_in_use
+from inflight.execution.preparation.proof import draw_prompts
+from inflight.execution.preparation.verdict import own_code
+from inflight.execution.ragged_batch import RaggedBatch
+
+BYTES_AT_ONCE = 2**26
+
+
+def digest_of_weights(model: PreTrainedModel) -> bytes:
+    """A digest of a model's parameters and buffers, as they were loaded. Raises `ModelError` if some cannot be read."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted((*model.named_parameters(), *model.named_buffers()), key=lambda each: each[0]):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\0".encode())
+        try:
+            for part in _parts(tensor.detach()):
+                for first in range(0, part.nbytes, BYTES_AT_ONCE):
+                    digest.update(part[first : first + BYTES_AT_ONCE].numpy().data)
+        except (RuntimeError, TypeError) as error:
+            raise ModelError(f"prefix_cache_dir: the weight {name} cannot be told from others: {error}") from error
+    return digest.digest()
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bytes of a tensor, `[n]` uint8 in one or more pieces."""
+    if isinstance(tensor.data, GroupedWeight):
+        for matrix in tensor.data.matrices:
+            for each in (matrix.panels, matrix.order):
+                if each is not None:
+                    yield each.contiguous().flatten().view(torch.uint8)
+    elif tensor.numel():
+        yield tensor.contiguous().flatten().view(torch.uint8)
+
+
+@torch.inference_mode()
+def fingerprint(
+    model: PreTrainedModel, executor: PackedExecutor, config: EngineConfig, num_blocks: int, weights_digest: bytes
+) -> bytes:
+    """The fingerprint of what an executor keeps, whose cache of so many blocks nobody uses yet: 32 bytes."""
+    rows = executor.rows_of_block(0)
+    parts = {
+        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "config": {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")},
+        "weights": weights_digest.hex(),
+        "wanted": (config.quantization, config.quantization_arithmetic, config.kv_cache_dtype, config.block_size),
+        "runs on": (str(model.dtype), kernels_in_use(), executor.backend.name),
+        "lies as": ([str(each) for each in executor.cache_groups], [len(row) for row in rows]),
+        "versions": [version(name) for name in ("torch", "transformers", "inflight-llm")],
+    }
+    digest = hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=32)
+    for path in own_code():
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    (prompt,) = draw_prompts(model.get_input_embeddings().weight.shape[0], [config.block_size])
+    span = Span(0, 0, 0, list(prompt), 1, len(prompt))
+    blocks = [group % num_blocks for group in range(len(executor.cache_groups))]
+    tables = tuple((array("i", [block]),) for block in blocks)
+    logits = executor.forward(RaggedBatch.from_plan(StepPlan((span,), tables), config.block_size, model.device))
+    digest.update(logits.contiguous().flatten().view(torch.uint8).numpy().data)
+    for block in blocks:
+        for row in executor.rows_of_block(block):
+            digest.update(row)
+    return digest.digest()

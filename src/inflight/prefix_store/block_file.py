@@ -1,0 +1,99 @@
+"""A block of the cache as a file: what it holds, its bytes, and a checksum over both.
+
+Everything before the checksum but the bytes themselves is known to whoever looks for a block, so a file is believed
+only if it begins with exactly that. A file is written under another name first and renamed when it is whole; it is not
+forced to the disk, because one that is lost is computed again.
+"""
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+
+import xxhash
+
+from inflight.contracts.block_store import BlockContent
+
+MAGIC = b"inflight block 1"
+HEADER = struct.Struct("<16s32s32sIIQ")
+"""Magic, digest, parent, group, bytes of tokens, bytes of the block; then the tokens, the block, and the checksum."""
+CHECKSUM_SIZE = 16
+PARTIAL = ".partial"
+
+Rows = Sequence[memoryview]
+"""A block's bytes, in pieces."""
+
+_numbers = count()
+
+
+def size_of(content: BlockContent, num_bytes: int) -> int:
+    """The size of the file for a block of so many bytes."""
+    return HEADER.size + len(content.token_ids) + num_bytes + CHECKSUM_SIZE
+
+
+def write(path: Path, content: BlockContent, rows: Rows, is_current: Callable[[], bool]) -> int:
+    """Write a block, if it is still the same afterwards. Returns how many bytes the file has; 0: none was written.
+
+    Raises `OSError` if that is impossible.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{next(_numbers)}{PARTIAL}")
+    header = _header(content, rows)
+    checksum = xxhash.xxh3_128(header)
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as file:
+            _write_all(file.write, header)
+            for row in rows:
+                checksum.update(row)
+                _write_all(file.write, row)
+            _write_all(file.write, checksum.digest())
+        if is_current():
+            os.replace(partial, path)
+            return size_of(content, sum(map(len, rows)))
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    partial.unlink(missing_ok=True)
+    return 0
+
+
+def read(path: Path, content: BlockContent, rows: Rows) -> str | None:
+    """Read a block into `rows`. Returns why it cannot be had, in words that follow the file's name; None: it is there.
+    After a failure anything may be in `rows`.
+
+    Raises `OSError` if there is no file, or it cannot be read.
+    """
+    header = _header(content, rows)
+    with open(path, "rb", buffering=0) as file:
+        if os.fstat(file.fileno()).st_size != size_of(content, sum(map(len, rows))):
+            return "has the wrong size"
+        if _read_all(file.readinto, memoryview(bytearray(len(header)))) != header:
+            return "is of something else"
+        checksum = xxhash.xxh3_128(header)
+        for row in rows:
+            checksum.update(_read_all(file.readinto, row))
+        if _read_all(file.readinto, memoryview(bytearray(CHECKSUM_SIZE))) != checksum.digest():
+            return "is damaged"
+    return None
+
+
+def _header(content: BlockContent, rows: Rows) -> bytes:
+    digest, parent, token_ids, group = content
+    return HEADER.pack(MAGIC, digest, parent, group, len(token_ids), sum(map(len, rows))) + token_ids
+
+
+def _write_all(write_some: Callable[[memoryview], int | None], data: "bytes | memoryview") -> None:
+    left = memoryview(data)
+    while left:
+        left = left[write_some(left) or 0 :]
+
+
+def _read_all(read_some: Callable[[memoryview], int | None], into: memoryview) -> memoryview:
+    """Fill `into` as far as the file goes, and return it."""
+    left = into
+    while left:
+        num_read = read_some(left)
+        if not num_read:
+            break  # the file was cut meanwhile: the checksum shows it
+        left = left[num_read:]
+    return into

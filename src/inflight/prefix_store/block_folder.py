@@ -1,0 +1,133 @@
+"""`BlockFolder`: the files of blocks in a folder that several engines may share, within a number of bytes.
+
+Blocks lie under the fingerprint of what computed them, under names that only the folder's secret key leads to: neither
+a name nor the time that looking for it takes says what somebody asked. The files themselves hold tokens, so nobody but
+their owner can read them (modes 0700 and 0600). There is no index: a file that has its name is there. When a file is
+used its time is set, and when there are too many bytes the files that were not used for longest go.
+"""
+
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from inflight.prefix_store.block_file import PARTIAL
+
+KEY_NAME = "key"
+KEY_SIZE = 32
+DIGEST_SIZE = 32
+LEFT_AFTER_EVICTION = 0.9
+"""The share of the bytes allowed that is left once files were deleted."""
+RECOUNTS = 16
+"""Others write here, too: how often the files are counted anew while as many bytes are written as are allowed."""
+ABANDONED = 3600.0
+"""Seconds after which a partial file belongs to nobody any more."""
+
+
+class BlockFolder:
+    """The blocks of one fingerprint. Not thread-safe but for `has` and the digests.
+
+    Args:
+        path: the folder; made if it is missing.
+        fingerprint: of all that keys and values depend on besides tokens.
+        max_bytes: of all files in the folder, whatever their fingerprint.
+
+    Raises:
+        OSError: the folder cannot be made or used.
+    """
+
+    def __init__(self, path: Path, fingerprint: bytes, max_bytes: int) -> None:
+        self.path = path
+        self.max_bytes = max_bytes
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._key = _own_key(path / KEY_NAME)
+        self._blocks = path / fingerprint.hex()
+        self._fingerprint = fingerprint
+        self._num_bytes: int | None = None  # in the folder; None: not counted yet
+        self._num_uncounted = 0  # bytes written since
+
+    def digest_of_root(self, cache_salt: str | None, is_long: bool) -> bytes:
+        """See `BlockStore`."""
+        salt = b"0" if cache_salt is None else b"1" + cache_salt.encode()
+        return self._digest(self._fingerprint, bytes([is_long]), salt)
+
+    def digest(self, parent: bytes, token_ids: bytes) -> bytes:
+        """See `BlockStore`."""
+        return self._digest(parent, token_ids)
+
+    def _digest(self, *parts: bytes) -> bytes:
+        state = hashlib.blake2b(key=self._key, digest_size=DIGEST_SIZE)
+        for part in parts:
+            state.update(len(part).to_bytes(8, "little"))
+            state.update(part)
+        return state.digest()
+
+    def path_of(self, digest: bytes, group: int) -> Path:
+        """Where a block's file lies, if there is one."""
+        name = digest.hex()
+        return self._blocks / name[:2] / f"{name}.{group}"
+
+    def has(self, digest: bytes, group: int) -> bool:
+        """Whether a block has a file."""
+        return os.path.exists(self.path_of(digest, group))
+
+    def make_place(self, path: Path) -> None:
+        """Make the folder of a block's file."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def see_use(self, path: Path) -> None:
+        """A file was used, and is among the last to go."""
+        os.utime(path)
+
+    def see_written(self, num_bytes: int) -> None:
+        """A file of so many bytes was written: delete others if there are too many now."""
+        self._num_uncounted += num_bytes
+        if self._num_bytes is None or self._num_uncounted * RECOUNTS > self.max_bytes:
+            self._num_bytes = sum(size for _, size, _ in self._files())
+            self._num_uncounted = 0
+        if self._num_bytes + self._num_uncounted > self.max_bytes:
+            self._evict()
+
+    def _evict(self) -> None:
+        files = sorted(self._files())
+        num_bytes = sum(size for _, size, _ in files)
+        for _, size, path in files:
+            if num_bytes <= self.max_bytes * LEFT_AFTER_EVICTION:
+                break
+            path.unlink(missing_ok=True)  # another engine may have done it
+            num_bytes -= size
+        self._num_bytes, self._num_uncounted = num_bytes, 0
+
+    def _files(self) -> Iterator[tuple[float, int, Path]]:
+        """When each block's file was used last, its size and its path. Deletes what was never finished."""
+        for path in self.path.glob("*/??/*"):
+            try:
+                status = path.stat()
+                if not path.name.endswith(PARTIAL):
+                    yield status.st_mtime, status.st_size, path
+                elif time.time() - status.st_mtime > ABANDONED:
+                    path.unlink()
+            except FileNotFoundError:
+                continue
+
+
+def _own_key(path: Path) -> bytes:
+    """The folder's secret key: the one that is there, or a new one if there is none that can be used. Of several
+    engines that begin at once, all get the same."""
+    for _ in range(2):
+        new = path.with_name(f"{KEY_NAME}.{secrets.token_hex(8)}{PARTIAL}")
+        if not path.exists():
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(KEY_SIZE))
+            try:
+                os.link(new, path)
+            except FileExistsError:
+                pass
+            finally:
+                new.unlink()
+        if len(key := path.read_bytes()) == KEY_SIZE:
+            return key
+        path.unlink()  # damaged: what was found by it is lost
+    raise OSError(f"{path} cannot be made")

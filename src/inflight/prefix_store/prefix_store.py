@@ -1,0 +1,238 @@
+"""`PrefixStore`: saves and loads blocks of the cache while the engine computes others.
+
+One thread reads and writes, straight from and into the cache's memory. Loads go first; what is to be saved waits for
+leisure: while the engine computes, it may take a small share of the time. A block that was taken for something else
+before it was saved is not saved. Whatever goes wrong with a file costs a computation and a line in the log.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from inflight.contracts.block_store import BlockContent
+from inflight.prefix_store import block_file
+from inflight.prefix_store.block_file import Rows
+from inflight.prefix_store.block_folder import BlockFolder
+
+logger = logging.getLogger(__name__)
+
+SHARE_OF_SAVING, SHARE_OF_LOADING = 0.03, 0.25
+"""How much of the time saving and loading may take while the engine computes for others."""
+FIRST_RATE = 500e6
+"""Bytes that are taken to be loaded a second, as long as none were."""
+SMOOTHING = 0.1
+"""Weight of the newest duration in a running average."""
+MAX_LINES = 10
+"""After so many failures of one kind they are logged no more."""
+
+
+@dataclass(slots=True)
+class Loading:
+    """Blocks that are being loaded; see `contracts.block_store.Loading`."""
+
+    blocks: Sequence[tuple[BlockContent, int]]
+    num_loaded: int = 0
+    is_done: bool = False
+
+
+@dataclass(slots=True)
+class Saving:
+    """A block that waits to be saved."""
+
+    content: BlockContent
+    block: int
+    is_current: Callable[[], bool] = field(repr=False)
+
+
+class PrefixStore:
+    """A `BlockStore` in a folder. Its thread runs until `close`.
+
+    Args:
+        rows_of: the memory of a block of the cache.
+        clock: seconds.
+
+    Attributes:
+        is_busy: whether the engine computes for anybody; it says so itself.
+        num_saved, num_loaded: blocks, so far.
+    """
+
+    def __init__(
+        self,
+        folder: BlockFolder,
+        rows_of: Callable[[int], Rows],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.is_busy = False
+        self.num_saved = self.num_loaded = 0
+        self._folder = folder
+        self._rows_of = rows_of
+        self._clock = clock
+        self._bytes_per_block = sum(map(len, rows_of(0)))
+        self._rate = FIRST_RATE
+        self._seconds_per_token: float | None = None
+        self._loads: deque[Loading] = deque()
+        self._saves: deque[Saving] = deque()
+        self._changed = threading.Condition()
+        self._is_working = self._is_closed = False
+        self._num_failures: dict[str, int] = {}
+        self._thread = threading.Thread(target=self._work, name="inflight-prefix-store", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------- what the engine asks
+
+    def digest_of_root(self, cache_salt: str | None, is_long: bool) -> bytes:
+        """See `BlockStore`."""
+        return self._folder.digest_of_root(cache_salt, is_long)
+
+    def digest(self, parent: bytes, token_ids: bytes) -> bytes:
+        """See `BlockStore`."""
+        return self._folder.digest(parent, token_ids)
+
+    def has(self, digest: bytes, group: int) -> bool:
+        """See `BlockStore`."""
+        return self._folder.has(digest, group)
+
+    def is_faster(self, num_blocks: int, num_tokens: int) -> bool:
+        """See `BlockStore`. Before anything was computed, loading is."""
+        if self._seconds_per_token is None:
+            return True
+        share = SHARE_OF_LOADING if self.is_busy else 1.0
+        return num_blocks * self._bytes_per_block / self._rate / share < num_tokens * self._seconds_per_token
+
+    def see_prefill(self, num_tokens: int, seconds: float) -> None:
+        """The engine took so long to compute so many tokens."""
+        each = seconds / num_tokens
+        known = each if self._seconds_per_token is None else self._seconds_per_token
+        self._seconds_per_token = known + SMOOTHING * (each - known)
+
+    def load(self, blocks: Sequence[tuple[BlockContent, int]]) -> Loading:
+        """See `BlockStore`."""
+        loading = Loading(blocks)
+        with self._changed:
+            self._loads.append(loading)
+            self._changed.notify_all()
+        return loading
+
+    def save(self, content: BlockContent, block: int, is_current: Callable[[], bool]) -> None:
+        """See `BlockStore`."""
+        with self._changed:
+            self._saves.append(Saving(content, block, is_current))
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """See `BlockStore`."""
+        with self._changed:
+            waiting_for = list(self._loads)
+            self._changed.wait_for(lambda: any(each.is_done for each in waiting_for) or not self._loads, seconds)
+
+    def start_over(self) -> None:
+        """See `BlockStore`."""
+        with self._changed:
+            self._saves.clear()
+            for loading in self._loads:
+                loading.is_done = True
+            self._loads.clear()
+            self._changed.wait_for(lambda: not self._is_working)
+
+    def flush(self, seconds: float) -> None:
+        """Save what is still to be saved, at most so long."""
+        self.is_busy = False
+        with self._changed:
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._saves and not self._is_working, seconds)
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Save what is still to be saved, at most so long, and end the thread."""
+        self.flush(seconds)
+        with self._changed:
+            self._is_closed = True
+            self._saves.clear()
+            self._changed.notify_all()
+        self._thread.join()
+
+    # ------------------------------------------------------------------------------------- the thread
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._is_working = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._loads or self._saves or self._is_closed)
+                if self._is_closed:
+                    return
+                self._is_working = True
+                loading = self._loads[0] if self._loads else None
+                saving = None if loading is not None else self._saves.popleft()
+            start = self._clock()
+            if loading is not None:
+                self._load_next(loading)
+                self._rest(self._clock() - start, SHARE_OF_LOADING)
+            elif saving is not None:
+                self._save(saving)
+                self._rest(self._clock() - start, SHARE_OF_SAVING)
+
+    def _rest(self, seconds: float, share: float) -> None:
+        """Having worked so long, leave the rest of the time to the engine; until it has nothing to do."""
+        with self._changed:
+            self._is_working = False
+            self._changed.notify_all()
+            if self.is_busy:
+                urgent = len(self._loads)
+                self._changed.wait_for(
+                    lambda: not self.is_busy or self._is_closed or len(self._loads) > urgent,
+                    seconds * (1 / share - 1),
+                )
+
+    def _load_next(self, loading: Loading) -> None:
+        """Load one more block."""
+        content, block = loading.blocks[loading.num_loaded]
+        start = self._clock()
+        is_there = self._load(content, block)
+        if is_there:
+            each = self._bytes_per_block / max(self._clock() - start, 1e-9)
+            self._rate += SMOOTHING * (each - self._rate)
+        with self._changed:
+            if is_there:
+                self.num_loaded += 1
+                loading.num_loaded += 1
+            if not is_there or loading.num_loaded == len(loading.blocks):
+                loading.is_done = True
+                if self._loads and self._loads[0] is loading:
+                    self._loads.popleft()
+
+    def _load(self, content: BlockContent, block: int) -> bool:
+        path = self._folder.path_of(content.digest, content.group)
+        try:
+            reason = block_file.read(path, content, self._rows_of(block))
+            if reason is None:
+                self._folder.see_use(path)
+                return True
+            path.unlink(missing_ok=True)
+            self._fail("damaged", f"{path} {reason}; it is deleted, and its tokens are computed")
+        except FileNotFoundError:
+            pass  # deleted since it was looked for
+        except OSError as error:
+            self._fail("unreadable", f"{path} cannot be read ({error}); its tokens are computed")
+        return False
+
+    def _save(self, saving: Saving) -> None:
+        content = saving.content
+        path = self._folder.path_of(content.digest, content.group)
+        try:
+            if path.exists() or not saving.is_current():
+                return
+            self._folder.make_place(path)
+            num_bytes = block_file.write(path, content, self._rows_of(saving.block), saving.is_current)
+            if num_bytes:
+                self.num_saved += 1
+                self._folder.see_written(num_bytes)
+        except OSError as error:
+            self._fail("unwritable", f"a block of the cache cannot be saved in {self._folder.path} ({error})")
+
+    def _fail(self, kind: str, message: str) -> None:
+        number = self._num_failures[kind] = self._num_failures.get(kind, 0) + 1
+        if number <= MAX_LINES:
+            logger.warning("%s%s", message, "; there will be no more such lines" if number == MAX_LINES else "")

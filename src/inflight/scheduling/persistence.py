@@ -1,0 +1,207 @@
+"""`Persistence`: blocks of the cache that are kept elsewhere, too, and come back instead of being computed.
+
+Before a request's sequences wait for their slots, what is stored of its prompt beyond what the cache has may be loaded
+into blocks of the cache. Meanwhile they are *parked*: everybody else runs. What has come is put where any sequence
+finds it, as if it had been computed here. Nothing depends on what becomes of a loading but time. And each full block
+whose content is known is handed over to be saved.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from inflight.contracts.block_store import BlockContent, BlockStore, Loading
+from inflight.contracts.plan import NO_BLOCK
+from inflight.scheduling.block_pool import BlockPool, BlockTables
+from inflight.scheduling.prefix_cache import Node, Parent, make_key
+from inflight.scheduling.sequence import Sequence
+
+LARGEST_SHARE = 0.5
+"""How much of the cache blocks on their way may take."""
+
+
+@dataclass(slots=True, eq=False)
+class Restoration:
+    """Blocks on their way into the cache.
+
+    Attributes:
+        parent: what comes before the first of them.
+        chain: the tokens of each block from the first on.
+        contents: of each block that is loaded, its place in the chain and its content.
+        tables: hold these blocks, and those before them.
+        parked: the sequences that wait for them.
+    """
+
+    loading: Loading
+    parent: Parent
+    chain: list[bytes]
+    contents: list[tuple[int, BlockContent]]
+    tables: BlockTables
+    parked: list[Sequence]
+
+
+class Persistence:
+    """What one scheduler keeps in a store, and takes from it."""
+
+    def __init__(self, store: BlockStore, block_pool: BlockPool) -> None:
+        self.store = store
+        self.num_restored_tokens = 0
+        self._block_pool = block_pool
+        self._restorations: list[Restoration] = []
+        self._on_its_way: dict[bytes, Restoration] = {}  # by the digest of each block that is loaded
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether anything is on its way."""
+        return bool(self._restorations)
+
+    def parked(self) -> Iterator[Sequence]:
+        """The sequences that wait for their blocks."""
+        for restoration in self._restorations:
+            yield from restoration.parked
+
+    # ------------------------------------------------------------------------------------- taking
+
+    def park(self, sequences: list[Sequence]) -> bool:
+        """Let the sequences of a request wait, if what is stored of their prompt is worth waiting for."""
+        first, pool, size = sequences[0], self._block_pool, self._block_pool.block_size
+        if first.wants_scores:
+            return False
+        nodes = self._in_cache(first)
+        parent: Parent = nodes[-1] if nodes else first.root
+        chain, contents = self._stored(first, parent, len(nodes))
+        if not contents:
+            return False
+        if (same := self._on_its_way.get(contents[0][1].digest)) is not None:
+            same.parked += sequences
+            return True
+        tables, num_tokens = pool.new_tables(), (len(nodes) + len(chain)) * size
+        room = min(pool.num_available, int(pool.num_blocks * LARGEST_SHARE))
+        if len(chain) * len(tables) > room or not self.store.is_faster(len(contents), len(chain) * size):
+            return False
+        shared = list(zip(*(node.blocks for node in nodes), strict=True)) or [()] * len(tables)
+        pool.share(tables, len(nodes) * size, shared)
+        if not pool.grow(tables, num_tokens):
+            pool.release(tables)
+            return False
+        pool.let_go(tables, num_tokens)
+        blocks = [(content, tables[content.group][len(nodes) + place]) for place, content in contents]
+        restoration = Restoration(self.store.load(blocks), parent, chain, contents, tables, sequences)
+        self._restorations.append(restoration)
+        self._on_its_way |= {content.digest: restoration for _, content in contents}
+        return True
+
+    def _in_cache(self, sequence: Sequence) -> list[Node]:
+        """The nodes that a sequence begins with, as far as the cache has all of them."""
+        nodes: list[Node] = []
+        parent: Parent = sequence.root
+        for start in self._starts(sequence):
+            node = self._block_pool.find(
+                make_key(parent, sequence.token_ids[start : start + self._block_pool.block_size])
+            )
+            if node is None or NO_BLOCK in node.blocks:
+                break
+            nodes.append(node)
+            parent = node
+        return nodes
+
+    def _starts(self, sequence: Sequence) -> range:
+        """Where its full blocks begin. The last token is never among them: it is computed in any case."""
+        size = self._block_pool.block_size
+        return range(0, (len(sequence.token_ids) - 1) // size * size, size)
+
+    def _stored(
+        self, sequence: Sequence, parent: Parent, num_before: int
+    ) -> tuple[list[bytes], list[tuple[int, BlockContent]]]:
+        """The tokens of the blocks after `num_before` that may be stored, and of these blocks what a token after them
+        sees, each with its place among them. They end where none of that is missing."""
+        store, size, groups = self.store, self._block_pool.block_size, self._block_pool.layout.groups
+        chain: list[bytes] = []
+        there: list[list[BlockContent]] = []
+        digest = self.digest_of(parent)
+        for start in self._starts(sequence)[num_before:]:
+            _, token_ids = make_key(parent, sequence.token_ids[start : start + size])
+            before, digest = digest, store.digest(digest, token_ids)
+            found = [group for group in range(len(groups)) if store.has(digest, group)]
+            if not found:
+                break
+            chain.append(token_ids)
+            there.append([BlockContent(digest, before, token_ids, group) for group in found])
+        while chain:
+            end = (num_before + len(chain)) * size
+            firsts = [max(0, group.first_visible(end) // size - num_before) for group in groups]
+            contents = [(place, each) for place, of in enumerate(there) for each in of if place >= firsts[each.group]]
+            if len(contents) == sum(len(chain) - first for first in firsts):
+                return chain, contents
+            chain.pop()
+            there.pop()
+        return [], []
+
+    def take_in(self, *, may_load: bool) -> list[Sequence]:
+        """Let everybody find what has come, and return the sequences that need not wait any more.
+
+        Args:
+            may_load: whether more may be loaded for them now.
+        """
+        ready: list[Sequence] = []
+        for restoration in [each for each in self._restorations if each.loading.is_done]:
+            self._restorations.remove(restoration)
+            for _, content in restoration.contents:
+                self._on_its_way.pop(content.digest, None)
+            self._remember(restoration)
+            self._block_pool.release(restoration.tables)
+            of_requests: dict[int, list[Sequence]] = {}
+            for sequence in restoration.parked:
+                of_requests.setdefault(id(sequence.request), []).append(sequence)
+            for sequences in of_requests.values():
+                if not may_load or restoration.loading.num_loaded == 0 or not self.park(sequences):
+                    ready += sequences
+        return ready
+
+    def _remember(self, restoration: Restoration) -> None:
+        """Let what was loaded be found."""
+        pool, parent = self._block_pool, restoration.parent
+        if isinstance(parent, Node) and pool.find(parent.key) is not parent:
+            return  # it was forgotten, because the step that computed it failed
+        loaded = restoration.contents[: restoration.loading.num_loaded]
+        nodes: list[Node] = []
+        num_before = len(restoration.tables[0]) - len(restoration.chain)
+        for token_ids in restoration.chain[: 1 + loaded[-1][0] if loaded else 0]:
+            key = parent, token_ids
+            parent = pool.find(key) or pool.add(key)
+            nodes.append(parent)
+        for place, content in loaded:
+            if nodes[place].blocks[content.group] == NO_BLOCK:
+                pool.remember(nodes[place], content.group, restoration.tables[content.group][num_before + place])
+        self.num_restored_tokens += len(nodes) * pool.block_size
+
+    def unpark(self, sequence: Sequence) -> bool:
+        """A sequence has ended. Returns whether it was parked."""
+        for restoration in self._restorations:
+            if sequence in restoration.parked:
+                restoration.parked.remove(sequence)
+                return True
+        return False
+
+    # ------------------------------------------------------------------------------------- giving
+
+    def save(self, block: int) -> None:
+        """A full block was computed."""
+        pool = self._block_pool
+        node = pool.node_of(block)
+        if node is None:
+            return
+        number = pool.num_times_taken(block)
+        parent, token_ids = node.key
+        content = BlockContent(self.digest_of(node), self.digest_of(parent), token_ids, node.blocks.index(block))
+        self.store.save(content, block, lambda: pool.num_times_taken(block) == number)
+
+    def digest_of(self, parent: Parent) -> bytes:
+        """The digest of a node or root."""
+        unknown: list[Node] = []
+        while isinstance(parent, Node) and not parent.digest:
+            unknown.append(parent)
+            parent = parent.key[0]
+        digest = parent.digest if isinstance(parent, Node) else self.store.digest_of_root(*parent)
+        for node in reversed(unknown):
+            digest = node.digest = self.store.digest(digest, node.key[1])
+        return digest

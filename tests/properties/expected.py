@@ -25,6 +25,8 @@ class Sizes:
     """The window of each cache group."""
     guessing: int | None = None
     """The seed of random guesses; None: nothing is guessed."""
+    storing: int | None = None
+    """The seed of a store outside of the cache; None: there is none."""
 
     @property
     def layout(self) -> CacheLayout:

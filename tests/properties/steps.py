@@ -19,7 +19,7 @@ def check_admissions(world: "World", preempted: list[Expected], admitted: list[E
     if preempted and admitted:
         assert world.sizes.aging_steps is not None, "blocks given back belong to those who asked for them"
         assert min(map(order, admitted))[0] < min(map(order, preempted))[0], "only for a strictly better one"
-    waiting = [each for each in world.unfinished.values() if not each.is_running]
+    waiting = world.waiting()
     if admitted and waiting:
         assert max(map(order, admitted)) < min(map(order, waiting)), "the best comes in first"
 
@@ -94,7 +94,7 @@ def check_budget(world: "World", plan: StepPlan, decodes: list[Expected], has_pr
             world.reached["steps waited for a sibling"] += 1
         else:
             assert has_preempted or ends[each.sequence_id] == len(each.token_ids)
-    waiting = [each for each in world.unfinished.values() if not each.is_running]
+    waiting = world.waiting()
     if waiting and not has_preempted:
         best = min(waiting, key=world.service_order)
         no_slot = len(world.running()) == world.sizes.num_slots

@@ -44,6 +44,7 @@ sizes = st.builds(
     max_scored=st.sampled_from([256, 1, 3, 7]),
     recompute_beyond=st.none() | st.integers(1, 16),
     guessing=st.none() | st.integers(0, 1 << 30),
+    storing=st.none() | st.integers(0, 1 << 30),
 )
 
 shapes = {
@@ -147,6 +148,7 @@ def reached() -> Counter[str]:
     [
         ("LongRoPE restarts", 50),
         ("blocks let go", 1000),
+        ("blocks loaded", 300),
         ("copies", 200),
         ("duplicates given up", 200),
         ("ended with abort", 100),

@@ -18,6 +18,7 @@ from tests.properties.expected import Expected, Lanes, Runner, Sizes
 from tests.properties.invariants import check
 from tests.properties.model_cache import ModelCache, Place
 from tests.properties.random_speculator import RandomSpeculator
+from tests.properties.random_store import RandomStore
 from tests.properties.steps import check_admissions, check_budget, check_plan
 
 NOBODY = -1
@@ -30,6 +31,8 @@ class World:
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
         self.pool = BlockPool(sizes.num_blocks, sizes.layout)
+        self.cache = ModelCache(sizes)
+        self.store = None if sizes.storing is None else RandomStore(sizes.storing, self.cache)
         self.scheduler = Scheduler(
             self.pool,
             sizes.max_num_seqs,
@@ -40,8 +43,8 @@ class World:
             max_scored_tokens=sizes.max_scored,
             recompute_beyond=sizes.recompute_beyond,
             speculator=None if sizes.guessing is None else RandomSpeculator(sizes.guessing),
+            block_store=self.store,
         )
-        self.cache = ModelCache(sizes)
         self.lanes = Lanes(sizes.num_slots)
         self.runners = Runner(), Runner()
         """One follows only the committed steps, the other all planned steps."""
@@ -52,6 +55,8 @@ class World:
         self.pasts: list[list[Place]] = []
         self.num_requests = self.num_sequences = self.num_plans = 0
         self.num_preemptions = 0
+        self.preempted_in_vain: set[int] = set()
+        """The sequences that lost their slots when there was nothing to compute then."""
         self.turns: list[list[int]] = [[]]
         """Finished sequences that later prompts can begin with."""
         self.outcomes: dict[tuple[str, int], tuple[list[int], str]] = {}
@@ -105,6 +110,7 @@ class World:
             with pytest.raises(RuntimeError, match="in flight"):
                 self.scheduler.plan()
             return
+        self.advance_store()
         decodes = [each for each in self.running() if each.num_owed == 1]
         known = self.known_nodes()
         for each in self.unfinished.values():
@@ -114,7 +120,8 @@ class World:
         check_admissions(self, preempted, admitted)
         self.reached["evictions"] += len(known - self.known_nodes())
         if plan is None:
-            assert not self.unfinished
+            assert not self.unfinished or self.scheduler.is_restoring
+            self.preempted_in_vain |= {each.sequence_id for each in preempted}
             self.num_plans += 1
             return
         self.follow_reuse(preempted)
@@ -122,6 +129,7 @@ class World:
         decodes = [each for each in decodes if each not in preempted]
         check_budget(self, plan, decodes, bool(preempted) and not admitted)
         self.lanes.take_in(plan, self.running(), readmitted)
+        self.preempted_in_vain.clear()
         self.runners[1].take_in(plan)
         self.num_plans += 1
         self.in_flight = plan
@@ -134,6 +142,7 @@ class World:
         """Commit the step in flight, or one planned now; its spans get the tokens of `sampled` in turn, repeatedly."""
         if (plan := self.take_off()) is None:
             return
+        self.advance_store()
         self.reached["spans that read what another wrote in the same step"] += self.cache.run(plan, self.pasts)
         self.runners[0].take_in(plan)
         for runner in self.runners:
@@ -230,9 +239,12 @@ class World:
         bound = 2 * sum(each.request.max_num_tokens for each in self.unfinished.values())
         if self.sizes.aging_steps is not None:
             bound *= 2 + max((each.request.max_num_tokens for each in self.unfinished.values()), default=0)
+        bound += 5 * len(self.unfinished)  # steps in which they wait for blocks from elsewhere
         num_steps = 0
         while self.unfinished:
             num_steps += 1
+            if self.store is not None:
+                self.store.finish()
             assert num_steps <= bound
             self.commit([[0]])
             check(self)
@@ -242,6 +254,17 @@ class World:
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         assert (self.pool.num_available, self.pool.num_used) == (self.pool.num_blocks, 0)
         self.check_that_all_slots_are_free()
+
+    def advance_store(self) -> None:
+        """Let the store read and write while others do something else."""
+        if self.store is not None:
+            self.store.advance()
+            self.reached["blocks loaded"] = self.store.num_loaded
+
+    def waiting(self) -> list[Expected]:
+        """The sequences that could have a slot, if there was one."""
+        parked = {each.sequence_id for each in self.scheduler._parked()}
+        return [e for e in self.unfinished.values() if not e.is_running and e.sequence_id not in parked]
 
     def check_that_all_slots_are_free(self) -> None:
         """As many new sequences as one step can admit get the slots from 0, whose previous sequences are known to have
@@ -290,7 +313,7 @@ class World:
             if not each.is_running and each.sequence.slot is not None:
                 each.is_running = True
                 admitted.append(each)
-                if each in preempted:
+                if each in preempted or each.sequence_id in self.preempted_in_vain:
                     readmitted.add(slot_of[each.sequence_id])
         self.reached["preemptions for a better one" if admitted else "preemptions for blocks"] += len(preempted)
         return preempted, admitted, readmitted

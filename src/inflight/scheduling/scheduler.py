@@ -184,7 +184,7 @@ class Scheduler:
 
     def sequences(self) -> Iterator[Sequence]:
         """All unfinished sequences, running ones first, each group in the order in which it is served."""
-        for group in (self._running.values(), self._waiting, self._parked()):
+        for group in (self._running.values(), [*self._waiting, *self._parked()]):
             yield from sorted(group, key=lambda sequence: self._order.rank(sequence, self.num_steps))
 
     def running(self, sequence_id: int) -> Sequence:

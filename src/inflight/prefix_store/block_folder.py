@@ -75,7 +75,8 @@ class BlockFolder:
 
     def make_place(self, path: Path) -> None:
         """Make the folder of a block's file."""
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._blocks.mkdir(mode=0o700, parents=True, exist_ok=True)  # the folder above may let others in
+        path.parent.mkdir(mode=0o700, exist_ok=True)
 
     def see_use(self, path: Path) -> None:
         """A file was used, and is among the last to go."""

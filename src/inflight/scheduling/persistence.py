@@ -6,7 +6,7 @@ finds it, as if it had been computed here. Nothing depends on what becomes of a 
 whose content is known is handed over to be saved.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from inflight.contracts.block_store import BlockContent, BlockStore, Loading
@@ -38,14 +38,24 @@ class Restoration:
     tables: BlockTables
     parked: list[Sequence]
 
+    @property
+    def num_before(self) -> int:
+        """Blocks of these sequences before the first that is loaded."""
+        return len(self.tables[0]) - len(self.chain)
+
 
 class Persistence:
-    """What one scheduler keeps in a store, and takes from it."""
+    """What one scheduler keeps in a store, and takes from it.
 
-    def __init__(self, store: BlockStore, block_pool: BlockPool) -> None:
+    Args:
+        find: gives the nodes in the cache that a sequence can begin with (see `Reuse.find`).
+    """
+
+    def __init__(self, store: BlockStore, block_pool: BlockPool, find: Callable[[Sequence], list[Node]]) -> None:
         self.store = store
         self.num_restored_tokens = 0
         self._block_pool = block_pool
+        self._find = find
         self._restorations: list[Restoration] = []
         self._on_its_way: dict[bytes, Restoration] = {}  # by the digest of each block that is loaded
 
@@ -66,7 +76,7 @@ class Persistence:
         first, pool, size = sequences[0], self._block_pool, self._block_pool.block_size
         if first.wants_scores:
             return False
-        nodes = self._in_cache(first)
+        nodes = self._find(first)
         parent: Parent = nodes[-1] if nodes else first.root
         chain, contents = self._stored(first, parent, len(nodes))
         if not contents:
@@ -89,20 +99,6 @@ class Persistence:
         self._restorations.append(restoration)
         self._on_its_way |= {content.digest: restoration for _, content in contents}
         return True
-
-    def _in_cache(self, sequence: Sequence) -> list[Node]:
-        """The nodes that a sequence begins with, as far as the cache has all of them."""
-        nodes: list[Node] = []
-        parent: Parent = sequence.root
-        for start in self._starts(sequence):
-            node = self._block_pool.find(
-                make_key(parent, sequence.token_ids[start : start + self._block_pool.block_size])
-            )
-            if node is None or NO_BLOCK in node.blocks:
-                break
-            nodes.append(node)
-            parent = node
-        return nodes
 
     def _starts(self, sequence: Sequence) -> range:
         """Where its full blocks begin. The last token is never among them: it is computed in any case."""
@@ -153,7 +149,8 @@ class Persistence:
             for sequence in restoration.parked:
                 of_requests.setdefault(id(sequence.request), []).append(sequence)
             for sequences in of_requests.values():
-                if not may_load or restoration.loading.num_loaded == 0 or not self.park(sequences):
+                has_helped = len(self._find(sequences[0])) > restoration.num_before
+                if not (may_load and has_helped and self.park(sequences)):
                     ready += sequences
         return ready
 
@@ -164,14 +161,15 @@ class Persistence:
             return  # it was forgotten, because the step that computed it failed
         loaded = restoration.contents[: restoration.loading.num_loaded]
         nodes: list[Node] = []
-        num_before = len(restoration.tables[0]) - len(restoration.chain)
         for token_ids in restoration.chain[: 1 + loaded[-1][0] if loaded else 0]:
             key = parent, token_ids
             parent = pool.find(key) or pool.add(key)
             nodes.append(parent)
         for place, content in loaded:
             if nodes[place].blocks[content.group] == NO_BLOCK:
-                pool.remember(nodes[place], content.group, restoration.tables[content.group][num_before + place])
+                pool.remember(
+                    nodes[place], content.group, restoration.tables[content.group][restoration.num_before + place]
+                )
         self.num_restored_tokens += len(nodes) * pool.block_size
 
     def unpark(self, sequence: Sequence) -> bool:

@@ -23,7 +23,6 @@ class Reuse:
         enable_prefix_caching: whether blocks are found again by their content; if not, sequences only fork.
         recompute_beyond: sequences longer than this share only among themselves; None: there is no such length.
         can_share: whether a sequence can go on from what another has computed; if not, nothing is reused.
-        save: is told of each full block once it is computed and can be found; None: nobody wants to know.
     """
 
     def __init__(
@@ -33,12 +32,12 @@ class Reuse:
         recompute_beyond: int | None,
         *,
         can_share: bool = True,
-        save: Callable[[int], None] | None = None,
     ) -> None:
         self.block_pool = block_pool
         self.enable_prefix_caching = enable_prefix_caching and can_share
         self.can_share = can_share
-        self._save = save
+        self.save: Callable[[int], None] | None = None
+        """Is told of each full block once it is computed and can be found; None: nobody wants to know."""
         self.recompute_beyond = recompute_beyond
         self.num_cached_tokens = 0
         """Prompt tokens that did not have to be computed when their sequences first ran."""
@@ -192,8 +191,8 @@ class Reuse:
                     self.block_pool.remember(node, group, own)
                     if in_flight:
                         self._blocks_in_flight.append(own)
-                    elif self._save is not None:
-                        self._save(own)
+                    elif self.save is not None:
+                        self.save(own)
                 elif NO_BLOCK != own != block:
                     self.block_pool.replace(table, index, block)
             sequence.parent = node
@@ -205,9 +204,9 @@ class Reuse:
 
     def step_succeeded(self) -> None:
         """The step has computed what was trusted in advance."""
-        if self._save is not None:
+        if self.save is not None:
             for block in self._blocks_in_flight:
-                self._save(block)
+                self.save(block)
         self._blocks_in_flight.clear()
         self._num_computed_before.clear()
         self.copies.clear()

@@ -107,9 +107,11 @@ class Scheduler:
 
     def _hold_nothing(self, block_pool: BlockPool, enable_prefix_caching: bool, *, can_share: bool) -> None:
         self.block_pool, store = block_pool, self._block_store
-        self._persistence = None if store is None else Persistence(store, block_pool)
-        save = None if self._persistence is None else self._persistence.save
-        self.reuse = Reuse(block_pool, enable_prefix_caching, self.recompute_beyond, can_share=can_share, save=save)
+        self._persistence: Persistence | None = None
+        self.reuse = Reuse(block_pool, enable_prefix_caching, self.recompute_beyond, can_share=can_share)
+        if store is not None:
+            self._persistence = Persistence(store, block_pool, self.reuse.find)
+            self.reuse.save = self._persistence.save
         self._guessing: Guessing | None = None
         if self._speculator is not None:
             self._guessing = Guessing(self._speculator, block_pool, self.recompute_beyond)

@@ -1,0 +1,98 @@
+"""A folder of blocks: names that say nothing, a number of bytes that is kept, several engines."""
+
+import os
+import threading
+from pathlib import Path
+
+from inflight.prefix_store import BlockFolder
+
+ONE, OTHER = b"1" * 32, b"2" * 32
+
+
+def put(folder: BlockFolder, digest: bytes, size: int = 100, age: float = 0.0) -> Path:
+    path = folder.path_of(digest, 0)
+    folder.make_place(path)
+    path.write_bytes(bytes(size))
+    os.utime(path, (path.stat().st_mtime - age,) * 2)
+    folder.see_written(size)
+    return path
+
+
+def test_names_depend_on_everything(tmp_path: Path) -> None:
+    folder = BlockFolder(tmp_path, ONE, 1000)
+    root = folder.digest_of_root(None, False)
+    others = [
+        folder.digest_of_root("", False),
+        folder.digest_of_root("salt", False),
+        folder.digest_of_root(None, True),
+        BlockFolder(tmp_path, OTHER, 1000).digest_of_root(None, False),
+        BlockFolder(tmp_path / "another key", ONE, 1000).digest_of_root(None, False),
+        folder.digest(root, b"tokens"),
+        folder.digest(root, b"token"),
+        folder.digest(folder.digest(root, b"tokens"), b"tokens"),
+    ]
+    assert len({root, *others}) == 9
+    assert BlockFolder(tmp_path, ONE, 1000).digest(root, b"tokens") == folder.digest(root, b"tokens")
+
+
+def test_nobody_else_can_read_it(tmp_path: Path) -> None:
+    folder = BlockFolder(tmp_path / "cache", ONE, 1000)
+    place = put(folder, ONE).parent
+    for path in (tmp_path / "cache", place, place.parent):
+        assert path.stat().st_mode & 0o077 == 0
+    assert (tmp_path / "cache" / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
+    folder = BlockFolder(tmp_path, ONE, 1000)
+    paths = [put(folder, bytes([number]) * 32, age=100.0 - number) for number in range(10)]
+    assert all(path.exists() for path in paths)
+    folder.see_use(paths[0])
+    put(folder, ONE)
+    left = [path.exists() for path in paths]
+    assert left[0]
+    assert left == [True, False, False, *[True] * 7]
+    for number in range(100):
+        put(folder, bytes([100 + number]) * 32)
+        assert sum(path.stat().st_size for path in tmp_path.glob("*/*/*")) <= 1000
+
+
+def test_what_others_write_counts(tmp_path: Path) -> None:
+    one, other = BlockFolder(tmp_path, ONE, 1000), BlockFolder(tmp_path, OTHER, 1000)
+    for number in range(40):
+        put(one if number % 2 else other, bytes([number]) * 32)
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*/*")) <= 1100
+
+
+def test_what_was_never_finished_is_deleted_when_it_is_old(tmp_path: Path) -> None:
+    folder = BlockFolder(tmp_path, ONE, 1000)
+    path = put(folder, ONE)
+    old, new = path.with_name("a.partial"), path.with_name("b.partial")
+    for each in (old, new):
+        each.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    put(BlockFolder(tmp_path, ONE, 1000), OTHER)
+    assert [old.exists(), new.exists()] == [False, True]
+
+
+def test_engines_that_begin_at_once_have_one_key(tmp_path: Path) -> None:
+    digests: set[bytes] = set()
+    barrier = threading.Barrier(8)
+
+    def open_it() -> None:
+        barrier.wait()
+        digests.add(BlockFolder(tmp_path, ONE, 1000).digest_of_root(None, False))
+
+    threads = [threading.Thread(target=open_it) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(digests) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+def test_a_damaged_key_is_replaced(tmp_path: Path) -> None:
+    before = BlockFolder(tmp_path, ONE, 1000).digest_of_root(None, False)
+    (tmp_path / "key").write_bytes(b"short")
+    assert BlockFolder(tmp_path, ONE, 1000).digest_of_root(None, False) != before

@@ -99,6 +99,7 @@ class EngineStats:
         num_generated_tokens: tokens reported to callers.
         num_guesses: spans with guessed tokens.
         num_guessed_tokens, num_accepted_tokens: guessed tokens that were computed, and how many were the right ones.
+        num_restored_tokens: tokens whose keys and values came from `prefix_cache_dir`.
         num_running, num_waiting: sequences with and without a slot.
         num_blocks_used, num_blocks_cached, num_blocks_free: see `BlockPool`.
         num_crashes: how often the engine has died and was started again; everything else counts from the last start.
@@ -122,6 +123,7 @@ class EngineStats:
     num_guesses: int = 0
     num_guessed_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_restored_tokens: int = 0
     num_step_tokens: int = 0
     num_steps_by_size: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)
 

@@ -451,6 +451,7 @@ class Engine:
             num_blocks_cached=pool.num_cached,
             num_blocks_free=pool.num_free,
             num_guesses=scheduler.num_guesses,
+            num_restored_tokens=scheduler.num_restored_tokens,
             num_guessed_tokens=scheduler.num_guessed_tokens,
             num_accepted_tokens=scheduler.num_accepted_tokens,
             num_step_tokens=self._num_step_tokens,

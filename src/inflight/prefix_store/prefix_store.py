@@ -25,6 +25,8 @@ FIRST_RATE = 500e6
 """Bytes that are taken to be loaded a second, as long as none were."""
 SMOOTHING = 0.1
 """Weight of the newest duration in a running average."""
+BYTES_AHEAD = 2**26
+"""How much the disk is told of before it is read."""
 MAX_LINES = 10
 """After so many failures of one kind they are logged no more."""
 
@@ -35,6 +37,7 @@ class Loading:
 
     blocks: Sequence[tuple[BlockContent, int]]
     num_loaded: int = 0
+    num_announced: int = 0
     is_done: bool = False
 
 
@@ -190,6 +193,7 @@ class PrefixStore:
         """Load one more block."""
         content, block = loading.blocks[loading.num_loaded]
         start = self._clock()
+        self._announce(loading)
         is_there = self._load(content, block)
         if is_there:
             each = self._bytes_per_block / max(self._clock() - start, 1e-9)
@@ -202,6 +206,12 @@ class PrefixStore:
                 loading.is_done = True
                 if self._loads and self._loads[0] is loading:
                     self._loads.popleft()
+
+    def _announce(self, loading: Loading) -> None:
+        most = loading.num_loaded + 1 + BYTES_AHEAD // self._bytes_per_block
+        for content, _ in loading.blocks[loading.num_announced : most]:
+            block_file.announce(self._folder.path_of(content.digest, content.group))
+        loading.num_announced = max(loading.num_announced, most)
 
     def _load(self, content: BlockContent, block: int) -> bool:
         path = self._folder.path_of(content.digest, content.group)

@@ -173,7 +173,7 @@ class Scheduler:
 
     @property
     def num_restored_tokens(self) -> int:
-        """Tokens of blocks that came from elsewhere, since the scheduler started over."""
+        """Tokens of blocks that came from elsewhere."""
         return 0 if self._persistence is None else self._persistence.num_restored_tokens
 
     @property
@@ -222,9 +222,12 @@ class Scheduler:
         them. Counters go on, and the next plan tells the runner that all slots were released."""
         if self._block_store is not None:
             self._block_store.start_over()  # nobody reads or writes blocks any more
+        num_restored_tokens = self.num_restored_tokens
         pool, before = BlockPool(self.block_pool.num_blocks, self.block_pool.layout), self.reuse
         self._hold_nothing(pool, before.enable_prefix_caching, can_share=before.can_share)
         self.reuse.num_cached_tokens = before.num_cached_tokens
+        if self._persistence is not None:
+            self._persistence.num_restored_tokens = num_restored_tokens
         self._released_slots.update(self._free_slots)
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:

@@ -29,6 +29,9 @@ SHARE_OF_TIME = 0.01
 """How much of the time of steps guessing may take if it saves nothing."""
 FEWEST_STEPS_WITH_GUESSES, MOST_STEPS_WITH_GUESSES = 4, 100
 """After so many steps, at first and in the end, one has no guesses: else nobody would know how long that takes."""
+CANDOUR_MEMORY, CANDOUR_WEIGHT = 0.99, 10.0
+"""How much of what was hoped for, and what came of it, counts after each step with guesses; and for how many tokens it
+counts that hopes come true. Of many guesses those are taken whose chances were overestimated."""
 MOST_CREDIT = 0.1
 """How many seconds guessing may take at most until it has to save some again."""
 
@@ -65,8 +68,10 @@ class Speculation:
         self._guesser = guesser
         self._drafting = drafting
         self._clock = clock
-        self._seconds_drafting = 0.0  # in the step that is planned
+        self._seconds_guessing = 0.0  # for the step that is planned
         self._credit = MOST_CREDIT
+        self._num_hoped = self._num_come = 0.0  # tokens
+        self._num_hoped_now = 0.0  # in the step that is planned
         self._num_with_guesses = 0  # steps since the last without
         self._most_with_guesses = FEWEST_STEPS_WITH_GUESSES
 
@@ -86,12 +91,13 @@ class Speculation:
         guesses = [self._guess(each) if self._credit > 0 else NOTHING for each in candidates]
         places, rate = self._best(guesses, step)
         self._credit -= self._clock() - start
-        if self._drafting is not None:
-            start = self._clock()
-            if self._draft(self._drafting, candidates, guesses, step, rate):
-                places, _ = self._best(guesses, step)
-            self._seconds_drafting = self._clock() - start
+        if self._drafting is not None and self._draft(self._drafting, candidates, guesses, step, rate):
+            places, _ = self._best(guesses, step)
+        self._seconds_guessing = self._clock() - start
         lengths = Counter(places)
+        self._num_hoped_now = sum(
+            sum(accumulate(guess.chances[: lengths[place]], mul)) for place, guess in enumerate(guesses)
+        )
         return [guess.token_ids[: lengths[place]] for place, guess in enumerate(guesses)]
 
     def see(self, num_tokens: int, seconds: float, num_guessed: int, num_accepted: int, num_sequences: int) -> None:
@@ -102,11 +108,13 @@ class Speculation:
             num_guessed, num_accepted: guessed tokens, and how many of them were right.
             num_sequences: how many sequences it gave a token.
         """
-        seconds -= self._seconds_drafting
-        self._seconds_drafting = 0.0
+        seconds -= self._seconds_guessing
+        self._seconds_guessing = 0.0
         self.times.see(num_tokens, seconds)
         if num_guessed:
             self._num_with_guesses += 1
+            self._num_hoped = self._num_hoped * CANDOUR_MEMORY + self._num_hoped_now
+            self._num_come = self._num_come * CANDOUR_MEMORY + num_accepted
         else:
             if self._num_with_guesses >= self._most_with_guesses:
                 self._most_with_guesses = min(2 * self._most_with_guesses, MOST_STEPS_WITH_GUESSES)
@@ -126,7 +134,7 @@ class Speculation:
     def start_over(self) -> None:
         """Forget all sequences, but not how long steps take."""
         self._guesser.start_over()
-        self._seconds_drafting = 0.0
+        self._seconds_guessing = 0.0
         if self._drafting is not None:
             self._drafting.start_over()
 
@@ -145,9 +153,10 @@ class Speculation:
         chances = ((chance, place) for place, each in enumerate(guesses) for chance in accumulate(each.chances, mul))
         likely = sorted(chances, reverse=True)[: step.budget]
         rate, num_best, expected = step.num_sequences / without, 0, float(step.num_sequences)
+        candour = min(1.0, (self._num_come + CANDOUR_WEIGHT) / (self._num_hoped + CANDOUR_WEIGHT))
         least = LEAST_GAIN * rate
         for number, (chance, _) in enumerate(likely, 1):
-            expected += chance
+            expected += candour * chance
             with_guesses = expected / (self.times.seconds(step.num_tokens + number) or without)
             if with_guesses > max(rate, least):
                 rate, num_best = with_guesses, number

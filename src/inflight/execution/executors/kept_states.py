@@ -54,7 +54,7 @@ class KeptStates:
 
     def read(self, places: torch.Tensor) -> torch.Tensor:
         """The states `[n, H]` at places `[n]` int64 (see `cache_indices`)."""
-        return self._places[places]
+        return self._places.index_select(0, places)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 from inflight.contracts.outputs import TokenScore
 from inflight.contracts.plan import SlotAssignment
 from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
+from inflight.execution.sampling.sampler import pick
 
 ROWS_AT_ONCE = 256
 """At most so many rows of logits are copied to float32 at a time."""
@@ -62,7 +63,7 @@ class Scorer:
 
 def score_rows(logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_top: IntArray) -> list[TokenScore]:
     """The scores of `token_ids` `[N]` in `rows` `[N]` of `logits` `[R, V]`, each with its `num_top` `[N]` likeliest."""
-    scored = logits[to_device(rows, logits.device)].float()
+    scored = pick(logits, to_device(rows, logits.device)).float()
     normaliser = torch.logsumexp(scored, dim=-1, keepdim=True)
     own = scored.gather(-1, to_device(token_ids, logits.device)[:, None])
     ranks = (scored > own).sum(dim=-1) + 1

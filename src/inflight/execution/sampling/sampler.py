@@ -79,7 +79,7 @@ class Sampler:
         if not scored.any():
             return self._sample(logits, batch, np.arange(batch.num_logit_rows), masks)
         tokens, rows = batch.logit_targets_host.copy(), np.flatnonzero(~scored)
-        tokens[rows] = self._sample(logits[self._rows(rows)], batch, rows, masks)
+        tokens[rows] = self._sample(pick(logits, self._rows(rows)), batch, rows, masks)
         result: list[int] = tokens.tolist()
         return result
 
@@ -98,11 +98,11 @@ class Sampler:
             tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
         if len(adjusted):
             selected = self._rows(adjusted)
-            changed = logits[selected].float()
+            changed = pick(logits, selected).float()
             adjust(changed, [edits.get(place, NO_EDITS) for place in adjusted.tolist()])
             if masks is not None:
                 at = self._rows(np.searchsorted(adjusted, masked))
-                constrained = changed[at]
+                constrained = pick(changed, at)
                 apply_mask(constrained, to_device(masks.words, self.device))
                 changed[at] = constrained
             tokens[selected] = self._choose(changed, slots[adjusted], output_positions[adjusted])
@@ -126,7 +126,7 @@ class Sampler:
         random_rows = np.flatnonzero(self._temperature[slots] > 0)
         if len(random_rows):
             rows = self._rows(random_rows)
-            sampled = self._sample_rows(logits[rows], slots[random_rows], output_positions[random_rows])
+            sampled = self._sample_rows(pick(logits, rows), slots[random_rows], output_positions[random_rows])
             tokens[rows] = torch.where(tokens[rows] == INVALID_TOKEN, INVALID_TOKEN, sampled)
         return tokens
 
@@ -143,6 +143,11 @@ class Sampler:
     def _rows(self, rows: IntArray) -> torch.Tensor:
         """Row numbers `[n]` on the device."""
         return to_device(rows, self.device)
+
+
+def pick(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows `[n]` of logits `[R, V]`. (On a CPU `logits[rows]` wakes torch's threads, which takes a millisecond.)"""
+    return logits.index_select(0, rows)
 
 
 def has_kernels(logits: torch.Tensor) -> bool:

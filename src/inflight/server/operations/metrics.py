@@ -55,6 +55,7 @@ ENGINE_COUNTERS = (
     ("vllm:generation_tokens", "num_generated_tokens", "Tokens generated."),
     ("vllm:prefix_cache_queries", "num_prompt_tokens", "Prompt tokens looked for in the prefix cache."),
     ("vllm:prefix_cache_hits", "num_cached_tokens", "Prompt tokens found in the prefix cache."),
+    ("vllm:external_prefix_cache_hits", "num_restored_tokens", "Tokens restored from prefix_cache_dir."),
     ("vllm:num_preemptions", "num_preemptions", "Preemptions: a sequence gave its blocks back and was computed again."),
     ("vllm:spec_decode_num_drafts", "num_guesses", "Spans with guessed tokens."),
     ("vllm:spec_decode_num_draft_tokens", "num_guessed_tokens", "Guessed tokens that were computed."),

@@ -153,7 +153,7 @@ def test_windows_of_the_model_and_of_the_draft(tmp_path: Path) -> None:
         ({"draft_model": "/nowhere"}, "draft_model: there is no model folder '/nowhere'"),
         ({"speculation": "draft"}, "speculation is 'draft', but there is no draft_model"),
         ({"draft_model": "x", "speculation": "off"}, "there is a draft_model, but speculation is 'off'"),
-        ({"draft_model": 5}, "draft_model is 5; it must be a hub id or a folder"),
+        ({"draft_model": 5}, "draft_model is 5; it must be a hub id, a folder, or 'mtp'"),
     ],
     ids=["no such folder", "no draft", "off", "a number"],
 )

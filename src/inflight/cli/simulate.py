@@ -62,12 +62,22 @@ def simulate(
     if step_cost is None and not learned_from:
         raise click.UsageError("the step costs are unknown: give --fit RECORDING or --step-cost JSON")
     like = recorded or next(iter(learned_from), None)
-    config = EngineConfig(**engine_values(options)) if like is None else replace(like.config, **engine_values(options))
+    values = engine_values(options)
+    if values.pop("draft_model", None) is not None:
+        raise click.UsageError("nothing is loaded here: --acceptance says how good guesses are")
+    if values.get("speculation") == "off" and acceptance:
+        raise click.UsageError("--speculation off guesses nothing, whatever --acceptance is")
+    recorded_config = EngineConfig() if like is None else like.config
+    guesses_by_default = recorded_config.speculation != "off" or acceptance
+    speculation = values.pop("speculation", "auto" if guesses_by_default else "off")
+    config = replace(recorded_config, draft_model=None, speculation="off" if speculation == "off" else "auto", **values)
     cost = fit_cost(learned_from) if step_cost is None else StepCost.parse(step_cost)
     watched = WatchedCost.of(cost, learned_from) if step_cost is None else None
     guesses = GuessRate.of(step for recording in learned_from for step in recording.steps)
     if acceptance is not None:
-        guesses = GuessRate(acceptance) if acceptance else None
+        guesses = GuessRate(acceptance)
+    if config.speculation == "off" or acceptance == 0:
+        guesses = None
     requests = replay(recorded) if recorded else SyntheticLoad(
         **{name: options[name] for name in LOAD},
         prompt_tokens=Lengths.parse(options["prompt_tokens"]),

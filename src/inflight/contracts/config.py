@@ -173,7 +173,12 @@ class EngineConfig:
             if self.speculation == "draft":
                 raise ValueError("speculation is 'draft', but there is no draft_model")
             return
-        if not isinstance(self.draft_model, str):
-            raise ValueError(f"draft_model is {self.draft_model!r}; it must be a hub id or a folder")
+        if not isinstance(self.draft_model, str) or not self.draft_model:
+            given = (
+                repr(self.draft_model)
+                if isinstance(self.draft_model, str | int)
+                else f"a {type(self.draft_model).__name__}"
+            )
+            raise ValueError(f"draft_model is {given}; it must be a hub id, a folder, or 'mtp'")
         if self.speculation not in ("auto", "draft"):
             raise ValueError(f"there is a draft_model, but speculation is {self.speculation!r}")

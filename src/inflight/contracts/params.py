@@ -152,7 +152,7 @@ class SamplingParams:
             if not is_text(self.prediction):
                 raise ValueError(f"prediction is {self.prediction!r}; it must be text that UTF-8 can encode")
         elif self.prediction is not None:
-            if not isinstance(self.prediction, Sequence):
+            if not isinstance(self.prediction, Sequence) or isinstance(self.prediction, bytes | bytearray):
                 raise ValueError(f"prediction is {self.prediction!r}; it must be text or a list of token ids")
             for token_id in self.prediction:
                 check_integer("a member of prediction", token_id, 0, MAX_COUNT)

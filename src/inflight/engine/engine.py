@@ -139,6 +139,8 @@ class Engine:
         """What was found out about the model. If it names no EOS token, the tokenizer's is taken."""
         info, eos_token_id = self.runner.info, self.tokenizer.eos_token_id if self.tokenizer else None
         info = replace(info, speculation=describe_speculation(self.config, info))
+        if info.speculation.startswith("off:") and (self.config.draft_model or self.config.speculation != "auto"):
+            logger.warning("speculation is %s", info.speculation)
         if info.eos_token_ids or eos_token_id is None or eos_token_id >= info.vocab_size:
             return info
         return replace(info, eos_token_ids=(eos_token_id,))

@@ -96,7 +96,10 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
         num_blocks=layout.num_draft_blocks,
     )
     _check_vocabulary(tokenizer, load_tokenizer(config.draft_model, None, draft_config))
-    runner = ModelRunner(config.draft_model, draft_config)
+    try:
+        runner = ModelRunner(config.draft_model, draft_config)
+    except ModelError as error:
+        raise ModelError(f"draft_model: {error}") from error
     if runner.info.executor != "packed":
         raise ModelError(f"draft_model {config.draft_model!r} runs as {runner.info.executor}; it must run packed")
     num_groups = len(runner.cache_layout.groups)

@@ -44,6 +44,7 @@ class RunReport:
         time_to_first_token, time_per_output_token, latency: percentiles over sequences.
         occupancy: the share of all slots, over all steps, in which a sequence ran.
         mean_blocks_used, peak_blocks_used: used blocks out of `num_blocks`; the mean is over time.
+        num_guessed_tokens, num_accepted_tokens: guessed tokens that were computed, and how many were the right ones.
     """
 
     num_sequences: int
@@ -60,6 +61,8 @@ class RunReport:
     mean_blocks_used: float
     peak_blocks_used: int
     num_blocks: int
+    num_guessed_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def output_tokens_per_second(self) -> float:
@@ -99,6 +102,9 @@ class RunReport:
             f"{self.num_blocks:,}",
             "slots in use": f"{self.occupancy:.1%}",
         }
+        if self.num_guessed_tokens:
+            share = self.num_accepted_tokens / self.num_guessed_tokens
+            rows["guesses"] = f"{self.num_guessed_tokens:,} tokens, {self.num_accepted_tokens:,} right ({share:.0%})"
         for name, words in rows.items():
             table.add_row(name, words)
         return table
@@ -121,6 +127,8 @@ class RunLog:
     seconds_of_blocks: float = 0.0
     seconds_of_steps: float = 0.0
     peak_blocks_used: int = 0
+    num_guessed_tokens: int = 0
+    num_accepted_tokens: int = 0
     first_token: "array[float]" = field(default_factory=lambda: array("f"))
     per_token: "array[float]" = field(default_factory=lambda: array("f"))
     latency: "array[float]" = field(default_factory=lambda: array("f"))
@@ -137,6 +145,11 @@ class RunLog:
         self.seconds_of_steps += seconds
         self.seconds_of_blocks += seconds * num_blocks_used
         self.peak_blocks_used = max(self.peak_blocks_used, num_blocks_used)
+
+    def see_guesses(self, num_guessed: int, num_accepted: int) -> None:
+        """Add guessed tokens that were computed, and how many were right."""
+        self.num_guessed_tokens += num_guessed
+        self.num_accepted_tokens += num_accepted
 
     def see_sequence(self, arrival: float, first: float, last: float, num_output_tokens: int) -> None:
         """Add a finished sequence: when it arrived, and when it got its first and its last token."""
@@ -165,6 +178,8 @@ class RunLog:
             mean_blocks_used=self.seconds_of_blocks / self.seconds_of_steps if self.seconds_of_steps else 0.0,
             peak_blocks_used=self.peak_blocks_used,
             num_blocks=self.num_blocks,
+            num_guessed_tokens=self.num_guessed_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
         )
 
 
@@ -204,6 +219,7 @@ def report_of(recording: Recording) -> RunReport:
     log, last_step = RunLog(config.max_num_seqs, steps[-1].num_blocks), steps[-1]
     for step in steps:
         log.see_step(len(step.spans), step.num_blocks_used, step.duration)
+        log.see_guesses(sum(s.num_guessed for s in step.spans), sum(s.num_accepted for s in step.spans))
     arrivals = {arrival.request_id: arrival.time for arrival in recording.arrivals}
     for (request_id, _), times in sequence_times(recording).items():
         arrival = arrivals.get(request_id, times.first)

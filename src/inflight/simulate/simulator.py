@@ -174,9 +174,11 @@ class Simulation:
             if sequence.finish_reason is not None:
                 self._finish(sequence)
         if self._speculation is not None:
-            num_guessed, num_rows = sum(span.num_guessed for span in plan.spans), self.scheduler.num_accepted_tokens
+            num_guessed = sum(span.num_guessed for span in plan.spans)
+            num_accepted = self.scheduler.num_accepted_tokens - num_accepted
+            self.log.see_guesses(num_guessed, num_accepted)
             num_sequences = sum(span.num_logit_rows > 0 for span in plan.spans)
-            self._speculation.see(plan.num_tokens, seconds, num_guessed, num_rows - num_accepted, num_sequences)
+            self._speculation.see(plan.num_tokens, seconds, num_guessed, num_accepted, num_sequences)
         self.log.see_step(len(plan.spans), self.pool.num_used, seconds)
         if self.observer is not None and planned is not None:
             self.observer(self._watch.record(planned, self.log.num_steps - 1, start, seconds))

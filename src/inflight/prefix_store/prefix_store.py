@@ -19,7 +19,7 @@ from inflight.prefix_store.block_folder import BlockFolder
 
 logger = logging.getLogger(__name__)
 
-SHARE_OF_SAVING, SHARE_OF_LOADING = 0.03, 0.25
+SHARE_OF_SAVING, SHARE_OF_LOADING = 0.03, 0.15
 """How much of the time saving and loading may take while the engine computes for others."""
 FIRST_RATE = 500e6
 """Bytes that are taken to be loaded a second, as long as none were."""

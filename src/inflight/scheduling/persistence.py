@@ -24,7 +24,7 @@ class Restoration:
     """Blocks on their way into the cache.
 
     Attributes:
-        parent: what comes before the first of them.
+        parent, num_before: what comes before the first of them, and how many blocks.
         chain: the tokens of each block from the first on.
         contents: of each block that is loaded, its place in the chain and its content.
         tables: hold these blocks, and those before them.
@@ -33,15 +33,11 @@ class Restoration:
 
     loading: Loading
     parent: Parent
+    num_before: int
     chain: list[bytes]
     contents: list[tuple[int, BlockContent]]
     tables: BlockTables
     parked: list[Sequence]
-
-    @property
-    def num_before(self) -> int:
-        """Blocks of these sequences before the first that is loaded."""
-        return len(self.tables[0]) - len(self.chain)
 
 
 class Persistence:
@@ -95,7 +91,7 @@ class Persistence:
             return False
         pool.let_go(tables, num_tokens)
         blocks = [(content, tables[content.group][len(nodes) + place]) for place, content in contents]
-        restoration = Restoration(self.store.load(blocks), parent, chain, contents, tables, sequences)
+        restoration = Restoration(self.store.load(blocks), parent, len(nodes), chain, contents, tables, sequences)
         self._restorations.append(restoration)
         self._on_its_way |= {content.digest: restoration for _, content in contents}
         return True

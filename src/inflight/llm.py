@@ -92,6 +92,21 @@ class LLM:
             engine.observer = self.engine.observer
             self.engine = engine
 
+    def cache_prefix(self, prompt: Prompt) -> int:
+        """Compute a prompt, or find it, and wait until it is saved in `prefix_cache_dir`, from where every engine of the
+        same model restores it. Returns how many of its tokens lie in full blocks, which alone are kept.
+
+        Raises:
+            ValueError: there is no `prefix_cache_dir`, or the prompt is none.
+        """
+        config = self.engine.config
+        if config.prefix_cache_dir is None:
+            raise ValueError("there is no prefix_cache_dir to keep a prefix in")
+        (output,) = self.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        self.engine.save_prefixes(threading.TIMEOUT_MAX)
+        num_tokens = len(output.prompt_token_ids)
+        return num_tokens - num_tokens % config.block_size
+
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters used when none are given: the model's `generation_config`, else `SamplingParams()`."""
         return self.engine.default_sampling_params()

@@ -1,6 +1,7 @@
 """Commands keep prefixes in a folder."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,3 +20,35 @@ def test_a_command_saves_what_it_has_before_it_ends(tmp_path: Path) -> None:
         texts.add(done.stdout)
         assert sum(len(files) for _, _, files in os.walk(tmp_path / "cache")) > 8
     assert len(texts) == 1
+
+
+def inflight(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "inflight", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+def test_a_folder_is_warmed_listed_verified_and_cleared(tmp_path: Path) -> None:
+    folder, system = tmp_path / "cache", tmp_path / "system.txt"
+    system.write_text(TEXT)
+    warmed = inflight("cache", "warm", folder, "Once upon a time " * 10, "--file", system)
+    assert (warmed.returncode, warmed.stderr) == (0, "")
+    assert "tokens kept of 'Tom had a red ball." in warmed.stdout
+    listed = inflight("cache", "list", folder).stdout
+    assert re.search(r"float32 +11 +176 +\d+ KiB +\d+ seconds ago", listed), listed
+    assert inflight("cache", "verify", folder).stderr.endswith("blocks, 0 damaged\n")
+    (path, *others) = sorted(folder.glob("*/??/*"))
+    path.write_bytes(path.read_bytes()[:-1])
+    others[0].rename(others[0].with_name(others[1].name[:-3] + "x.0"))
+    found = inflight("cache", "verify", folder)
+    assert found.returncode == 1
+    assert f"{path} has the wrong size" in found.stdout
+    assert "is of something else" in found.stdout
+    assert inflight("cache", "verify", folder, "--delete").returncode == 0
+    assert inflight("cache", "verify", folder).stderr.endswith("blocks, 0 damaged\n")
+    assert inflight("cache", "clear", folder, "--unused-days", 1).stdout.startswith("0 blocks")
+    assert inflight("cache", "clear", folder, "--fingerprint", "x").stdout.startswith("0 blocks")
+    assert not inflight("cache", "clear", folder).stdout.startswith("0 blocks")
+    assert list(folder.glob("*/??/*")) == []
+    wrong = inflight("cache", "list", tmp_path)
+    assert (wrong.returncode, wrong.stderr) == (2, f"inflight: '{tmp_path}' is no folder of prefixes\n")

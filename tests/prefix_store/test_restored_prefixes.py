@@ -156,3 +156,13 @@ def test_what_keeps_no_blocks_is_refused(tmp_path: Path) -> None:
         LLM(prefix_cache_dir=tmp_path / "file")
     with pytest.raises(ValueError, match="there is a prefix_cache_dir, but enable_prefix_caching is False"):
         LLM(prefix_cache_dir=tmp_path, enable_prefix_caching=False)
+
+
+def test_a_prefix_is_kept_before_anybody_needs_it(tmp_path: Path) -> None:
+    num_tokens = LLM(prefix_cache_dir=tmp_path).cache_prefix(TEXT)
+    llm = LLM(prefix_cache_dir=tmp_path)
+    (output,) = run(llm, [TEXT + "One day"])
+    assert num_tokens % 16 == 0
+    assert restored(llm) == output.metrics.num_cached_tokens >= num_tokens - 16
+    with pytest.raises(ValueError, match="there is no prefix_cache_dir to keep a prefix in"):
+        LLM().cache_prefix(TEXT)

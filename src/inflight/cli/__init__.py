@@ -6,6 +6,7 @@ import click
 
 from inflight import __version__
 from inflight.cli.bench import bench
+from inflight.cli.cache import cache
 from inflight.cli.census import census
 from inflight.cli.chat import chat
 from inflight.cli.demo import demo
@@ -22,7 +23,7 @@ from inflight.cli.trace import trace
 from inflight.garbage_collection import end_without_garbage_collection
 
 HEADINGS = {
-    "Run a model": ("generate", "chat", "serve", "info", "quantize"),
+    "Run a model": ("generate", "chat", "serve", "info", "quantize", "cache"),
     "See how it works": ("demo", "show", "race", "trace"),
     "Measure and plan": ("bench", "profile", "simulate", "census"),
 }
@@ -41,7 +42,8 @@ def app() -> None:
     """
 
 
-for command in (generate, serve, chat, info, quantize, demo, show, race, bench, profile, trace, simulate, census):
+COMMANDS = (generate, serve, chat, info, quantize, cache, demo, show, race, bench, profile, trace, simulate, census)
+for command in COMMANDS:
     app.add_command(command)
 
 

@@ -437,6 +437,11 @@ class Engine:
         if self.config.max_prefill_tokens_per_step is None:
             self.scheduler.max_prefill_tokens_per_step = self.prefill_limit.num_tokens
 
+    def save_prefixes(self, seconds: float) -> None:
+        """Wait until all that is known is saved in `prefix_cache_dir`, at most so long."""
+        if self._store is not None:
+            self._store.flush(seconds)
+
     def stats(self) -> EngineStats:
         """What the engine has done since it was made, and what it holds now."""
         scheduler, pool = self.scheduler, self.scheduler.block_pool

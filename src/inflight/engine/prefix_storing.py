@@ -19,7 +19,20 @@ def open_prefix_store(config: EngineConfig, runner: ModelRunner) -> PrefixStore 
     path = Path(config.prefix_cache_dir).expanduser()
     fingerprint = runner.fingerprint()
     try:
-        folder = BlockFolder(path, fingerprint, config.prefix_cache_size)
+        folder = BlockFolder(path, fingerprint, config.prefix_cache_size, _about(config, runner))
     except OSError as error:
         raise ModelError(f"prefix_cache_dir {str(path)!r} cannot be used: {error}") from error
     return PrefixStore(folder, runner.rows_of_block)
+
+
+def _about(config: EngineConfig, runner: ModelRunner) -> dict[str, object]:
+    """What a person may want to know of an engine whose blocks lie there."""
+    info = runner.info
+    return {
+        "model": str(runner.model.config.name_or_path or info.model_class),
+        "dtype": info.dtype,
+        "quantization": info.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "block_size": info.block_size,
+        "groups": len(info.cache_groups),
+    }

@@ -86,6 +86,21 @@ def read(path: Path, content: BlockContent, rows: Rows) -> str | None:
     return None
 
 
+def examine(path: Path) -> str | None:
+    """Why a file cannot be any block, in words that follow its name; None: it is whole."""
+    data = path.read_bytes()
+    if len(data) < HEADER.size + CHECKSUM_SIZE:
+        return "has the wrong size"
+    magic, digest, _, group, num_token_bytes, num_bytes = HEADER.unpack_from(data)
+    if magic != MAGIC or path.name != f"{digest.hex()}.{group}":
+        return "is of something else"
+    if len(data) != HEADER.size + num_token_bytes + num_bytes + CHECKSUM_SIZE:
+        return "has the wrong size"
+    if xxhash.xxh3_128_digest(memoryview(data)[:-CHECKSUM_SIZE]) != data[-CHECKSUM_SIZE:]:
+        return "is damaged"
+    return None
+
+
 def _header(content: BlockContent, rows: Rows) -> bytes:
     digest, parent, token_ids, group = content
     return HEADER.pack(MAGIC, digest, parent, group, len(token_ids), sum(map(len, rows))) + token_ids

@@ -7,15 +7,16 @@ used its time is set, and when there are too many bytes the files that were not 
 """
 
 import hashlib
+import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from inflight.prefix_store.block_file import PARTIAL
 
-KEY_NAME = "key"
+KEY_NAME, ABOUT_NAME = "key", "about.json"
 KEY_SIZE = 32
 DIGEST_SIZE = 32
 LEFT_AFTER_EVICTION = 0.9
@@ -33,12 +34,15 @@ class BlockFolder:
         path: the folder; made if it is missing.
         fingerprint: of all that keys and values depend on besides tokens.
         max_bytes: of all files in the folder, whatever their fingerprint.
+        about: what a person may want to know of who writes here.
 
     Raises:
         OSError: the folder cannot be made or used.
     """
 
-    def __init__(self, path: Path, fingerprint: bytes, max_bytes: int) -> None:
+    def __init__(
+        self, path: Path, fingerprint: bytes, max_bytes: int, about: Mapping[str, object] | None = None
+    ) -> None:
         self.path = path
         self.max_bytes = max_bytes
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -47,6 +51,9 @@ class BlockFolder:
         self._fingerprint = fingerprint
         self._num_bytes: int | None = None  # in the folder; None: not counted yet
         self._num_uncounted = 0  # bytes written since
+        if about is not None:
+            self._blocks.mkdir(mode=0o700, exist_ok=True)
+            (self._blocks / ABOUT_NAME).write_text(json.dumps(dict(about)))
 
     def digest_of_root(self, cache_salt: str | None, is_long: bool) -> bytes:
         """See `BlockStore`."""

@@ -18,7 +18,10 @@ SECONDS_OF_A_DAY = 86_400.0
 
 @click.group()
 def cache() -> None:
-    """Look after a folder of prefixes (--prefix-cache-dir): list, verify, clear, warm."""
+    """Look after a folder of prefixes.
+
+    That is what --prefix-cache-dir names: blocks of the cache in files, of any number of models.
+    """
 
 
 @cache.command(name="list", cls=Command)

@@ -93,8 +93,8 @@ class LLM:
             self.engine = engine
 
     def cache_prefix(self, prompt: Prompt) -> int:
-        """Compute a prompt, or find it, and wait until it is saved in `prefix_cache_dir`: every engine of the same model
-        restores it from there. Returns how many of its tokens lie in full blocks, which alone are kept.
+        """Compute a prompt, or find it, and wait until it is saved in `prefix_cache_dir`: every engine of the same
+        model restores it from there. Returns how many of its tokens lie in full blocks, which alone are kept.
 
         Raises:
             ValueError: there is no `prefix_cache_dir`, or the prompt is none.

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from inflight.cli.help import Command
+from inflight.cli.help import Command, Group
 from inflight.cli.options import engine_options, engine_values, model_option, quiet_libraries
 from inflight.cli.words import in_bytes
 
@@ -16,7 +16,7 @@ FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 SECONDS_OF_A_DAY = 86_400.0
 
 
-@click.group()
+@click.group(cls=Group)
 def cache() -> None:
     """Look after a folder of prefixes.
 

@@ -1,0 +1,95 @@
+"""Random requests on engines that start again and again over one folder, whose files are damaged meanwhile, compared
+bit by bit with an engine without a folder.
+
+python -m tests.prefix_store.soak --requests 1_000 --seed 1
+"""
+
+import argparse
+import logging
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from inflight import LLM
+from tests.speculation.random_requests import generate, random_requests, said
+
+AT_ONCE, NUM_STARTS = 20, 5
+LONG = 600.0
+BEGINNINGS = [
+    text * 20
+    for text in ("Tom had a red ball. He liked it. ", "One day a cat saw a dog in the park. ", "Lily was sad. ")
+]
+
+
+def damage(folder: Path, rng: random.Random) -> int:
+    """Change a tenth of the files, their names or their lengths; return how many."""
+    paths = sorted(folder.glob("*/??/*"))
+    chosen = rng.sample(paths, len(paths) // 10)
+    for path in chosen:
+        data = bytearray(path.read_bytes())
+        place = rng.randrange(len(data))
+        match rng.randrange(5):
+            case 0:
+                data[place] ^= 1 << rng.randrange(8)
+            case 1:
+                del data[place:]
+            case 2:
+                data[place:place] = rng.randbytes(rng.randint(1, 100))
+            case 3:
+                data[place : place + 64] = bytes(len(data[place : place + 64]))
+            case 4:
+                path.rename(rng.choice(paths))
+                continue
+        path.write_bytes(data)
+    return len(chosen)
+
+
+def main() -> None:
+    """Compare, and print what differed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--requests", type=int, default=1_000)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)  # a line for each damaged file
+    rng = random.Random(arguments.seed)
+    num_done = num_different = num_restored = num_damaged = num_preemptions = 0
+    while num_done < arguments.requests:
+        options: dict[str, Any] = {
+            "dtype": rng.choice(["float32", "bfloat16"]),
+            "kv_cache_dtype": rng.choice(["auto", "int8"]),
+            "num_blocks": rng.choice([120, 200, 4000]),
+            "block_size": rng.choice([4, 16]),
+            "max_num_seqs": rng.choice([1, 4, 32]),
+            "max_num_batched_tokens": rng.choice([16, 64, 2048]),
+        }
+        prompts, params = random_requests(AT_ONCE, rng.random())
+        prompts = [rng.choice(BEGINNINGS)[: rng.randint(0, 400)] + prompt for prompt in prompts]
+        expected = generate(LLM(**options), prompts, params)
+        with tempfile.TemporaryDirectory() as folder:
+            for _ in range(NUM_STARTS):
+                llm = LLM(**options, prefix_cache_dir=folder, prefix_cache_size=rng.choice([10**6, 10**8]))
+                store = llm.engine._store
+                assert store is not None
+                if rng.random() < 0.7:
+                    store.is_faster = lambda num_blocks, num_tokens: True  # type: ignore[method-assign]
+                for output, wanted, each in zip(generate(llm, prompts, params), expected, params, strict=True):
+                    if said(output) != said(wanted):
+                        num_different += 1
+                        print("different:", options, each, output, wanted)
+                llm.engine.save_prefixes(LONG)
+                llm.engine.scheduler.block_pool.check([])
+                stats = llm.engine.stats()
+                num_restored += stats.num_restored_tokens
+                num_preemptions += stats.num_preemptions
+                num_done += AT_ONCE
+                num_damaged += damage(Path(folder), rng)
+        print(
+            f"{num_done:,} requests, {num_restored:,} restored tokens, {num_damaged:,} damaged files, "
+            f"{num_preemptions:,} preemptions: {num_different} differ",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

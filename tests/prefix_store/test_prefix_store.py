@@ -165,11 +165,27 @@ def test_nothing_is_loaded_where_computing_is_faster(store: PrefixStore) -> None
     assert not store.is_faster(1, 16)
 
 
-def test_closing_saves_what_waits(tmp_path: Path, memory: Memory) -> None:
-    store = PrefixStore(BlockFolder(tmp_path, b"f" * 32, 10**6), memory.rows)
+@pytest.mark.parametrize("seconds", [0.0, LONG])
+def test_closing_saves_what_waits(seconds: float, tmp_path: Path, memory: Memory) -> None:
+    store = PrefixStore(BlockFolder(tmp_path, b"f" * 32, 10**6), memory.rows, seconds)
     store.is_busy = True  # so that it has to wait for leisure
     chain = contents(store, NUM_BLOCKS)
     for block, content in enumerate(chain):
         store.save(content, block, lambda: True)
-    store.close(LONG)
-    assert all(store.has(content.digest, 0) for content in chain)
+    store.close()
+    store.close()
+    assert not store._thread.is_alive()
+    assert seconds == 0 or all(store.has(content.digest, 0) for content in chain)
+
+
+def test_the_thread_itself_may_be_told_to_end(store: PrefixStore) -> None:
+    """A garbage collector runs in any thread."""
+    chain = contents(store, 1)
+
+    def is_current() -> bool:
+        store.end()
+        return True
+
+    store.save(chain[0], 0, is_current)
+    store._thread.join()
+    assert store.has(chain[0].digest, 0)

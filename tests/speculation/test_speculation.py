@@ -163,3 +163,18 @@ def test_nothing_is_guessed_until_a_step_without_guesses_has_run_and_now_and_the
         num_guessed.append(len(speculation.guess(candidates(1), 1, 1, 100)[0]))
         speculation.see(1 + num_guessed[-1], 1.0, num_guessed[-1], num_guessed[-1], 1)
     assert num_guessed == [*[4] * 4, 0, *[4] * 8, 0, *[4] * 16, 0]
+
+
+def test_hopes_that_never_come_true_are_given_up_and_in_the_end_tried_again() -> None:
+    speculation = Speculation(Told([0.5] * 4), 16, times(1.0, 0.2))
+
+    def num_guessed() -> int:
+        (guess,) = speculation.guess(candidates(1), 1, 1, 1000)
+        speculation.see(1 + len(guess), 1.0 + 0.2 * (1 + len(guess)), len(guess), 0, 1)
+        return len(guess)
+
+    assert num_guessed() > 0
+    first = [num_guessed() for _ in range(300)]
+    assert sum(first) > sum(first[200:])
+    assert sum(first[200:]) < 10
+    assert any(num_guessed() for _ in range(3000))

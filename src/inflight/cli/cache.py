@@ -96,6 +96,8 @@ def clear(folder: Path, fingerprint: str, unused_days: float) -> None:
 def warm(folder: Path, prompts: tuple[str, ...], files: tuple[Path, ...], model: str | None, **options: Any) -> None:
     """Compute PROMPTS, such as a system prompt, and keep them in FOLDER, from where engines with the same options
     restore them."""
+    if options["prefix_cache_dir"] is not None:
+        raise click.UsageError("FOLDER is where prefixes are kept: leave out --prefix-cache-dir")
     if not prompts and not files:
         raise click.UsageError("give a prompt, or --file")
     quiet_libraries()

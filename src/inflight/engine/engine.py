@@ -60,8 +60,6 @@ logger = logging.getLogger(__name__)
 
 LONGEST_WAIT = 0.05
 """How many seconds a step that has nothing to compute waits for blocks from elsewhere."""
-SECONDS_TO_SAVE = 30.0
-"""How long blocks may be saved once an engine is not needed any more."""
 
 
 class Engine:
@@ -95,7 +93,7 @@ class Engine:
             self._speculation = speculation_of(config, lambda: self._constraints, drafting)
         self._store = open_prefix_store(config, self.runner)
         if self._store is not None:
-            weakref.finalize(self, self._store.close, SECONDS_TO_SAVE)
+            weakref.finalize(self, self._store.end).atexit = False  # at the process's end the store waits itself
         self.scheduler = Scheduler.of(
             config,
             info.num_blocks,
@@ -428,11 +426,13 @@ class Engine:
             num_sequences = sum(span.num_logit_rows > len(span.scored_ids) for span in plan.spans)
             self._speculation.see(plan.num_tokens, seconds, num_guessed, num_accepted, num_sequences)
             self._num_accepted_tokens += num_accepted
-        if self._store is not None and plan.num_tokens > len(plan.spans):
-            self._store.see_prefill(plan.num_tokens, seconds)
-        if self.prefill_limit is None:
+        if self.prefill_limit is None and self._store is None:
             return
         prefills = [length for span in plan.spans if (length := span.length - span.num_guessed) > 1]
+        if self._store is not None and 2 * sum(prefills) > plan.num_tokens:
+            self._store.see_prefill(sum(prefills), seconds)
+        if self.prefill_limit is None:
+            return
         self.prefill_limit.see(len(plan.spans) - len(prefills), sum(prefills), seconds)
         if self.config.max_prefill_tokens_per_step is None:
             self.scheduler.max_prefill_tokens_per_step = self.prefill_limit.num_tokens

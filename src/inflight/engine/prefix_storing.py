@@ -7,6 +7,9 @@ from inflight.contracts.errors import ModelError
 from inflight.execution.model_runner import ModelRunner
 from inflight.prefix_store import BlockFolder, PrefixStore
 
+SECONDS_TO_SAVE = 30.0
+"""How long blocks may be saved once an engine is not needed any more."""
+
 
 def open_prefix_store(config: EngineConfig, runner: ModelRunner) -> PrefixStore | None:
     """The store that a configuration asks for, if it does.
@@ -22,7 +25,7 @@ def open_prefix_store(config: EngineConfig, runner: ModelRunner) -> PrefixStore 
         folder = BlockFolder(path, fingerprint, config.prefix_cache_size, _about(config, runner))
     except OSError as error:
         raise ModelError(f"prefix_cache_dir {str(path)!r} cannot be used: {error}") from error
-    return PrefixStore(folder, runner.rows_of_block)
+    return PrefixStore(folder, runner.rows_of_block, SECONDS_TO_SAVE)
 
 
 def _about(config: EngineConfig, runner: ModelRunner) -> dict[str, object]:

@@ -5,6 +5,7 @@ leisure: while the engine computes, it may take a small share of the time. A blo
 before it was saved is not saved. Whatever goes wrong with a file costs a computation and a line in the log.
 """
 
+import atexit
 import logging
 import threading
 import time
@@ -51,10 +52,11 @@ class Saving:
 
 
 class PrefixStore:
-    """A `BlockStore` in a folder. Its thread runs until `close`.
+    """A `BlockStore` in a folder. Its thread runs until `end` or the end of the process.
 
     Args:
         rows_of: the memory of a block of the cache.
+        seconds_to_save: how long it may save at the end.
         clock: seconds.
 
     Attributes:
@@ -66,6 +68,7 @@ class PrefixStore:
         self,
         folder: BlockFolder,
         rows_of: Callable[[int], Rows],
+        seconds_to_save: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.is_busy = False
@@ -79,10 +82,13 @@ class PrefixStore:
         self._loads: deque[Loading] = deque()
         self._saves: deque[Saving] = deque()
         self._changed = threading.Condition()
-        self._is_working = self._is_closed = False
+        self._is_working = self._has_ended = False
+        self._seconds_to_save = seconds_to_save
+        self._deadline = 0.0  # once it has ended
         self._num_failures: dict[str, int] = {}
         self._thread = threading.Thread(target=self._work, name="inflight-prefix-store", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     # ------------------------------------------------------------------------------------- what the engine asks
 
@@ -147,13 +153,18 @@ class PrefixStore:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._saves and not self._is_working, seconds)
 
-    def close(self, seconds: float = 0.0) -> None:
-        """Save what is still to be saved, at most so long, and end the thread."""
-        self.flush(seconds)
+    def end(self) -> None:
+        """Load nothing more, save what is still to be saved, and then end the thread. Does not wait, so that a garbage
+        collector may call it, in the thread itself, too."""
+        self.is_busy = False
         with self._changed:
-            self._is_closed = True
-            self._saves.clear()
+            if not self._has_ended:
+                self._has_ended, self._deadline = True, self._clock() + self._seconds_to_save
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """End, and wait for that."""
+        self.end()
         self._thread.join()
 
     # ------------------------------------------------------------------------------------- the thread
@@ -163,11 +174,12 @@ class PrefixStore:
             with self._changed:
                 self._is_working = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._loads or self._saves or self._is_closed)
-                if self._is_closed:
+                self._changed.wait_for(lambda: self._loads or self._saves or self._has_ended)
+                if self._has_ended and (not self._saves or self._clock() >= self._deadline):
+                    atexit.unregister(self.close)
                     return
                 self._is_working = True
-                loading = self._loads[0] if self._loads else None
+                loading = self._loads[0] if self._loads and not self._has_ended else None
                 saving = None if loading is not None else self._saves.popleft()
             start = self._clock()
             if loading is not None:
@@ -185,7 +197,7 @@ class PrefixStore:
             if self.is_busy:
                 urgent = len(self._loads)
                 self._changed.wait_for(
-                    lambda: not self.is_busy or self._is_closed or len(self._loads) > urgent,
+                    lambda: not self.is_busy or self._has_ended or len(self._loads) > urgent,
                     seconds * (1 / share - 1),
                 )
 
@@ -232,7 +244,7 @@ class PrefixStore:
         content = saving.content
         path = self._folder.path_of(content.digest, content.group)
         try:
-            if path.exists() or not saving.is_current():
+            if not saving.is_current() or path.exists():
                 return
             self._folder.make_place(path)
             num_bytes = block_file.write(path, content, self._rows_of(saving.block), saving.is_current)

@@ -29,9 +29,10 @@ SHARE_OF_TIME = 0.01
 """How much of the time of steps guessing may take if it saves nothing."""
 FEWEST_STEPS_WITH_GUESSES, MOST_STEPS_WITH_GUESSES = 4, 100
 """After so many steps, at first and in the end, one has no guesses: else nobody would know how long that takes."""
-CANDOUR_MEMORY, CANDOUR_WEIGHT = 0.99, 10.0
+CANDOUR_MEMORY, CANDOUR_WEIGHT, CANDOUR_FORGETTING = 0.99, 10.0, 0.998
 """How much of what was hoped for, and what came of it, counts after each step with guesses; and for how many tokens it
-counts that hopes come true. Of many guesses those are taken whose chances were overestimated."""
+counts that hopes come true. Of many guesses those are taken whose chances were overestimated. After a step without
+guesses less of it counts: in the end somebody tries again."""
 MOST_CREDIT = 0.1
 """How many seconds guessing may take at most until it has to save some again."""
 
@@ -116,6 +117,8 @@ class Speculation:
             self._num_hoped = self._num_hoped * CANDOUR_MEMORY + self._num_hoped_now
             self._num_come = self._num_come * CANDOUR_MEMORY + num_accepted
         else:
+            self._num_hoped *= CANDOUR_FORGETTING
+            self._num_come *= CANDOUR_FORGETTING
             if self._num_with_guesses >= self._most_with_guesses:
                 self._most_with_guesses = min(2 * self._most_with_guesses, MOST_STEPS_WITH_GUESSES)
             self._num_with_guesses = 0

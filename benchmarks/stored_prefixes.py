@@ -162,7 +162,7 @@ def main() -> None:
         try:
             MEASURES[name](arguments, folder)
         finally:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # an engine that has ended may still save
 
 
 if __name__ == "__main__":

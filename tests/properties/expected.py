@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from inflight.contracts.cache_layout import CacheGroup, CacheLayout
+from inflight.contracts.config import BACKGROUND
 from inflight.contracts.outputs import FinishReason
 from inflight.contracts.plan import StepPlan
 from inflight.scheduling.sequence import Request, Sequence
@@ -17,6 +18,7 @@ class Sizes:
     max_num_seqs: int
     budget: int
     max_prefill: int | None = None
+    background_tokens: int = 0
     aging_steps: int | None = None
     prefix_caching: bool = True
     max_scored: int = 256
@@ -65,6 +67,11 @@ class Expected:
     num_preemptions: int = 0
     is_running: bool = False
     finish_reason: FinishReason | None = None
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it runs only in what others leave."""
+        return self.request.priority == BACKGROUND
 
     @property
     def sequence_id(self) -> int:

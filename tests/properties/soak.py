@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter
 
+from inflight.contracts.config import BACKGROUND
 from tests.properties.expected import Sizes
 from tests.properties.invariants import check
 from tests.properties.world import World
@@ -28,6 +29,7 @@ def random_sizes(rng: random.Random) -> Sizes:
         max_num_seqs=rng.randint(1, 7),
         budget=budget,
         max_prefill=rng.choice([None, None, rng.randint(1, budget)]),
+        background_tokens=rng.choice([0, 0, 1, rng.randint(1, budget)]),
         aging_steps=rng.choice([None, None, 1, 2, 3, 7]),
         prefix_caching=rng.random() < 0.8,
         max_scored=rng.choice([256, rng.randint(1, 12)]),
@@ -49,7 +51,7 @@ def submit_some(rng: random.Random, world: World) -> None:
             num_sequences=rng.choice([1, 1, 1, 2, 3, 5]),
             stop_token_ids=frozenset(rng.sample(range(2 * VOCABULARY), 1)),
             min_output=rng.randint(0, 3),
-            priority=rng.randint(-1, 2),
+            priority=rng.choice([-1, 0, 1, 2, BACKGROUND]),
             cache_salt=rng.choice([None, None, None, "tenant"]),
             scores_prompt=rng.random() < 0.2,
         )

@@ -17,7 +17,8 @@ def check_admissions(world: "World", preempted: list[Expected], admitted: list[E
     if preempted and survivors:
         assert max(map(order, survivors)) < min(map(order, preempted)), "the worst goes first"
     if preempted and admitted:
-        assert world.sizes.aging_steps is not None, "blocks given back belong to those who asked for them"
+        order_counts = world.sizes.aging_steps is not None or all(each.is_background for each in preempted)
+        assert order_counts, "blocks given back belong to those who asked for them"
         assert min(map(order, admitted))[0] < min(map(order, preempted))[0], "only for a strictly better one"
     waiting = world.waiting()
     if admitted and waiting:
@@ -72,21 +73,33 @@ def scored(world: "World", plan: StepPlan) -> list[Span]:
 
 
 def check_budget(world: "World", plan: StepPlan, decodes: list[Expected], has_preempted: bool) -> None:
-    """Decodes come first, prefills with them stay within their limit, and no usable budget is left."""
+    """Decodes come first, prefills with them stay within their limit, and no usable budget is left. All of this is so
+    among those that are not in the background, if any of them runs, else in the background."""
     ends = {span.sequence_id: span.end - span.num_guessed for span in plan.spans}
+    known = {span.sequence_id: span.length - span.num_guessed for span in plan.spans}
+    beside = [each for each in map(world.unfinished.__getitem__, ends) if each.is_background]
+    in_background = len(beside) == len(ends)
+    if not in_background and beside:
+        num_beside = sum(known[each.sequence_id] for each in beside)
+        assert num_beside <= world.sizes.background_tokens
+        world.reached["steps with others beside the background"] += 1
+    decodes = [each for each in decodes if each.is_background == in_background]
     decoding = {each.sequence_id for each in decodes}
     assert decoding <= ends.keys(), "a decode never waits"
-    num_prefill = sum(span.length - span.num_guessed for span in plan.spans if span.sequence_id not in decoding)
+    mine = {each for each in ends if world.unfinished[each].is_background == in_background}
+    num_prefill = sum(known[each] for each in mine - decoding)
     limit = world.sizes.budget
-    if world.sizes.max_prefill is not None and decoding:
+    if world.sizes.max_prefill is not None and (decoding or in_background):
         limit = world.sizes.max_prefill
         assert num_prefill <= limit
-    num_known = plan.num_tokens - sum(span.num_guessed for span in plan.spans)
+    num_known = sum(known[each] for each in mine)
     if num_known == world.sizes.budget or num_prefill >= min(limit, world.sizes.max_prefill or limit):
         return
     no_rows_left = sum(span.length for span in scored(world, plan)) == world.sizes.max_scored
     for each in world.running():
-        if each.wants_scores and no_rows_left:
+        if each.is_background != in_background:
+            world.reached["steps that the background rested in"] += each.is_background
+        elif each.wants_scores and no_rows_left:
             world.reached["prompts that waited for rows of logits"] += 1
         elif each.sequence_id not in ends:
             assert any(sibling.sequence_id < each.sequence_id for sibling in world.siblings(each))
@@ -97,5 +110,7 @@ def check_budget(world: "World", plan: StepPlan, decodes: list[Expected], has_pr
     waiting = world.waiting()
     if waiting and not has_preempted:
         best = min(waiting, key=world.service_order)
+        if best.is_background != in_background or (beside and not in_background):
+            return  # blocks that those beside let go came too late
         no_slot = len(world.running()) == world.sizes.num_slots
         assert no_slot or world.sizes.layout.max_num_blocks(len(best.token_ids)) > world.pool.num_available

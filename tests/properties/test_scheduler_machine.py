@@ -9,6 +9,7 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from inflight.contracts.config import BACKGROUND
 from tests.properties.expected import Sizes
 from tests.properties.invariants import check
 from tests.properties.soak import soak_one_world
@@ -39,6 +40,7 @@ sizes = st.builds(
     max_num_seqs=st.integers(1, 6),
     budget=st.integers(1, 24),
     max_prefill=st.none() | st.integers(1, 8),
+    background_tokens=st.sampled_from([0, 0, 1, 5]),
     aging_steps=st.sampled_from([None, 1, 2, 5]),
     prefix_caching=st.sampled_from([True, True, True, False]),
     max_scored=st.sampled_from([256, 1, 3, 7]),
@@ -54,7 +56,7 @@ shapes = {
     "num_sequences": st.integers(1, 4),
     "stop_token_ids": st.frozensets(st.integers(0, 2 * VOCABULARY), max_size=2),
     "min_output": st.integers(0, 4),
-    "priority": st.integers(-1, 2),
+    "priority": st.integers(-1, 2) | st.just(BACKGROUND),
     "cache_salt": st.sampled_from([None, None, "tenant"]),
     "scores_prompt": st.sampled_from([False, False, True]),
 }

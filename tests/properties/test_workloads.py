@@ -8,6 +8,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from inflight.contracts.config import BACKGROUND
 from tests.properties.expected import Sizes
 from tests.properties.invariants import check
 from tests.properties.world import World
@@ -91,7 +92,7 @@ def make_jobs(draw: Callable[[int, int], int], num_jobs: int, capacity: int) -> 
                 num_sequences=draw(1, 3),
                 stop_token=draw(0, 40),  # often no token that the model can give
                 min_output=draw(0, 3),
-                priority=draw(-1, 2),
+                priority=[-1, 0, 1, 2, BACKGROUND][draw(0, 4)],
             )
         )
     return jobs
@@ -111,6 +112,7 @@ def test_a_random_workload_in_a_tiny_cache_gives_every_request_the_same_output_a
         max_num_seqs=draw(1, 6),
         budget=draw(1, 24),
         max_prefill=[None, 1, 3, 8][draw(0, 3)],
+        background_tokens=[0, 0, 1, 4][draw(0, 3)],
         aging_steps=[None, 1, 3, 10][draw(0, 3)],
         prefix_caching=draw(0, 3) > 0,
         recompute_beyond=[None, 4, 11][draw(0, 2)],

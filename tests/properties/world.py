@@ -9,6 +9,7 @@ from collections.abc import Sequence as SequenceOf
 
 import pytest
 
+from inflight.contracts.config import BACKGROUND
 from inflight.contracts.plan import Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import Node, Parent, Root
@@ -38,6 +39,7 @@ class World:
             sizes.max_num_seqs,
             sizes.budget,
             max_prefill_tokens_per_step=sizes.max_prefill,
+            background_tokens_per_step=sizes.background_tokens,
             aging_steps=sizes.aging_steps,
             enable_prefix_caching=sizes.prefix_caching,
             max_scored_tokens=sizes.max_scored,
@@ -367,6 +369,8 @@ class World:
 
     def service_order(self, each: Expected) -> tuple[int, int]:
         """The order of service, as the policy defines it."""
+        if each.is_background:
+            return BACKGROUND, each.sequence_id
         if self.sizes.aging_steps is None:
             return 0, each.sequence_id
         return each.request.priority - (self.num_plans - each.arrival) // self.sizes.aging_steps, each.sequence_id

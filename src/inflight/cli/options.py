@@ -131,6 +131,7 @@ _BATCHING = (
     ),
     _one_of("--policy", config.POLICIES, "Which requests are served first."),
     Shared("--aging-steps", int, "Steps after which a request's priority improves by one."),
+    Shared("--background-tokens-per-step", int, "Most tokens of batch jobs in a step that has others."),
     _one_of("--speculation", config.SPECULATIONS, "What guesses the next tokens; results stay the same."),
     Shared(
         "--draft-model", str, "A small model that guesses: hub id or folder; mtp: the checkpoint's own layer.", "none"

@@ -17,6 +17,8 @@ MTP = "mtp"
 """As `draft_model`: the layer for multi-token prediction that the model's own checkpoint has."""
 EXECUTORS = ("auto", "packed", "rows", "sequential")
 ATTENTION_BACKENDS = ("auto", "reference", "torch", "cpu")
+BACKGROUND = 2**31 - 1
+"""The lowest priority. Whatever the policy, requests of it run in the background: in steps that no others need."""
 
 
 @strict_options
@@ -64,6 +66,8 @@ class EngineConfig:
             long prompt does not stall them; None: no limit offline; `AsyncLLM` derives one from measured speed.
         policy: "fcfs" (first come, first served) or "priority" (lower `priority` runs first, and may preempt).
         aging_steps: with "priority", a waiting request gains one priority for each so many steps.
+        background_tokens_per_step: how many tokens of requests in the background (those of the lowest priority,
+            2**31 - 1, and of batch jobs) a step may have beside others'; 0: they run only while no others do.
         speculation: what guesses tokens that may come next, so that one step gives several: "lookup" (what followed the
             same tokens before, in the sequence or in recent outputs), "grammar" (what structured output leaves no
             choice about), "draft" (`draft_model`), "auto" (all of them) or "off". Guesses are checked by choosing each
@@ -106,6 +110,7 @@ class EngineConfig:
     max_prefill_tokens_per_step: int | None = None
     policy: str = "fcfs"
     aging_steps: int = 100
+    background_tokens_per_step: int = 0
     speculation: str = "auto"
     draft_model: str | None = None
     max_guessed_tokens: int = 16
@@ -157,6 +162,7 @@ class EngineConfig:
         positive = ("max_num_seqs", "max_num_batched_tokens", "aging_steps", "block_size", "max_guessed_tokens")
         for name in (*positive, "prefix_cache_size"):
             check_integer(name, getattr(self, name), 1)
+        check_integer("background_tokens_per_step", self.background_tokens_per_step, 0)
         check_integer("seed", self.seed, 0, MAX_SEED)
         switches = (
             "trust_remote_code",

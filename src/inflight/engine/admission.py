@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.config import BACKGROUND, EngineConfig
 from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import is_text
@@ -27,7 +27,7 @@ from inflight.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from inflight.grammar.matcher import GrammarMatcher
 
-MAX_PRIORITY = 2**31 - 1
+MAX_PRIORITY = BACKGROUND
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ decode, many when it starts or after a preemption. Each step gives out the token
 3. waiting sequences, as long as budget, slots and blocks last.
 
 In each group the better sequence comes first (`ServiceOrder`: by effective priority, if the policy has priorities, then
-by arrival). When blocks run out, the worst running sequence gives all of its blocks back and waits to be recomputed.
-The best always makes progress, so every sequence finishes.
+by arrival). Sequences in the background get tokens in the same order, in steps that no others need. When blocks run
+out, the worst running sequence gives all of its blocks back and waits to be recomputed. The best always makes progress,
+so every sequence finishes.
 
 Before a sequence computes anything, it takes over what is in the cache already (`Reuse`). What is left of the budget
 then may go to guesses of what comes next (`Guessing`).
@@ -24,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from inflight.contracts.block_store import BlockStore
@@ -60,6 +62,7 @@ class Scheduler:
         max_num_batched_tokens: the token budget of a step.
         max_prefill_tokens_per_step: how many of them may go to sequences that owe more than one token while others
             decode; None: all that the decodes leave.
+        background_tokens_per_step: how many tokens sequences in the background may have beside others.
         aging_steps: priorities count, and a waiting sequence gains one for each so many steps; None: first come, first
             served.
         enable_prefix_caching: whether blocks are found again by their content.
@@ -79,6 +82,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         *,
         max_prefill_tokens_per_step: int | None = None,
+        background_tokens_per_step: int = 0,
         aging_steps: int | None = None,
         enable_prefix_caching: bool = True,
         max_scored_tokens: int = 256,
@@ -90,6 +94,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
+        self.background_tokens_per_step = background_tokens_per_step
         self.max_scored_tokens = max_scored_tokens
         self.recompute_beyond = recompute_beyond
         self.num_steps = 0
@@ -148,6 +153,7 @@ class Scheduler:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
+            background_tokens_per_step=config.background_tokens_per_step,
             aging_steps=config.aging_steps if config.policy == "priority" else None,
             enable_prefix_caching=config.enable_prefix_caching,
             recompute_beyond=recompute_beyond,
@@ -261,10 +267,14 @@ class Scheduler:
         self._num_scorable_tokens = self.max_scored_tokens
         running = self._in_service_order()
         self._make_room_for_the_best(running)
-        num_preemptions = self.num_preemptions
-        budget = self._schedule_running(running, lengths)
-        if self.num_preemptions == num_preemptions:  # else the blocks are for the sequences that needed them
-            self._start_waiting(lengths, budget)
+        budget, num_preemptions = self.max_num_batched_tokens, self.num_preemptions
+        for in_background in (False, True):
+            if in_background and lengths:
+                budget = min(budget - sum(lengths.values()), self.background_tokens_per_step)
+            if budget > 0:
+                left = self._schedule_running(running, lengths, budget, in_background)
+                if self.num_preemptions == num_preemptions:  # else the blocks are for the sequences that needed them
+                    self._start_waiting(lengths, left, in_background)
         self.num_steps += 1
         if not lengths:
             return None
@@ -341,11 +351,10 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------- planning
 
     def _in_service_order(self) -> list[Sequence]:
-        """The running sequences, best first. Without priorities that is the order in which they got their slots."""
-        running = list(self._running.values())
-        if self._order.has_priorities:
-            running.sort(key=lambda sequence: self._order.rank(sequence, self.num_steps))
-        return running
+        """The running sequences, best first. Without priorities, that is the order in which they got their slots, and
+        those in the background last."""
+        rank = partial(self._order.rank, now=self.num_steps) if self._order.has_priorities else _is_background
+        return sorted(self._running.values(), key=rank)
 
     def _make_room_for_the_best(self, running: list[Sequence]) -> None:
         """Preempt strictly worse sequences for the best waiting one, if it lacks a slot or blocks that they can give.
@@ -353,9 +362,11 @@ class Scheduler:
         At most one sequence a step gains its place this way. A block that several sequences share comes free only when
         all of them are preempted.
         """
-        if not self._order.has_priorities or (best := self._waiting.best(self.num_steps)) is None:
+        if not running or (best := self._waiting.best(self.num_steps)) is None:
             return
         priority = self._order.effective_priority(best, self.num_steps)
+        if self._order.effective_priority(running[-1], self.num_steps) <= priority:
+            return
         num_missing, shared = self.reuse.num_missing_blocks(best, self._siblings(best))
         num_slots, num_victims, held = len(self._free_slots), 0, Counter[int]()
         while num_slots < 1 or num_missing > 0:
@@ -373,8 +384,11 @@ class Scheduler:
         for _ in range(num_victims):
             self._preempt(running.pop())
 
-    def _schedule_running(self, running: list[Sequence], lengths: dict[Sequence, int]) -> int:
-        """Give running sequences their tokens, preempting the worst as needed; return the budget left for others.
+    def _schedule_running(
+        self, running: list[Sequence], lengths: dict[Sequence, int], budget: int, in_background: bool
+    ) -> int:
+        """Give running sequences, those in the background or the others, their tokens, preempting the worst of all as
+        needed; return the budget left for waiting ones.
 
         Prefills come after all decodes, best first, so a prefill that has its span is never preempted by another one:
         a sequence that shares what it is about to compute can rely on it.
@@ -382,12 +396,14 @@ class Scheduler:
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in running:
-            (decodes if sequence.num_uncomputed_tokens == 1 else prefills).append(sequence)
-        budget = num_prefill_tokens = self.max_num_batched_tokens
+            if sequence.is_background == in_background:
+                (decodes if sequence.num_uncomputed_tokens == 1 else prefills).append(sequence)
         for sequence in decodes:
-            budget -= self._schedule(sequence, 1, lengths, running)
-        if lengths and self.max_prefill_tokens_per_step is not None:
-            num_prefill_tokens = self.max_prefill_tokens_per_step
+            if budget > 0:
+                budget -= self._schedule(sequence, 1, lengths, running)
+        num_prefill_tokens = self.max_num_batched_tokens
+        if (lengths or in_background) and self.max_prefill_tokens_per_step is not None:
+            num_prefill_tokens = self.max_prefill_tokens_per_step  # who comes next waits for this step's end
         for sequence in prefills:
             if sequence.slot is not None and not self._waits_for_sibling(sequence):
                 self.reuse.take(sequence, self._siblings(sequence))
@@ -396,12 +412,15 @@ class Scheduler:
                 num_prefill_tokens -= lengths.get(sequence, 0)
         return min(budget, num_prefill_tokens)
 
-    def _start_waiting(self, lengths: dict[Sequence, int], budget: int) -> None:
-        """Give slots to waiting sequences while there are blocks for all that they owe, and budget for a token.
+    def _start_waiting(self, lengths: dict[Sequence, int], budget: int, in_background: bool) -> None:
+        """Give slots to waiting sequences, those in the background or the others, while there are blocks for all that
+        they owe, and budget for a token.
 
         A sequence that waits for a sibling's prompt needs no budget, but has to have its slot when that is computed.
         """
         while self._free_slots and (sequence := self._waiting.best(self.num_steps)) is not None:
+            if sequence.is_background != in_background:
+                return
             waits = self._waits_for_sibling(sequence)
             if (budget <= 0 and not waits) or self.reuse.num_missing_blocks(sequence, self._siblings(sequence))[0] > 0:
                 return
@@ -587,6 +606,10 @@ class Scheduler:
         self._released_slots.add(sequence.slot)
         self._assigned[sequence.slot] = NO_SEQUENCE
         sequence.slot = None
+
+
+def _is_background(sequence: Sequence) -> bool:
+    return sequence.is_background
 
 
 def _assignment(slot: int, sequence: Sequence) -> SlotAssignment:

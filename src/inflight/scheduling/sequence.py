@@ -4,6 +4,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Self
 
+from inflight.contracts.config import BACKGROUND
 from inflight.contracts.outputs import FinishReason
 from inflight.contracts.params import DEFAULT_PARAMS, SamplingParams
 from inflight.contracts.plan import BadWords
@@ -22,7 +23,7 @@ class Request:
         min_output_tokens: a stop token ends a sequence only once it has so many output tokens.
         stop_token_ids: any of them, EOS ids included, ends a sequence with "stop".
         num_sequences: how many streams answer it (`n`).
-        priority: lower runs first, where the policy looks at it.
+        priority: lower runs first, where the policy looks at it; `BACKGROUND` counts under every policy.
         cache_salt: only requests of the same salt share cached prefixes.
         scores_prompt: whether the first of its sequences needs the log-probability of each prompt token.
         params, seed, bad_words: how its tokens are chosen (see `SlotAssignment`).
@@ -98,6 +99,11 @@ class Sequence:
     num_guessed_tokens: int = 0
     num_accepted_tokens: int = 0
     num_scored_tokens: int = 1
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it runs only in what other sequences leave."""
+        return self.request.priority == BACKGROUND
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,16 +1,21 @@
 """`ServiceOrder`: which sequence is served first, and preempted last.
 
-Effective priority = priority - floor(steps since arrival / aging_steps); lower is served first, equals in the order of
-their arrival. So no sequence waits for ever while better ones keep coming. Steps count from a sequence's arrival on,
-also while it runs: a later sequence that is no better can never catch up with it and take its place.
+Sequences in the background come after all others. Among those, effective priority = priority - floor(steps since
+arrival / aging_steps); lower is served first, equals in the order of their arrival. So no sequence waits for ever while
+better ones keep coming. Steps count from a sequence's arrival on, also while it runs: a later sequence that is no
+better can never catch up with it and take its place.
 """
 
 from typing import TypeAlias
 
+from inflight.contracts.config import BACKGROUND
 from inflight.scheduling.sequence import Sequence
 
 Rank: TypeAlias = tuple[int, int]
 """(priority, sequence id): the smaller is served first."""
+
+_IN_BACKGROUND = -1
+"""The residue of all sequences in the background: their order never changes."""
 
 
 class ServiceOrder:
@@ -30,7 +35,9 @@ class ServiceOrder:
         return self._aging_steps is not None
 
     def effective_priority(self, sequence: Sequence, now: int) -> int:
-        """A sequence's priority in step `now`; 0 for all where priorities do not count."""
+        """A sequence's priority in step `now`; 0 where priorities do not count, except in the background."""
+        if sequence.is_background:
+            return BACKGROUND
         if self._aging_steps is None:
             return 0
         return sequence.request.priority - (now - sequence.arrival) // self._aging_steps
@@ -44,6 +51,8 @@ class ServiceOrder:
 
     def fixed_rank(self, sequence: Sequence) -> tuple[int, Rank]:
         """A sequence's residue, and its rank among those of the same residue, which is the same at all times."""
+        if sequence.is_background:
+            return _IN_BACKGROUND, (BACKGROUND, sequence.sequence_id)
         if self._aging_steps is None:
             return 0, (0, sequence.sequence_id)
         quotient, residue = divmod(sequence.arrival, self._aging_steps)
@@ -51,6 +60,6 @@ class ServiceOrder:
 
     def rank_at(self, residue: int, fixed_rank: Rank, now: int) -> Rank:
         """The rank in step `now` of a sequence with this `fixed_rank`."""
-        if self._aging_steps is None:
+        if self._aging_steps is None or residue == _IN_BACKGROUND:
             return fixed_rank
         return fixed_rank[0] - (now - residue) // self._aging_steps, fixed_rank[1]

@@ -64,6 +64,9 @@ class AsyncLLM:
             None: never. Steps that take long get more: 50 times as long as the longest so far.
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
+    Attributes:
+        config: the options, with all that were left out.
+
     Raises:
         ModelError: there is no such model, or its tokenizer cannot be loaded (a `ValueError`). Other faults of the
             model show, and are raised, when the engine starts.
@@ -84,6 +87,7 @@ class AsyncLLM:
         if step_timeout is not None:
             check_number("step_timeout", step_timeout, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
         config, source = engine_config(options, "AsyncLLM"), model_source(model)
+        self.config = config
         load = None if in_process else _load(source, tokenizer, config)
 
         def make() -> Engine:

@@ -129,7 +129,8 @@ class World:
         self.follow_reuse(preempted)
         check_plan(self, plan)
         decodes = [each for each in decodes if each not in preempted]
-        check_budget(self, plan, decodes, bool(preempted) and not admitted)
+        blocks_came_late = any(each.is_background for each in preempted)
+        check_budget(self, plan, decodes, blocks_came_late or (bool(preempted) and not admitted))
         self.lanes.take_in(plan, self.running(), readmitted)
         self.preempted_in_vain.clear()
         self.runners[1].take_in(plan)

@@ -5,6 +5,7 @@ import sys
 import click
 
 from inflight import __version__
+from inflight.cli.batch import batch
 from inflight.cli.bench import bench
 from inflight.cli.cache import cache
 from inflight.cli.census import census
@@ -23,7 +24,7 @@ from inflight.cli.trace import trace
 from inflight.garbage_collection import end_without_garbage_collection
 
 HEADINGS = {
-    "Run a model": ("generate", "chat", "serve", "info", "quantize", "cache"),
+    "Run a model": ("generate", "batch", "chat", "serve", "info", "quantize", "cache"),
     "See how it works": ("demo", "show", "race", "trace"),
     "Measure and plan": ("bench", "profile", "simulate", "census"),
 }
@@ -42,7 +43,23 @@ def app() -> None:
     """
 
 
-COMMANDS = (generate, serve, chat, info, quantize, cache, demo, show, race, bench, profile, trace, simulate, census)
+COMMANDS = (
+    generate,
+    batch,
+    serve,
+    chat,
+    info,
+    quantize,
+    cache,
+    demo,
+    show,
+    race,
+    bench,
+    profile,
+    trace,
+    simulate,
+    census,
+)
 for command in COMMANDS:
     app.add_command(command)
 

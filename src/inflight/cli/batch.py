@@ -1,88 +1,203 @@
-"""OpenAI's batch files: every line is a request to the API, answered by the server's own code, without a socket."""
+"""`inflight batch`: answers a file of requests, and goes on where it was after any end of the process.
+
+The job's state is in a folder beside the results until they are complete.
+"""
 
 import asyncio
-import json
-import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inflight.cli.prompts import PromptLine
+import click
+
+from inflight.cli.help import Command
+from inflight.cli.options import engine_options, engine_values, model_option, quiet_libraries
+from inflight.contracts.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from inflight.async_llm import AsyncLLM
-
-MOST_IN_FLIGHT = 1000
-"""Requests that are read and tokenized at once; the engine needs no more to fill its slots."""
-
-
-async def answer(llm: "AsyncLLM", lines: Sequence[PromptLine], take: Callable[[int, dict[str, Any]], None]) -> None:
-    """Send all lines' bodies to their endpoints, and call `take` with the number of each line and its line of OpenAI's
-    output, in the order in which they end. Then the engine is stopped.
-
-    A request that is refused is answered as a client of the server would be, with a status of 400 or more. Every name
-    of a model in the file means the one that is loaded. Raises `ModelError`.
-    """
-    from inflight.server.app import create_app
+    from inflight.batches.batch import Batch
+    from inflight.batches.database import Database
+    from inflight.batches.files import Files, StoredFile
+    from inflight.batches.ledger import Ledger
     from inflight.server.serving.settings import ServerSettings
 
-    names = [name for line in lines if isinstance(name := (line.body or {}).get("model"), str) and name]
-    names = list(dict.fromkeys(names or ["inflight"]))
-    app = create_app(llm, ServerSettings(model_name=names[0], model_aliases=tuple(names[1:])))
-    waiting = iter(enumerate(lines))
+MAX_IN_WORK = 1000
+"""Requests that are read and tokenized at once; the engine needs no more to fill its slots."""
 
-    async def work() -> None:
-        for number, line in waiting:
-            take(number, await _answer_line(app, line))
+BYTES_AT_ONCE = 2**20
 
-    async with app.router.lifespan_context(app):
-        await llm.start()
-        await asyncio.gather(*(work() for _ in range(min(MOST_IN_FLIGHT, len(lines)))))
+CHANGE_RESULTS = (
+    *("tokenizer", "revision", "load_format", "dtype", "quantization", "quantization_group_size", "seed"),
+    *("quantization_minima", "quantization_arithmetic", "kv_cache_dtype", "executor", "max_model_len"),
+)
+"""Options that a job must go on with as it began."""
 
 
-async def _answer_line(app: "FastAPI", line: PromptLine) -> dict[str, Any]:
-    status, body = await _post(app, line.url or "", json.dumps(line.body).encode())
-    response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": json.loads(body or "null")}
-    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
+@click.command(cls=Command)
+@click.argument("requests", type=click.Path(path_type=Path))
+@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="The file of the results.")
+@click.option(
+    "--errors",
+    type=click.Path(path_type=Path),
+    help="The file of requests that failed or were refused.  [default: OUTPUT with .errors before its suffix]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace results that are there.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
+@model_option
+@engine_options
+def batch(
+    requests: Path,
+    output: Path,
+    errors: Path | None,
+    overwrite: bool,
+    quiet: bool,
+    model: str | None,
+    **options: Any,
+) -> None:
+    """Answer the requests in REQUESTS, and lose none of them.
+
+    REQUESTS is a file in OpenAI's batch format: each line has a custom_id, the method POST, a url such as
+    /v1/chat/completions, and a body. Results come in the order of the lines.
+
+    What is answered is kept in the folder OUTPUT.job until all is done. If the process ends before that, for whatever
+    reason, the same command goes on where it was.
+    """
+    folder = output.with_name(output.name + ".job")
+    errors = errors or output.with_suffix(f".errors{output.suffix}")
+    if not requests.is_file():
+        raise InvalidRequestError(f"there is no file {str(requests)!r}")
+    if not folder.is_dir() and output.exists() and not overwrite:
+        raise InvalidRequestError(f"{str(output)!r} exists; name another file, or add --overwrite")
+    quiet_libraries()
+    from inflight.async_llm import AsyncLLM
+    from inflight.batches.files import Files
+    from inflight.batches.ledger import Ledger
+    from inflight.server.serving.settings import ANY_NAME, DEMO_MODEL_NAME, ServerSettings
+
+    values = engine_values(options)
+    with _opened(folder) as database:
+        files = Files(database)
+        ledger = Ledger(database, files)
+        job = _job(requests, folder, ledger, files, _identity(model, values))
+        if not job.is_finished:
+            settings = ServerSettings(model_name=model or DEMO_MODEL_NAME, model_aliases=(ANY_NAME,))
+            job = asyncio.run(_work(AsyncLLM(model, **values), settings, job, ledger, files, quiet))
+        if job.status == "completed":
+            for file_id, place in ((job.output_file_id, output), (job.error_file_id, errors)):
+                if file_id is not None:
+                    _hand_over(files.path_of(file_id), place, requests)
+            if job.output_file_id is None:
+                output.write_bytes(b"")
+    shutil.rmtree(folder)
+    if job.status != "completed":
+        listed = [f"line {each.line}: {each.message}" if each.line else each.message for each in job.errors]
+        raise InvalidRequestError("\n".join([f"{str(requests)!r} is wrong, and nothing was answered", *listed]))
+    if job.error_file_id is not None:
+        print(f"inflight: {job.num_failed} of {job.num_lines} requests failed: see {str(errors)!r}", file=sys.stderr)
 
 
-async def _post(app: "FastAPI", path: str, body: bytes) -> tuple[int, bytes]:
-    """Call an ASGI application; return the answer's status and body. The client stays until it is answered."""
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
-        "client": None,
-        "server": None,
-    }
-    requests = iter([{"type": "http.request", "body": body, "more_body": False}])
-    answered = asyncio.Event()
-    status, pieces = 500, list[bytes]()
+def _identity(model: str | None, values: dict[str, Any]) -> dict[str, str]:
+    """What results depend on."""
+    return {"model": str(model), **{name: str(values[name]) for name in CHANGE_RESULTS if name in values}}
 
-    async def receive() -> dict[str, Any]:
-        for request in requests:
-            return request
-        await answered.wait()
-        return {"type": "http.disconnect"}
 
-    async def send(message: Any) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-        else:
-            pieces.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                answered.set()
+@contextmanager
+def _opened(folder: Path) -> "Iterator[Database]":
+    """The database of a job. Raises `InvalidRequestError`."""
+    from inflight.batches.database import Database
 
-    with suppress(Exception):  # the application raises what it has answered with a status of 500, too
-        await app(scope, receive, send)
-    return status, b"".join(pieces)
+    try:
+        database = Database(folder)
+    except OSError as error:
+        raise InvalidRequestError(str(error)) from error
+    with closing(database):
+        yield database
+
+
+def _job(requests: Path, folder: Path, ledger: "Ledger", files: "Files", identity: dict[str, str]) -> "Batch":
+    """The job in the folder, or a new one. Raises `InvalidRequestError` if there is one of other requests."""
+    found = ledger.all()
+    if not found:
+        return ledger.create(_copied(requests, files).id, None, "none", metadata=identity)
+    job = found[0]
+    kept = files.get(job.input_file_id)
+    if kept is not None and kept.digest != _digest(requests):
+        raise InvalidRequestError(
+            f"{str(requests)!r} has changed since this job began; restore it, or delete {str(folder)!r} to begin anew"
+        )
+    before = job.metadata or {}
+    for name in before | identity:
+        if before.get(name) != identity.get(name):
+            raise InvalidRequestError(
+                f"this job began with {name} {before.get(name, 'at its default')}; go on with that, or delete "
+                f"{str(folder)!r} to begin anew"
+            )
+    return job
+
+
+def _copied(requests: Path, files: "Files") -> "StoredFile":
+    copy = files.create()
+    try:
+        with requests.open("rb") as file:
+            while data := file.read(BYTES_AT_ONCE):
+                copy.write(data)
+        return files.add(copy, "", requests.name, "batch")
+    except BaseException:
+        copy.discard()
+        raise
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+async def _work(
+    llm: "AsyncLLM", settings: "ServerSettings", job: "Batch", ledger: "Ledger", files: "Files", quiet: bool
+) -> "Batch":
+    """Work on the job until it is finished. Raises `ModelError`, `EngineGivenUpError`, `OSError`, `sqlite3.Error`."""
+    from inflight.batches.worker import Worker
+    from inflight.observe.progress import ProgressBar
+    from inflight.server.app import create_app
+    from inflight.server.batches.answering import AppAnswerer
+
+    bar: ProgressBar | None = None
+
+    def see(now: "Batch") -> None:
+        nonlocal bar, job
+        if now.status == "in_progress":
+            num_done = now.num_completed + now.num_failed
+            if bar is None:
+                bar, job = ProgressBar(0 if quiet else now.num_lines, num_done), now
+            else:
+                num_before = job.num_completed + job.num_failed
+                bar.count(now.num_output_tokens - job.num_output_tokens, num_done - num_before)
+        job = now
+
+    if job.status == "in_progress":
+        see(job)
+    app = create_app(llm, settings)
+    worker = Worker(ledger, files, AppAnswerer(app, llm), MAX_IN_WORK, see)
+    try:
+        async with app.router.lifespan_context(app):
+            await worker.work_on_next()
+    finally:
+        if bar is not None:
+            bar.close()
+    return job
+
+
+def _hand_over(file: Path, place: Path, requests: Path) -> None:
+    """Move a file of results to its place, for those who can read the requests. It may have been moved before."""
+    from inflight.batches.database import sync_folder
+
+    if file.exists():
+        shutil.copymode(requests, file)
+        os.replace(file, place)
+        sync_folder(place.resolve().parent)

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO
 
 import click
 
-from inflight.cli import batch, structure
+from inflight.cli import batch_lines, structure
 from inflight.cli.help import Command
 from inflight.cli.options import (
     engine_options,
@@ -263,4 +263,4 @@ def _answer_batch(
             usage = (answer["response"]["body"] or {}).get("usage") or {}
             bar.count(usage.get("completion_tokens") or usage.get("output_tokens") or 0, 1)
 
-        asyncio.run(batch.answer(llm, lines, take))
+        asyncio.run(batch_lines.answer(llm, lines, take))

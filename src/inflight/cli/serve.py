@@ -25,7 +25,7 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
     "--served-model-name",
     "served_model_names",
     multiple=True,
-    help="The model's name for clients; repeat for further accepted names.",
+    help="The model's name for clients; repeat for further accepted names; *: any name.",
 )
 @click.option("--max-n", type=int, help="Most sequences that a request may ask for per prompt.")
 @click.option("--max-num-sequences", type=int, help="Most sequences of one request: prompts times sequences each.")
@@ -108,9 +108,9 @@ def _given(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def _names(model: str | None, served: tuple[str, ...]) -> list[str]:
     """Return the model's name and its aliases; the model's own name is always among them."""
-    from inflight.server.serving.settings import DEMO_MODEL_NAME
+    from inflight.server.serving.settings import ANY_NAME, DEMO_MODEL_NAME
 
     own = [DEMO_MODEL_NAME] if model is None else [model]
     if model is not None and Path(model).expanduser().is_dir():
         own.insert(0, Path(model).expanduser().resolve().name)
-    return list(dict.fromkeys([*served, *own]))
+    return sorted(dict.fromkeys([*served, *own]), key=lambda name: name == ANY_NAME)  # the first is shown to clients

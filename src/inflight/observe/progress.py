@@ -9,10 +9,14 @@ from inflight.contracts.outputs import TextDelta
 
 
 class ProgressBar:
-    """A progress bar on standard error, drawn until it is closed; of no prompts none is drawn."""
+    """A progress bar on standard error, drawn until it is closed; of no prompts none is drawn.
 
-    def __init__(self, num_prompts: int) -> None:
-        self._bar = tqdm(total=num_prompts, unit="prompt", disable=num_prompts == 0)
+    Args:
+        num_finished: prompts that were finished before.
+    """
+
+    def __init__(self, num_prompts: int, num_finished: int = 0) -> None:
+        self._bar = tqdm(total=num_prompts, initial=num_finished, unit="prompt", disable=num_prompts == 0)
         self._num_tokens, self._start = 0, time.monotonic()
 
     def count(self, num_tokens: int, num_finished: int) -> None:

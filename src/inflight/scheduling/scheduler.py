@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import partial
 from typing import Self
 
 from inflight.contracts.block_store import BlockStore
@@ -351,10 +350,8 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------- planning
 
     def _in_service_order(self) -> list[Sequence]:
-        """The running sequences, best first. Without priorities, that is the order in which they got their slots, and
-        those in the background last."""
-        rank = partial(self._order.rank, now=self.num_steps) if self._order.has_priorities else _is_background
-        return sorted(self._running.values(), key=rank)
+        """The running sequences, best first."""
+        return sorted(self._running.values(), key=lambda sequence: self._order.rank(sequence, self.num_steps))
 
     def _make_room_for_the_best(self, running: list[Sequence]) -> None:
         """Preempt strictly worse sequences for the best waiting one, if it lacks a slot or blocks that they can give.
@@ -606,10 +603,6 @@ class Scheduler:
         self._released_slots.add(sequence.slot)
         self._assigned[sequence.slot] = NO_SEQUENCE
         sequence.slot = None
-
-
-def _is_background(sequence: Sequence) -> bool:
-    return sequence.is_background
 
 
 def _assignment(slot: int, sequence: Sequence) -> SlotAssignment:

@@ -29,11 +29,6 @@ class ServiceOrder:
     def __init__(self, aging_steps: int | None) -> None:
         self._aging_steps = aging_steps
 
-    @property
-    def has_priorities(self) -> bool:
-        """Whether anything but the order of arrival counts."""
-        return self._aging_steps is not None
-
     def effective_priority(self, sequence: Sequence, now: int) -> int:
         """A sequence's priority in step `now`; 0 where priorities do not count, except in the background."""
         if sequence.is_background:

@@ -97,8 +97,9 @@ async def _follow(
     service.running.add(request_id)
     observer.started(request_id, job.params.n, job.params)
     try:
+        priority = job.priority if service.priority is None else service.priority
         stream = service.llm.stream(
-            job.prompts[prompt_index], job.params, request_id, priority=job.priority, cache_salt=job.cache_salt
+            job.prompts[prompt_index], job.params, request_id, priority=priority, cache_salt=job.cache_salt
         )
         async with aclosing(stream) as deltas:
             async for delta in deltas:

@@ -14,7 +14,7 @@ from inflight.contracts.params import SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.inputs import Prompt, read_prompt, written_chat
 from inflight.server.serving.observer import RequestObserver
-from inflight.server.serving.settings import ServerSettings
+from inflight.server.serving.settings import ANY_NAME, ServerSettings
 from inflight.server.tools.fields import ToolFields
 from inflight.server.tools.tool_use import ToolUse, tool_use
 from inflight.server.wire.api_errors import ApiError
@@ -30,11 +30,18 @@ class Service:
     Attributes:
         start_time: when serving began, in seconds of Unix time; the model's `created`.
         running: ids of the requests that `llm` has received and that have not ended.
+        priority: of all its requests, whatever they say; None: what they say.
     """
 
     def __init__(
-        self, llm: AsyncLLM, settings: ServerSettings, observer: RequestObserver | None, start_time: int
+        self,
+        llm: AsyncLLM,
+        settings: ServerSettings,
+        observer: RequestObserver | None,
+        start_time: int,
+        priority: int | None = None,
     ) -> None:
+        self.priority = priority
         self.llm = llm
         self.settings = settings
         self.observer = observer or RequestObserver()
@@ -69,7 +76,8 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` (404) unless `name` is one of the model's names; None means any model."""
         settings = self.settings
-        if name is not None and name != settings.model_name and name not in settings.model_aliases:
+        names = (settings.model_name, *settings.model_aliases)
+        if name is not None and name not in names and ANY_NAME not in names:
             message = f"there is no model {name[:200]!r}; this server has {settings.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -9,6 +9,9 @@ from inflight.server.tools.call_format import CALL_FORMATS
 DEMO_MODEL_NAME = "inflight-demo"
 """The name of the embedded model."""
 
+ANY_NAME = "*"
+"""As a name of the model: every name is one."""
+
 
 @options.strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +20,7 @@ class ServerSettings:
 
     Attributes:
         model_name: the model's name in answers and in the list of models.
-        model_aliases: other names by which requests may ask for the model.
+        model_aliases: other names by which requests may ask for the model; "*": any name.
         max_n: most sequences that a request may ask for per prompt.
         max_num_sequences: most sequences of one HTTP request: prompts times sequences per prompt.
         max_logprobs: most alternatives per token that a request may ask for.

@@ -1,0 +1,119 @@
+"""`Database`: the SQLite file in which batch jobs are kept, and its folder. Only one process has it at a time.
+
+What a transaction has committed survives the end of the process and of the power: its journal (WAL) is synced to the
+disk each time. Threads may share it; each transaction has it alone.
+"""
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+NAME = "batches.sqlite"
+
+FORMAT = 1
+
+_SCHEMA = """
+CREATE TABLE files (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, content BLOB NOT NULL);
+CREATE TABLE batches (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, status TEXT NOT NULL, content BLOB NOT NULL);
+CREATE TABLE lines (
+    batch INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    offset INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    custom_id TEXT NOT NULL,
+    prefix BLOB NOT NULL,
+    num_crashes INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (batch, number)
+) WITHOUT ROWID;
+CREATE UNIQUE INDEX by_custom_id ON lines (batch, custom_id);
+CREATE INDEX by_prefix ON lines (batch, prefix, number);
+CREATE TABLE results (
+    place INTEGER PRIMARY KEY,
+    batch INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    is_error INTEGER NOT NULL,
+    line BLOB NOT NULL
+);
+CREATE UNIQUE INDEX by_line ON results (batch, number);
+"""
+
+
+class DatabaseInUseError(OSError):
+    """Another process has the folder."""
+
+
+class Database:
+    """The database in `folder`, which is made if it is missing.
+
+    Raises:
+        DatabaseInUseError: another process has it.
+        OSError: the folder cannot be made or used, or what is in it is no such database.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.RLock()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / NAME
+        path.touch(mode=0o600)
+        try:
+            self._connection = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+            self._open()
+        except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+                raise DatabaseInUseError(f"another process works with the batch jobs in {str(folder)!r}") from error
+            raise OSError(f"{str(path)!r} cannot be used: {error}") from error
+        sync_folder(folder)
+
+    def _open(self) -> None:
+        execute = self._connection.execute
+        execute("PRAGMA locking_mode = EXCLUSIVE")
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = FULL")
+        (format_,) = execute("PRAGMA user_version").fetchone()
+        if format_ == 0:
+            self._connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
+        elif format_ != FORMAT:
+            raise sqlite3.DatabaseError(f"its format is {format_}, and this version knows only {FORMAT}")
+        execute("BEGIN IMMEDIATE")  # takes the lock, which stays
+        execute("COMMIT")
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """A transaction, durable once the block has ended, and undone if that raises.
+
+        Raises `sqlite3.Error`, for example when the disk is full.
+        """
+        with self._lock:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """The database as it is, for reading only."""
+        with self._lock:
+            yield self._connection
+
+    def close(self) -> None:
+        """Let other processes have it."""
+        with self._lock:
+            self._connection.close()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make durable which files a folder has, and under which names."""
+    if os.name != "nt":  # Windows has no such thing
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,54 @@
+"""`GroupCommit`: results that come while others are being written are written together, in the next transaction.
+
+So the disk syncs as often as it can and no more, and a result waits for at most two of its syncs.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from inflight.batches.batch import Batch
+from inflight.batches.result_lines import Result
+
+
+class GroupCommit:
+    """Writes the results of one job.
+
+    Args:
+        write: writes results, all or none, and returns the job as it is then; it blocks until they are durable.
+        see: called with the job each time.
+    """
+
+    def __init__(self, write: Callable[[list[Result]], Batch], see: Callable[[Batch], None]) -> None:
+        self._write, self._see = write, see
+        self._waiting: list[tuple[Result, asyncio.Future[None]]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def save(self, result: Result) -> None:
+        """Return once the result is durable. Raises what `write` does. If this is cancelled, it is written all the
+        same."""
+        saved = asyncio.get_running_loop().create_future()
+        self._waiting.append((result, saved))
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_all())
+        await saved
+
+    async def finish(self) -> None:
+        """Return once everything is written or has failed to be."""
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+
+    async def _write_all(self) -> None:
+        while self._waiting:
+            together, self._waiting = self._waiting, []
+            try:
+                batch = await asyncio.to_thread(self._write, [result for result, _ in together])
+            except Exception as error:
+                for _, saved in together:
+                    if not saved.done():
+                        saved.set_exception(error)
+            else:
+                self._see(batch)
+                for _, saved in together:
+                    if not saved.done():
+                        saved.set_result(None)
+        self._writing = None

@@ -1,0 +1,124 @@
+"""Reads OpenAI's batch files: one request in each line of JSON, with `custom_id`, `method`, `url` and `body`.
+
+Decides what is a request, and which requests should run one after the other because they begin alike. What a body may
+contain is its endpoint's affair.
+"""
+
+import zlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import msgspec
+
+from inflight.batches.batch import LineError
+
+MAX_LINE_BYTES = 32 * 2**20
+
+PREFIX_LENGTHS = tuple(64 << step for step in range(11))
+"""Bytes. Requests that share their first 64 KiB run together, within those that share their first 32 KiB, and so on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLine:
+    """A request, and where it is in its file.
+
+    Attributes:
+        number: of its line, from 1.
+        offset, num_bytes: of its line.
+        prefix: in the order of these, requests that begin alike are neighbours.
+    """
+
+    number: int
+    offset: int
+    num_bytes: int
+    custom_id: str
+    prefix: bytes
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    body: msgspec.Raw
+    custom_id: str
+    url: str
+    method: str = "POST"
+
+
+class _Body(msgspec.Struct):
+    """What a prompt begins with, in the order in which it does."""
+
+    cache_salt: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = msgspec.Raw(b"")
+    instructions: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+    stream: bool | None = None
+
+
+def read_lines(file: BinaryIO, urls: Collection[str]) -> Iterator[RequestLine | LineError]:
+    """Read a batch file from its start, a line at a time; empty lines are skipped. No line is read into memory beyond
+    `MAX_LINE_BYTES`, which is the last that is looked at if it is longer.
+
+    Args:
+        urls: what requests may name as their `url`.
+    """
+    number = offset = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            yield LineError("line_too_long", f"it has more than {MAX_LINE_BYTES} bytes", number)
+            return
+        if line.strip():
+            try:
+                yield _request(line, number, offset, urls)
+            except _WrongLine as wrong:
+                yield LineError(wrong.code, str(wrong), number, wrong.param)
+        offset += len(line)
+
+
+def request_of(line: bytes) -> tuple[str, bytes]:
+    """The url and the body of a line that was read before."""
+    request = msgspec.json.decode(line, type=_Line)
+    return request.url, bytes(request.body)
+
+
+class _WrongLine(Exception):
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+def _request(line: bytes, number: int, offset: int, urls: Collection[str]) -> RequestLine:
+    try:
+        request = msgspec.json.decode(line, type=_Line)
+    except msgspec.ValidationError as error:
+        form = "a request has a custom_id, the method POST, a url and a body, and nothing else"
+        raise _WrongLine("invalid_request", f"{error}; {form}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _WrongLine("invalid_json_line", f"it is not JSON: {error}") from error
+    if request.method != "POST":
+        raise _WrongLine("invalid_method", f"the method is {request.method[:100]!r}; it must be POST", "method")
+    if request.url not in urls:
+        listed = " or ".join(map(repr, urls))
+        raise _WrongLine("invalid_url", f"the url is {request.url[:200]!r}; it must be {listed}", "url")
+    try:
+        body = msgspec.json.decode(request.body, type=_Body)
+    except msgspec.ValidationError as error:
+        raise _WrongLine("invalid_request", f"the body is wrong: {error}", "body") from error
+    if body.stream:
+        raise _WrongLine("invalid_request", "a request of a batch cannot stream", "body.stream")
+    return RequestLine(number, offset, len(line), request.custom_id, _prefix(body))
+
+
+def _prefix(body: _Body) -> bytes:
+    """Checksums of the beginnings of a prompt, the shortest first: two prompts that begin alike have the same first
+    ones. (It is a hint about the order of work; nothing depends on it but speed.)"""
+    text = b"".join((body.cache_salt, body.tools, body.instructions, body.messages, body.prompt, body.input))
+    checksum, start, sums = 0, 0, []
+    for end in PREFIX_LENGTHS:
+        if end > len(text):
+            break
+        checksum = zlib.crc32(text[start:end], checksum)
+        sums.append(checksum.to_bytes(4, "big"))
+        start = end
+    return b"".join(sums)

@@ -1,0 +1,42 @@
+"""Requests of OpenAI's batch files through `inflight generate`: every one is answered by the server's own code."""
+
+import asyncio
+import json
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from inflight.cli.prompts import PromptLine
+
+if TYPE_CHECKING:
+    from inflight.async_llm import AsyncLLM
+
+MOST_IN_FLIGHT = 1000
+"""Requests that are read and tokenized at once; the engine needs no more to fill its slots."""
+
+
+async def answer(llm: "AsyncLLM", lines: Sequence[PromptLine], take: Callable[[int, dict[str, Any]], None]) -> None:
+    """Send all lines' bodies to their endpoints, and call `take` with the number of each line and its line of OpenAI's
+    output, in the order in which they end. Then the engine is stopped.
+
+    A request that is refused is answered as a client of the server would be, with a status of 400 or more. Every name
+    of a model in the file means the one that is loaded. Raises `ModelError`.
+    """
+    from inflight.server.app import create_app
+    from inflight.server.batches.answering import AppAnswerer
+    from inflight.server.serving.settings import ANY_NAME, ServerSettings
+
+    names = (name for line in lines if isinstance(name := (line.body or {}).get("model"), str) and name)
+    app = create_app(llm, ServerSettings(model_name=next(names, "inflight"), model_aliases=(ANY_NAME,)))
+    answerer, waiting = AppAnswerer(app, llm), iter(enumerate(lines))
+
+    async def work() -> None:
+        for number, line in waiting:
+            status, body = await answerer.answer(line.url or "", json.dumps(line.body).encode())
+            response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": json.loads(body or "null")}
+            line_id = f"batch_req_{uuid.uuid4().hex}"
+            take(number, {"id": line_id, "custom_id": line.custom_id, "response": response, "error": None})
+
+    async with app.router.lifespan_context(app):
+        await llm.start()
+        await asyncio.gather(*(work() for _ in range(min(MOST_IN_FLIGHT, len(lines)))))

@@ -1,0 +1,77 @@
+"""`AppAnswerer`: answers requests by the server's own code, without a socket.
+
+Whatever an endpoint takes, a line of a batch file may ask for, and is answered or refused as a client would be.
+"""
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from inflight.async_llm import AsyncLLM
+from inflight.contracts.errors import EngineDeadError, EngineGivenUpError
+
+SECONDS_BEFORE_RETRY = 0.5
+
+
+class AppAnswerer:
+    """Answers by an application; see `batches.worker.Answerer`.
+
+    Args:
+        llm: what the application serves.
+    """
+
+    def __init__(self, app: ASGIApp, llm: AsyncLLM) -> None:
+        self._app, self._llm = app, llm
+
+    async def wait_until_ready(self) -> None:
+        """Return once the engine runs. Raises `EngineGivenUpError`, `ModelError`."""
+        while True:
+            try:
+                await self._llm.start()
+            except EngineGivenUpError:
+                raise
+            except EngineDeadError:  # it will be started again
+                await asyncio.sleep(SECONDS_BEFORE_RETRY)
+            else:
+                return
+
+    async def answer(self, url: str, body: bytes) -> tuple[int, bytes]:
+        """POST a body to a path; return the answer's status and body. The client stays until it is answered."""
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": url,
+            "raw_path": url.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+            "client": None,
+            "server": None,
+        }
+        requests = iter([{"type": "http.request", "body": body, "more_body": False}])
+        answered = asyncio.Event()
+        status, pieces = 500, list[bytes]()
+
+        async def receive() -> dict[str, Any]:
+            for request in requests:
+                return request
+            await answered.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                pieces.append(message.get("body", b""))
+                if not message.get("more_body", False):
+                    answered.set()
+
+        with suppress(Exception):  # the application raises what it has answered with a status of 500, too
+            await self._app(scope, receive, send)
+        return status, b"".join(pieces)

@@ -45,6 +45,8 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
     type=click.Choice(list(CALL_FORMATS)),
     help="How the model writes tool calls, if its chat template does not show it.",
 )
+@click.option("--batch-dir", type=click.Path(), help="A folder for files and batch jobs; without it there are none.")
+@click.option("--max-file-size", type=size, help="Most bytes of an uploaded file; units such as 4GiB are known.")
 @click.option("--api-key-file", type=click.Path(), help=f"API keys, one per line (besides those in {KEYS_VARIABLE}).")
 @click.option("--max-body-size", type=size, help="Most bytes of a request's body; units such as 4MiB are known.")
 @click.option("--max-requests", type=int, help="Most HTTP requests served at once; more are refused.")

@@ -76,7 +76,8 @@ class EngineConfig:
             options, and has a cache of its own with as many blocks, beside `kv_cache_memory`. "mtp" is the layer for
             multi-token prediction that some checkpoints have (DeepSeek-V3, GLM-4.5 and later, Mellum).
         max_guessed_tokens: how many tokens of a sequence may be guessed in a step.
-        max_num_waiting: a request is refused while so many sequences wait; None: no limit.
+        max_num_waiting: a request is refused while so many sequences wait, besides those in the background; None: no
+            limit.
         enable_prefix_caching: whether blocks of the cache are found again by their content.
         prefix_cache_dir: a folder in which full blocks of the cache are kept, so that prefixes outlive the process and
             their eviction; several engines may share it. None: they are kept in memory only.

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Literal
 
 from transformers import PreTrainedModel
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.config import BACKGROUND, EngineConfig
 from inflight.contracts.errors import InvalidRequestError, QueueFullError, TornEngineError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
@@ -204,9 +204,12 @@ class Engine:
         return self._constraints
 
     def check_room(self, accepted: AcceptedRequest) -> None:
-        """Raise `QueueFullError` if too many sequences wait already."""
-        limit, num_waiting = self.config.max_num_waiting, self.scheduler.num_waiting
-        if limit is not None and num_waiting + accepted.params.n > limit:
+        """Raise `QueueFullError` if too many sequences wait already. Those in the background do not count."""
+        limit = self.config.max_num_waiting
+        if limit is None or accepted.request.priority == BACKGROUND:
+            return
+        num_waiting = self.scheduler.num_waiting - self.scheduler.num_waiting_in_background
+        if num_waiting + accepted.params.n > limit:
             raise QueueFullError(f"{num_waiting} sequences wait already, and at most {limit} may; try again later")
 
     def submit(self, accepted: AcceptedRequest) -> None:

@@ -172,6 +172,11 @@ class Scheduler:
         return len(self._waiting) + sum(1 for _ in self._parked())
 
     @property
+    def num_waiting_in_background(self) -> int:
+        """How many of them are in the background."""
+        return self._waiting.num_in_background
+
+    @property
     def num_running(self) -> int:
         """Sequences with a slot."""
         return len(self._running)

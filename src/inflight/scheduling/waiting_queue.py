@@ -26,6 +26,8 @@ class WaitingQueue:
         self._waiting: dict[int, Sequence] = {}
         self._heaps: dict[int, list[Rank]] = {}  # by residue; entries of sequences that left go when they come up
         self._num_entries = 0
+        self.num_in_background = 0
+        """How many of them are in the background."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -41,6 +43,7 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Add a sequence."""
         self._waiting[sequence.sequence_id] = sequence
+        self.num_in_background += sequence.is_background
         self._enter(sequence)
 
     def best(self, now: int) -> Sequence | None:
@@ -59,6 +62,7 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
         del self._waiting[sequence.sequence_id]
+        self.num_in_background -= sequence.is_background
         if self._num_entries > 2 * len(self._waiting) + MAX_STALE:
             self._heaps.clear()
             self._num_entries = 0

@@ -1,16 +1,27 @@
-"""`create_app`: assembles the HTTP application, which starts and stops the engine with itself. Decides nothing else."""
+"""`create_app`: assembles the HTTP application, which starts and stops the engine with itself. Decides nothing else.
+
+The requests of batch jobs are answered by a second application of the same endpoints, without a socket, whose requests
+all run in the background, take as long as they take, and are no part of what operators see of their clients.
+"""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 from fastapi import FastAPI
 
 from inflight import __version__
 from inflight.async_llm import AsyncLLM
+from inflight.contracts.config import BACKGROUND
 from inflight.server.anthropic import endpoint as anthropic_messages
 from inflight.server.anthropic import errors as anthropic_errors
+from inflight.server.batches import batches_endpoint, files_endpoint
+from inflight.server.batches.answering import AppAnswerer
+from inflight.server.batches.jobs import BatchJobs
 from inflight.server.openai import chat, completions, tokenization
 from inflight.server.responses import endpoint as responses
 from inflight.server.responses.store import ResponseStore
@@ -20,6 +31,14 @@ from inflight.server.serving.readiness import keep_running
 from inflight.server.serving.service import Service
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import add_error_handlers
+
+ENDPOINTS = (completions, chat, responses)
+"""Those that lines of batch files may name, and more."""
+
+OTHERS = (anthropic_messages, tokenization, files_endpoint, batches_endpoint, status)
+
+IN_WORK_FOR_EACH_SLOT = 2
+"""So that another request waits when one of a batch job gives its slot back."""
 
 
 def create_app(
@@ -36,6 +55,9 @@ def create_app(
         observer: notified of every request that runs.
         on_loss: called when the engine is lost: it has died too often, or its model cannot be loaded any more. Every
             request is an error from then on.
+
+    Raises:
+        ValueError: the folder for batch jobs cannot be used, or another process has it.
     """
 
     @contextlib.asynccontextmanager
@@ -43,17 +65,36 @@ def create_app(
         if llm.tokenizer is not None:
             llm.tokenizer.encode("warm")  # its first call sets things up, which two threads must not do at once
         keeper = asyncio.create_task(keep_running(llm, on_loss))
+        if jobs is not None:
+            jobs.start()
         try:
             yield
         finally:
             keeper.cancel()
+            if jobs is not None:
+                await jobs.stop()
             await llm.stop()
 
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.service = Service(llm, settings, observer, start_time=int(time.time()))
-    app.state.refuses_unknown_fields = settings.strict_fields
+    _add_endpoints(app, Service(llm, settings, observer, int(time.time())), *ENDPOINTS, *OTHERS)
+    jobs = app.state.batch_jobs = None if settings.batch_dir is None else _batch_jobs(llm, settings, settings.batch_dir)
+    return app
+
+
+def _batch_jobs(llm: AsyncLLM, settings: ServerSettings, folder: str) -> BatchJobs:
+    background = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    service = Service(llm, replace(settings, request_timeout=None), None, int(time.time()), priority=BACKGROUND)
+    _add_endpoints(background, service, *ENDPOINTS)
+    try:
+        return BatchJobs(Path(folder), AppAnswerer(background, llm), IN_WORK_FOR_EACH_SLOT * llm.config.max_num_seqs)
+    except OSError as error:
+        raise ValueError(f"the folder for batch jobs cannot be used: {error}") from error
+
+
+def _add_endpoints(app: FastAPI, service: Service, *modules: ModuleType) -> None:
+    app.state.service = service
+    app.state.refuses_unknown_fields = service.settings.strict_fields
     app.state.responses = ResponseStore()
-    for module in (completions, chat, responses, anthropic_messages, tokenization, status):
+    for module in modules:
         app.include_router(module.router)
     add_error_handlers(app, {anthropic_errors.PATH: anthropic_errors.answer})
-    return app

@@ -1,9 +1,11 @@
-"""API keys: where they are read from, and which requests are let in. Knows no users or quotas: all keys are equal.
+"""API keys: where they are read from, and which requests are let in. Knows no users or quotas: all keys are equal, and
+whoever has a key owns what was stored with it (`owner` in a request's state).
 
 Comparing a key takes a time that reveals nothing about the valid keys: digests under a secret of this process are
 compared to their end, always all of them, whichever one matches.
 """
 
+import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable, Set
@@ -94,6 +96,7 @@ class ApiKeys(Middleware):
             return
         key = _key_of(scope)
         if key is not None and self.accepts(key):
+            scope.setdefault("state", {})["owner"] = hashlib.sha256(key).hexdigest()
             await app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

@@ -1,5 +1,7 @@
 """Limits on clients: bytes of a body, seconds to send it, and requests at a time. Knows nothing of tokens.
 
+Files (`STREAMED_PATHS`) are left to their endpoint, which writes them to the disk while they arrive.
+
 A body is received whole before the application sees it, which reads it whole anyway. So its size is the size received,
 not the size announced, and a client that sends slowly or endlessly gets no further than here. (Starlette has a limit on
 bytes, too, but it answers in plain text and waits forever.)
@@ -12,6 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.refusals import OPERATOR_PATHS, error_body, header_of, path_of, refuse, start_answer
+
+STREAMED_PATHS = frozenset({"/v1/files"})
 
 SECONDS_FOR_BODY = 30.0
 """How long a client may take to send a request's body."""
@@ -33,6 +37,9 @@ class BodyLimit(Middleware):
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """See `Middleware`."""
+        if path_of(scope) in STREAMED_PATHS:
+            await app(scope, receive, send)
+            return
         announced = header_of(scope, b"content-length") or b""
         if announced.isdigit() and int(announced) > self._max_bytes:
             await self._refuse_size(scope, receive, send)

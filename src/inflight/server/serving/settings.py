@@ -30,6 +30,8 @@ class ServerSettings:
         max_stall: seconds that a stream waits for a client that does not read before its request is aborted.
         strict_fields: whether request fields that could be ignored are refused, too.
         trust_request_chat_template: whether a request may bring a chat template, a program that runs in this process.
+        batch_dir: a folder for files and batch jobs; None: there are none.
+        max_file_size: the most bytes of a file that is uploaded.
         tool_call_parser: how the model writes tool calls, one of `CALL_FORMATS`; None: derived from its chat template.
     """
 
@@ -43,13 +45,15 @@ class ServerSettings:
     max_stall: float = 60.0
     strict_fields: bool = False
     trust_request_chat_template: bool = False
+    batch_dir: str | None = None
+    max_file_size: int = 2**30
     tool_call_parser: str | None = None
 
     def __post_init__(self) -> None:
         for name in (self.model_name, *self.model_aliases):
             if not isinstance(name, str) or not name:
                 raise ValueError(f"a name of the model is {name!r}; it must be a non-empty string")
-        for limit in ("max_n", "max_num_sequences"):
+        for limit in ("max_n", "max_num_sequences", "max_file_size"):
             options.check_integer(limit, getattr(self, limit), 1)
         options.check_integer("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
         for seconds in ("request_timeout", "keep_alive_interval", "max_stall"):

@@ -1,0 +1,93 @@
+"""`BatchJobs`: the files and batch jobs of a server, and the worker that gets them done."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+
+from inflight.batches.batch import Batch
+from inflight.batches.database import Database
+from inflight.batches.files import Files
+from inflight.batches.ledger import Ledger
+from inflight.batches.worker import Answerer, Worker
+from inflight.server.wire.api_errors import ApiError
+
+logger = logging.getLogger("inflight.batches")
+
+
+class BatchJobs:
+    """Files and jobs in a folder.
+
+    Args:
+        answerer: answers the requests of jobs.
+        max_in_work: the most of them in work at once.
+
+    Raises:
+        OSError: the folder cannot be used, or another process has it.
+    """
+
+    def __init__(self, folder: Path, answerer: Answerer, max_in_work: int) -> None:
+        self._database = Database(folder.expanduser())
+        self.files = Files(self._database)
+        self.ledger = Ledger(self._database, self.files)
+        self._see = _Log()
+        self.worker = Worker(self.ledger, self.files, answerer, max_in_work, self._see)
+        self._working: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to work, in the running event loop."""
+        self._working = asyncio.create_task(self._work())
+
+    async def stop(self) -> None:
+        """Stop working, and let other processes have the folder. What is not answered is answered after the next
+        start."""
+        if self._working is not None:
+            self._working.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._working
+        self._database.close()
+
+    async def _work(self) -> None:
+        try:
+            await self.worker.run()
+        except Exception:
+            logger.exception("this server does not work on batch jobs any more")
+
+
+class _Log:
+    """Writes a line for each status that a job reaches."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, str] | None = None
+
+    def __call__(self, batch: Batch) -> None:
+        if self._last != (batch.id, batch.status):
+            self._last = batch.id, batch.status
+            done = f"{batch.num_completed} of {batch.num_lines} requests answered, {batch.num_failed} failed"
+            logger.info("%s is %s: %s", batch.id, batch.status, done)
+
+
+def jobs_of(request: Request) -> BatchJobs:
+    """The jobs of the request's application. Raises `ApiError` if it keeps none."""
+    jobs: BatchJobs | None = request.app.state.batch_jobs
+    if jobs is None:
+        message = "this server keeps no files and no batch jobs; its operator can start it with --batch-dir"
+        raise ApiError(404, message, code="batches_not_enabled")
+    return jobs
+
+
+def owner_of(request: Request) -> str:
+    """Whom files and jobs of this request belong to: whoever has its API key."""
+    state: Mapping[str, Any] = request.scope.get("state", {})
+    return str(state.get("owner", ""))
+
+
+def check_parameters(request: Request, *names: str) -> None:
+    """Raise `ApiError` for the first parameter of the query that is not one of these."""
+    for name in request.query_params:
+        if name not in names:
+            raise ApiError(400, f"there is no parameter {name[:200]!r}; there is {' and '.join(names)}", param=name)

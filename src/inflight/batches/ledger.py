@@ -253,7 +253,7 @@ class Ledger:
                 written = line_of_error(custom_id, code, message) if line is None else line
                 (errors if is_error else outputs).write(written + b"\n")
             for new in (outputs, errors):
-                new.finish()
+                new.finish() if new.num_bytes else new.discard()
         except BaseException:
             outputs.discard()
             errors.discard()

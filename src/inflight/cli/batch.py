@@ -94,7 +94,10 @@ def batch(
                     _hand_over(files.path_of(file_id), place, requests)
             if job.output_file_id is None:
                 output.write_bytes(b"")
-    shutil.rmtree(folder)
+    finished = folder.with_name(folder.name + ".finished")  # at once: half of it would look like a job
+    shutil.rmtree(finished, ignore_errors=True)
+    os.replace(folder, finished)
+    shutil.rmtree(finished)
     if job.status != "completed":
         listed = [f"line {each.line}: {each.message}" if each.line else each.message for each in job.errors]
         raise InvalidRequestError("\n".join([f"{str(requests)!r} is wrong, and nothing was answered", *listed]))

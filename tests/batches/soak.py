@@ -41,9 +41,11 @@ def command(requests: Path, output: Path) -> list[str]:
     return [sys.executable, "-m", "inflight", "batch", str(requests), "-o", str(output), *options]
 
 
-def run_killed(arguments: list[str], rng: random.Random, num_kills: int) -> int:
+def run_killed(arguments: list[str], output: Path, rng: random.Random, num_kills: int) -> int:
     """Run a command to its end, killing it before at random moments, at most so often; return how often."""
     for number in range(num_kills):
+        if output.exists():  # it was killed when all was done
+            return number
         process = subprocess.Popen(arguments, stderr=subprocess.PIPE, start_new_session=True)
         try:
             _, errors = process.communicate(timeout=rng.uniform(0.1, SECONDS_UNTIL_KILLED))
@@ -85,7 +87,7 @@ def main() -> None:
             made = make_requests(rng, arguments.lines)
             requests.write_text("".join(json.dumps(each) + "\n" for each in made))
             subprocess.run(command(requests, once), check=True, stderr=subprocess.DEVNULL)
-            num_kills += run_killed(command(requests, killed), rng, arguments.kills - num_kills)
+            num_kills += run_killed(command(requests, killed), killed, rng, arguments.kills - num_kills)
             assert results(killed) == results(once)
             ids = [line["custom_id"] for lines in results(killed) for line in lines]
             assert sorted(ids) == sorted(each["custom_id"] for each in made)

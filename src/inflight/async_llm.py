@@ -24,7 +24,7 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import MAX_FLOAT, check_number, refuse_unknown_options
 from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta, TokenScore
 from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import EngineStats
+from inflight.contracts.record import EngineStats, RecordTo
 from inflight.engine.admission import make_request
 from inflight.engine.process.connection import Connection, ProcessConnection, ThreadConnection
 from inflight.engine.process.protocol import Abort, AskStats, Generate, Load, Ready
@@ -62,6 +62,7 @@ class AsyncLLM:
         starts_at_once: start the engine's process now, beside what this constructor loads, and not with the first call.
         step_timeout: seconds after which an engine's process that does not answer is killed, and counts as crashed;
             None: never. Steps that take long get more: 50 times as long as the longest so far.
+        record_to: where every step is recorded, for `inflight trace` and `simulate`; None: nowhere.
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
     Attributes:
@@ -82,13 +83,14 @@ class AsyncLLM:
         starts_at_once: bool = False,
         restart_delays: Sequence[float] = RESTART_DELAYS,
         step_timeout: float | None = STEP_TIMEOUT,
+        record_to: RecordTo | None = None,
         **options: Any,
     ) -> None:
         if step_timeout is not None:
             check_number("step_timeout", step_timeout, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
         config, source = engine_config(options, "AsyncLLM"), model_source(model)
         self.config = config
-        load = None if in_process else _load(source, tokenizer, config)
+        load = None if in_process else _load(source, tokenizer, config, record_to)
 
         def make() -> Engine:
             from inflight.engine.engine import Engine  # with torch, which no caller of an engine's process needs
@@ -96,7 +98,7 @@ class AsyncLLM:
             return Engine(source, config, loaded)
 
         def connect() -> Connection:
-            return ThreadConnection(make) if load is None else ProcessConnection(load)
+            return ThreadConnection(make, record_to) if load is None else ProcessConnection(load)
 
         # A thread cannot be killed, so nobody watches it.
         self._supervisor = Supervisor(connect, restart_delays, None if in_process else step_timeout)
@@ -338,7 +340,9 @@ class _Call:
             self._session.send(Abort(self._address))
 
 
-def _load(model: str | PreTrainedModel, tokenizer: TokenizerSource | None, config: EngineConfig) -> Load:
+def _load(
+    model: str | PreTrainedModel, tokenizer: TokenizerSource | None, config: EngineConfig, record_to: RecordTo | None
+) -> Load:
     """The message that lets another process load the same. Raises `ModelError` for what is loaded already."""
     for what, given in (("model", model), ("tokenizer", tokenizer)):
         if is_loaded_model(given) or is_loaded_tokenizer(given):
@@ -347,7 +351,7 @@ def _load(model: str | PreTrainedModel, tokenizer: TokenizerSource | None, confi
                 "its hub id or folder, or in_process=True"
             )
     assert isinstance(model, str)
-    return Load(_full_name(model), None if tokenizer is None else _full_name(os.fspath(tokenizer)), config)
+    return Load(_full_name(model), None if tokenizer is None else _full_name(os.fspath(tokenizer)), config, record_to)
 
 
 def _full_name(name: str) -> str:

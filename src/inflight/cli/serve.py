@@ -4,16 +4,19 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from inflight.cli.help import Command
 from inflight.cli.options import engine_options, engine_values, model_argument, quiet_libraries, size, values_for
-from inflight.contracts.errors import EngineDeadError
+from inflight.contracts.errors import EngineDeadError, InvalidRequestError
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.tools.call_format import CALL_FORMATS
+
+if TYPE_CHECKING:
+    from inflight.contracts.record import RecordTo
 
 KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 
@@ -47,6 +50,9 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 )
 @click.option("--batch-dir", type=click.Path(), help="A folder for files and batch jobs; without it there are none.")
 @click.option("--max-file-size", type=size, help="Most bytes of an uploaded file; units such as 4GiB are known.")
+@click.option("--record", type=click.Path(), help="Record every step in this file, prompts only as hashes.")
+@click.option("--record-size", type=size, default="64M", help="The size after which the next file of records begins.")
+@click.option("--record-files", type=int, default=4, help="How many of them are kept.")
 @click.option("--api-key-file", type=click.Path(), help=f"API keys, one per line (besides those in {KEYS_VARIABLE}).")
 @click.option("--max-body-size", type=size, help="Most bytes of a request's body; units such as 4MiB are known.")
 @click.option("--max-requests", type=int, help="Most HTTP requests served at once; more are refused.")
@@ -78,7 +84,14 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
         listener = listen(host, port, settings.max_stall)  # before anything is loaded, because it may be in use
     except OSError as error:
         raise click.ClickException(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
-    llm = AsyncLLM(model, starts_at_once=True, **engine_values(options), **_given("step_timeout", options))
+    record_to = _record_to(options["record"], options["record_size"], options["record_files"])
+    llm = AsyncLLM(
+        model,
+        starts_at_once=True,
+        record_to=record_to,
+        **engine_values(options),
+        **_given("step_timeout", options),
+    )
     from inflight.server.run import serve_until_told
 
     if llm.tokenizer is None:
@@ -102,6 +115,20 @@ def _do_without_torch() -> None:
     wherever it finds it, which takes a second and 250 MB. The engine's process has it."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]  # so that it is not found
+
+
+def _record_to(path: str | None, max_bytes: int, num_files: int) -> "RecordTo | None":
+    """Where the engine's process records its steps. Raises `InvalidRequestError` if no file can be written there."""
+    if path is None:
+        return None
+    from inflight.contracts.record import RecordTo
+
+    full = Path(path).expanduser().absolute()
+    try:
+        full.open("a").close()
+    except OSError as error:
+        raise InvalidRequestError(f"the recording {path!r} cannot be written: {error.strerror}") from error
+    return RecordTo(path=str(full), max_bytes=max_bytes, num_files=num_files)
 
 
 def _given(name: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from inflight.contracts.options import check_integer, strict_options
+
 SpanKind: TypeAlias = Literal["prefill", "chunk", "decode"]
 
 
@@ -131,3 +133,23 @@ class EngineStats:
     def cache_hit_rate(self) -> float:
         """The share of prompt tokens that did not have to be computed, from 0 to 1."""
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+
+@strict_options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordTo:
+    """Where an engine's steps are recorded.
+
+    Attributes:
+        path: the newest file; older ones have numbers behind their names.
+        max_bytes: after so many the next file begins.
+        num_files: how many are kept.
+    """
+
+    path: str
+    max_bytes: int = 2**26
+    num_files: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "num_files"):
+            check_integer(name, getattr(self, name), 1)

@@ -58,15 +58,22 @@ class Recorder:
         path: the file, which is overwritten.
         config: the requested configuration.
         model: the model that runs, with the derived values; None for a simulation.
+        key: of the hashes of prompts; None: a new one. Recordings with the same key have the same prefixes.
+
+    Attributes:
+        num_bytes: how much was written.
 
     Raises:
         ValueError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, config: EngineConfig, model: ModelInfo | None = None) -> None:
+    def __init__(
+        self, path: Path, config: EngineConfig, model: ModelInfo | None = None, key: bytes | None = None
+    ) -> None:
         self._path = path
         self._block_size = config.block_size
-        self._key = os.urandom(16)
+        self._key = os.urandom(16) if key is None else key
+        self.num_bytes = 0
         self._encode = json.JSONEncoder(separators=(",", ":")).encode
         try:
             self._file = path.open("w", encoding="utf-8", buffering=MANY_BYTES)
@@ -91,6 +98,13 @@ class Recorder:
         except OSError as error:
             raise self._failure(error) from error
 
+    def flush(self) -> None:
+        """Write what is still buffered."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise self._failure(error) from error
+
     def __enter__(self) -> "Recorder":
         return self
 
@@ -99,7 +113,7 @@ class Recorder:
 
     def _write(self, line: dict[str, Any]) -> None:
         try:
-            self._file.write(self._encode(line) + "\n")
+            self.num_bytes += self._file.write(self._encode(line) + "\n")  # (all of it is ASCII)
         except OSError as error:
             raise self._failure(error) from error
 

@@ -1,17 +1,22 @@
 """The engine's process: commands arrive on standard input, events leave on standard output.
 
-It ends when its standard input ends, because the caller closed it or died, whatever the engine is doing then. Anything
-that is printed here goes to standard error.
+It ends when its standard input ends, because the caller closed it or died, whatever the engine is doing then; if there
+are prefixes or records to save, it may finish its step and save them first. Anything that is printed here goes to
+standard error.
 """
 
 import os
 import sys
 import threading
+import time
 from queue import SimpleQueue
 from typing import BinaryIO
 
 from inflight.engine.process.protocol import Commands, Event, read_command, read_load, to_frame
 from inflight.garbage_collection import end_without_garbage_collection, garbage_collection_paused
+
+SECONDS_TO_SAVE = 4.5
+"""After that, callers kill it (`connection.SECONDS_TO_END`)."""
 
 SWITCH_INTERVAL = 0.0001
 """Seconds after which a thread that reads or compiles requests gives the interpreter back. A step gives it up at each
@@ -25,7 +30,9 @@ def main() -> int:
     if asked is None:
         return 0
     commands: Commands = SimpleQueue()
-    threading.Thread(target=_listen, args=(incoming, commands), daemon=True).start()
+    saves = asked.config.prefix_cache_dir is not None or asked.record_to is not None
+    seconds_to_save = SECONDS_TO_SAVE if saves else None
+    threading.Thread(target=_listen, args=(incoming, commands, seconds_to_save), daemon=True).start()
 
     with garbage_collection_paused():  # this takes long; the thread notices meanwhile if the caller dies
         from inflight.engine.engine import Engine
@@ -43,7 +50,7 @@ def main() -> int:
             os._exit(0)
 
     try:
-        return 0 if serve(load, commands, send) else 1
+        return 0 if serve(load, commands, send, asked.record_to) else 1
     finally:
         end_without_garbage_collection()
 
@@ -58,10 +65,13 @@ def _take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:
     return incoming, outgoing
 
 
-def _listen(incoming: BinaryIO, commands: Commands) -> None:
+def _listen(incoming: BinaryIO, commands: Commands, seconds_to_save: float | None) -> None:
     try:
         while (command := read_command(incoming)) is not None:
             commands.put(command)
+        if seconds_to_save is not None:
+            commands.put(None)
+            time.sleep(seconds_to_save)  # unless the process ends meanwhile, as it should
     finally:
         os._exit(0)  # the engine may be in the middle of anything, and no caller is left
 

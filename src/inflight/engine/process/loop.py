@@ -7,9 +7,11 @@ import logging
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 
 from inflight.contracts.errors import InvalidRequestError, ModelError, QueueFullError
 from inflight.contracts.outputs import SequenceOutput
+from inflight.contracts.record import RecordTo
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.engine import Engine
 from inflight.engine.prefill_limit import PrefillLimit
@@ -36,12 +38,22 @@ MOST_AT_ONCE = 64
 """Most commands that are obeyed between two steps: large requests take a millisecond each, and streams wait."""
 
 
-def serve(load: Callable[[], Engine], commands: Commands, send: Callable[[Event], None]) -> bool:
-    """Make an engine and run it until None comes. Returns whether all went well; if not, the last event says why."""
+def serve(
+    load: Callable[[], Engine],
+    commands: Commands,
+    send: Callable[[Event], None],
+    record_to: RecordTo | None = None,
+) -> bool:
+    """Make an engine and run it until None comes. Returns whether all went well; if not, the last event says why.
+
+    Args:
+        record_to: where all steps are recorded; None: they are not.
+    """
     try:
         engine = load()
-        send(Ready(engine.model_info, engine.default_sampling_params()))
-        _Loop(engine, commands, send).run()
+        with _recorded(engine, record_to):
+            send(Ready(engine.model_info, engine.default_sampling_params()))
+            _Loop(engine, commands, send).run()
     except ModelError as error:
         send(Failed(str(error), is_model_error=True))
         return False
@@ -50,6 +62,18 @@ def serve(load: Callable[[], Engine], commands: Commands, send: Callable[[Event]
         send(Failed(repr(error)))
         return False
     return True
+
+
+@contextmanager
+def _recorded(engine: Engine, record_to: RecordTo | None) -> Iterator[None]:
+    if record_to is None:
+        yield
+        return
+    from inflight.observe.rotating_recorder import RotatingRecorder
+
+    with closing(RotatingRecorder(record_to, engine.config, engine.model_info)) as recorder:
+        engine.observer = recorder.see
+        yield
 
 
 class _Loop:

@@ -15,7 +15,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import EngineStats
+from inflight.contracts.record import EngineStats, RecordTo
 
 LENGTH_BYTES = 4
 
@@ -26,6 +26,7 @@ class Load(msgspec.Struct, tag=True, frozen=True):
     model: str
     tokenizer: str | None
     config: EngineConfig
+    record_to: RecordTo | None = None
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):

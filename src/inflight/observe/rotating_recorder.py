@@ -1,0 +1,78 @@
+"""`RotatingRecorder`: recordings of an engine that runs for weeks, in files of a limited size; the last are kept.
+
+Each file is a recording by itself (of requests that began in an earlier one, only the steps). A recording that cannot
+be written ends with a line in the log, and never takes the engine with it.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.record import RecordTo, StepRecord
+from inflight.observe.recorder import Recorder
+
+logger = logging.getLogger("inflight.recording")
+
+SECONDS_BETWEEN_FLUSHES = 1.0
+
+
+class RotatingRecorder:
+    """Writes the steps that it sees to `to.path`; when that is full, it becomes `PATH.1`, and so on.
+
+    Args:
+        clock: seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self, to: RecordTo, config: EngineConfig, model: ModelInfo, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._to, self._config, self._model, self._clock = to, config, model, clock
+        self._path = Path(to.path).expanduser()
+        self._key = os.urandom(16)
+        self._recorder: Recorder | None = None
+        self._last_flush = clock()
+        self._trying(self._begin)
+
+    def see(self, record: StepRecord) -> None:
+        """Record one step."""
+        if self._recorder is not None:
+            self._trying(lambda: self._see(record))
+
+    def close(self) -> None:
+        """Write what is still buffered."""
+        if self._recorder is not None:
+            self._trying(self._recorder.close)
+
+    def _see(self, record: StepRecord) -> None:
+        recorder = self._recorder
+        assert recorder is not None
+        recorder.see(record)
+        if recorder.num_bytes >= self._to.max_bytes:
+            recorder.close()
+            self._begin()
+        elif self._clock() - self._last_flush >= SECONDS_BETWEEN_FLUSHES:
+            recorder.flush()
+            self._last_flush = self._clock()
+
+    def _begin(self) -> None:
+        """Begin a file; the ones before it move on, and the oldest goes."""
+        for number in reversed(range(self._to.num_files)):
+            path = self._numbered(number)
+            if path.exists() and path.stat().st_size:
+                path.replace(self._numbered(number + 1))
+        self._numbered(self._to.num_files).unlink(missing_ok=True)
+        self._recorder = Recorder(self._path, self._config, self._model, self._key)
+
+    def _numbered(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
+
+    def _trying(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except (OSError, ValueError) as error:
+            self._recorder = None
+            logger.error("steps are not recorded any more: %s", error)

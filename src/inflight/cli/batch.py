@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import os
 import shutil
+import sqlite3
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -17,7 +18,7 @@ import click
 
 from inflight.cli.help import Command
 from inflight.cli.options import engine_options, engine_values, model_option, quiet_libraries
-from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.errors import EngineDeadError, InvalidRequestError
 
 if TYPE_CHECKING:
     from inflight.async_llm import AsyncLLM
@@ -87,7 +88,8 @@ def batch(
         job = _job(requests, folder, ledger, files, _identity(model, values))
         if not job.is_finished:
             settings = ServerSettings(model_name=model or DEMO_MODEL_NAME, model_aliases=(ANY_NAME,))
-            job = asyncio.run(_work(AsyncLLM(model, **values), settings, job, ledger, files, quiet))
+            with _said_how_to_go_on():
+                job = asyncio.run(_work(AsyncLLM(model, **values), settings, job, ledger, files, quiet))
         if job.status == "completed":
             for file_id, place in ((job.output_file_id, output), (job.error_file_id, errors)):
                 if file_id is not None:
@@ -103,6 +105,19 @@ def batch(
         raise InvalidRequestError("\n".join([f"{str(requests)!r} is wrong, and nothing was answered", *listed]))
     if job.error_file_id is not None:
         print(f"inflight: {job.num_failed} of {job.num_lines} requests failed: see {str(errors)!r}", file=sys.stderr)
+
+
+@contextmanager
+def _said_how_to_go_on() -> Iterator[None]:
+    """Say, whatever ends the block before its time, that nothing is lost."""
+    hint = "the same command goes on where this one was"
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"inflight: {hint}", file=sys.stderr)
+        raise
+    except (OSError, sqlite3.Error, EngineDeadError) as error:
+        raise click.ClickException(f"{error}; {hint}") from error
 
 
 def _identity(model: str | None, values: dict[str, Any]) -> dict[str, str]:

@@ -1,0 +1,120 @@
+"""`inflight batch`: results in order, and a job that goes on after it was killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import Command
+from tests.interrupts import heed_interrupts
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+def request(custom_id: str, url: str = COMPLETION, **body: Any) -> dict[str, Any]:
+    body = {"model": "any", "temperature": 0, "max_tokens": 8} | body
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def write(path: Path, *requests: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in requests))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def texts(path: Path) -> list[tuple[str, str]]:
+    """The `custom_id` and the text of each result."""
+    return [(line["custom_id"], line["response"]["body"]["choices"][0]["text"]) for line in read(path)]
+
+
+def test_results_and_errors_come_in_order_and_are_not_overwritten(
+    command: Command, refused: Command, tmp_path: Path
+) -> None:
+    requests = write(
+        tmp_path / "requests.jsonl",
+        request("b", prompt="Once upon a time"),
+        request("a", prompt="Once", max_tokens=-1),
+        request("c", CHAT, messages=[{"role": "user", "content": "A story."}]),
+        request("d", prompt="Once upon a time"),
+    )
+    output, errors = tmp_path / "results.jsonl", tmp_path / "results.errors.jsonl"
+    done = command("batch", requests, "-o", output)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "4/4" in done.stderr
+    assert f"inflight: 1 of 4 requests failed: see '{errors}'" in done.stderr
+    assert [line["custom_id"] for line in read(output)] == ["b", "c", "d"]
+    assert read(output)[0]["response"]["body"]["model"] == "inflight-demo"
+    assert [(line["custom_id"], line["response"]["status_code"]) for line in read(errors)] == [("a", 400)]
+    assert {path.name for path in tmp_path.iterdir()} == {requests.name, output.name, errors.name}
+    assert output.stat().st_mode == requests.stat().st_mode
+    plain = command("generate", "Once upon a time", "--temperature", 0, "--max-tokens", 8)
+    assert read(output)[0]["response"]["body"]["choices"][0]["text"] == plain.stdout.removesuffix("\n")
+    again = refused("batch", requests, "-o", output)
+    assert f"'{output}' exists; name another file, or add --overwrite" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "sentences"),
+    [
+        ("{}\n" * 2, ["and nothing was answered", "line 1: ", "line 2: "]),
+        (json.dumps(request("a")) + "\n" + json.dumps(request("a")), ["line 2: the custom_id 'a' is that of line 1"]),
+        ("", ["the file has no requests"]),
+        (None, ["there is no file"]),
+    ],
+)
+def test_a_wrong_file_is_said_before_anything_is_loaded(
+    refused: Command, tmp_path: Path, content: str | None, sentences: list[str]
+) -> None:
+    requests = tmp_path / "requests.jsonl"
+    if content is not None:
+        requests.write_text(content)
+    done = refused("batch", requests, "-o", tmp_path / "results.jsonl")
+    assert all(sentence in done.stderr for sentence in sentences), done.stderr
+    assert list(tmp_path.iterdir()) == ([] if content is None else [requests])
+
+
+def test_a_killed_job_goes_on_with_the_same_requests_and_options(refused: Command, tmp_path: Path) -> None:
+    many = [request(str(number), prompt=f"Once {number % 7}", max_tokens=40, ignore_eos=True) for number in range(400)]
+    requests, output = write(tmp_path / "requests.jsonl", *many), tmp_path / "results.jsonl"
+    arguments = [sys.executable, "-m", "inflight", "batch", str(requests), "-o", str(output), "--max-num-seqs", "4"]
+    journal = tmp_path / "results.jsonl.job" / "batches.sqlite-wal"
+    process = subprocess.Popen(arguments, stderr=subprocess.DEVNULL, start_new_session=True)
+    end, size = time.monotonic() + 60, 0
+    while size < 200_000:  # it grows with each result
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.01)
+        size = journal.stat().st_size if journal.exists() else 0
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not output.exists()
+    interrupted = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
+    assert interrupted.stderr is not None
+    assert interrupted.stderr.read(1)  # the bar: it is at work
+    interrupted.send_signal(signal.SIGINT)
+    said = interrupted.communicate(timeout=100)[1]
+    assert "inflight: the same command goes on where this one was\n" in said
+    assert said.endswith("inflight: interrupted\n")
+    assert interrupted.returncode == 130
+    other = refused("batch", requests, "-o", output, "--kv-cache-dtype", "int8")
+    assert "this job began with kv_cache_dtype at its default; go on with that, or delete" in other.stderr
+    content = requests.read_text()
+    write(requests, request("new", prompt="x"))
+    changed = refused("batch", requests, "-o", output)
+    assert "has changed since this job began; restore it, or delete" in changed.stderr
+    requests.write_text(content)
+    again = subprocess.run(arguments, capture_output=True, text=True, timeout=150)
+    assert again.returncode == 0, again.stderr
+    results = texts(output)
+    assert [custom_id for custom_id, _ in results] == [str(number) for number in range(400)]
+    assert len({(int(custom_id) % 7, text) for custom_id, text in results}) == 7
+    assert not journal.parent.exists()

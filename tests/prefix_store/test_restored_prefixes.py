@@ -1,13 +1,15 @@
 """Prefixes that come from a folder give the bits of those that were computed, and nobody notices anything else."""
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inflight import LLM, ModelError, SamplingParams
+from inflight import LLM, AsyncLLM, ModelError, SamplingParams
 from inflight.contracts.outputs import RequestOutput
+from inflight.prefix_store.inspection import holdings
 from tests import others, zoo
 from tests.speculation.random_requests import generate, random_requests, said
 
@@ -166,3 +168,16 @@ def test_a_prefix_is_kept_before_anybody_needs_it(tmp_path: Path) -> None:
     assert restored(llm) == output.metrics.num_cached_tokens >= num_tokens - 16
     with pytest.raises(ValueError, match="there is no prefix_cache_dir to keep a prefix in"):
         LLM().cache_prefix(TEXT)
+
+
+def test_an_engine_that_is_stopped_saves_what_it_knows(tmp_path: Path) -> None:
+    async def run_once() -> None:
+        async with AsyncLLM(prefix_cache_dir=str(tmp_path), num_blocks=200) as llm:
+            async for _ in llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=1)):
+                pass
+
+    asyncio.run(run_once())
+    (held,) = holdings(tmp_path)
+    llm = LLM()
+    assert llm.tokenizer is not None
+    assert held.num_blocks == len(llm.tokenizer.encode(TEXT)) // 16 > 3

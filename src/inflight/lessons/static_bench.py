@@ -4,12 +4,15 @@ The workload is the classic one: most requests are short and every eighth is lon
 for one request. Besides seconds it reports steps, which do not depend on the machine.
 """
 
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeAlias
 
 import torch
@@ -17,13 +20,16 @@ from rich.table import Column, Table
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from inflight.contracts.config import EngineConfig
+from inflight.engine.engine import Engine
 from inflight.execution.hf.load import ModelSource, load_model
-from inflight.lessons import shared_prefix, static_batching
+from inflight.lessons import engine_batching, shared_prefix, static_batching
 from inflight.lessons.methods import Method, Setting, warm_up
 from inflight.lessons.run import LessonRequest, Run
 from inflight.lessons.static_batching import left_pad
+from inflight.prefix_store.inspection import clear, holdings
 
 NUM_SLOTS = 8
+SECONDS_TO_SAVE = 60.0
 NUM_PREFIX_TOKENS, NUM_SUFFIX_TOKENS, NUM_SHARED_NEW_TOKENS = 512, 16, 32
 
 Advance: TypeAlias = Callable[[int], None]
@@ -83,10 +89,12 @@ class Comparison:
 
     Attributes:
         num_tokens: tokens that one method generates in one round.
+        prepare: what is done before a method's run, and not measured.
     """
 
     contestants: Mapping[str, Contestant]
     num_tokens: int
+    prepare: Mapping[str, Callable[[], None]] = field(default_factory=dict)
 
 
 def compare_rungs(model: PreTrainedModel, num_requests: int) -> Comparison:
@@ -99,18 +107,68 @@ def compare_rungs(model: PreTrainedModel, num_requests: int) -> Comparison:
 
 
 def compare_shared_prefix(model: PreTrainedModel, num_requests: int) -> Comparison:
-    """Static waves, and one batch that computes the common prefix once."""
-    requests = sharing_requests(num_requests, model.config.get_text_config().vocab_size)
+    """Static waves, one batch that computes the common prefix once, and the engine, which finds the prefix by itself:
+    in the prompt before ("cold"), in its cache ("warm"), or in files, as after a restart ("disk")."""
+    vocab_size = model.config.get_text_config().vocab_size
+    requests = sharing_requests(num_requests, vocab_size)
     num_chunks = NUM_PREFIX_TOKENS // shared_prefix.CHUNK_SIZE
     methods: dict[str, Method] = {
         "static": partial(static_batching.run, model, num_slots=num_requests),
         "shared prefix": partial(shared_prefix.generate_many, model, n_prefix_chunks=num_chunks),
     }
-    return _comparison({name: partial(_run, method, requests) for name, method in methods.items()}, requests)
+    prefix = requests[0].prompt_token_ids[:NUM_PREFIX_TOKENS]
+    config = EngineConfig(max_num_seqs=max(NUM_SLOTS, num_requests), speculation="off")
+    in_memory, on_disk = _PrefixEngine(model, config, prefix), _StoringEngine(model, config, prefix)
+    methods |= {"engine, cold": in_memory.run, "engine, warm": in_memory.run, "engine, disk": on_disk.run}
+    prepare = {
+        "engine, cold": in_memory.forget,
+        "engine, warm": in_memory.know_prefix,
+        "engine, disk": on_disk.leave_prefix,
+    }
+    return _comparison({name: partial(_run, method, requests) for name, method in methods.items()}, requests, prepare)
 
 
-def _comparison(contestants: Mapping[str, Contestant], requests: Sequence[LessonRequest]) -> Comparison:
-    return Comparison(contestants, sum(request.max_new_tokens for request in requests))
+class _PrefixEngine:
+    """An engine that is made to know a prefix, or nothing."""
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig, prefix: Sequence[int]) -> None:
+        self.engine, self._prefix = Engine(model, config), prefix
+        self.run = partial(engine_batching.run, self.engine)
+        warm_up({"engine": self.run}, [LessonRequest(prefix, 2)] * 2)
+
+    def forget(self) -> None:
+        """Know nothing."""
+        self.engine.start_over()
+
+    def know_prefix(self) -> None:
+        """Know the prefix, and nothing else."""
+        self.forget()
+        self.run([LessonRequest([*self._prefix, 0], 1)])
+
+
+class _StoringEngine(_PrefixEngine):
+    """An engine with a folder for prefixes, which goes with it."""
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig, prefix: Sequence[int]) -> None:
+        self._folder = TemporaryDirectory(prefix="inflight-prefixes-", ignore_cleanup_errors=True)
+        super().__init__(model, replace(config, prefix_cache_dir=self._folder.name), prefix)
+
+    def leave_prefix(self) -> None:
+        """Leave the prefix in the folder, and know nothing."""
+        self.forget()
+        for holding in holdings(Path(self._folder.name)):
+            clear(holding, math.inf)
+        self.know_prefix()
+        self.engine.save_prefixes(SECONDS_TO_SAVE)
+        self.forget()
+
+
+def _comparison(
+    contestants: Mapping[str, Contestant],
+    requests: Sequence[LessonRequest],
+    prepare: Mapping[str, Callable[[], None]] | None = None,
+) -> Comparison:
+    return Comparison(contestants, sum(request.max_new_tokens for request in requests), prepare or {})
 
 
 def measure(
@@ -126,6 +184,7 @@ def measure(
     results: dict[str, tuple[int, list[list[int]]]] = {}
     for number in range(rounds):
         for name, run in comparison.contestants.items():
+            comparison.prepare.get(name, lambda: None)()
             start = time.perf_counter()
             results[name] = run(advance)
             seconds[name].append(time.perf_counter() - start)

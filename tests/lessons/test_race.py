@@ -1,6 +1,7 @@
 """The race and the bench: all methods give the same tokens, and figures follow from what ran."""
 
 from io import StringIO
+from typing import Any
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,10 @@ def test_the_bench_counts_steps_which_do_not_depend_on_the_machine() -> None:
     }
     assert {each.num_differing for each in measured.values()} == {0}
     assert [len(each.seconds) for each in measured.values()] == [2] * 5
-    shared = static_bench.measure(static_bench.compare_shared_prefix(model, 32), 1, lines.append)
-    assert shared["shared prefix"].num_differing == 0
-    assert len(lines) == 2 * 5 + 2
+    comparison = static_bench.compare_shared_prefix(model, 32)
+    shared = static_bench.measure(comparison, 2, lines.append)
+    assert list(shared) == ["static", "shared prefix", "engine, cold", "engine, warm", "engine, disk"]
+    assert {each.num_differing for each in shared.values()} == {0}
+    assert len(lines) == 2 * 5 + 2 * 5
+    storing: Any = comparison.prepare["engine, disk"]
+    assert storing.__self__.engine.scheduler.num_restored_tokens == 2 * static_bench.NUM_PREFIX_TOKENS

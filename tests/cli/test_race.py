@@ -95,8 +95,9 @@ def test_the_static_benchmark_runs_any_model_with_as_many_requests_as_asked_for(
     assert done.returncode == 0
     assert "3 requests, 100 new tokens for every eighth" in done.stdout
     assert re.search(r"^model\.generate .* equal", done.stdout, re.MULTILINE)
-    assert re.search(r"^shared prefix .* equal", done.stdout, re.MULTILINE)
-    assert len(re.findall(r"^round [12] of 2: \S+", done.stderr, re.MULTILINE)) == 2 * (5 + 2)
+    for name in ("shared prefix", "engine, cold", "engine, warm", "engine, disk"):
+        assert re.search(rf"^{name} .* equal", done.stdout, re.MULTILINE)
+    assert len(re.findall(r"^round [12] of 2: \S+", done.stderr, re.MULTILINE)) == 2 * (5 + 5)
 
 
 def test_a_benchmark_tells_of_every_token_of_every_round() -> None:

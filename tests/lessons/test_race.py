@@ -1,8 +1,8 @@
 """The race and the bench: all methods give the same tokens, and figures follow from what ran."""
 
 from io import StringIO
-from typing import Any
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console

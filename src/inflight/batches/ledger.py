@@ -207,15 +207,12 @@ class Ledger:
                 yield page
                 last = page[-1].prefix, page[-1].number
 
-    def note_crash(self, batch_id: str, number: int) -> int:
-        """The engine died while a line was in work; return how often it has."""
+    def note_crash(self, batch_id: str, number: int) -> None:
+        """The engine died while a line was in work."""
         with self._database.transaction() as connection:
             batch_number, _ = _read(connection, batch_id)
             where = (batch_number, number)
             connection.execute("UPDATE lines SET num_crashes = num_crashes + 1 WHERE batch = ? AND number = ?", where)
-            query = "SELECT num_crashes FROM lines WHERE batch = ? AND number = ?"
-            num_crashes: int = connection.execute(query, where).fetchone()[0]
-        return num_crashes
 
     def add_results(self, batch_id: str, results: Sequence[Result]) -> Batch:
         """Add results, all of them or none; they are durable when this returns. Raises `sqlite3.Error`."""

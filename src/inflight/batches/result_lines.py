@@ -33,11 +33,6 @@ def result_of_answer(number: int, custom_id: str, status: int, body: bytes) -> R
     return Result(number, status != ANSWERED, line, *(_usage(body) if status == ANSWERED else (0, 0)))
 
 
-def result_of_error(number: int, custom_id: str, code: str, message: str) -> Result:
-    """The result of a request that cannot be answered."""
-    return Result(number, True, line_of_error(custom_id, code, message))
-
-
 def line_of_error(custom_id: str, code: str, message: str) -> bytes:
     """A line for a request that was not answered."""
     return _line(custom_id, None, {"code": code, "message": message})

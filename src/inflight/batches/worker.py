@@ -22,7 +22,7 @@ from inflight.batches.files import Files
 from inflight.batches.group_commit import GroupCommit
 from inflight.batches.ledger import Ledger, Work
 from inflight.batches.request_lines import RequestLine, read_lines
-from inflight.batches.result_lines import Result, result_of_answer, result_of_error
+from inflight.batches.result_lines import Result, result_of_answer
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """What a request may name as its `url`."""
@@ -43,10 +43,11 @@ SECONDS_AFTER_FAILURE = 10.0
 SECONDS_BETWEEN_SWEEPS = 600.0
 
 GIVEN_UP = {
-    "completed": ("", ""),
+    "completed": ("engine_died", "the engine died each time that this request was in work, the second time alone"),
     "expired": ("batch_expired", "this request was not answered before the job's time was up"),
     "cancelled": ("batch_cancelled", "this request was not answered before the job was cancelled"),
 }
+"""Code and message of requests that have no answer when a job ends so."""
 
 logger = logging.getLogger("inflight.batches")
 
@@ -162,6 +163,7 @@ class Worker:
             errors.append(LineError("empty_file", "the file has no requests"))
         if not errors:
             return await self._advance(batch, "in_progress")
+        errors.sort(key=lambda error: error.line or 0)
         batch = await asyncio.to_thread(self._ledger.fail, batch.id, errors[:MAX_ERRORS])
         self._see(batch)
         await asyncio.to_thread(self._ledger.remove_lines, batch.id)
@@ -209,18 +211,15 @@ class Worker:
             places.release()
 
     async def _result(self, batch: Batch, work: Work) -> Result | None:
-        """What becomes of a request; None: the engine died, and it has another chance later."""
+        """What becomes of a request; None: the engine died. The first time, it has another chance later."""
         while True:
             await self._answerer.wait_until_ready()
             status, body = await self._answerer.answer(work.url, work.body)
             if status not in RETRIED:
                 return result_of_answer(work.number, work.custom_id, status, body)
             if _code_of(body) == "engine_dead":
-                num_crashes = await asyncio.to_thread(self._ledger.note_crash, batch.id, work.number)
-                if num_crashes < 2:
-                    return None
-                message = "the engine died each of the two times that this request was in work, the second time alone"
-                return result_of_error(work.number, work.custom_id, "engine_died", message)
+                await asyncio.to_thread(self._ledger.note_crash, batch.id, work.number)
+                return None
             await asyncio.sleep(SECONDS_BEFORE_RETRY)
 
 

@@ -43,6 +43,9 @@ from inflight.scheduling.waiting_queue import WaitingQueue
 
 NO_SEQUENCE = -1
 
+BACKGROUND_SHARE = 4
+"""Of what prefills may have beside decodes, those in the background get one part in so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -405,7 +408,9 @@ class Scheduler:
                 budget -= self._schedule(sequence, 1, lengths, running)
         num_prefill_tokens = self.max_num_batched_tokens
         if (lengths or in_background) and self.max_prefill_tokens_per_step is not None:
-            num_prefill_tokens = self.max_prefill_tokens_per_step  # who comes next waits for this step's end
+            num_prefill_tokens = self.max_prefill_tokens_per_step
+            if in_background:  # whoever comes next waits for the end of this step
+                num_prefill_tokens = max(1, num_prefill_tokens // BACKGROUND_SHARE)
         for sequence in prefills:
             if sequence.slot is not None and not self._waits_for_sibling(sequence):
                 self.reuse.take(sequence, self._siblings(sequence))

@@ -2,12 +2,13 @@
 
 import asyncio
 import re
+import sqlite3
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from inflight.batches.files import StoredFile
+from inflight.batches.files import NewFile, StoredFile
 from inflight.server.batches.jobs import BatchJobs, check_parameters, jobs_of, owner_of
 from inflight.server.batches.page import page_of
 from inflight.server.batches.upload import Form, receive_form
@@ -44,16 +45,27 @@ async def upload(request: Request) -> Response:
     """Store a file of requests for a batch job."""
     jobs, settings = jobs_of(request), service_of(request).settings
     content_type = request.headers.get("content-type", "")
-    new = await asyncio.to_thread(jobs.files.create)
     try:
-        form = await receive_form(content_type, request.stream(), new, "file", settings.max_file_size)
-        purpose, lifetime = _checked(form)
-        name = form.filename or ""
-        stored = await asyncio.to_thread(jobs.files.add, new, owner_of(request), name, purpose, lifetime)
+        new = await asyncio.to_thread(jobs.files.create)
+        try:
+            form = await receive_form(content_type, request.stream(), new, "file", settings.max_file_size)
+            purpose, lifetime = _checked(form)
+        except BaseException:
+            new.discard()
+            raise
+        stored = await asyncio.to_thread(_add, jobs, new, owner_of(request), form.filename or "", purpose, lifetime)
+    except (OSError, sqlite3.Error) as error:
+        raise ApiError(507, f"the file cannot be stored: {error}", code="storage_failed") from error
+    return JSONResponse(_shown(stored))
+
+
+def _add(jobs: BatchJobs, new: NewFile, owner: str, name: str, purpose: str, lifetime: int | None) -> StoredFile:
+    """Store a file, even if nobody waits for it any more."""
+    try:
+        return jobs.files.add(new, owner, name, purpose, lifetime)
     except BaseException:
         new.discard()
         raise
-    return JSONResponse(_shown(stored))
 
 
 @router.get("/v1/files")

@@ -86,12 +86,15 @@ def test_a_request_that_kills_the_engine_twice_is_an_error_and_the_others_are_no
     assert [asker.asked.count(prompt) for prompt in prompts] == [2, 2, 2, 1, 1, 1, 1, 1, 1]
 
 
-def test_an_engine_that_is_given_up_blames_nobody(jobs: Jobs) -> None:
-    class GivenUp(Echo):
-        async def wait_until_ready(self) -> None:
-            if self.asked:
-                raise EngineGivenUpError("it has died too often")
+class GivenUp(Echo):
+    """Does not come back after its first death."""
 
+    async def wait_until_ready(self) -> None:
+        if self.asked and self.answers(self.asked[-1]) is not None:
+            raise EngineGivenUpError("it has died too often")
+
+
+def test_an_engine_that_is_given_up_blames_nobody(jobs: Jobs) -> None:
     batch = jobs.create(requests("abcde"))
     with pytest.raises(EngineGivenUpError):
         jobs.finish(GivenUp(lambda _: error("engine_dead")), max_in_work=2)
@@ -171,6 +174,18 @@ def test_a_file_that_is_wrong_fails_at_once(jobs: Jobs) -> None:
     many = jobs.create(b"no\n" * 1000)
     jobs.finish(Echo())
     assert len(jobs.get(many).errors) == worker.MAX_ERRORS
+
+
+def test_a_job_whose_file_disappears_keeps_what_is_answered_and_stops_no_other(jobs: Jobs) -> None:
+    batch, other = jobs.create(requests("abcd")), jobs.create(requests("x"))
+    with pytest.raises(EngineGivenUpError):
+        jobs.finish(GivenUp(lambda prompt: error("engine_dead") if prompt == "c" else None), max_in_work=1)
+    num_answered = jobs.get(batch).num_completed
+    jobs.files.path_of(batch.input_file_id).unlink()
+    jobs.finish(Echo())
+    assert jobs.get(batch).status == "cancelled"
+    assert len(jobs.results(batch)) == num_answered > 0
+    assert jobs.results(other) == [("1", "x")]
 
 
 def test_a_full_disk_delays_a_job(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:

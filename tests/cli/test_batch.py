@@ -60,6 +60,21 @@ def test_results_and_errors_come_in_order_and_are_not_overwritten(
     assert read(output)[0]["response"]["body"]["choices"][0]["text"] == plain.stdout.removesuffix("\n")
     again = refused("batch", requests, "-o", output)
     assert f"'{output}' exists; name another file, or add --overwrite" in again.stderr
+    again = refused("batch", requests, "-o", tmp_path / "new.jsonl", "--errors", errors)
+    assert f"'{errors}' exists" in again.stderr
+    write(requests, request("b", prompt="Once upon a time"))
+    assert command("batch", requests, "-o", output, "--overwrite", "--quiet").stderr == ""
+    assert [line["custom_id"] for line in read(output)] == ["b"]
+    assert not errors.exists(), "it was of the results that were replaced"
+
+
+def test_a_place_for_results_that_is_none_is_refused(refused: Command, tmp_path: Path) -> None:
+    requests = write(tmp_path / "requests.jsonl", request("a", prompt="Once"))
+    for output in (tmp_path, tmp_path / "nowhere" / "results.jsonl"):
+        assert "is a folder, or would be in one that is not there" in refused("batch", requests, "-o", output).stderr
+    same = refused("batch", requests, "-o", tmp_path / "a", "--errors", tmp_path / "a")
+    assert "results and errors cannot be the same file" in same.stderr
+    assert list(tmp_path.iterdir()) == [requests]
 
 
 @pytest.mark.parametrize(

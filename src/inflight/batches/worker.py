@@ -125,7 +125,11 @@ class Worker:
         if batch.status == "validating":
             batch = await self._validate(batch)
         if batch.status == "in_progress":
-            batch = await self._answer_all(batch)
+            try:
+                batch = await self._answer_all(batch)
+            except FileNotFoundError:
+                logger.error("%s is cancelled: its file of requests is gone", batch.id)
+                batch = await self.cancel(batch.id)
         if not batch.is_finished:
             batch = await self._advance(batch, "finalizing")
             code, message = GIVEN_UP[batch.ends_as]

@@ -6,6 +6,7 @@ The job's state is in a folder beside the results until they are complete.
 import asyncio
 import hashlib
 import os
+import secrets
 import shutil
 import sqlite3
 import sys
@@ -34,7 +35,7 @@ MAX_IN_WORK = 1000
 BYTES_AT_ONCE = 2**20
 
 CHANGE_RESULTS = (
-    *("tokenizer", "revision", "load_format", "dtype", "quantization", "quantization_group_size", "seed"),
+    *("tokenizer", "revision", "load_format", "dtype", "quantization", "quantization_group_size"),
     *("quantization_minima", "quantization_arithmetic", "kv_cache_dtype", "executor", "max_model_len"),
 )
 """Options that a job must go on with as it began."""
@@ -73,8 +74,7 @@ def batch(
     errors = errors or output.with_suffix(f".errors{output.suffix}")
     if not requests.is_file():
         raise InvalidRequestError(f"there is no file {str(requests)!r}")
-    if not folder.is_dir() and output.exists() and not overwrite:
-        raise InvalidRequestError(f"{str(output)!r} exists; name another file, or add --overwrite")
+    _check_places((output, errors), may_exist=overwrite or folder.is_dir())
     quiet_libraries()
     from inflight.async_llm import AsyncLLM
     from inflight.batches.files import Files
@@ -89,13 +89,16 @@ def batch(
         if not job.is_finished:
             settings = ServerSettings(model_name=model or DEMO_MODEL_NAME, model_aliases=(ANY_NAME,))
             with _said_how_to_go_on():
-                job = asyncio.run(_work(AsyncLLM(model, **values), settings, job, ledger, files, quiet))
+                seed = secrets.randbits(63)  # what has none of its own is not drawn twice when the job goes on
+                job = asyncio.run(_work(AsyncLLM(model, seed=seed, **values), settings, job, ledger, files, quiet))
         if job.status == "completed":
             for file_id, place in ((job.output_file_id, output), (job.error_file_id, errors)):
                 if file_id is not None:
                     _hand_over(files.path_of(file_id), place, requests)
+                else:  # of results that were replaced
+                    place.unlink(missing_ok=True)
             if job.output_file_id is None:
-                output.write_bytes(b"")
+                output.touch()
     finished = folder.with_name(folder.name + ".finished")  # at once: half of it would look like a job
     shutil.rmtree(finished, ignore_errors=True)
     os.replace(folder, finished)
@@ -105,6 +108,17 @@ def batch(
         raise InvalidRequestError("\n".join([f"{str(requests)!r} is wrong, and nothing was answered", *listed]))
     if job.error_file_id is not None:
         print(f"inflight: {job.num_failed} of {job.num_lines} requests failed: see {str(errors)!r}", file=sys.stderr)
+
+
+def _check_places(places: tuple[Path, Path], may_exist: bool) -> None:
+    """Raise `InvalidRequestError` if results cannot be put there, before any are made."""
+    if places[0].resolve() == places[1].resolve():
+        raise InvalidRequestError(f"results and errors cannot be the same file, {str(places[0])!r}")
+    for place in places:
+        if place.is_dir() or not place.resolve().parent.is_dir():
+            raise InvalidRequestError(f"{str(place)!r} is a folder, or would be in one that is not there")
+        if place.exists() and not may_exist:
+            raise InvalidRequestError(f"{str(place)!r} exists; name another file, or add --overwrite")
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from fastapi import FastAPI
 
 from inflight import __version__
 from inflight.async_llm import AsyncLLM
-from inflight.contracts.config import BACKGROUND
 from inflight.server.anthropic import endpoint as anthropic_messages
 from inflight.server.anthropic import errors as anthropic_errors
 from inflight.server.batches import batches_endpoint, files_endpoint
@@ -83,7 +82,7 @@ def create_app(
 
 def _batch_jobs(llm: AsyncLLM, settings: ServerSettings, folder: str) -> BatchJobs:
     background = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    service = Service(llm, replace(settings, request_timeout=None), None, int(time.time()), priority=BACKGROUND)
+    service = Service(llm, replace(settings, request_timeout=None), None, int(time.time()), in_background=True)
     _add_endpoints(background, service, *ENDPOINTS)
     try:
         return BatchJobs(Path(folder), AppAnswerer(background, llm), IN_WORK_FOR_EACH_SLOT * llm.config.max_num_seqs)

@@ -5,12 +5,14 @@ the client may leave; it does not know what an answer looks like.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from inflight.contracts.config import BACKGROUND
 from inflight.contracts.errors import InvalidRequestError, QueueFullError
 from inflight.contracts.outputs import FinishReason, RequestOutput, TextDelta
 from inflight.contracts.params import SamplingParams
@@ -97,9 +99,12 @@ async def _follow(
     service.running.add(request_id)
     observer.started(request_id, job.params.n, job.params)
     try:
-        priority = job.priority if service.priority is None else service.priority
+        params, priority = job.params, job.priority
+        if service.in_background:
+            priority = BACKGROUND
+            params = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
         stream = service.llm.stream(
-            job.prompts[prompt_index], job.params, request_id, priority=priority, cache_salt=job.cache_salt
+            job.prompts[prompt_index], params, request_id, priority=priority, cache_salt=job.cache_salt
         )
         async with aclosing(stream) as deltas:
             async for delta in deltas:

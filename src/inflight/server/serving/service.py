@@ -30,7 +30,8 @@ class Service:
     Attributes:
         start_time: when serving began, in seconds of Unix time; the model's `created`.
         running: ids of the requests that `llm` has received and that have not ended.
-        priority: of all its requests, whatever they say; None: what they say.
+        in_background: whether all its requests run in the background, whatever they say, each with a seed that was
+            drawn for it if it has none: an engine draws the same seeds after every start, and a job goes on over many.
     """
 
     def __init__(
@@ -39,9 +40,9 @@ class Service:
         settings: ServerSettings,
         observer: RequestObserver | None,
         start_time: int,
-        priority: int | None = None,
+        in_background: bool = False,
     ) -> None:
-        self.priority = priority
+        self.in_background = in_background
         self.llm = llm
         self.settings = settings
         self.observer = observer or RequestObserver()

@@ -80,8 +80,9 @@ def server(arguments: argparse.Namespace, folder: Path) -> Iterator[openai.OpenA
         process.wait()
 
 
-def load(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Requests that arrive one by one; the report."""
+def load(arguments: argparse.Namespace, seed: int, salt: str) -> dict[str, Any]:
+    """Requests that arrive one by one, the same for the same seed, but with nothing of other salts in the cache; the
+    report."""
     command = [sys.executable, "-m", "inflight", "bench", "serve", "--base-url", f"http://127.0.0.1:{PORT}", "--json"]
     options = {
         "--num-requests": arguments.requests,
@@ -89,6 +90,7 @@ def load(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
         "--random-input-len": arguments.prompt_tokens,
         "--random-output-len": arguments.output_tokens,
         "--seed": seed,
+        "--extra-body": json.dumps({"cache_salt": salt}),
         "--prompt-kind": "ids",
         "--vocab-size": VOCABULARY,
     }
@@ -105,18 +107,18 @@ def interactive(arguments: argparse.Namespace, folder: Path) -> None:
     with server(arguments, folder) as client:
         with (folder / "requests.jsonl").open("rb") as file:
             uploaded = client.files.create(file=file, purpose="batch")
-        load(arguments, 100)  # the first requests of a server are slower
+        load(arguments, 100, "first")  # the first requests of a server are slower
         for number in range(arguments.rounds):
             for name in ("alone", "with a job"):
                 if name == "alone":
-                    report = load(arguments, 2 * number)
+                    report = load(arguments, number, name)
                 else:
                     job = client.batches.create(
                         input_file_id=uploaded.id, endpoint=COMPLETIONS, completion_window="24h"
                     )
                     before = started(client, job.id, at_least=70)
                     start = time.perf_counter()
-                    report = load(arguments, 2 * number + 1)
+                    report = load(arguments, number, name)
                     seconds = time.perf_counter() - start
                     after = started(client, job.id, at_least=0)
                     print(f"the job meanwhile: {(after - before) / seconds:.2f} requests/s", flush=True)

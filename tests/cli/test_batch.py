@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from tests.batches.jobs import Echo, Jobs
 from tests.command import Command
 from tests.interrupts import heed_interrupts
 
@@ -95,6 +98,21 @@ def test_a_wrong_file_is_said_before_anything_is_loaded(
     done = refused("batch", requests, "-o", tmp_path / "results.jsonl")
     assert all(sentence in done.stderr for sentence in sentences), done.stderr
     assert list(tmp_path.iterdir()) == ([] if content is None else [requests])
+
+
+def test_a_job_that_was_given_up_hands_over_what_is_answered(command: Command, tmp_path: Path) -> None:
+    """As when the folder's copy of the requests was deleted."""
+    requests, output = write(tmp_path / "requests.jsonl", request("a", prompt="x")), tmp_path / "results.jsonl"
+    jobs = Jobs(tmp_path / "results.jsonl.job", time.time)
+    job = jobs.create(requests.read_bytes(), metadata={"model": "None"})
+    jobs.finish(Echo())
+    with jobs.database.transaction() as connection:
+        ended = msgspec.json.encode(replace(jobs.get(job), status="cancelled"))
+        connection.execute("UPDATE batches SET status = 'cancelled', content = ?", (ended,))
+    jobs.database.close()
+    assert command("batch", requests, "-o", output).returncode == 0
+    assert [line["response"]["body"]["echo"] for line in read(output)] == ["x"]
+    assert {path.name for path in tmp_path.iterdir()} == {requests.name, output.name}
 
 
 def test_a_killed_job_goes_on_with_the_same_requests_and_options(refused: Command, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ PAGE_LINES, PAGE_BYTES = 256, 2**23
 ROWS_AT_ONCE = 1000
 """Rows that are read or deleted while nobody else has the database."""
 
-OUTPUT, INPUT = "batch_output", "batch"
-"""What files are for (`purpose`)."""
+OUTPUT = "batch_output"
+"""What files of results are for (`purpose`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Ledger:
         """A job reaches another status, unless it was cancelled meanwhile."""
         with self._database.transaction() as connection:
             number, batch = _read(connection, batch_id)
-            if batch.status == "cancelling" and to in ("validating", "in_progress", "finalizing"):
+            if batch.status == "cancelling":
                 return batch
             return self._write(connection, number, batch, to)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from inflight.cli.batch_lines import MOST_IN_FLIGHT
 from inflight.cli.help import Command
 from inflight.cli.options import engine_options, engine_values, model_option, quiet_libraries
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from inflight.batches.files import Files, StoredFile
     from inflight.batches.ledger import Ledger
     from inflight.server.serving.settings import ServerSettings
-
-MAX_IN_WORK = 1000
-"""Requests that are read and tokenized at once; the engine needs no more to fill its slots."""
 
 BYTES_AT_ONCE = 2**20
 
@@ -82,16 +80,15 @@ def batch(
     from inflight.server.serving.settings import ANY_NAME, DEMO_MODEL_NAME, ServerSettings
 
     values = engine_values(options)
-    with _opened(folder) as database:
+    with _opened(folder) as database, _said_how_to_go_on():
         files = Files(database)
         ledger = Ledger(database, files)
         job = _job(requests, folder, ledger, files, _identity(model, values))
         if not job.is_finished:
             settings = ServerSettings(model_name=model or DEMO_MODEL_NAME, model_aliases=(ANY_NAME,))
-            with _said_how_to_go_on():
-                seed = secrets.randbits(63)  # what has none of its own is not drawn twice when the job goes on
-                job = asyncio.run(_work(AsyncLLM(model, seed=seed, **values), settings, job, ledger, files, quiet))
-        if job.status == "completed":
+            seed = secrets.randbits(63)  # what has none of its own is not drawn twice when the job goes on
+            job = asyncio.run(_work(AsyncLLM(model, seed=seed, **values), settings, job, ledger, files, quiet))
+        if job.status != "failed":  # whatever ended it, what is answered is kept
             for file_id, place in ((job.output_file_id, output), (job.error_file_id, errors)):
                 if file_id is not None:
                     _hand_over(files.path_of(file_id), place, requests)
@@ -103,7 +100,7 @@ def batch(
     shutil.rmtree(finished, ignore_errors=True)
     os.replace(folder, finished)
     shutil.rmtree(finished)
-    if job.status != "completed":
+    if job.status == "failed":
         listed = [f"line {each.line}: {each.message}" if each.line else each.message for each in job.errors]
         raise InvalidRequestError("\n".join([f"{str(requests)!r} is wrong, and nothing was answered", *listed]))
     if job.error_file_id is not None:
@@ -215,7 +212,7 @@ async def _work(
     if job.status == "in_progress":
         see(job)
     app = create_app(llm, settings)
-    worker = Worker(ledger, files, AppAnswerer(app, llm), MAX_IN_WORK, see)
+    worker = Worker(ledger, files, AppAnswerer(app, llm), MOST_IN_FLIGHT, see)
     try:
         async with app.router.lifespan_context(app):
             await worker.work_on_next()

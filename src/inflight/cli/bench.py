@@ -32,8 +32,8 @@ def static(rounds: int, requests: int, dtype: str, threads: int | None, model: s
 
     All run greedily with 8 slots on GPT-2's shape (124 M parameters) with random weights, or on another model. First 32
     requests of 7 tokens, of which every eighth generates 100 tokens and the others 10. Then 32 requests that share 512
-    tokens, have 16 of their own and generate 32: by two lessons, and by the engine when it knows nothing (cold), has the
-    512 in its cache (warm), or in files (disk). The generated tokens are compared, too. A round takes minutes on
+    tokens, have 16 of their own and generate 32: by two lessons, and by the engine when it knows nothing (cold), has
+    the 512 in its cache (warm), or in files (disk). The generated tokens are compared, too. A round takes minutes on
     two cores; --requests 8 takes a quarter of it.
     """
     import torch

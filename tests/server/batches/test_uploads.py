@@ -1,13 +1,20 @@
 """A file arrives byte for byte, or leaves nothing."""
 
+import asyncio
 import random
 import socket
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from inflight.batches.files import NewFile
+from inflight.server.batches.upload import receive_form
+from inflight.server.wire.api_errors import ApiError
+from tests.coroutines import run
 from tests.server.batches.conftest import MAX_FILE_SIZE
 from tests.server.batches.jobs import names_in, upload, wait_for
 from tests.server.serving import RunningServer, read_until
@@ -131,3 +138,34 @@ def test_an_upload_that_breaks_off_leaves_no_file(jobs_server: RunningServer, fo
             read_until(connection, b"never")
     wait_for(lambda: names_in(folder) == before)
     assert upload(jobs_server.client, b"x").bytes == 1
+
+
+def test_a_client_that_falls_silent_is_given_up_and_a_slow_disk_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    monkeypatch.setattr("inflight.server.batches.upload.SECONDS_OF_SILENCE", 0.02)
+
+    class SlowFile(NewFile):
+        def write(self, data: bytes) -> None:
+            time.sleep(0.1)  # longer than a client may pause
+            super().write(data)
+
+    async def receive(*chunks: bytes, then_silent: bool) -> None:
+        async def sent() -> AsyncIterator[bytes]:
+            for chunk in chunks:
+                yield chunk
+            if then_silent:
+                await asyncio.Event().wait()
+
+        new = SlowFile(tmp_path / "new")
+        try:
+            await receive_form("multipart/form-data; boundary=b", sent(), new, "file", 100)
+            assert new.num_bytes == 6
+        finally:
+            new.discard()
+
+    run(receive(head + b"abc", b"def", b"\r\n--b--\r\n", then_silent=False))
+    with pytest.raises(ApiError, match=r"nothing of the file came for 0\.02 seconds") as given_up:
+        run(receive(head + b"abc", then_silent=True))
+    assert given_up.value.status == 408

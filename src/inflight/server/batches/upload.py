@@ -70,12 +70,13 @@ async def _not_silent(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     while True:
         try:
             async with asyncio.timeout(SECONDS_OF_SILENCE):
-                yield await anext(chunks)
+                chunk = await anext(chunks)
         except StopAsyncIteration:
             return
         except TimeoutError:
             message = f"nothing of the file came for {SECONDS_OF_SILENCE:g} seconds"
             raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
+        yield chunk  # what is done with it takes as long as it takes
 
 
 class _Parts:

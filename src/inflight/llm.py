@@ -93,17 +93,21 @@ class LLM:
             self.engine = engine
 
     def cache_prefix(self, prompt: Prompt) -> int:
-        """Compute a prompt, or find it, and wait until it is saved in `prefix_cache_dir`: every engine of the same
-        model restores it from there. Returns how many of its tokens lie in full blocks, which alone are kept.
+        """Compute a prompt, or find it, wait until it is saved in `prefix_cache_dir`, and pin it there: every engine of
+        the same model restores it from there, and it stays, however long nobody asks for it. Returns how many of its
+        tokens lie in full blocks, which alone are kept.
 
         Raises:
-            ValueError: there is no `prefix_cache_dir`, or the prompt is none.
+            ValueError: there is no `prefix_cache_dir`, the prompt is none, or half of `prefix_cache_size` is pinned.
+            OSError: the folder cannot be used.
         """
         config = self.engine.config
         if config.prefix_cache_dir is None:
             raise ValueError("there is no prefix_cache_dir to keep a prefix in")
         (output,) = self.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         self.engine.save_prefixes(threading.TIMEOUT_MAX)
+        cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        self.engine.pin_prefix(output.prompt_token_ids, cache_salt)
         num_tokens = len(output.prompt_token_ids)
         return num_tokens - num_tokens % config.block_size
 

@@ -35,7 +35,9 @@ def test_a_folder_is_warmed_listed_verified_and_cleared(tmp_path: Path) -> None:
     assert (warmed.returncode, warmed.stderr) == (0, "")
     assert "tokens kept of 'Tom had a red ball." in warmed.stdout
     listed = inflight("cache", "list", folder).stdout
-    assert re.search(r"float32 +11 +176 +\d+ KiB +\d+ seconds ago", listed), listed
+    assert (found := re.search(r"float32 +11 +176 +(\d+ KiB) +(\d+ KiB) +0 +\d+ seconds ago", listed)), listed
+    assert found[1] == found[2]  # all of it is pinned
+    assert inflight("cache", "clear", folder, "--keep-pinned").stdout.startswith("0 blocks")
     assert inflight("cache", "verify", folder).stderr.endswith("blocks, 0 damaged\n")
     (path, *others) = sorted(folder.glob("*/??/*"))
     path.write_bytes(path.read_bytes()[:-1])
@@ -52,3 +54,25 @@ def test_a_folder_is_warmed_listed_verified_and_cleared(tmp_path: Path) -> None:
     assert list(folder.glob("*/??/*")) == []
     wrong = inflight("cache", "list", tmp_path)
     assert (wrong.returncode, wrong.stderr) == (2, f"inflight: '{tmp_path}' is no folder of prefixes\n")
+
+
+def test_a_prefix_that_one_folder_keeps_is_found_in_another(tmp_path: Path) -> None:
+    here, there, archive = tmp_path / "here", tmp_path / "there", tmp_path / "story.prefixes"
+    assert inflight("cache", "warm", here, TEXT).returncode == 0
+    exported = inflight("cache", "export", here, archive, "--pinned")
+    assert (exported.returncode, exported.stderr) == (0, "")
+    assert re.match(r"\d+ blocks exported, \d+ KiB\n", exported.stdout)
+    assert archive.stat().st_mode & 0o777 == 0o600
+    assert inflight("cache", "import", there, archive).stdout == exported.stdout.replace("exported", "imported")
+    generated = inflight("generate", TEXT, "--max-tokens", 5, "--prefix-cache-dir", there, "-q")
+    assert (generated.returncode, generated.stderr) == (0, "")
+    assert re.search(r" 1 +\d+ seconds ago", inflight("cache", "list", there).stdout)  # one hit
+    for arguments, said in (
+        (("import", there, tmp_path / "nothing"), "there is no file"),
+        (("import", there, archive, "--prefix-cache-size", "1K"), "larger than --prefix-cache-size"),
+        (("import", there, here / "key"), "no archive of prefixes"),
+        (("export", tmp_path / "nothing", archive), "is no folder of prefixes"),
+    ):
+        wrong = inflight("cache", *arguments)
+        assert wrong.returncode == 2
+        assert said in wrong.stderr

@@ -4,6 +4,8 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
+
 from inflight.prefix_store import BlockFolder
 
 ONE, OTHER = b"1" * 32, b"2" * 32
@@ -20,19 +22,19 @@ def put(folder: BlockFolder, digest: bytes, size: int = 100, age: float = 0.0) -
 
 def test_names_depend_on_everything(tmp_path: Path) -> None:
     folder = BlockFolder(tmp_path, ONE, 1000)
-    root = folder.digest_of_root(None, False)
+    root = folder.naming.digest_of_root(None, False)
     others = [
-        folder.digest_of_root("", False),
-        folder.digest_of_root("salt", False),
-        folder.digest_of_root(None, True),
-        BlockFolder(tmp_path, OTHER, 1000).digest_of_root(None, False),
-        BlockFolder(tmp_path / "another key", ONE, 1000).digest_of_root(None, False),
-        folder.digest(root, b"tokens"),
-        folder.digest(root, b"token"),
-        folder.digest(folder.digest(root, b"tokens"), b"tokens"),
+        folder.naming.digest_of_root("", False),
+        folder.naming.digest_of_root("salt", False),
+        folder.naming.digest_of_root(None, True),
+        BlockFolder(tmp_path, OTHER, 1000).naming.digest_of_root(None, False),
+        BlockFolder(tmp_path / "another key", ONE, 1000).naming.digest_of_root(None, False),
+        folder.naming.digest(root, b"tokens"),
+        folder.naming.digest(root, b"token"),
+        folder.naming.digest(folder.naming.digest(root, b"tokens"), b"tokens"),
     ]
     assert len({root, *others}) == 9
-    assert BlockFolder(tmp_path, ONE, 1000).digest(root, b"tokens") == folder.digest(root, b"tokens")
+    assert BlockFolder(tmp_path, ONE, 1000).naming.digest(root, b"tokens") == folder.naming.digest(root, b"tokens")
 
 
 def test_nobody_else_can_read_it(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_engines_that_begin_at_once_have_one_key(tmp_path: Path) -> None:
 
     def open_it() -> None:
         barrier.wait()
-        digests.add(BlockFolder(tmp_path, ONE, 1000).digest_of_root(None, False))
+        digests.add(BlockFolder(tmp_path, ONE, 1000).naming.digest_of_root(None, False))
 
     threads = [threading.Thread(target=open_it) for _ in range(8)]
     for thread in threads:
@@ -93,6 +95,20 @@ def test_engines_that_begin_at_once_have_one_key(tmp_path: Path) -> None:
 
 
 def test_a_damaged_key_is_replaced(tmp_path: Path) -> None:
-    before = BlockFolder(tmp_path, ONE, 1000).digest_of_root(None, False)
+    before = BlockFolder(tmp_path, ONE, 1000).naming.digest_of_root(None, False)
     (tmp_path / "key").write_bytes(b"short")
-    assert BlockFolder(tmp_path, ONE, 1000).digest_of_root(None, False) != before
+    assert BlockFolder(tmp_path, ONE, 1000).naming.digest_of_root(None, False) != before
+
+
+def test_what_is_pinned_stays(tmp_path: Path) -> None:
+    folder = BlockFolder(tmp_path, ONE, 1000)
+    pinned = [put(folder, bytes([number]) * 32, age=1000.0) for number in range(4)]
+    folder.pin([*pinned, tmp_path / "deleted meanwhile"])
+    for number in range(100):
+        put(folder, bytes([100 + number]) * 32)
+        assert sum(path.stat().st_size for path in tmp_path.glob("*/*/*")) <= 1000
+    assert all(path.exists() for path in pinned)
+    folder.see_use(pinned[0])
+    folder.pin(pinned)  # again
+    with pytest.raises(ValueError, match=r"200 bytes cannot be pinned .* 400 are already, and 500 may be"):
+        folder.pin(sorted(set(tmp_path.glob("*/*/*")) - set(pinned))[:2])

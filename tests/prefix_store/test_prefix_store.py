@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -189,3 +190,15 @@ def test_the_thread_itself_may_be_told_to_end(store: PrefixStore) -> None:
     store.save(chain[0], 0, is_current)
     store._thread.join()
     assert store.has(chain[0].digest, 0)
+
+
+def test_the_cache_is_let_go_before_the_end_is_over(tmp_path: Path) -> None:
+    """Whoever waits for the end can rely on it: memory of the cache that is freed later, by a thread that a process no
+    longer waits for, ends that process by a signal."""
+    memory = Memory()
+    store = PrefixStore(BlockFolder(tmp_path, b"f" * 32, 10**6), memory.rows)
+    reference = weakref.ref(memory)
+    del memory
+    assert reference() is not None
+    store.close()
+    assert reference() is None

@@ -7,11 +7,11 @@ from inflight.engine.prefill_limit import MIN_TOKENS, PrefillLimit
 
 def test_prefills_are_unlimited_until_decodes_and_prefills_were_observed() -> None:
     limit = PrefillLimit()
-    assert limit.num_tokens is None
+    assert limit.num_tokens(8) is None
     limit.see(num_decodes=8, num_prefill_tokens=0, seconds=0.010)
-    assert limit.num_tokens is None
+    assert limit.num_tokens(8) is None
     limit.see(num_decodes=0, num_prefill_tokens=100, seconds=0.1)
-    assert limit.num_tokens is not None
+    assert limit.num_tokens(8) is not None
 
 
 @pytest.mark.parametrize("stretch", [0.5, 1.0, 4.0])
@@ -20,18 +20,29 @@ def test_prefills_at_the_limit_lengthen_a_step_by_the_given_factor(stretch: floa
     for tokens in (50, 80, 200) * 20:
         limit.see(8, 0, 0.040)
         limit.see(8, tokens, 0.040 + 0.0005 * tokens)
-    assert limit.num_tokens == pytest.approx(stretch * 0.040 / 0.0005, rel=0.02)
+    assert limit.num_tokens(8) == pytest.approx(stretch * 0.040 / 0.0005, rel=0.02)
 
 
 def test_the_limit_has_a_minimum() -> None:
     limit = PrefillLimit()
     limit.see(8, 0, 0.001)
     limit.see(8, 100, 10.0)
-    assert limit.num_tokens == MIN_TOKENS
+    assert limit.num_tokens(8) == MIN_TOKENS
+
+
+def test_a_limit_that_was_wrong_does_not_stay_so() -> None:
+    """No step is one of decodes alone again after the first, so what many decodes take is never seen."""
+    limit = PrefillLimit()
+    limit.see(1, 0, 0.001)
+    num_prefills = 0
+    for _ in range(20):
+        num_prefills = min(limit.num_tokens(30) or 1000, 1000)
+        limit.see(30, num_prefills, 0.001 + 0.0001 * (30 + num_prefills))
+    assert num_prefills >= 60
 
 
 def test_steps_with_few_prefill_tokens_do_not_change_the_limit() -> None:
     limit = PrefillLimit()
     limit.see(8, 0, 0.040)
     limit.see(8, MIN_TOKENS - 1, 0.5)
-    assert limit.num_tokens is None
+    assert limit.num_tokens(8) is None

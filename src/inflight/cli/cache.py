@@ -4,15 +4,23 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from inflight.cli.help import Command, Group
-from inflight.cli.options import engine_options, engine_values, model_option, quiet_libraries
+from inflight.cli.options import engine_options, engine_values, model_option, quiet_libraries, size
 from inflight.cli.words import in_bytes
+from inflight.contracts.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from inflight.prefix_store.archive import Moved
+    from inflight.prefix_store.inspection import Holding
 
 FOLDER = click.argument("folder", type=click.Path(path_type=Path))
+FINGERPRINT = click.option("--fingerprint", default="", help="Only blocks of fingerprints that begin so.")
+WIDTH = 160
+"""Of a table, in columns; a narrower terminal breaks its lines."""
 SECONDS_OF_A_DAY = 86_400.0
 
 
@@ -27,15 +35,17 @@ def cache() -> None:
 @cache.command(name="list", cls=Command)
 @FOLDER
 def list_(folder: Path) -> None:
-    """Print whose prefixes are in FOLDER, how much they take, and when they were used."""
+    """Print whose prefixes are in FOLDER, how much they take, how many prompts began with one, and when."""
     from rich.console import Console
     from rich.table import Table
 
     from inflight.prefix_store.inspection import holdings
 
     table, now = Table(box=None), time.time()
-    for heading in ("fingerprint", "model", "runs in", "blocks", "tokens", "size", "used"):
-        table.add_column(heading, justify="right" if heading in ("blocks", "tokens", "size") else "left")
+    for heading in ("fingerprint", "model", "runs in"):
+        table.add_column(heading)
+    for heading in ("blocks", "tokens", "size", "pinned", "hits", "used"):
+        table.add_column(heading, justify="right")
     for each in holdings(folder):
         about, model = each.about, str(each.about.get("model", "unknown"))
         runs_in = " ".join(str(about[key]) for key in ("quantization", "dtype") if about.get(key))
@@ -48,9 +58,11 @@ def list_(folder: Path) -> None:
             f"{each.num_blocks:,}",
             f"{num_tokens:,}",
             in_bytes(each.num_bytes),
+            in_bytes(each.num_pinned_bytes),
+            f"{each.num_hits:,}",
             used,
         )
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=WIDTH).print(table)
 
 
 @cache.command(cls=Command)
@@ -75,15 +87,17 @@ def verify(folder: Path, delete: bool) -> None:
 
 @cache.command(cls=Command)
 @FOLDER
-@click.option("--fingerprint", default="", help="Only blocks of fingerprints that begin so.")
+@FINGERPRINT
 @click.option("--unused-days", type=click.FloatRange(min=0), default=0.0, help="Only what was not used for so long.")
-def clear(folder: Path, fingerprint: str, unused_days: float) -> None:
+@click.option("--keep-pinned", is_flag=True, help="Only what is not pinned.")
+def clear(folder: Path, fingerprint: str, unused_days: float, keep_pinned: bool) -> None:
     """Delete the blocks in FOLDER. Engines that run compute again what they miss."""
-    from inflight.prefix_store.inspection import clear as run
-    from inflight.prefix_store.inspection import holdings
+    from inflight.prefix_store import inspection
 
     used_before = time.time() - unused_days * SECONDS_OF_A_DAY
-    cleared = [run(each, used_before) for each in holdings(folder) if each.fingerprint.startswith(fingerprint)]
+    cleared = [
+        inspection.clear(each, used_before, keep_pinned=keep_pinned) for each in _holdings_of(folder, fingerprint)
+    ]
     print(f"{sum(each for each, _ in cleared):,} blocks deleted, {in_bytes(sum(each for _, each in cleared))}")
 
 
@@ -94,8 +108,8 @@ def clear(folder: Path, fingerprint: str, unused_days: float) -> None:
 @model_option
 @engine_options
 def warm(folder: Path, prompts: tuple[str, ...], files: tuple[Path, ...], model: str | None, **options: Any) -> None:
-    """Compute PROMPTS, such as a system prompt, and keep them in FOLDER, from where engines with the same options
-    restore them."""
+    """Compute PROMPTS, such as a system prompt, and pin them in FOLDER: engines with the same options restore them from
+    there, and they stay, however long nobody asks for them."""
     if options["prefix_cache_dir"] is not None:
         raise click.UsageError("FOLDER is where prefixes are kept: leave out --prefix-cache-dir")
     if not prompts and not files:
@@ -107,6 +121,63 @@ def warm(folder: Path, prompts: tuple[str, ...], files: tuple[Path, ...], model:
     llm = LLM(model, **{**engine_values(options), "prefix_cache_dir": str(folder)})
     for text in texts:
         print(f"{llm.cache_prefix(text):,} tokens kept of {text[:40]!r}")
+
+
+@cache.command(cls=Command)
+@FOLDER
+@click.argument("archive", type=click.Path(path_type=Path))
+@FINGERPRINT
+@click.option("--pinned", is_flag=True, help="Only what is pinned.")
+def export(folder: Path, archive: Path, fingerprint: str, pinned: bool) -> None:
+    """Write the prefixes in FOLDER to the file ARCHIVE, from where `import` adds them to another folder.
+
+    Prefixes that were kept under a cache salt stay: nobody finds them who does not know the salt.
+    """
+    from inflight.prefix_store.archive import write_archive
+
+    found = _holdings_of(folder, fingerprint)
+    partial = archive.with_name(f"{archive.name}.partial")
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            moved = write_archive(folder, found, file, only_pinned=pinned)
+        os.replace(partial, archive)
+    finally:
+        partial.unlink(missing_ok=True)
+    _print_moved(moved, "exported")
+
+
+@cache.command("import", cls=Command)
+@FOLDER
+@click.argument("archive", type=click.Path(path_type=Path))
+@click.option("--prefix-cache-size", type=size, default="20G", show_default=True, help="Bytes that FOLDER may have.")
+def import_(folder: Path, archive: Path, prefix_cache_size: int) -> None:
+    """Add the prefixes in the file ARCHIVE to FOLDER, which is made if it is missing.
+
+    What is in it decides what a model says: use archives of people whom you trust.
+    """
+    from inflight.prefix_store.archive import read_archive
+
+    if not archive.is_file():
+        raise InvalidRequestError(f"there is no file {str(archive)!r}")
+    if archive.stat().st_size > prefix_cache_size:
+        raise InvalidRequestError(f"{str(archive)!r} is larger than --prefix-cache-size")
+    with archive.open("rb") as file:
+        try:
+            moved = read_archive(file, folder, prefix_cache_size)
+        except ValueError as error:
+            raise InvalidRequestError(f"{str(archive)!r}: {error}") from error
+    _print_moved(moved, "imported")
+
+
+def _holdings_of(folder: Path, fingerprint: str) -> "list[Holding]":
+    from inflight.prefix_store.inspection import holdings
+
+    return [each for each in holdings(folder) if each.fingerprint.startswith(fingerprint)]
+
+
+def _print_moved(moved: "Moved", verb: str) -> None:
+    damaged = f"; {moved.num_damaged:,} are damaged and left out" if moved.num_damaged else ""
+    print(f"{moved.num_blocks:,} blocks {verb}, {in_bytes(moved.num_bytes)}{damaged}")
 
 
 def _ago(seconds: float) -> str:

@@ -40,7 +40,7 @@ from inflight.contracts.record import STEP_SIZES, ArrivalRecord, EngineStats, St
 from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.deadlines import Deadlines
 from inflight.engine.prefill_limit import PrefillLimit
-from inflight.engine.prefix_storing import open_prefix_store
+from inflight.engine.prefix_storing import open_prefix_store, pin_prefix
 from inflight.engine.reporting import News, Reporter
 from inflight.engine.speculating import check_draft, describe_speculation, load_draft, speculation_of
 from inflight.engine.step_watch import StepWatch
@@ -436,14 +436,19 @@ class Engine:
             self._store.see_prefill(sum(prefills), seconds)
         if self.prefill_limit is None:
             return
-        self.prefill_limit.see(len(plan.spans) - len(prefills), sum(prefills), seconds)
+        self.prefill_limit.see(plan.num_tokens - sum(prefills), sum(prefills), seconds)
         if self.config.max_prefill_tokens_per_step is None:
-            self.scheduler.max_prefill_tokens_per_step = self.prefill_limit.num_tokens
+            self.scheduler.limit_prefill = self.prefill_limit.num_tokens
 
     def save_prefixes(self, seconds: float) -> None:
         """Wait until all that is known is saved in `prefix_cache_dir`, at most so long."""
         if self._store is not None:
             self._store.flush(seconds)
+
+    def pin_prefix(self, token_ids: SequenceOf[int], cache_salt: str | None) -> None:
+        """Let what is saved of a prompt stay in `prefix_cache_dir`. Raises `ValueError` if that is too much."""
+        if self._store is not None:
+            pin_prefix(self._store, self.model_info, token_ids, cache_salt)
 
     def stats(self) -> EngineStats:
         """What the engine has done since it was made, and what it holds now."""

@@ -1,15 +1,22 @@
 """`PrefillLimit`: how many prefill tokens a step may have beside decodes, from how long steps were seen to take.
 
-The model: a step lasts `decode time + tokens x time per prefill token` (Sarathi-Serve, Agrawal et al., OSDI 2024, sets
-its chunks by such a time budget). The limit keeps a step at most `1 + stretch` times as long as a step of decodes
-alone. Pure: callers pass durations in.
+The model: a step lasts `time of its decodes alone + prefill tokens x time per prefill token` (Sarathi-Serve, Agrawal et
+al., OSDI 2024, sets its chunks by such a time budget). The limit keeps a step at most `1 + stretch` times as long as a
+step of decodes alone. Under load hardly any step is one: then it matters that a prefill token takes no longer than the
+average token of its step, so that `stretch` of them for each decode are within the limit, whatever else is not known.
+Pure: callers pass durations in.
 """
+
+from inflight.speculation import StepTimes
 
 MIN_TOKENS = 16
 """Fewer would not pay: where decoding is bound by memory, this many rows cost hardly more than one."""
 
 SMOOTHING = 0.2
-"""Weight of the newest measurement in the running averages."""
+"""Weight of the newest measurement in the running average."""
+
+LEAST_SHARE = 0.1
+"""Of a step's time at least so much is its prefill's."""
 
 
 class PrefillLimit:
@@ -17,25 +24,27 @@ class PrefillLimit:
 
     def __init__(self, stretch: float = 2.0) -> None:
         self.stretch = stretch
-        self._decode_seconds: float | None = None
+        self._decode_times = StepTimes()  # of steps without prefill
         self._seconds_per_token: float | None = None
 
-    @property
-    def num_tokens(self) -> int | None:
-        """The limit; None: not known yet."""
-        if self._decode_seconds is None or self._seconds_per_token is None:
+    def num_tokens(self, num_decodes: int) -> int | None:
+        """The limit beside so many decodes; None: not known yet."""
+        alone = self._decode_times.seconds(num_decodes)
+        if alone is None or self._seconds_per_token is None:
             return None
-        return max(MIN_TOKENS, int(self.stretch * self._decode_seconds / self._seconds_per_token))
+        return max(MIN_TOKENS, int(self.stretch * max(alone / self._seconds_per_token, num_decodes)))
 
     def see(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
-        """Learn from one step, which took `seconds`."""
+        """Learn from one step, which took `seconds`.
+
+        Args:
+            num_decodes: its tokens that are no prefill, guesses among them.
+        """
         if num_prefill_tokens == 0:
-            self._decode_seconds = _smooth(self._decode_seconds, seconds)
+            self._decode_times.see(num_decodes, seconds)
         elif num_prefill_tokens >= MIN_TOKENS:
-            fixed = self._decode_seconds if num_decodes and self._decode_seconds is not None else 0.0
-            per_token = max(seconds - fixed, seconds * 0.1) / num_prefill_tokens
-            self._seconds_per_token = _smooth(self._seconds_per_token, per_token)
-
-
-def _smooth(average: float | None, newest: float) -> float:
-    return newest if average is None else average + SMOOTHING * (newest - average)
+            alone = (self._decode_times.seconds(num_decodes) or 0.0) if num_decodes else 0.0
+            per_token = max(seconds - alone, seconds * LEAST_SHARE) / num_prefill_tokens
+            per_token = min(per_token, seconds / (num_decodes + num_prefill_tokens))
+            known = per_token if self._seconds_per_token is None else self._seconds_per_token
+            self._seconds_per_token = known + SMOOTHING * (per_token - known)

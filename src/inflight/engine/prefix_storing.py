@@ -1,9 +1,12 @@
 """The store of an engine's prefixes: where its files lie, and whose they are."""
 
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.contracts.model_info import ModelInfo
 from inflight.execution.model_runner import ModelRunner
 from inflight.prefix_store import BlockFolder, PrefixStore
 
@@ -26,6 +29,13 @@ def open_prefix_store(config: EngineConfig, runner: ModelRunner) -> PrefixStore 
     except OSError as error:
         raise ModelError(f"prefix_cache_dir {str(path)!r} cannot be used: {error}") from error
     return PrefixStore(folder, runner.rows_of_block, SECONDS_TO_SAVE)
+
+
+def pin_prefix(store: PrefixStore, info: ModelInfo, token_ids: Sequence[int], cache_salt: str | None) -> None:
+    """Let what is saved of a prompt stay. Raises `ValueError` if that is too much, `OSError` if it is impossible."""
+    size, tokens = info.block_size, array("i", token_ids)
+    blocks = [tokens[end - size : end].tobytes() for end in range(size, len(tokens) + 1, size)]
+    store.pin(blocks, len(info.cache_groups), cache_salt)
 
 
 def _about(config: EngineConfig, runner: ModelRunner) -> dict[str, object]:

@@ -19,6 +19,8 @@ from inflight.contracts.block_store import BlockContent
 MAGIC = b"inflight block 1"
 HEADER = struct.Struct("<16s32s32sIIQ")
 """Magic, digest, parent, group, bytes of tokens, bytes of the block; then the tokens, the block, and the checksum."""
+PARENT = slice(48, 80)
+"""Where the parent is."""
 CHECKSUM_SIZE = 16
 PARTIAL = ".partial"
 
@@ -86,19 +88,36 @@ def read(path: Path, content: BlockContent, rows: Rows) -> str | None:
     return None
 
 
-def examine(path: Path) -> str | None:
-    """Why a file cannot be any block, in words that follow its name; None: it is whole."""
-    data = path.read_bytes()
+def parse(name: str, data: bytes) -> tuple[BlockContent, memoryview]:
+    """What a file of this name holds, and the block's bytes.
+
+    Raises:
+        ValueError: why it cannot be any block, in words that follow its name.
+    """
     if len(data) < HEADER.size + CHECKSUM_SIZE:
-        return "has the wrong size"
-    magic, digest, _, group, num_token_bytes, num_bytes = HEADER.unpack_from(data)
-    if magic != MAGIC or path.name != f"{digest.hex()}.{group}":
-        return "is of something else"
-    if len(data) != HEADER.size + num_token_bytes + num_bytes + CHECKSUM_SIZE:
-        return "has the wrong size"
-    if xxhash.xxh3_128_digest(memoryview(data)[:-CHECKSUM_SIZE]) != data[-CHECKSUM_SIZE:]:
-        return "is damaged"
-    return None
+        raise ValueError("has the wrong size")
+    magic, digest, parent, group, num_token_bytes, num_bytes = HEADER.unpack_from(data)
+    if magic != MAGIC or name != f"{digest.hex()}.{group}":
+        raise ValueError("is of something else")
+    start = HEADER.size + num_token_bytes
+    if len(data) != start + num_bytes + CHECKSUM_SIZE:
+        raise ValueError("has the wrong size")
+    whole = memoryview(data)
+    if xxhash.xxh3_128_digest(whole[:-CHECKSUM_SIZE]) != data[-CHECKSUM_SIZE:]:
+        raise ValueError("is damaged")
+    return BlockContent(digest, parent, data[HEADER.size : start], group), whole[start:-CHECKSUM_SIZE]
+
+
+def to_bytes(content: BlockContent, rows: Rows) -> bytes:
+    """A whole file."""
+    data = b"".join((_header(content, rows), *rows))
+    return data + xxhash.xxh3_128_digest(data)
+
+
+def parent_in(path: Path) -> bytes:
+    """The digest of the block before the one that a file says it holds. Raises `OSError`."""
+    with open(path, "rb", buffering=0) as file:
+        return file.read(HEADER.size)[PARENT]
 
 
 def _header(content: BlockContent, rows: Rows) -> bytes:

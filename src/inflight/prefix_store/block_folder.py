@@ -3,22 +3,26 @@
 Blocks lie under the fingerprint of what computed them, under names that only the folder's secret key leads to: neither
 a name nor the time that looking for it takes says what somebody asked. The files themselves hold tokens, so nobody but
 their owner can read them (modes 0700 and 0600). There is no index: a file that has its name is there. When a file is
-used its time is set, and when there are too many bytes the files that were not used for longest go.
+used its time is set, and when there are too many bytes the files that were not used for longest go. Files that nobody
+may write (mode 0400) are *pinned*, and stay.
 """
 
-import hashlib
 import json
 import os
 import secrets
+import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from inflight.prefix_store.block_file import PARTIAL
+from inflight.prefix_store.naming import KEY_SIZE, Naming
 
-KEY_NAME, ABOUT_NAME = "key", "about.json"
-KEY_SIZE = 32
-DIGEST_SIZE = 32
+KEY_NAME, ABOUT_NAME, HITS_NAME = "key", "about.json", "hits"
+PINNED_MODE = 0o400
+LARGEST_PINNED_SHARE = 0.5
+"""How much of the bytes allowed may be pinned."""
 LEFT_AFTER_EVICTION = 0.9
 """The share of the bytes allowed that is left once files were deleted."""
 RECOUNTS = 16
@@ -28,13 +32,16 @@ ABANDONED = 3600.0
 
 
 class BlockFolder:
-    """The blocks of one fingerprint. Not thread-safe but for `has` and the digests.
+    """The blocks of one fingerprint. Not thread-safe but for `has` and the names.
 
     Args:
         path: the folder; made if it is missing.
         fingerprint: of all that keys and values depend on besides tokens.
         max_bytes: of all files in the folder, whatever their fingerprint.
         about: what a person may want to know of who writes here.
+
+    Attributes:
+        naming: the names of these blocks.
 
     Raises:
         OSError: the folder cannot be made or used.
@@ -46,35 +53,17 @@ class BlockFolder:
         self.path = path
         self.max_bytes = max_bytes
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._key = _own_key(path / KEY_NAME)
+        self.naming = Naming(_own_key(path / KEY_NAME), fingerprint)
         self._blocks = path / fingerprint.hex()
-        self._fingerprint = fingerprint
         self._num_bytes: int | None = None  # in the folder; None: not counted yet
         self._num_uncounted = 0  # bytes written since
         if about is not None:
             self._blocks.mkdir(mode=0o700, exist_ok=True)
             (self._blocks / ABOUT_NAME).write_text(json.dumps(dict(about)))
 
-    def digest_of_root(self, cache_salt: str | None, is_long: bool) -> bytes:
-        """See `BlockStore`."""
-        salt = b"0" if cache_salt is None else b"1" + cache_salt.encode()
-        return self._digest(self._fingerprint, bytes([is_long]), salt)
-
-    def digest(self, parent: bytes, token_ids: bytes) -> bytes:
-        """See `BlockStore`."""
-        return self._digest(parent, token_ids)
-
-    def _digest(self, *parts: bytes) -> bytes:
-        state = hashlib.blake2b(key=self._key, digest_size=DIGEST_SIZE)
-        for part in parts:
-            state.update(len(part).to_bytes(8, "little"))
-            state.update(part)
-        return state.digest()
-
     def path_of(self, digest: bytes, group: int) -> Path:
         """Where a block's file lies, if there is one."""
-        name = digest.hex()
-        return self._blocks / name[:2] / f"{name}.{group}"
+        return self.path / self.naming.path_of(digest, group)
 
     def has(self, digest: bytes, group: int) -> bool:
         """Whether a block has a file."""
@@ -89,36 +78,66 @@ class BlockFolder:
         """A file was used, and is among the last to go."""
         os.utime(path)
 
+    def see_hit(self) -> None:
+        """A prompt's blocks were used. (There are as many hits as a file has bytes: several engines can add to it.)"""
+        with open(os.open(self._blocks / HITS_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
+            file.write(b".")
+
+    def pin(self, paths: Sequence[Path]) -> None:
+        """Let files stay, however long nobody uses them. Those that are there no more are left out.
+
+        Raises:
+            ValueError: so many bytes cannot be pinned.
+        """
+        sizes = {path: path.stat().st_size for path in paths if path.exists()}
+        num_pinned = sum(size for _, size, path, is_pinned in self._files() if is_pinned and path not in sizes)
+        most = int(self.max_bytes * LARGEST_PINNED_SHARE)
+        if num_pinned + sum(sizes.values()) > most:
+            raise ValueError(
+                f"{sum(sizes.values()):,} bytes cannot be pinned in {str(self.path)!r}: {num_pinned:,} are already, "
+                f"and {most:,} may be, half of all that it may have"
+            )
+        for path in sizes:
+            with suppress(FileNotFoundError):
+                path.chmod(PINNED_MODE)
+
     def see_written(self, num_bytes: int) -> None:
         """A file of so many bytes was written: delete others if there are too many now."""
         self._num_uncounted += num_bytes
         if self._num_bytes is None or self._num_uncounted * RECOUNTS > self.max_bytes:
-            self._num_bytes = sum(size for _, size, _ in self._files())
+            self._num_bytes = sum(size for _, size, _, _ in self._files())
             self._num_uncounted = 0
         if self._num_bytes + self._num_uncounted > self.max_bytes:
             self._evict()
 
     def _evict(self) -> None:
         files = sorted(self._files())
-        num_bytes = sum(size for _, size, _ in files)
-        for _, size, path in files:
+        num_bytes = sum(size for _, size, _, _ in files)
+        for _, size, path, is_pinned in files:
             if num_bytes <= self.max_bytes * LEFT_AFTER_EVICTION:
                 break
-            path.unlink(missing_ok=True)  # another engine may have done it
-            num_bytes -= size
+            if not is_pinned:
+                path.unlink(missing_ok=True)  # another engine may have done it
+                num_bytes -= size
         self._num_bytes, self._num_uncounted = num_bytes, 0
 
-    def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """When each block's file was used last, its size and its path. Deletes what was never finished."""
+    def _files(self) -> Iterator[tuple[float, int, Path, bool]]:
+        """When each block's file was used last, its size, its path, and whether it is pinned. Deletes what was never
+        finished."""
         for path in self.path.glob("*/??/*"):
             try:
                 status = path.stat()
                 if not path.name.endswith(PARTIAL):
-                    yield status.st_mtime, status.st_size, path
+                    yield status.st_mtime, status.st_size, path, is_pinned(status)
                 elif time.time() - status.st_mtime > ABANDONED:
                     path.unlink()
             except FileNotFoundError:
                 continue
+
+
+def is_pinned(status: os.stat_result) -> bool:
+    """Whether a file stays."""
+    return not status.st_mode & stat.S_IWUSR
 
 
 def _own_key(path: Path) -> bytes:

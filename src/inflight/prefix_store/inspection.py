@@ -1,13 +1,15 @@
 """What is in a folder of prefixes, whether it is whole, and how it is emptied. For people: engines do not ask."""
 
 import json
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from inflight.prefix_store import block_file
-from inflight.prefix_store.block_folder import ABOUT_NAME, KEY_NAME
+from inflight.prefix_store.block_folder import ABOUT_NAME, HITS_NAME, KEY_NAME, is_pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,8 @@ class Holding:
 
     Attributes:
         about: what wrote them, as it says itself; empty if nobody knows.
+        num_pinned_bytes: of these bytes, those that stay however long nobody uses them.
+        num_hits: prompts whose beginning came from here.
         first_used, last_used: seconds since the epoch; 0 without blocks.
     """
 
@@ -23,6 +27,8 @@ class Holding:
     about: dict[str, Any]
     num_blocks: int
     num_bytes: int
+    num_pinned_bytes: int
+    num_hits: int
     first_used: float
     last_used: float
 
@@ -31,42 +37,66 @@ class Holding:
         """In hexadecimal."""
         return self.path.name
 
+    def files(self) -> list[Path]:
+        """Of all blocks, those that others are still writing left out."""
+        return sorted(each for each in self.path.glob("??/*") if not each.name.endswith(block_file.PARTIAL))
+
 
 def holdings(folder: Path) -> list[Holding]:
     """What is in a folder, the latest used first. Raises `ValueError` if it is no folder of prefixes."""
     if not (folder / KEY_NAME).is_file():
         raise ValueError(f"{str(folder)!r} is no folder of prefixes")
-    found = []
-    for path in folder.iterdir():
-        if path.is_dir():
-            states = [each.stat() for each in _files(path)]
-            times = [state.st_mtime for state in states] or [0.0]
-            num_bytes = sum(state.st_size for state in states)
-            found.append(Holding(path, _about(path), len(states), num_bytes, min(times), max(times)))
+    found = [_holding(path) for path in folder.iterdir() if path.is_dir()]
     return sorted(found, key=lambda each: each.last_used, reverse=True)
 
 
 def damaged(holding: Holding) -> Iterator[tuple[Path, str]]:
     """Read all blocks; yield those that are damaged, and why, in words that follow the file's name."""
-    for path in _files(holding.path):
-        reason = block_file.examine(path)
-        if reason is not None:
-            yield path, reason
+    for path in holding.files():
+        try:
+            block_file.parse(path.name, path.read_bytes())
+        except FileNotFoundError:
+            continue
+        except ValueError as reason:
+            yield path, str(reason)
 
 
-def clear(holding: Holding, used_before: float) -> tuple[int, int]:
+def clear(holding: Holding, used_before: float, *, keep_pinned: bool = False) -> tuple[int, int]:
     """Delete the blocks that were not used since a time (seconds since the epoch). Returns their number and bytes."""
     num_blocks = num_bytes = 0
-    for path in _files(holding.path):
-        state = path.stat()
-        if state.st_mtime < used_before:
+    for path, status in _statuses(holding.files()):
+        if status.st_mtime < used_before and not (keep_pinned and is_pinned(status)):
             path.unlink(missing_ok=True)
-            num_blocks, num_bytes = num_blocks + 1, num_bytes + state.st_size
+            num_blocks, num_bytes = num_blocks + 1, num_bytes + status.st_size
     return num_blocks, num_bytes
 
 
-def _files(path: Path) -> list[Path]:
-    return sorted(each for each in path.glob("??/*") if not each.name.endswith(block_file.PARTIAL))
+def _statuses(paths: list[Path]) -> Iterator[tuple[Path, os.stat_result]]:
+    """Of those that are still there."""
+    for path in paths:
+        with suppress(FileNotFoundError):
+            yield path, path.stat()
+
+
+def _holding(path: Path) -> Holding:
+    empty = Holding(path, _about(path), 0, 0, 0, _num_hits(path), 0.0, 0.0)
+    statuses = [status for _, status in _statuses(empty.files())]
+    times = [status.st_mtime for status in statuses] or [0.0]
+    return replace(
+        empty,
+        num_blocks=len(statuses),
+        num_bytes=sum(status.st_size for status in statuses),
+        num_pinned_bytes=sum(status.st_size for status in statuses if is_pinned(status)),
+        first_used=min(times),
+        last_used=max(times),
+    )
+
+
+def _num_hits(path: Path) -> int:
+    try:
+        return (path / HITS_NAME).stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _about(path: Path) -> dict[str, Any]:

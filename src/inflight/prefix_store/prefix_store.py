@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from inflight.contracts.block_store import BlockContent
@@ -94,11 +95,11 @@ class PrefixStore:
 
     def digest_of_root(self, cache_salt: str | None, is_long: bool) -> bytes:
         """See `BlockStore`."""
-        return self._folder.digest_of_root(cache_salt, is_long)
+        return self._folder.naming.digest_of_root(cache_salt, is_long)
 
     def digest(self, parent: bytes, token_ids: bytes) -> bytes:
         """See `BlockStore`."""
-        return self._folder.digest(parent, token_ids)
+        return self._folder.naming.digest(parent, token_ids)
 
     def has(self, digest: bytes, group: int) -> bool:
         """See `BlockStore`."""
@@ -146,6 +147,24 @@ class PrefixStore:
             self._loads.clear()
             self._changed.wait_for(lambda: not self._is_working)
 
+    def pin(self, blocks: Sequence[bytes], num_groups: int, cache_salt: str | None) -> None:
+        """Let what is saved of a prompt stay, however long nobody asks for it.
+
+        Args:
+            blocks: the tokens of each of its blocks, as int32.
+
+        Raises:
+            ValueError: too much would be pinned.
+            OSError: the folder cannot be used.
+        """
+        paths = []
+        for is_long in (False, True):
+            digest = self.digest_of_root(cache_salt, is_long)
+            for token_ids in blocks:
+                digest = self.digest(digest, token_ids)
+                paths += [self._folder.path_of(digest, group) for group in range(num_groups)]
+        self._folder.pin(paths)
+
     def flush(self, seconds: float) -> None:
         """Save what is still to be saved, at most so long."""
         self.is_busy = False
@@ -176,6 +195,9 @@ class PrefixStore:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._loads or self._saves or self._has_ended)
                 if self._has_ended and (not self._saves or self._clock() >= self._deadline):
+                    del (
+                        self._rows_of
+                    )  # the cache, if nobody else has it, goes while a process's end still waits for this
                     atexit.unregister(self.close)
                     return
                 self._is_working = True
@@ -218,6 +240,9 @@ class PrefixStore:
                 loading.is_done = True
                 if self._loads and self._loads[0] is loading:
                     self._loads.popleft()
+        if loading.is_done and loading.num_loaded:
+            with suppress(OSError):  # a disk that is full has other ways to say so
+                self._folder.see_hit()
 
     def _announce(self, loading: Loading) -> None:
         most = loading.num_loaded + 1 + BYTES_AHEAD // self._bytes_per_block

@@ -22,7 +22,7 @@ no tensor, no clock, no randomness.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Self
@@ -75,6 +75,10 @@ class Scheduler:
         can_share_prefixes: whether a sequence can go on from what another one has computed.
         speculator: guesses tokens that may come next; None: nothing is guessed.
         block_store: keeps blocks outside of the cache; None: nobody does.
+
+    Attributes:
+        limit_prefill: gives the `max_prefill_tokens_per_step` beside so many tokens of decodes; whoever measures steps
+            may replace it.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class Scheduler:
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
+        self.limit_prefill: Callable[[int], int | None] = lambda num_decodes: max_prefill_tokens_per_step
         self.background_tokens_per_step = background_tokens_per_step
         self.max_scored_tokens = max_scored_tokens
         self.recompute_beyond = recompute_beyond
@@ -407,10 +411,9 @@ class Scheduler:
             if budget > 0:
                 budget -= self._schedule(sequence, 1, lengths, running)
         num_prefill_tokens = self.max_num_batched_tokens
-        if (lengths or in_background) and self.max_prefill_tokens_per_step is not None:
-            num_prefill_tokens = self.max_prefill_tokens_per_step
-            if in_background:  # whoever comes next waits for the end of this step
-                num_prefill_tokens = max(1, num_prefill_tokens // BACKGROUND_SHARE)
+        if (lengths or in_background) and (limit := self.limit_prefill(sum(lengths.values()))) is not None:
+            # In the background, whoever comes next waits for the end of this step.
+            num_prefill_tokens = max(1, limit // BACKGROUND_SHARE) if in_background else limit
         for sequence in prefills:
             if sequence.slot is not None and not self._waits_for_sibling(sequence):
                 self.reuse.take(sequence, self._siblings(sequence))

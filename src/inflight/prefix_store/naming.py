@@ -1,0 +1,43 @@
+"""`Naming`: what a block is called in a folder. Without the folder's secret key nobody can tell a name from the tokens.
+
+A name is a digest of the block's tokens, of the digest before it, and so of everything that its keys and values depend
+on: before the first block comes a digest of the fingerprint, and of what keeps requests apart that may not share.
+"""
+
+import hashlib
+
+KEY_SIZE = 32
+DIGEST_SIZE = 32
+
+
+class Naming:
+    """The names of one fingerprint's blocks.
+
+    Args:
+        key: the folder's.
+        fingerprint: of all that keys and values depend on besides tokens.
+    """
+
+    def __init__(self, key: bytes, fingerprint: bytes) -> None:
+        self._key, self._fingerprint = key, fingerprint
+
+    def digest_of_root(self, cache_salt: str | None, is_long: bool) -> bytes:
+        """See `BlockStore`."""
+        salt = b"0" if cache_salt is None else b"1" + cache_salt.encode()
+        return self._digest(self._fingerprint, bytes([is_long]), salt)
+
+    def digest(self, parent: bytes, token_ids: bytes) -> bytes:
+        """See `BlockStore`."""
+        return self._digest(parent, token_ids)
+
+    def path_of(self, digest: bytes, group: int) -> str:
+        """Where a block's file lies in the folder."""
+        name = digest.hex()
+        return f"{self._fingerprint.hex()}/{name[:2]}/{name}.{group}"
+
+    def _digest(self, *parts: bytes) -> bytes:
+        state = hashlib.blake2b(key=self._key, digest_size=DIGEST_SIZE)
+        for part in parts:
+            state.update(len(part).to_bytes(8, "little"))
+            state.update(part)
+        return state.digest()

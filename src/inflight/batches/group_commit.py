@@ -1,13 +1,16 @@
-"""`GroupCommit`: results that come while others are being written are written together, in the next transaction.
-
-So the disk syncs as often as it can and no more, and a result waits for at most two of its syncs.
+"""`GroupCommit`: results that come while others are being written, and shortly after, are written together in the next
+transaction: the thread that writes takes its turns from the one that answers.
 """
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from inflight.batches.batch import Batch
 from inflight.batches.result_lines import Result
+
+SECONDS_BETWEEN = 0.1
+"""After a transaction the next one begins so much later."""
 
 
 class GroupCommit:
@@ -22,6 +25,7 @@ class GroupCommit:
         self._write, self._see = write, see
         self._waiting: list[tuple[Result, asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
+        self._is_ending = asyncio.Event()
 
     async def save(self, result: Result) -> None:
         """Return once the result is durable. Raises what `write` does. If this is cancelled, it is written all the
@@ -33,7 +37,8 @@ class GroupCommit:
         await saved
 
     async def finish(self) -> None:
-        """Return once everything is written or has failed to be."""
+        """Return once everything is written or has failed to be. Nothing may be saved afterwards."""
+        self._is_ending.set()
         if self._writing is not None:
             await asyncio.wait({self._writing})
 
@@ -51,4 +56,6 @@ class GroupCommit:
                 for _, saved in together:
                     if not saved.done():
                         saved.set_result(None)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_ending.wait(), SECONDS_BETWEEN)
         self._writing = None

@@ -97,6 +97,7 @@ def test_damaged_blocks_are_left_out(tmp_path: Path) -> None:
         path.write_bytes(data)
     (here / holding.fingerprint / "ab").mkdir(exist_ok=True)
     (here / holding.fingerprint / "ab" / "something else").write_text("not ours")
+    (here / "notes").mkdir()
     written = moved(here, there)
     assert written.num_damaged == 4
     assert written.num_blocks < len(holding.files()) - 4

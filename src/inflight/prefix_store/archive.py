@@ -160,7 +160,8 @@ class _Reader:
     def take(self, name: str, mode: int, data: bytes) -> None:
         """Take one member of the archive."""
         if found := ABOUT_PATH.fullmatch(name):
-            self._about[found[1]] = dict(json.loads(data))
+            about = json.loads(data)
+            self._about[found[1]] = about if isinstance(about, dict) else {}
         elif found := BLOCK_PATH.fullmatch(name):
             self._take_block(found[1], found[2], mode, data)
         else:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,6 +11,8 @@ from typing import Any
 
 from inflight.prefix_store import block_file
 from inflight.prefix_store.block_folder import ABOUT_NAME, HITS_NAME, KEY_NAME, is_pinned
+
+FINGERPRINT = re.compile(r"([0-9a-f]{2})+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ def holdings(folder: Path) -> list[Holding]:
     """What is in a folder, the latest used first. Raises `ValueError` if it is no folder of prefixes."""
     if not (folder / KEY_NAME).is_file():
         raise ValueError(f"{str(folder)!r} is no folder of prefixes")
-    found = [_holding(path) for path in folder.iterdir() if path.is_dir()]
+    found = [_holding(path) for path in folder.iterdir() if FINGERPRINT.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda each: each.last_used, reverse=True)
 
 

@@ -125,7 +125,7 @@ def test_a_damaged_archive_gives_no_wrong_token(tmp_path: Path) -> None:
             llm = LLM(model, block_size=4, prefix_cache_dir=there)
             for output, wanted in zip(run(llm), expected, strict=True):
                 assert said(output) == said(wanted)
-    assert num_refused >= 45  # of those that were cut, all but the few that only lost the end's zeros
+    assert num_refused >= 25  # a cut may take only zeros at the end, and a damaged block is merely left out
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,8 +142,11 @@ def export(folder: Path, archive: Path, fingerprint: str, pinned: bool) -> None:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             moved = write_archive(folder, found, file, only_pinned=pinned)
         os.replace(partial, archive)
+    except OSError as error:
+        raise click.ClickException(f"{str(archive)!r} cannot be written: {error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
     _print_moved(moved, "exported")
 
 
@@ -166,6 +170,8 @@ def import_(folder: Path, archive: Path, prefix_cache_size: int) -> None:
             moved = read_archive(file, folder, prefix_cache_size)
         except ValueError as error:
             raise InvalidRequestError(f"{str(archive)!r}: {error}") from error
+        except OSError as error:
+            raise click.ClickException(f"{str(archive)!r} cannot be added to {str(folder)!r}: {error}") from error
     _print_moved(moved, "imported")
 
 

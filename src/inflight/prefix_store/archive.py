@@ -20,7 +20,7 @@ from typing import IO, Any
 from inflight.contracts.block_store import BlockContent
 from inflight.prefix_store import block_file
 from inflight.prefix_store.block_folder import ABOUT_NAME, KEY_NAME, PINNED_MODE, BlockFolder, is_pinned
-from inflight.prefix_store.inspection import Holding
+from inflight.prefix_store.inspection import Holding, parse_about
 from inflight.prefix_store.naming import KEY_SIZE, Naming
 
 MODE = 0o600
@@ -160,8 +160,7 @@ class _Reader:
     def take(self, name: str, mode: int, data: bytes) -> None:
         """Take one member of the archive."""
         if found := ABOUT_PATH.fullmatch(name):
-            about = json.loads(data)
-            self._about[found[1]] = about if isinstance(about, dict) else {}
+            self._about[found[1]] = parse_about(data)
         elif found := BLOCK_PATH.fullmatch(name):
             self._take_block(found[1], found[2], mode, data)
         else:

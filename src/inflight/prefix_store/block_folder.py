@@ -89,8 +89,9 @@ class BlockFolder:
         Raises:
             ValueError: so many bytes cannot be pinned.
         """
-        sizes = {path: path.stat().st_size for path in paths if path.exists()}
-        num_pinned = sum(size for _, size, path, is_pinned in self._files() if is_pinned and path not in sizes)
+        wanted = set(paths)
+        sizes = {path: size for _, size, path, _ in self._files() if path in wanted}
+        num_pinned = sum(size for _, size, path, stays in self._files() if stays and path not in wanted)
         most = int(self.max_bytes * LARGEST_PINNED_SHARE)
         if num_pinned + sum(sizes.values()) > most:
             raise ValueError(
@@ -113,10 +114,10 @@ class BlockFolder:
     def _evict(self) -> None:
         files = sorted(self._files())
         num_bytes = sum(size for _, size, _, _ in files)
-        for _, size, path, is_pinned in files:
+        for _, size, path, stays in files:
             if num_bytes <= self.max_bytes * LEFT_AFTER_EVICTION:
                 break
-            if not is_pinned:
+            if not stays:
                 path.unlink(missing_ok=True)  # another engine may have done it
                 num_bytes -= size
         self._num_bytes, self._num_uncounted = num_bytes, 0

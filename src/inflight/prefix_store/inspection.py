@@ -104,7 +104,15 @@ def _num_hits(path: Path) -> int:
 
 def _about(path: Path) -> dict[str, Any]:
     try:
-        about = json.loads((path / ABOUT_NAME).read_text())
-    except (OSError, ValueError):
+        return parse_about((path / ABOUT_NAME).read_bytes())
+    except OSError:
+        return {}
+
+
+def parse_about(data: bytes) -> dict[str, Any]:
+    """What a writer says of itself; empty if that cannot be read."""
+    try:
+        about = json.loads(data)
+    except ValueError:
         return {}
     return about if isinstance(about, dict) else {}

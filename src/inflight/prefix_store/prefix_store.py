@@ -195,9 +195,8 @@ class PrefixStore:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._loads or self._saves or self._has_ended)
                 if self._has_ended and (not self._saves or self._clock() >= self._deadline):
-                    del (
-                        self._rows_of
-                    )  # the cache, if nobody else has it, goes while a process's end still waits for this
+                    # The cache, if nobody else has it, is freed while the process's end still waits for this thread.
+                    del self._rows_of
                     atexit.unregister(self.close)
                     return
                 self._is_working = True

@@ -49,8 +49,7 @@ def check_blocks(world: "World") -> None:
         ended = [each.sequence for each in world.hit if each.finish_reason is not None]
         assert all(sequence.slot is not None and sequence.num_blocks for sequence in ended)
         tables += [sequence.block_tables for sequence in ended]
-    if (persistence := world.scheduler._persistence) is not None:
-        tables += [restoration.tables for restoration in persistence._restorations]
+    tables += [restoration.tables for restoration in world.scheduler.persistence._restorations]
     world.pool.check(tables)
     held = {block for of_sequence in tables for table in of_sequence for block in table}
     assert world.pool.num_used == len(held - {NO_BLOCK})

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from inflight.contracts.plan import NO_BLOCK, Span, StepPlan
-from inflight.scheduling.scheduler import BACKGROUND_SHARE
 from tests.properties.expected import Expected
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def check_budget(world: "World", plan: StepPlan, decodes: list[Expected], has_pr
     num_prefill = sum(known[each] for each in mine - decoding)
     limit = world.sizes.budget
     if world.sizes.max_prefill is not None and (decoding or in_background):
-        limit = max(1, world.sizes.max_prefill // BACKGROUND_SHARE) if in_background else world.sizes.max_prefill
+        limit = world.sizes.max_prefill
         assert num_prefill <= limit
     num_known = sum(known[each] for each in mine)
     if num_known == world.sizes.budget or num_prefill >= limit or num_prefill >= (world.sizes.max_prefill or limit):

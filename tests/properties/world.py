@@ -266,7 +266,7 @@ class World:
 
     def waiting(self) -> list[Expected]:
         """The sequences that could have a slot, if there was one."""
-        parked = {each.sequence_id for each in self.scheduler._parked()}
+        parked = {each.sequence_id for each in self.scheduler.persistence.parked()}
         return [e for e in self.unfinished.values() if not e.is_running and e.sequence_id not in parked]
 
     def check_that_all_slots_are_free(self) -> None:

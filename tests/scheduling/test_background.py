@@ -3,7 +3,6 @@
 import pytest
 
 from inflight.contracts.config import BACKGROUND
-from inflight.scheduling.scheduler import BACKGROUND_SHARE
 from tests.scheduling.helpers import commit, make_scheduler, plan_of, spans_of, step, submit, waiting
 
 POLICIES = [None, 1]
@@ -67,7 +66,7 @@ def test_age_never_brings_a_background_sequence_before_others() -> None:
 
 
 def test_a_background_prefill_runs_in_small_steps_because_others_may_come() -> None:
-    scheduler = make_scheduler(max_prefill_tokens_per_step=5 * BACKGROUND_SHARE)
+    scheduler = make_scheduler(max_prefill_tokens_per_step=5)
     submit(scheduler, "job", 12, priority=BACKGROUND)
     assert step(scheduler) == [(0, 0, 5)]
     assert step(scheduler) == [(0, 5, 10)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from inflight.engine.prefill_limit import MIN_TOKENS, PrefillLimit
+from inflight.engine.prefill_limit import BACKGROUND_TOKENS, MIN_TOKENS, PrefillLimit
 
 
 def test_prefills_are_unlimited_until_decodes_and_prefills_were_observed() -> None:
@@ -28,6 +28,19 @@ def test_the_limit_has_a_minimum() -> None:
     limit.see(8, 0, 0.001)
     limit.see(8, 100, 10.0)
     assert limit.num_tokens(8) == MIN_TOKENS
+
+
+def test_a_step_in_the_background_is_short_or_has_few_tokens() -> None:
+    limit = PrefillLimit()
+    assert limit.num_tokens(0, in_background=True) == BACKGROUND_TOKENS
+    limit.see(8, 0, 0.02)
+    limit.see(0, 100, 0.1)
+    assert limit.num_tokens(0, in_background=True) == 100
+    assert limit.num_tokens(8, in_background=True) == pytest.approx(80, abs=1)
+    slow = PrefillLimit()
+    slow.see(8, 0, 2.0)
+    slow.see(0, 100, 50.0)
+    assert slow.num_tokens(8, in_background=True) == BACKGROUND_TOKENS
 
 
 def test_a_limit_that_was_wrong_does_not_stay_so() -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 from inflight.contracts.speculation import Candidate
 from inflight.engine.engine import Engine
-from inflight.speculation import Guess, Speculation, StepTimes
+from inflight.speculation import Guess, Speculation
 from inflight.speculation.guesser import NOTHING
+from inflight.step_times import StepTimes
 
 
 class Oracle:

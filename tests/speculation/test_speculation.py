@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.contracts.speculation import Candidate
-from inflight.speculation import Guess, Speculation, StepTimes
+from inflight.speculation import Guess, Speculation
+from inflight.step_times import StepTimes
 
 
 class Told:
@@ -126,31 +127,6 @@ def test_what_is_taken_is_never_expected_to_be_slower_than_nothing(
         assert all(
             rate([i == j and bool(c) for j in range(number)]) <= 1.02 * rate(taken) for i, c in enumerate(chances)
         )
-
-
-def test_times_between_two_known_sizes_lie_on_a_line() -> None:
-    known = StepTimes()
-    assert known.seconds(3) is None
-    known.see(1, 2.0)
-    known.see(5, 4.0)
-    assert known.seconds(1) == 2.0
-    assert known.seconds(3) == pytest.approx(3.0)
-    assert known.seconds(5) == 4.0
-    assert 4.0 < (known.seconds(9) or 0) < 4.5
-
-
-def test_a_step_that_was_held_up_hardly_counts() -> None:
-    known = StepTimes()
-    for seconds in (*[1.0] * 5, 1000.0):
-        known.see(1, seconds)
-    assert (known.seconds(1) or 0) < 1.25
-
-
-def test_no_step_takes_longer_than_one_of_more_tokens() -> None:
-    known = StepTimes()
-    known.see(8, 3.0)
-    known.see(16, 2.0)
-    assert known.seconds(8) == known.seconds(12) == known.seconds(16) == 2.0
 
 
 def test_nothing_is_guessed_until_a_step_without_guesses_has_run_and_now_and_then_one_has_none() -> None:

@@ -4,13 +4,23 @@ The model: a step lasts `time of its decodes alone + prefill tokens x time per p
 al., OSDI 2024, sets its chunks by such a time budget). The limit keeps a step at most `1 + stretch` times as long as a
 step of decodes alone. Under load hardly any step is one: then it matters that a prefill token takes no longer than the
 average token of its step, so that `stretch` of them for each decode are within the limit, whatever else is not known.
+
+In the background nobody waits for a token, but whoever comes next waits for the end of the step. Compared with the time
+that his own prompt takes, a step of few tokens is short on every machine.
+
 Pure: callers pass durations in.
 """
 
-from inflight.speculation import StepTimes
+from inflight.step_times import StepTimes
 
 MIN_TOKENS = 16
 """Fewer would not pay: where decoding is bound by memory, this many rows cost hardly more than one."""
+
+BACKGROUND_TOKENS = 64
+"""So many prefill tokens a step in the background may have in any case: fewer would leave its slots empty."""
+
+BACKGROUND_SECONDS = 0.1
+"""It may have more, as long as it is over in this time."""
 
 SMOOTHING = 0.2
 """Weight of the newest measurement in the running average."""
@@ -20,16 +30,20 @@ LEAST_SHARE = 0.1
 
 
 class PrefillLimit:
-    """Learns from the steps that it sees. Until it has seen steps with and without prefill it sets no limit."""
+    """Learns from the steps that it sees. Until it has seen steps with and without prefill it limits only the
+    background."""
 
     def __init__(self, stretch: float = 2.0) -> None:
         self.stretch = stretch
         self._decode_times = StepTimes()  # of steps without prefill
         self._seconds_per_token: float | None = None
 
-    def num_tokens(self, num_decodes: int) -> int | None:
+    def num_tokens(self, num_decodes: int, in_background: bool = False) -> int | None:
         """The limit beside so many decodes; None: not known yet."""
-        alone = self._decode_times.seconds(num_decodes)
+        alone = self._decode_times.seconds(num_decodes) if num_decodes else 0.0
+        if in_background:
+            num_in_time = (BACKGROUND_SECONDS - (alone or 0.0)) / (self._seconds_per_token or BACKGROUND_SECONDS)
+            return max(BACKGROUND_TOKENS, int(num_in_time))
         if alone is None or self._seconds_per_token is None:
             return None
         return max(MIN_TOKENS, int(self.stretch * max(alone / self._seconds_per_token, num_decodes)))

@@ -44,11 +44,12 @@ class Persistence:
     """What one scheduler keeps in a store, and takes from it.
 
     Args:
+        store: None: nothing is kept.
         find: gives the nodes in the cache that a sequence can begin with (see `Reuse.find`).
     """
 
-    def __init__(self, store: BlockStore, block_pool: BlockPool, find: Callable[[Sequence], list[Node]]) -> None:
-        self.store = store
+    def __init__(self, store: BlockStore | None, block_pool: BlockPool, find: Callable[[Sequence], list[Node]]) -> None:
+        self._store = store
         self.num_restored_tokens = 0
         self._block_pool = block_pool
         self._find = find
@@ -70,11 +71,11 @@ class Persistence:
     def park(self, sequences: list[Sequence]) -> bool:
         """Let the sequences of a request wait, if what is stored of their prompt is worth waiting for."""
         first, pool, size = sequences[0], self._block_pool, self._block_pool.block_size
-        if first.wants_scores:
+        if (store := self._store) is None or first.wants_scores:
             return False
         nodes = self._find(first)
         parent: Parent = nodes[-1] if nodes else first.root
-        chain, contents = self._stored(first, parent, len(nodes))
+        chain, contents = self._stored(store, first, parent, len(nodes))
         if not contents:
             return False
         if (same := self._on_its_way.get(contents[0][1].digest)) is not None:
@@ -82,7 +83,7 @@ class Persistence:
             return True
         tables, num_tokens = pool.new_tables(), (len(nodes) + len(chain)) * size
         room = min(pool.num_available, int(pool.num_blocks * LARGEST_SHARE))
-        if len(chain) * len(tables) > room or not self.store.is_faster(len(contents), len(chain) * size):
+        if len(chain) * len(tables) > room or not store.is_faster(len(contents), len(chain) * size):
             return False
         shared = list(zip(*(node.blocks for node in nodes), strict=True)) or [()] * len(tables)
         pool.share(tables, len(nodes) * size, shared)
@@ -91,7 +92,7 @@ class Persistence:
             return False
         pool.let_go(tables, num_tokens)
         blocks = [(content, tables[content.group][len(nodes) + place]) for place, content in contents]
-        restoration = Restoration(self.store.load(blocks), parent, len(nodes), chain, contents, tables, sequences)
+        restoration = Restoration(store.load(blocks), parent, len(nodes), chain, contents, tables, sequences)
         self._restorations.append(restoration)
         self._on_its_way |= {content.digest: restoration for _, content in contents}
         return True
@@ -102,14 +103,14 @@ class Persistence:
         return range(0, (len(sequence.token_ids) - 1) // size * size, size)
 
     def _stored(
-        self, sequence: Sequence, parent: Parent, num_before: int
+        self, store: BlockStore, sequence: Sequence, parent: Parent, num_before: int
     ) -> tuple[list[bytes], list[tuple[int, BlockContent]]]:
         """The tokens of the blocks after `num_before` that may be stored, and of these blocks what a token after them
         sees, each with its place among them. They end where none of that is missing."""
-        store, size, groups = self.store, self._block_pool.block_size, self._block_pool.layout.groups
+        size, groups = self._block_pool.block_size, self._block_pool.layout.groups
         chain: list[bytes] = []
         there: list[list[BlockContent]] = []
-        digest = self.digest_of(parent)
+        digest = digest_of(store, parent)
         for start in self._starts(sequence)[num_before:]:
             _, token_ids = make_key(parent, sequence.token_ids[start : start + size])
             before, digest = digest, store.digest(digest, token_ids)
@@ -180,22 +181,22 @@ class Persistence:
 
     def save(self, block: int) -> None:
         """A full block was computed."""
-        pool = self._block_pool
-        node = pool.node_of(block)
-        if node is None:
+        store, pool = self._store, self._block_pool
+        if store is None or (node := pool.node_of(block)) is None:
             return
         number = pool.num_times_taken(block)
         parent, token_ids = node.key
-        content = BlockContent(self.digest_of(node), self.digest_of(parent), token_ids, node.blocks.index(block))
-        self.store.save(content, block, lambda: pool.num_times_taken(block) == number)
+        content = BlockContent(digest_of(store, node), digest_of(store, parent), token_ids, node.blocks.index(block))
+        store.save(content, block, lambda: pool.num_times_taken(block) == number)
 
-    def digest_of(self, parent: Parent) -> bytes:
-        """The digest of a node or root."""
-        unknown: list[Node] = []
-        while isinstance(parent, Node) and not parent.digest:
-            unknown.append(parent)
-            parent = parent.key[0]
-        digest = parent.digest if isinstance(parent, Node) else self.store.digest_of_root(*parent)
-        for node in reversed(unknown):
-            digest = node.digest = self.store.digest(digest, node.key[1])
-        return digest
+
+def digest_of(store: BlockStore, parent: Parent) -> bytes:
+    """The digest of a node or root."""
+    unknown: list[Node] = []
+    while isinstance(parent, Node) and not parent.digest:
+        unknown.append(parent)
+        parent = parent.key[0]
+    digest = parent.digest if isinstance(parent, Node) else store.digest_of_root(*parent)
+    for node in reversed(unknown):
+        digest = node.digest = store.digest(digest, node.key[1])
+    return digest

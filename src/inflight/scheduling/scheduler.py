@@ -20,7 +20,6 @@ Iteration-level scheduling is Orca's (Yu et al., OSDI 2022); blocks, forks and p
 no tensor, no clock, no randomness.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -31,20 +30,17 @@ from inflight.contracts.block_store import BlockStore
 from inflight.contracts.cache_layout import CacheLayout
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.outputs import FinishReason
-from inflight.contracts.plan import NO_BLOCK, SlotAssignment, Span, StepPlan
+from inflight.contracts.plan import NO_BLOCK, Span, StepPlan
 from inflight.contracts.speculation import Speculator
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.guessing import Guessing, num_right_guesses
 from inflight.scheduling.persistence import Persistence
+from inflight.scheduling.plan_making import make_plan
 from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence, SoFar
 from inflight.scheduling.service_order import ServiceOrder
+from inflight.scheduling.slots import Slots
 from inflight.scheduling.waiting_queue import WaitingQueue
-
-NO_SEQUENCE = -1
-
-BACKGROUND_SHARE = 4
-"""Of what prefills may have beside decodes, those in the background get one part in so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class Scheduler:
         max_num_seqs: slots. No more than `max_num_batched_tokens` are used, so that every decode gets its token.
         max_num_batched_tokens: the token budget of a step.
         max_prefill_tokens_per_step: how many of them may go to sequences that owe more than one token while others
-            decode; None: all that the decodes leave.
+            decode, or in the background; None: all that the decodes leave.
         background_tokens_per_step: how many tokens sequences in the background may have beside others.
         aging_steps: priorities count, and a waiting sequence gains one for each so many steps; None: first come, first
             served.
@@ -77,8 +73,8 @@ class Scheduler:
         block_store: keeps blocks outside of the cache; None: nobody does.
 
     Attributes:
-        limit_prefill: gives the `max_prefill_tokens_per_step` beside so many tokens of decodes; whoever measures steps
-            may replace it.
+        limit_prefill: gives the `max_prefill_tokens_per_step` beside so many tokens of decodes, in the background or
+            not; whoever measures steps may replace it.
     """
 
     def __init__(
@@ -99,7 +95,7 @@ class Scheduler:
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.limit_prefill: Callable[[int], int | None] = lambda num_decodes: max_prefill_tokens_per_step
+        self.limit_prefill: Callable[[int, bool], int | None] = lambda _, in_background: max_prefill_tokens_per_step
         self.background_tokens_per_step = background_tokens_per_step
         self.max_scored_tokens = max_scored_tokens
         self.recompute_beyond = recompute_beyond
@@ -117,22 +113,18 @@ class Scheduler:
         self._hold_nothing(block_pool, enable_prefix_caching, can_share=can_share_prefixes)
 
     def _hold_nothing(self, block_pool: BlockPool, enable_prefix_caching: bool, *, can_share: bool) -> None:
-        self.block_pool, store = block_pool, self._block_store
-        self._persistence: Persistence | None = None
+        self.block_pool = block_pool
         self.reuse = Reuse(block_pool, enable_prefix_caching, self.recompute_beyond, can_share=can_share)
-        if store is not None:
-            self._persistence = Persistence(store, block_pool, self.reuse.find)
-            self.reuse.save = self._persistence.save
+        self.persistence = Persistence(self._block_store, block_pool, self.reuse.find)
+        if self._block_store is not None:
+            self.reuse.save = self.persistence.save
         self._guessing: Guessing | None = None
         if self._speculator is not None:
             self._guessing = Guessing(self._speculator, block_pool, self.recompute_beyond)
         self._waiting = WaitingQueue(self._order)
         self._running: dict[int, Sequence] = {}
         self._of_request: dict[str, dict[int, Sequence]] = {}  # its unfinished sequences
-        num_slots = min(self.max_num_seqs, self.max_num_batched_tokens)
-        self._free_slots = list(range(num_slots))  # a heap: the lowest is taken first, so lanes stay together
-        self._released_slots: set[int] = set()  # that no plan has told of yet
-        self._assigned = [NO_SEQUENCE] * num_slots  # the sequence in each slot, as far as plans have told
+        self._slots = Slots(min(self.max_num_seqs, self.max_num_batched_tokens))
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
 
@@ -176,7 +168,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences without a slot, including preempted ones and those that wait for blocks from elsewhere."""
-        return len(self._waiting) + sum(1 for _ in self._parked())
+        return len(self._waiting) + sum(1 for _ in self.persistence.parked())
 
     @property
     def num_waiting_in_background(self) -> int:
@@ -191,19 +183,16 @@ class Scheduler:
     @property
     def num_restored_tokens(self) -> int:
         """Tokens of blocks that came from elsewhere."""
-        return 0 if self._persistence is None else self._persistence.num_restored_tokens
+        return self.persistence.num_restored_tokens
 
     @property
     def is_restoring(self) -> bool:
         """Whether blocks come from elsewhere for sequences that wait for them."""
-        return self._persistence is not None and self._persistence.is_waiting
-
-    def _parked(self) -> Iterable[Sequence]:
-        return () if self._persistence is None else self._persistence.parked()
+        return self.persistence.is_waiting
 
     def sequences(self) -> Iterator[Sequence]:
         """All unfinished sequences, running ones first, each group in the order in which it is served."""
-        for group in (self._running.values(), [*self._waiting, *self._parked()]):
+        for group in (self._running.values(), [*self._waiting, *self.persistence.parked()]):
             yield from sorted(group, key=lambda sequence: self._order.rank(sequence, self.num_steps))
 
     def running(self, sequence_id: int) -> Sequence:
@@ -219,7 +208,7 @@ class Scheduler:
         return sequence_id in self._running or self._without_slot(sequence_id) is not None
 
     def _without_slot(self, sequence_id: int) -> Sequence | None:
-        parked = (each for each in self._parked() if each.sequence_id == sequence_id)
+        parked = (each for each in self.persistence.parked() if each.sequence_id == sequence_id)
         return self._waiting.get(sequence_id) or next(parked, None)
 
     def submit(self, request: Request) -> None:
@@ -243,9 +232,8 @@ class Scheduler:
         pool, before = BlockPool(self.block_pool.num_blocks, self.block_pool.layout), self.reuse
         self._hold_nothing(pool, before.enable_prefix_caching, can_share=before.can_share)
         self.reuse.num_cached_tokens = before.num_cached_tokens
-        if self._persistence is not None:
-            self._persistence.num_restored_tokens = num_restored_tokens
-        self._released_slots.update(self._free_slots)
+        self.persistence.num_restored_tokens = num_restored_tokens
+        self._slots.give_back_all()
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
         tables, token_ids = self.block_pool.new_tables(), list(request.prompt_token_ids)
@@ -258,7 +246,7 @@ class Scheduler:
         for sequence in sequences:
             self.reuse.forget_progress(sequence)
             of_request[sequence.sequence_id] = sequence
-        if self._persistence is None or not self._may_load or not self._persistence.park(list(of_request.values())):
+        if not self._may_load or not self.persistence.park(list(of_request.values())):
             for sequence in of_request.values():
                 self._waiting.push(sequence)
 
@@ -271,9 +259,8 @@ class Scheduler:
         """The next step, or None if there is nothing to compute. Commit, fail or discard it before the next call."""
         if self._in_flight is not None:
             raise RuntimeError("the step planned before is still in flight: commit or fail it first")
-        if self._persistence is not None:
-            for sequence in self._persistence.take_in(may_load=self._may_load):
-                self._waiting.push(sequence)
+        for sequence in self.persistence.take_in(may_load=self._may_load):
+            self._waiting.push(sequence)
         lengths: dict[Sequence, int] = {}
         self._num_scorable_tokens = self.max_scored_tokens
         running = self._in_service_order()
@@ -289,15 +276,16 @@ class Scheduler:
         self.num_steps += 1
         if not lengths:
             return None
-        self._in_flight = self._make_plan(lengths, self._guess(lengths))
+        num_groups = len(self.block_pool.layout.groups)
+        self._in_flight = make_plan(lengths, self._guess(lengths), self._slots, num_groups, self.reuse.copies)
         return self._in_flight
 
     def plan_release(self) -> StepPlan | None:
         """A plan of no spans, which only tells of released slots: for when nothing is left to compute. None if no slot
         was released since the last plan."""
-        if self._in_flight is not None or not self._released_slots:
+        if self._in_flight is not None or not (released_slots := self._slots.take_released()):
             return None
-        return StepPlan((), (), released_slots=self._take_released_slots())
+        return StepPlan((), (), released_slots=released_slots)
 
     def commit(self, plan: StepPlan, tokens: SequenceOf[SequenceOf[int]]) -> list[Progress]:
         """Take in the tokens chosen for each span of `plan`: none for a chunk, one or more for the others.
@@ -377,7 +365,7 @@ class Scheduler:
         if self._order.effective_priority(running[-1], self.num_steps) <= priority:
             return
         num_missing, shared = self.reuse.num_missing_blocks(best, self._siblings(best))
-        num_slots, num_victims, held = len(self._free_slots), 0, Counter[int]()
+        num_slots, num_victims, held = self._slots.num_free, 0, Counter[int]()
         while num_slots < 1 or num_missing > 0:
             if num_victims == len(running):
                 return
@@ -411,9 +399,9 @@ class Scheduler:
             if budget > 0:
                 budget -= self._schedule(sequence, 1, lengths, running)
         num_prefill_tokens = self.max_num_batched_tokens
-        if (lengths or in_background) and (limit := self.limit_prefill(sum(lengths.values()))) is not None:
-            # In the background, whoever comes next waits for the end of this step.
-            num_prefill_tokens = max(1, limit // BACKGROUND_SHARE) if in_background else limit
+        if lengths or in_background:  # in the background, whoever comes next waits for the end of this step
+            limit = self.limit_prefill(sum(lengths.values()), in_background)
+            num_prefill_tokens = num_prefill_tokens if limit is None else limit
         for sequence in prefills:
             if sequence.slot is not None and not self._waits_for_sibling(sequence):
                 self.reuse.take(sequence, self._siblings(sequence))
@@ -428,14 +416,14 @@ class Scheduler:
 
         A sequence that waits for a sibling's prompt needs no budget, but has to have its slot when that is computed.
         """
-        while self._free_slots and (sequence := self._waiting.best(self.num_steps)) is not None:
+        while self._slots.num_free and (sequence := self._waiting.best(self.num_steps)) is not None:
             if sequence.is_background != in_background:
                 return
             waits = self._waits_for_sibling(sequence)
             if (budget <= 0 and not waits) or self.reuse.num_missing_blocks(sequence, self._siblings(sequence))[0] > 0:
                 return
             self._waiting.remove(sequence)
-            sequence.slot = heapq.heappop(self._free_slots)
+            sequence.slot = self._slots.take()
             self._running[sequence.sequence_id] = sequence
             if sequence.num_preemptions == 0:
                 self.num_prompt_tokens += sequence.num_prompt_tokens
@@ -482,45 +470,6 @@ class Scheduler:
         self.num_guesses += 1
         self.num_guessed_tokens += span.num_guessed
         self.num_accepted_tokens += num_right
-
-    def _make_plan(self, lengths: dict[Sequence, int], guesses: Mapping[Sequence, SequenceOf[int]]) -> StepPlan:
-        spans: list[Span] = []
-        assignments: list[SlotAssignment] = []
-        for sequence, length in lengths.items():
-            assert sequence.slot is not None
-            slot, start = sequence.slot, sequence.num_computed_tokens
-            end = start + length
-            sequence_length, scored_ids = len(sequence.token_ids), sequence.ids_to_score(end)
-            num_logit_rows = len(scored_ids) + (end == sequence_length)
-            token_ids = sequence.token_ids[start:end]
-            num_guessed = 0
-            if guesses and (guessed := guesses.get(sequence)) is not None:
-                num_guessed = len(guessed)
-                token_ids += guessed
-            spans.append(
-                Span(
-                    sequence.sequence_id,
-                    slot,
-                    start,
-                    token_ids,
-                    num_logit_rows + num_guessed,
-                    sequence_length + num_guessed,
-                    scored_ids,
-                    num_guessed,
-                )
-            )
-            if self._assigned[slot] != sequence.sequence_id:
-                self._assigned[slot] = sequence.sequence_id
-                assignments.append(_assignment(slot, sequence))
-        groups = range(len(self.block_pool.layout.groups))
-        tables = tuple(tuple([sequence.block_tables[group][:] for sequence in lengths]) for group in groups)
-        released_slots = self._take_released_slots()
-        return StepPlan(tuple(spans), tables, tuple(self.reuse.copies), released_slots, tuple(assignments))
-
-    def _take_released_slots(self) -> tuple[int, ...]:
-        released_slots = tuple(sorted(self._released_slots))
-        self._released_slots.clear()
-        return released_slots
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
         num_computed = sequence.num_computed_tokens
@@ -574,9 +523,7 @@ class Scheduler:
     def _land_failed(self, plan: StepPlan) -> None:
         """The step in flight computed nothing: sequences that relied on it start over, and what it told of slots is
         told again, since the runner may not have got to it."""
-        self._released_slots.update(plan.released_slots)
-        for each in plan.assignments:
-            self._assigned[each.slot] = NO_SEQUENCE
+        self._slots.tell_again([each.slot for each in plan.assignments], plan.released_slots)
         changed = self.reuse.step_failed()
         self._land(plan)
         for span in plan.spans:
@@ -598,7 +545,7 @@ class Scheduler:
             del self._of_request[sequence.request.request_id]
         if sequence.slot is not None:
             self._release(sequence)
-        elif self._persistence is None or not self._persistence.unpark(sequence):
+        elif not self.persistence.unpark(sequence):
             self._waiting.remove(sequence)
 
     def _release(self, sequence: Sequence) -> None:
@@ -612,22 +559,5 @@ class Scheduler:
     def _give_back(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
         self.reuse.give_back(sequence)
-        heapq.heappush(self._free_slots, sequence.slot)
-        self._released_slots.add(sequence.slot)
-        self._assigned[sequence.slot] = NO_SEQUENCE
+        self._slots.give_back(sequence.slot)
         sequence.slot = None
-
-
-def _assignment(slot: int, sequence: Sequence) -> SlotAssignment:
-    request = sequence.request
-    return SlotAssignment(
-        slot,
-        sequence.sequence_id,
-        sequence.index,
-        tuple(sequence.token_ids),
-        sequence.num_prompt_tokens,
-        request.params,
-        request.seed,
-        request.stop_token_ids,
-        request.bad_words,
-    )

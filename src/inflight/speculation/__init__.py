@@ -3,7 +3,6 @@
 - `Speculation`: asks its guessers, and decides by cost how many of their tokens a step computes.
 - `Guesser`: one way to guess. `Lookup`: what followed the same tokens before. `Constrained`: what a grammar allows.
 - `Drafting`: guesses of a draft model, on the blocks of the model's own sequences (`DraftCache`).
-- `StepTimes`: how long steps take here, by their tokens.
 """
 
 from inflight.speculation.constrained import Constrained
@@ -12,6 +11,5 @@ from inflight.speculation.drafting import Drafting
 from inflight.speculation.guesser import Guess, Guesser
 from inflight.speculation.lookup import Lookup
 from inflight.speculation.speculation import Speculation
-from inflight.speculation.step_times import StepTimes
 
-__all__ = ["Constrained", "DraftLayout", "Drafting", "Guess", "Guesser", "Lookup", "Speculation", "StepTimes"]
+__all__ = ["Constrained", "DraftLayout", "Drafting", "Guess", "Guesser", "Lookup", "Speculation"]

@@ -1,0 +1,68 @@
+"""`make_plan`: what was decided for a step, in the terms of a `StepPlan`."""
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+
+from inflight.contracts.plan import SlotAssignment, Span, StepPlan
+from inflight.scheduling.sequence import Sequence
+from inflight.scheduling.slots import Slots
+
+
+def make_plan(
+    lengths: Mapping[Sequence, int],
+    guesses: Mapping[Sequence, SequenceOf[int]],
+    slots: Slots,
+    num_groups: int,
+    copies: Iterable[tuple[int, int]],
+) -> StepPlan:
+    """The plan of a step.
+
+    Args:
+        lengths: how many tokens each sequence computes, which has its slot and blocks for them.
+        guesses: of some, tokens guessed after these.
+        slots: are told that the plan tells of them.
+        num_groups: of the cache.
+        copies: (source, destination) blocks to copy before anything is computed.
+    """
+    spans = tuple([_span(sequence, length, guesses.get(sequence, ())) for sequence, length in lengths.items()])
+    pairs = zip(spans, lengths, strict=True)
+    assignments = tuple(
+        [_assignment(span.slot, each) for span, each in pairs if slots.is_news(span.slot, each.sequence_id)]
+    )
+    tables = tuple(tuple([sequence.block_tables[group][:] for sequence in lengths]) for group in range(num_groups))
+    return StepPlan(spans, tables, tuple(copies), slots.take_released(), assignments)
+
+
+def _span(sequence: Sequence, length: int, guessed: SequenceOf[int]) -> Span:
+    assert sequence.slot is not None
+    start, sequence_length, num_guessed = sequence.num_computed_tokens, len(sequence.token_ids), len(guessed)
+    end = start + length
+    scored_ids = sequence.ids_to_score(end)
+    token_ids = sequence.token_ids[start:end]
+    token_ids += guessed
+    num_logit_rows = len(scored_ids) + (end == sequence_length) + num_guessed
+    return Span(
+        sequence.sequence_id,
+        sequence.slot,
+        start,
+        token_ids,
+        num_logit_rows,
+        sequence_length + num_guessed,
+        scored_ids,
+        num_guessed,
+    )
+
+
+def _assignment(slot: int, sequence: Sequence) -> SlotAssignment:
+    request = sequence.request
+    return SlotAssignment(
+        slot,
+        sequence.sequence_id,
+        sequence.index,
+        tuple(sequence.token_ids),
+        sequence.num_prompt_tokens,
+        request.params,
+        request.seed,
+        request.stop_token_ids,
+        request.bad_words,
+    )

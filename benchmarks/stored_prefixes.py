@@ -3,27 +3,37 @@
 python -m benchmarks.stored_prefixes --model qwen3-0.6b --dtype bfloat16 --measure first-token,beside,idle
 
 - `first-token`: seconds to the first token of a 4,096-token prompt, computed, and restored by an engine that was
-  started anew, with the files out of the system's memory (as far as it lets go of them).
+  started anew, with the files out of the system's memory (as far as it lets go of them); and if it is installed, of
+  llama.cpp's server, which saves and restores a slot, in turn.
 - `beside`: seconds between the tokens of eight decodes: alone, while prompts are restored beside them, and while
   everything that was computed before is saved.
 - `idle`: tokens a second of the workload W2-32 with a folder that is never hit, and without one.
 """
 
 import argparse
+import http.client
+import json
 import os
 import random
 import shutil
+import socket
 import statistics
+import subprocess
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.models import model_folder
+from benchmarks.peers.catalogue import PEERS
+from benchmarks.peers.models import model_folder, prepare
 from benchmarks.workloads import WORKLOADS
 from inflight import LLM, SamplingParams
+from inflight.prefix_store import prefix_store
 
 PROMPT_LENGTH, NUM_DECODES, NUM_STEPS = 4096, 8, 300
 ONE = SamplingParams(temperature=0, max_tokens=1)
@@ -32,7 +42,8 @@ FOREVER = 600.0
 
 def open_llm(folder: Path | None, arguments: argparse.Namespace, **others: Any) -> LLM:
     """An engine with an empty cache of its own, with or without a folder."""
-    options: dict[str, Any] = {"dtype": arguments.dtype, "speculation": "off", "kv_cache_memory": 6 * 2**30}
+    memory = arguments.cache_gib * 2**30
+    options: dict[str, Any] = {"dtype": arguments.dtype, "speculation": "off", "kv_cache_memory": memory}
     if arguments.quantization:
         options["quantization"] = arguments.quantization
     return LLM(model_folder(arguments.model), prefix_cache_dir=folder, **{**options, **others})
@@ -53,20 +64,22 @@ def flush(llm: LLM) -> None:
 def let_go_of_files(folder: Path) -> None:
     """Ask the system to forget the content of all files."""
     os.sync()
-    for path in folder.rglob("*.?"):
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def first_token(arguments: argparse.Namespace, folder: Path) -> None:
     """Print how long the first token of a long prompt takes."""
-    computed, restored = [], []
+    seconds = defaultdict[str, list[float]](list)
+    llamacpp = PEERS["llamacpp"]
     for number in range(arguments.rounds):
         llm = open_llm(folder, arguments)
         llm.generate([prompt_of(-1, 64)], ONE, use_tqdm=False)  # both begin warm
         start = time.perf_counter()
         (expected,) = llm.generate([prompt_of(number)], ONE, use_tqdm=False)
-        computed.append(time.perf_counter() - start)
+        seconds["computed"].append(time.perf_counter() - start)
         flush(llm)
         del llm
         let_go_of_files(folder)
@@ -74,52 +87,122 @@ def first_token(arguments: argparse.Namespace, folder: Path) -> None:
         llm.generate([prompt_of(-2, 64)], ONE, use_tqdm=False)
         start = time.perf_counter()
         (output,) = llm.generate([prompt_of(number)], ONE, use_tqdm=False)
-        restored.append(time.perf_counter() - start)
+        seconds["restored"].append(time.perf_counter() - start)
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
         assert llm.engine.scheduler.num_restored_tokens >= PROMPT_LENGTH - 16
-    ratio = statistics.median(computed) / statistics.median(restored)
-    print(
-        f"first token of {PROMPT_LENGTH} tokens: computed {statistics.median(computed):.2f} s, restored "
-        f"{statistics.median(restored):.3f} s ({ratio:.1f})"
-    )
+        del llm
+        if llamacpp.is_installed:
+            weights = prepare(llamacpp, model_folder(arguments.model), arguments.dtype, arguments.quantization)
+            for name, each in slot_times(llamacpp.root, weights, prompt_of(number)["prompt_token_ids"], folder).items():
+                seconds[name].append(each)
+    median = {name: statistics.median(each) for name, each in seconds.items()}
+    print(f"first token of {PROMPT_LENGTH} tokens, medians of {arguments.rounds}:")
+    for name, each in median.items():
+        print(f"{name}: {each:.2f} s ({each / median['restored']:.1f})")
 
 
-def decode_times(llm: LLM, prompts: list[dict[str, Any]]) -> list[float]:
-    """Seconds of each step in which eight sequences decode, while these prompts come in beside them."""
+def slot_times(root: Path, weights: Path, prompt_token_ids: list[int], folder: Path) -> dict[str, float]:
+    """Seconds that llama.cpp's server takes for the first token of a prompt, computed, and restored after a restart."""
+    seconds = {}
+    with llama_server(root, weights, folder) as ask:
+        ask("/completion", {"prompt": prompt_token_ids[:64], "n_predict": 1})
+        start = time.perf_counter()
+        ask("/completion", {"prompt": prompt_token_ids, "n_predict": 1})
+        seconds["llama.cpp, computed"] = time.perf_counter() - start
+        ask("/slots/0?action=save", {"filename": "slot"})
+    let_go_of_files(folder)
+    with llama_server(root, weights, folder) as ask:
+        ask("/completion", {"prompt": prompt_token_ids[:64], "n_predict": 1})
+        start = time.perf_counter()
+        ask("/slots/0?action=restore", {"filename": "slot"})
+        answer = ask("/completion", {"prompt": prompt_token_ids, "n_predict": 1})
+        seconds["llama.cpp, restored"] = time.perf_counter() - start
+        assert answer["timings"]["prompt_n"] < 64, answer["timings"]
+    return seconds
+
+
+@contextmanager
+def llama_server(root: Path, weights: Path, folder: Path) -> Iterator[Callable[[str, object], dict[str, Any]]]:
+    """A server of llama.cpp with one slot; gives a function that posts to it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options: list[object] = ["--port", port, "-np", 1, "-c", PROMPT_LENGTH + 256, "-t", os.cpu_count()]
+    if "amx_int8" in Path("/proc/cpuinfo").read_text():
+        options.append("--no-repack")  # see `benchmarks/peers/llamacpp_server.py`
+    command = [root / "build" / "bin" / "llama-server", "-m", weights, "--slot-save-path", folder, *options]
+    process = subprocess.Popen([str(each) for each in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def post(path: str, body: object) -> dict[str, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer: dict[str, Any] = json.loads(response.read())
+        if response.status != 200:
+            raise RuntimeError(f"{path} answered {response.status}: {answer}")
+        return answer
+
+    try:
+        is_ready = False
+        while not is_ready:
+            if process.poll() is not None:
+                raise RuntimeError(f"llama-server ended with status {process.returncode}")
+            time.sleep(0.2)
+            with suppress(OSError, RuntimeError):
+                post("/tokenize", {"content": ""})
+                is_ready = True
+        yield post
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def decode_times(llm: LLM, prompts: list[dict[str, Any]], goes_on: Callable[[], bool] | None = None) -> list[float]:
+    """Seconds of each step in which eight sequences decode, while these prompts come in beside them, and as long as
+    `goes_on`."""
     engine = llm.engine
     decoding = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True)
-    for number in range(NUM_DECODES):
-        prompt = prompt_of(1000 + number + random.randrange(10**6), 64)["prompt_token_ids"]
-        engine.submit(engine.accept(f"decode {number}", prompt, decoding))
-    engine.step()
-    for number, prompt in enumerate(prompts):
-        engine.submit(engine.accept(f"prompt {number}", prompt["prompt_token_ids"], ONE))
-    seconds = []
-    while engine.has_unfinished_requests:
-        start = time.perf_counter()
-        outputs = engine.step()
-        if sum(output.request_id.startswith("decode") for output in outputs) == NUM_DECODES:
-            seconds.append(time.perf_counter() - start)
+    seconds: list[float] = []
+    is_first = True
+    while is_first or (goes_on is not None and goes_on()):
+        for number in range(NUM_DECODES):
+            prompt = prompt_of(1000 + number + random.randrange(10**6), 64)["prompt_token_ids"]
+            engine.submit(engine.accept(f"decode {number}", prompt, decoding))
+        engine.step()
+        for number, prompt in enumerate(prompts if is_first else []):
+            engine.submit(engine.accept(f"prompt {number}", prompt["prompt_token_ids"], ONE))
+        is_first, num_decoding = False, NUM_DECODES
+        while num_decoding:
+            counts, start = goes_on is None or goes_on(), time.perf_counter()
+            outputs = [each for each in engine.step() if each.request_id.startswith("decode")]
+            if counts and len(outputs) == NUM_DECODES:
+                seconds.append(time.perf_counter() - start)
+            num_decoding -= sum(each.finish_reason is not None for each in outputs)
     return seconds
 
 
 def beside(arguments: argparse.Namespace, folder: Path) -> None:
     """Print what restoring and saving do to others."""
-    num_prompts = arguments.tokens // PROMPT_LENGTH
-    prompts = [prompt_of(number) for number in range(num_prompts)]
+    # Of each, one token is left to compute.
+    prompts = [prompt_of(number, PROMPT_LENGTH + 1) for number in range(-(-arguments.tokens // PROMPT_LENGTH))]
     llm = open_llm(folder, arguments)
+    share, prefix_store.SHARE_OF_SAVING = prefix_store.SHARE_OF_SAVING, 1e-6  # save nothing yet
     llm.generate(prompts, ONE, use_tqdm=False)
-    assert llm.engine._store is not None
-    saved_before = llm.engine._store.num_saved
-    saving = decode_times(llm, [])
-    num_saved = llm.engine._store.num_saved - saved_before
+    prefix_store.SHARE_OF_SAVING = share
+    store = llm.engine._store
+    assert store is not None
+    saved_before = store.num_saved
+    saving = decode_times(llm, [], lambda: bool(store._saves))
+    num_saved = store.num_saved - saved_before
+    flush(llm)
     alone = decode_times(llm, [])
     flush(llm)
     del llm
     let_go_of_files(folder)
     llm = open_llm(folder, arguments)
     llm.generate([prompt_of(-1, 64)], ONE, use_tqdm=False)
-    restoring = decode_times(llm, prompts)
+    alone += decode_times(llm, [])
+    restoring = decode_times(llm, prompts, lambda: llm.engine.scheduler.is_restoring)
     print(f"while decoding, {num_saved} blocks were saved, {llm.engine.scheduler.num_restored_tokens} tokens restored")
     for name, seconds in (("alone", alone), ("saving", saving), ("restoring", restoring)):
         p50, p99 = np.percentile(np.array(seconds), (50, 99)) * 1000
@@ -155,7 +238,8 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--measure", default=",".join(MEASURES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=16 * PROMPT_LENGTH, help="restored and saved beside decodes")
+    parser.add_argument("--tokens", type=int, default=100_000, help="restored and saved beside decodes")
+    parser.add_argument("--cache-gib", type=int, default=13, help="memory for keys and values: all of these tokens'")
     arguments = parser.parse_args()
     for name in arguments.measure.split(","):
         folder = Path(tempfile.mkdtemp(prefix="prefixes-"))

@@ -1,8 +1,9 @@
 """`Worker`: gets batch jobs done, one after the other, the oldest first, and goes on where the ledger says they are.
 
-Decides how many requests are in work, what is tried again, and which request an engine's death is blamed on. A request
-is out of work only when its result is durable, so no more results are held than requests are in work. Requests that
-were in work when the engine died are done last, each alone: one that then kills the engine again gets an error.
+Decides how many requests are in work, what is tried again, and which request an engine's death is blamed on. While the
+results of some are being made durable, others are in work, but no more results are held than requests may be in work.
+Requests that were in work when the engine died are done last, each alone: one that then kills the engine again gets an
+error.
 """
 
 import asyncio
@@ -197,22 +198,27 @@ class Worker:
 
     async def _answer_lines(self, batch: Batch, results: GroupCommit) -> None:
         for num_crashes, most in ((0, self._max_in_work), (1, 1)):
-            places, pages = asyncio.Semaphore(most), self._ledger.work(batch, num_crashes)
+            places, pages = Places(most), self._ledger.work(batch, num_crashes)
             try:
                 async with asyncio.TaskGroup() as group:
                     while (page := await asyncio.to_thread(next, pages, None)) is not None:
                         for work in page:
-                            await places.acquire()
+                            await places.unfinished.acquire()
+                            await places.in_work.acquire()
                             group.create_task(self._answer_line(batch, work, results, places))
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
 
-    async def _answer_line(self, batch: Batch, work: Work, results: GroupCommit, places: asyncio.Semaphore) -> None:
+    async def _answer_line(self, batch: Batch, work: Work, results: GroupCommit, places: "Places") -> None:
         try:
-            if (result := await self._result(batch, work)) is not None:
+            try:
+                result = await self._result(batch, work)
+            finally:
+                places.in_work.release()
+            if result is not None:
                 await results.save(result)
         finally:
-            places.release()
+            places.unfinished.release()
 
     async def _result(self, batch: Batch, work: Work) -> Result | None:
         """What becomes of a request; None: the engine died. The first time, it has another chance later."""
@@ -225,6 +231,14 @@ class Worker:
                 await asyncio.to_thread(self._ledger.note_crash, batch.id, work.number)
                 return None
             await asyncio.sleep(SECONDS_BEFORE_RETRY)
+
+
+class Places:
+    """How many requests of a job may be in work at once, and how many in work or about to be durable."""
+
+    def __init__(self, most: int) -> None:
+        self.in_work = asyncio.Semaphore(most)
+        self.unfinished = asyncio.Semaphore(2 * most)
 
 
 def _next_chunk(lines: Iterator[RequestLine | LineError]) -> list[RequestLine | LineError]:

@@ -21,6 +21,7 @@ from inflight.cli.batch_lines import MOST_IN_FLIGHT
 from inflight.cli.help import Command
 from inflight.cli.options import engine_options, engine_values, model_option, quiet_libraries
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError
+from inflight.garbage_collection import spare_what_stays
 
 if TYPE_CHECKING:
     from inflight.async_llm import AsyncLLM
@@ -215,6 +216,7 @@ async def _work(
     worker = Worker(ledger, files, AppAnswerer(app, llm), MOST_IN_FLIGHT, see)
     try:
         async with app.router.lifespan_context(app):
+            spare_what_stays()
             await worker.work_on_next()
     finally:
         if bar is not None:

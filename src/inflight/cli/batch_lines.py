@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from inflight.cli.prompts import PromptLine
+from inflight.garbage_collection import spare_what_stays
 
 if TYPE_CHECKING:
     from inflight.async_llm import AsyncLLM
@@ -39,4 +40,5 @@ async def answer(llm: "AsyncLLM", lines: Sequence[PromptLine], take: Callable[[i
 
     async with app.router.lifespan_context(app):
         await llm.start()
+        spare_what_stays()
         await asyncio.gather(*(work() for _ in range(min(MOST_IN_FLIGHT, len(lines)))))

@@ -13,6 +13,7 @@ import uvicorn
 
 from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError, ModelError
+from inflight.garbage_collection import spare_what_stays
 from inflight.server.app import create_app
 from inflight.server.operations.heads import limited_to
 from inflight.server.operations.lifecycle import Drain, DrainingServer
@@ -90,7 +91,8 @@ async def _serve(
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await llm.start()
-        _spare_what_stays()
+        gc.collect()
+        spare_what_stays()
         tell_ready()
     except (ModelError, EngineDeadError):
         if not drain.is_draining:  # otherwise it was told to stop while loading
@@ -98,10 +100,3 @@ async def _serve(
             await serving
             raise
     await serving
-
-
-def _spare_what_stays() -> None:
-    """Take everything that was loaded out of the garbage collector's sight: looking through all modules takes half a
-    second, during which nothing else runs, and finds nothing."""
-    gc.collect()
-    gc.freeze()

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import BinaryIO
 
 from inflight.engine.process.protocol import Commands, Event, read_command, read_load, to_frame
-from inflight.garbage_collection import end_without_garbage_collection, garbage_collection_paused
+from inflight.garbage_collection import end_without_garbage_collection, garbage_collection_paused, spare_what_stays
 
 SECONDS_TO_SAVE = 4.5
 """After that, callers kill it (`connection.SECONDS_TO_END`)."""
@@ -40,7 +40,9 @@ def main() -> int:
         from inflight.sources import load_tokenizer
 
     def load() -> Engine:
-        return Engine(asked.model, asked.config, load_tokenizer(asked.model, asked.tokenizer, asked.config))
+        engine = Engine(asked.model, asked.config, load_tokenizer(asked.model, asked.tokenizer, asked.config))
+        spare_what_stays()
+        return engine
 
     def send(event: Event) -> None:
         try:

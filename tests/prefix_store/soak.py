@@ -16,6 +16,7 @@ from tests.speculation.random_requests import generate, random_requests, said
 
 AT_ONCE, NUM_STARTS = 20, 5
 LONG = 600.0
+SHARE_OF_OTHERS = 0.2
 BEGINNINGS = [
     text * 20
     for text in ("Tom had a red ball. He liked it. ", "One day a cat saw a dog in the park. ", "Lily was sad. ")
@@ -23,15 +24,18 @@ BEGINNINGS = [
 
 
 def damage(folder: Path, rng: random.Random) -> int:
-    """Change a tenth of the files, their names or their lengths; return how many."""
-    paths = sorted(folder.glob("*/??/*"))
+    """Change a tenth of the files, their names or their lengths, and now and then the files beside them; return how
+    many."""
+    paths = [each for each in sorted(folder.glob("*/??/*")) if each.is_file()]
     chosen = rng.sample(paths, len(paths) // 10)
+    others = [each for each in folder.rglob("*") if each.is_file() and each not in paths]
+    chosen += rng.sample(others, int(rng.random() < SHARE_OF_OTHERS))
     for path in chosen:
         data = bytearray(path.read_bytes())
-        place = rng.randrange(len(data))
-        match rng.randrange(5):
+        place = rng.randrange(len(data) + 1)
+        match rng.randrange(8):
             case 0:
-                data[place] ^= 1 << rng.randrange(8)
+                data[place : place + 1] = bytes([rng.randrange(256)])
             case 1:
                 del data[place:]
             case 2:
@@ -40,6 +44,17 @@ def damage(folder: Path, rng: random.Random) -> int:
                 data[place : place + 64] = bytes(len(data[place : place + 64]))
             case 4:
                 path.rename(rng.choice(paths))
+                continue
+            case 5:
+                path.unlink()
+                path.mkdir()
+                continue
+            case 6:
+                path.unlink()
+                path.symlink_to(rng.choice([*paths, folder / "nowhere"]))
+                continue
+            case 7:
+                path.chmod(rng.choice([0o000, 0o400, 0o777]))
                 continue
         path.write_bytes(data)
     return len(chosen)

@@ -112,3 +112,15 @@ def test_what_is_pinned_stays(tmp_path: Path) -> None:
     folder.pin(pinned)  # again
     with pytest.raises(ValueError, match=r"200 bytes cannot be pinned .* 400 are already, and 500 may be"):
         folder.pin(sorted(set(tmp_path.glob("*/*/*")) - set(pinned))[:2])
+
+
+def test_what_is_no_file_is_left_alone(tmp_path: Path) -> None:
+    folder = BlockFolder(tmp_path, ONE, 1000)
+    path = put(folder, ONE, age=100.0)
+    path.unlink()
+    path.mkdir()
+    path.with_name("link").symlink_to(tmp_path / "nowhere")
+    for number in range(20):
+        put(folder, bytes([number]) * 32)
+    assert path.is_dir()
+    assert sum(each.stat().st_size for each in tmp_path.glob("*/*/*") if each.is_file()) <= 1000

@@ -15,6 +15,7 @@ import openai
 import uvicorn
 
 from inflight import AsyncLLM
+from inflight.batches.batch import Batch
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 from inflight.server.app import create_app
@@ -37,6 +38,7 @@ class RecordedRequests(RequestObserver):
         self.num_tokens: dict[str, int] = {}
         self.ends: list[tuple[EndReason, RequestOutput | None]] = []
         self.has_ended = threading.Event()
+        self.batches: list[Batch] = []
         self._news = threading.Condition()
 
     def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
@@ -58,6 +60,9 @@ class RecordedRequests(RequestObserver):
         del self.running[request_id]
         self.ends.append((reason, output))
         self.has_ended.set()
+
+    def saw_batch(self, batch: Batch) -> None:
+        self.batches.append(batch)
 
     def take_reasons(self) -> list[EndReason]:
         """The finish reasons of requests since the last call."""

@@ -19,6 +19,7 @@ import pytest
 from inflight import AsyncLLM
 from inflight.cli import main
 from inflight.demo_model import DEMO_MODEL
+from inflight.observe.recorder import read_recording
 
 READY = re.compile(r"(\S+) is served at (http://127\.0\.0\.1:\d+)")
 
@@ -44,7 +45,8 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("sk-one  # mine\n")
     options = ("--served-model-name", "stories", "--api-key-file", str(keys), "--max-n", "2", "--log-format", "json")
-    options += ("--grace-period", "100")
+    record = tmp_path / "run.jsonl"
+    options += ("--grace-period", "100", "--record", str(record), "--record-size", "20K", "--record-files", "2")
     with served(*options, INFLIGHT_API_KEYS="sk-two") as (process, client):
         assert client.get("/health").status_code == 200
         assert client.get("/version").json()["version"]
@@ -85,6 +87,10 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
         assert any(line["message"].startswith("POST /v1/completions 200") for line in logged)
         assert "Traceback" not in errors
         assert not output
+    assert {each.name for each in tmp_path.iterdir()} == {"keys", "run.jsonl", "run.jsonl.1"}
+    older, newer = (read_recording(path).steps for path in (record.with_name("run.jsonl.1"), record))
+    assert len(older) > 20
+    assert newer[0].step == older[-1].step + 1
 
 
 def test_what_libraries_print_is_json_in_a_log_of_json() -> None:

@@ -183,7 +183,8 @@ def _holdings_of(folder: Path, fingerprint: str) -> "list[Holding]":
 
 def _print_moved(moved: "Moved", verb: str) -> None:
     damaged = f"; {moved.num_damaged:,} are damaged and left out" if moved.num_damaged else ""
-    print(f"{moved.num_blocks:,} blocks {verb}, {in_bytes(moved.num_bytes)}{damaged}")
+    blocks = "block" if moved.num_blocks == 1 else "blocks"
+    print(f"{moved.num_blocks:,} {blocks} {verb}, {in_bytes(moved.num_bytes)}{damaged}")
 
 
 def _ago(seconds: float) -> str:

@@ -52,7 +52,7 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 @click.option("--max-file-size", type=size, help="Most bytes of an uploaded file; units such as 4GiB are known.")
 @click.option("--record", type=click.Path(), help="Record every step in this file, prompts only as hashes.")
 @click.option("--record-size", type=size, default="64M", help="The size after which the next file of records begins.")
-@click.option("--record-files", type=int, default=4, help="How many of them are kept.")
+@click.option("--record-files", type=click.IntRange(min=1), default=4, help="How many of them are kept.")
 @click.option("--api-key-file", type=click.Path(), help=f"API keys, one per line (besides those in {KEYS_VARIABLE}).")
 @click.option("--max-body-size", type=size, help="Most bytes of a request's body; units such as 4MiB are known.")
 @click.option("--max-requests", type=int, help="Most HTTP requests served at once; more are refused.")

@@ -124,10 +124,12 @@ class BlockFolder:
 
     def _files(self) -> Iterator[tuple[float, int, Path, bool]]:
         """When each block's file was used last, its size, its path, and whether it is pinned. Deletes what was never
-        finished."""
+        finished, and leaves alone what is no file."""
         for path in self.path.glob("*/??/*"):
             try:
-                status = path.stat()
+                status = path.lstat()
+                if not stat.S_ISREG(status.st_mode):
+                    continue
                 if not path.name.endswith(PARTIAL):
                     yield status.st_mtime, status.st_size, path, is_pinned(status)
                 elif time.time() - status.st_mtime > ABANDONED:

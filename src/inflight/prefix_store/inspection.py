@@ -42,7 +42,8 @@ class Holding:
 
     def files(self) -> list[Path]:
         """Of all blocks, those that others are still writing left out."""
-        return sorted(each for each in self.path.glob("??/*") if not each.name.endswith(block_file.PARTIAL))
+        found = (each for each in self.path.glob("??/*") if not each.name.endswith(block_file.PARTIAL))
+        return sorted(each for each in found if each.is_file())
 
 
 def holdings(folder: Path) -> list[Holding]:

@@ -76,16 +76,19 @@ def create_app(
 
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     _add_endpoints(app, Service(llm, settings, observer, int(time.time())), *ENDPOINTS, *OTHERS)
-    jobs = app.state.batch_jobs = None if settings.batch_dir is None else _batch_jobs(llm, settings, settings.batch_dir)
+    jobs = None if settings.batch_dir is None else _batch_jobs(llm, settings, Path(settings.batch_dir), observer)
+    app.state.batch_jobs = jobs
     return app
 
 
-def _batch_jobs(llm: AsyncLLM, settings: ServerSettings, folder: str) -> BatchJobs:
+def _batch_jobs(llm: AsyncLLM, settings: ServerSettings, folder: Path, observer: RequestObserver | None) -> BatchJobs:
     background = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     service = Service(llm, replace(settings, request_timeout=None), None, int(time.time()), in_background=True)
     _add_endpoints(background, service, *ENDPOINTS)
+    max_in_work = IN_WORK_FOR_EACH_SLOT * llm.config.max_num_seqs
+    see = (observer or RequestObserver()).saw_batch
     try:
-        return BatchJobs(Path(folder), AppAnswerer(background, llm), IN_WORK_FOR_EACH_SLOT * llm.config.max_num_seqs)
+        return BatchJobs(folder, AppAnswerer(background, llm), max_in_work, see)
     except OSError as error:
         raise ValueError(f"the folder for batch jobs cannot be used: {error}") from error
 

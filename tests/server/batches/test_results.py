@@ -4,7 +4,9 @@ import json
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from inflight.server.operations.batch_metrics import BatchMetrics
 from tests.server.batches.jobs import CHAT, COMPLETION, RESPONSES, begin, content_of, finished, line, read
 from tests.server.serving import HELLO, RunningServer
 
@@ -132,6 +134,23 @@ def test_a_job_of_refused_lines_only_has_no_results(jobs_server: RunningServer) 
     assert now.usage.total_tokens == 0
     (error,) = read(jobs_server.client, now.error_file_id)
     assert error["response"]["status_code"] == 400
+
+
+def test_the_operator_is_told_how_many_are_answered_and_left(jobs_server: RunningServer) -> None:
+    lines = [line(str(number), prompt="a", max_tokens=-1 if number == 2 else 1) for number in range(5)]
+    now = finished(jobs_server.client, begin(jobs_server.client, content_of(lines)))
+    registry, left, answered = CollectorRegistry(), [], []
+    metrics = BatchMetrics("tiny", registry)
+    for batch in jobs_server.observer.batches:
+        if batch.id == now.id:
+            metrics.see(batch)
+            left.append(registry.get_sample_value("inflight:batch_requests_left", {"model_name": "tiny"}))
+    for outcome in ("completed", "failed"):
+        labels = {"model_name": "tiny", "outcome": outcome}
+        answered.append(registry.get_sample_value("inflight:batch_requests_total", labels))
+    assert answered == [4, 1]
+    assert left == [0, *sorted(left[1:], reverse=True)]
+    assert max(left) == 5
 
 
 GOOD = line("good", prompt="a", max_tokens=1)

@@ -15,7 +15,7 @@ from inflight.contracts.outputs import RequestOutput, TextDelta
 from inflight.server.anthropic import errors as anthropic_errors
 from inflight.server.anthropic.request import CountRequest, MessagesRequest
 from inflight.server.openai.usage import size_of_answer
-from inflight.server.serving.generation import Job, generate
+from inflight.server.serving.generation import Generation, generate
 from inflight.server.serving.service import Service, service_of
 from inflight.server.serving.streaming import stream
 from inflight.server.tools.blocks import Block, Blocks, Growth, TextBlock
@@ -36,9 +36,9 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
         info = await service.model_info()
         prepared = await off_loop(len(await request.body()), lambda: _prepare(body, service, info))
         if not body.stream:
-            (output,) = await generate(service, prepared.job, client)
+            (output,) = await generate(service, prepared.generation, client)
             return await off_loop(size_of_answer([output]), lambda: _answer(prepared, output))
-    return stream(service, prepared.job, _Events(prepared), partial(anthropic_errors.event, request=request))
+    return stream(service, prepared.generation, _Events(prepared), partial(anthropic_errors.event, request=request))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -61,7 +61,7 @@ class _PreparedMessage:
         head: the fields that the answer begins with.
     """
 
-    job: Job
+    generation: Generation
     max_tokens: int
     tools: ToolUse | None
     head: dict[str, Any]
@@ -75,7 +75,7 @@ def _prepare(body: MessagesRequest, service: Service, info: ModelInfo) -> _Prepa
     prompt = service.fitted(token_ids, info, "messages")
     message_id = f"msg_{uuid.uuid4().hex}"
     head = {"id": message_id, "type": "message", "role": "assistant", "model": service.settings.model_name}
-    return _PreparedMessage(Job(message_id, [prompt], params), body.max_tokens, tools, head)
+    return _PreparedMessage(Generation(message_id, [prompt], params), body.max_tokens, tools, head)
 
 
 def _answer(prepared: _PreparedMessage, output: RequestOutput) -> Response:
@@ -148,7 +148,7 @@ class _Events:
         )
 
     def _begin(self, num_tokens: int) -> bytes:
-        num_prompt = len(self._prepared.job.prompts[0])
+        num_prompt = len(self._prepared.generation.prompts[0])
         nothing_yet: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         message = {**self._prepared.head, **nothing_yet, "usage": _usage(num_prompt, num_tokens)}
         return _event("message_start", message=message) + _event("ping")

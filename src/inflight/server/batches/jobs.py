@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,23 @@ class BatchJobs:
     Args:
         answerer: answers the requests of jobs.
         max_in_work: the most of them in work at once.
+        see: called with a job each time that something of it has changed.
 
     Raises:
         OSError: the folder cannot be used, or another process has it.
     """
 
-    def __init__(self, folder: Path, answerer: Answerer, max_in_work: int) -> None:
+    def __init__(self, folder: Path, answerer: Answerer, max_in_work: int, see: Callable[[Batch], None]) -> None:
         self._database = Database(folder.expanduser())
         self.files = Files(self._database)
         self.ledger = Ledger(self._database, self.files)
-        self._see = _Log()
-        self.worker = Worker(self.ledger, self.files, answerer, max_in_work, self._see)
+        log = _Log()
+
+        def see_and_log(batch: Batch) -> None:
+            log(batch)
+            see(batch)
+
+        self.worker = Worker(self.ledger, self.files, answerer, max_in_work, see_and_log)
         self._working: asyncio.Task[None] | None = None
 
     def start(self) -> None:

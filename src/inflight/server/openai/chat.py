@@ -15,7 +15,7 @@ from inflight.server.openai import logprobs
 from inflight.server.openai.chat_request import ChatRequest
 from inflight.server.openai.chunks import ChunkWriter
 from inflight.server.openai.usage import size_of_answer, usage_of
-from inflight.server.serving.generation import Job, generate
+from inflight.server.serving.generation import Generation, generate
 from inflight.server.serving.service import Service, service_of
 from inflight.server.serving.streaming import stream
 from inflight.server.tools.answer import delta_of, finish_reason_of, message_of
@@ -38,9 +38,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         size = len(await request.body())
         prepared = await off_loop(size, lambda: _prepare(body, service, info))
         if not body.stream:
-            (output,) = await generate(service, prepared.job, client)
+            (output,) = await generate(service, prepared.generation, client)
             return await off_loop(size_of_answer([output]), lambda: _answer(prepared, output))
-    return stream(service, prepared.job, _Chunks(prepared))
+    return stream(service, prepared.generation, _Chunks(prepared))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _PreparedChat:
     """
 
     body: ChatRequest
-    job: Job
+    generation: Generation
     tokenizer: Tokenizer | None
     tools: ToolUse | None
     head: dict[str, Any]
@@ -79,7 +79,7 @@ def _prepare(body: ChatRequest, service: Service, info: ModelInfo) -> _PreparedC
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     return _PreparedChat(
         body,
-        Job(request_id, [prompt], params, body.priority or 0, body.cache_salt),
+        Generation(request_id, [prompt], params, body.priority or 0, body.cache_salt),
         service.llm.tokenizer,
         tools,
         {"id": request_id, "created": int(time.time()), "model": service.settings.model_name},
@@ -139,14 +139,14 @@ class _Chunks(ChunkWriter):
     """Writes the chunks of one answer."""
 
     def __init__(self, prepared: _PreparedChat) -> None:
-        body, prompt = prepared.body, prepared.job.prompts[0]
+        body, prompt = prepared.body, prepared.generation.prompts[0]
         head = {**prepared.head, "object": "chat.completion.chunk"}
         if body.return_token_ids:
             head["prompt_token_ids"] = prompt
         self._prepared = prepared
         super().__init__(head, body.stream_options, len(prompt), is_predicted=body.prediction is not None)
         self._is_plain = body.num_logprobs is None and not body.return_token_ids
-        self._has_begun = [False] * prepared.job.params.n
+        self._has_begun = [False] * prepared.generation.params.n
         self._parsers = [] if prepared.tools is None else [prepared.tools.parser() for _ in self._has_begun]
 
     def events_of(self, delta: TextDelta) -> bytes:

@@ -18,7 +18,7 @@ from inflight.server.openai import logprobs
 from inflight.server.openai.chunks import ChunkWriter
 from inflight.server.openai.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest
 from inflight.server.openai.usage import size_of_answer, usage_of
-from inflight.server.serving.generation import Job, generate
+from inflight.server.serving.generation import Generation, generate
 from inflight.server.serving.service import Service, service_of
 from inflight.server.serving.streaming import stream
 from inflight.server.wire.client import attended
@@ -36,9 +36,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     async with attended(request.receive, service.settings.request_timeout) as client:
         prepared = await _prepare(body, service, len(await request.body()))
         if not body.stream:
-            outputs = await generate(service, prepared.job, client)
+            outputs = await generate(service, prepared.generation, client)
             return await off_loop(size_of_answer(outputs), lambda: _answer(prepared, outputs))
-    return stream(service, prepared.job, _Chunks(prepared))
+    return stream(service, prepared.generation, _Chunks(prepared))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _PreparedCompletion:
     """
 
     body: CompletionRequest
-    job: Job
+    generation: Generation
     echoes: Sequence[str]
     is_text_echoed: bool
     tokenizer: Tokenizer | None
@@ -98,7 +98,7 @@ def _prepared(
     is_text_echoed = isinstance(body.prompts[0], str) and body.truncate_prompt_tokens is None
     return _PreparedCompletion(
         body,
-        Job(request_id, prompts, params, body.priority or 0, body.cache_salt),
+        Generation(request_id, prompts, params, body.priority or 0, body.cache_salt),
         _echoes(body, prompts, is_text_echoed, service.llm.tokenizer),
         is_text_echoed,
         service.llm.tokenizer,
@@ -173,7 +173,7 @@ def _logprobs(
 ) -> dict[str, Any]:
     """Return `logprobs` of an output's tokens, which begin at `offset` in the text, after the prompt's if echoed."""
     num_top, tokenizer = prepared.body.logprobs or 0, prepared.tokenizer
-    skip = prepared.job.params.skip_special_tokens
+    skip = prepared.generation.params.skip_special_tokens
     own = logprobs.of_completion(token_ids, positions, num_top, tokenizer, offset=offset, skip_special_tokens=skip)
     if echoed is None:
         return own
@@ -188,7 +188,7 @@ class _Chunks(ChunkWriter):
     """Writes the chunks of one answer."""
 
     def __init__(self, prepared: _PreparedCompletion) -> None:
-        body, prompts = prepared.body, prepared.job.prompts
+        body, prompts = prepared.body, prepared.generation.prompts
         num_prompt_tokens = sum(map(len, prompts))
         self._prepared = prepared
         super().__init__(prepared.head, body.stream_options, num_prompt_tokens, int(body.generates_nothing))
@@ -212,7 +212,7 @@ class _Chunks(ChunkWriter):
     def _choice(self, index: int, delta: TextDelta) -> dict[str, Any]:
         prepared, body, nothing = self._prepared, self._prepared.body, self._prepared.body.generates_nothing
         is_first, self._has_begun[index] = not self._has_begun[index], True
-        prompt = prepared.job.prompts[delta.prompt_index] if is_first else []
+        prompt = prepared.generation.prompts[delta.prompt_index] if is_first else []
         echo = prepared.echoes[delta.prompt_index] if is_first else ""
         text = "" if nothing else delta.text
         token_ids = [] if nothing else delta.token_ids

@@ -19,11 +19,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from inflight.batches.batch import Batch
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import STEP_SIZES, EngineStats
 from inflight.server.operations.answered import run_watched
+from inflight.server.operations.batch_metrics import BatchMetrics
 from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
 from inflight.server.serving.observer import EndReason, RequestObserver
@@ -103,6 +105,7 @@ class Metrics(Middleware, RequestObserver):
         ProcessCollector(registry=self._registry)
         self._engine_metrics()
         self._request_metrics()
+        self._batches = BatchMetrics(model_name, self._registry)
 
     def _engine_metrics(self) -> None:
         self._engine_up = self._gauge("inflight:engine_up", "Whether the engine answered the last scrape.")
@@ -216,6 +219,10 @@ class Metrics(Middleware, RequestObserver):
             self._max_tokens.observe(running.params.max_tokens)
         if output is not None:
             self._observe_output(output)
+
+    def saw_batch(self, batch: Batch) -> None:
+        """Count what was answered of a batch job."""
+        self._batches.see(batch)
 
     def _observe_output(self, output: RequestOutput) -> None:
         lengths = [len(each.token_ids) for each in output.outputs]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from inflight.batches.batch import Batch
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats
@@ -131,3 +132,8 @@ class Operations(RequestObserver):
         """Notify all observers."""
         for observer in self._observers:
             observer.finished(request_id, output, reason)
+
+    def saw_batch(self, batch: Batch) -> None:
+        """Notify all observers."""
+        for observer in self._observers:
+            observer.saw_batch(batch)

@@ -8,7 +8,7 @@ from typing import Any
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
 from inflight.server.openai import logprobs
 from inflight.server.responses.request import Chat, ResponsesRequest
-from inflight.server.serving.generation import Job
+from inflight.server.serving.generation import Generation
 from inflight.server.tools.blocks import Block, TextBlock
 from inflight.server.tools.in_templates import call_for_template
 from inflight.server.tools.tool_use import ToolUse
@@ -27,7 +27,7 @@ class PreparedResponse:
     """
 
     body: ResponsesRequest
-    job: Job
+    generation: Generation
     chat: Chat
     tokenizer: Tokenizer | None
     model_name: str
@@ -111,12 +111,12 @@ def new_logprobs(prepared: PreparedResponse, news: CompletionOutput | TextDelta)
 
 def _response(prepared: PreparedResponse, status: str, **others: Any) -> dict[str, Any]:
     """Return a response object. Fields that this server does not implement get the value that applies to them."""
-    body, params = prepared.body, prepared.job.params
+    body, params = prepared.body, prepared.generation.params
     form = None if body.text is None else body.text.format
     choice = body.tool_choice or "auto"
     shown_choice = choice if isinstance(choice, str) else choice.model_dump()
     return {
-        "id": prepared.job.request_id,
+        "id": prepared.generation.request_id,
         "object": "response",
         "created_at": prepared.created_at,
         "status": status,

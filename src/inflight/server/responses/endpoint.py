@@ -19,7 +19,7 @@ from inflight.server.responses.answer import PreparedResponse, finished, message
 from inflight.server.responses.events import ResponseEvents
 from inflight.server.responses.request import Chat, ResponsesRequest
 from inflight.server.responses.store import ResponseStore, StoredResponse
-from inflight.server.serving.generation import Job, generate
+from inflight.server.serving.generation import Generation, generate
 from inflight.server.serving.service import Service, service_of
 from inflight.server.serving.streaming import stream
 from inflight.server.tools.blocks import Block, Blocks
@@ -48,13 +48,13 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         chat: Chat = () if earlier is None else earlier.chat
         prepared = await off_loop(size, lambda: _prepare(body, chat, service, info))
         if not body.stream:
-            (output,) = await generate(service, prepared.job, client)
+            (output,) = await generate(service, prepared.generation, client)
             answer, kept = await off_loop(size + size_of_answer([output]), lambda: _answer(prepared, output))
             if body.store is not False:
-                store.put(prepared.job.request_id, kept)
+                store.put(prepared.generation.request_id, kept)
             return Response(answer, media_type="application/json")
     events = ResponseEvents(prepared, partial(_kept, prepared, store=store))
-    return stream(service, prepared.job, events, events.failed)
+    return stream(service, prepared.generation, events, events.failed)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -113,7 +113,7 @@ def _prepare(body: ResponsesRequest, earlier: Chat, service: Service, info: Mode
     response_id = f"resp_{uuid.uuid4().hex}"
     return PreparedResponse(
         body=body,
-        job=Job(response_id, [service.fitted(prompt, info, "input")], params),
+        generation=Generation(response_id, [service.fitted(prompt, info, "input")], params),
         chat=chat,
         tokenizer=service.llm.tokenizer,
         model_name=service.settings.model_name,
@@ -179,5 +179,5 @@ def _kept(
     """Return the finished response, and store it unless the request declines."""
     answer = finished(prepared, output, blocks)
     if prepared.body.store is not False:
-        store.put(prepared.job.request_id, StoredResponse(to_json(answer), _chat_with(prepared, blocks)))
+        store.put(prepared.generation.request_id, StoredResponse(to_json(answer), _chat_with(prepared, blocks)))
     return answer

@@ -29,7 +29,7 @@ MAX_NUM_HELD = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Generation:
     """What to generate.
 
     Attributes:
@@ -45,10 +45,12 @@ class Job:
     cache_salt: str | None = None
 
 
-async def generate(service: Service, job: Job, client: Client, deliver: Deliver | None = None) -> list[RequestOutput]:
-    """Run `job` to its end and return the outputs in the order of its prompts.
+async def generate(
+    service: Service, generation: Generation, client: Client, deliver: Deliver | None = None
+) -> list[RequestOutput]:
+    """Run `generation` to its end and return the outputs in the order of its prompts.
 
-    Cancelling the task that runs this aborts the job; that is how a departing `client` ends it.
+    Cancelling the task that runs this ends the generation; that is how a departing `client` ends it.
 
     Args:
         deliver: receives all deltas in order, those of one step together; their `prompt_index` names the prompt.
@@ -58,8 +60,10 @@ async def generate(service: Service, job: Job, client: Client, deliver: Deliver 
         ApiError: a sequence could not be finished.
         InvalidRequestError, QueueFullError, EngineDeadError: as `AsyncLLM.stream`.
     """
-    if len(job.prompts) == 1 and (job.params.n == 1 or deliver is None):
-        return [await _follow(service, job, client, 0, deliver)]  # no queue in between: most requests are like this
+    if len(generation.prompts) == 1 and (generation.params.n == 1 or deliver is None):
+        return [
+            await _follow(service, generation, client, 0, deliver)
+        ]  # no queue in between: most requests are like this
     news: asyncio.Queue[TextDelta] = asyncio.Queue(MAX_NUM_HELD)
 
     async def hold(deltas: list[TextDelta]) -> None:
@@ -68,11 +72,13 @@ async def generate(service: Service, job: Job, client: Client, deliver: Deliver 
     try:
         async with asyncio.TaskGroup() as group:
             tasks = []
-            for index in range(len(job.prompts)):
-                tasks.append(group.create_task(_follow(service, job, client, index, None if deliver is None else hold)))
+            for index in range(len(generation.prompts)):
+                tasks.append(
+                    group.create_task(_follow(service, generation, client, index, None if deliver is None else hold))
+                )
                 await asyncio.sleep(0)  # other requests have their turn between two of these
             if deliver is not None:
-                await _deliver_all(news, len(job.prompts), deliver)
+                await _deliver_all(news, len(generation.prompts), deliver)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -89,22 +95,22 @@ async def _deliver_all(news: "asyncio.Queue[TextDelta]", num_unfinished: int, de
 
 
 async def _follow(
-    service: Service, job: Job, client: Client, prompt_index: int, deliver: Deliver | None
+    service: Service, generation: Generation, client: Client, prompt_index: int, deliver: Deliver | None
 ) -> RequestOutput:
     """Run one prompt to its end."""
-    request_id = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{prompt_index}"
+    request_id = generation.request_id if len(generation.prompts) == 1 else f"{generation.request_id}-{prompt_index}"
     observer = service.observer
     output: RequestOutput | None = None
     reason: EndReason = "error"
     service.running.add(request_id)
-    observer.started(request_id, job.params.n, job.params)
+    observer.started(request_id, generation.params.n, generation.params)
     try:
-        params, priority = job.params, job.priority
+        params, priority = generation.params, generation.priority
         if service.in_background:
             priority = BACKGROUND
             params = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
         stream = service.llm.stream(
-            job.prompts[prompt_index], params, request_id, priority=priority, cache_salt=job.cache_salt
+            generation.prompts[prompt_index], params, request_id, priority=priority, cache_salt=generation.cache_salt
         )
         async with aclosing(stream) as deltas:
             async for delta in deltas:

@@ -1,7 +1,9 @@
-"""`RequestObserver`: hears of every request that runs, for logs, metrics and traces. Knows neither HTTP nor metrics."""
+"""`RequestObserver`: hears of every request that runs, and of batch jobs, for logs, metrics and traces. Knows neither
+HTTP nor metrics."""
 
 from typing import Literal, TypeAlias
 
+from inflight.batches.batch import Batch
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 
@@ -24,3 +26,6 @@ class RequestObserver:
 
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
         """The request has ended; `output` is None unless it ran to its end. Called once for each started request."""
+
+    def saw_batch(self, batch: Batch) -> None:
+        """Something of a batch job has changed."""

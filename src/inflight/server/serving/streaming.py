@@ -1,11 +1,11 @@
-"""`stream`: sends what a job generates as a stream of events, all events of one step in one write."""
+"""`stream`: sends a generation as a stream of events, all events of one step in one write."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from inflight.contracts.outputs import RequestOutput, TextDelta
 from inflight.server.serving.event_stream import EventStream, Write
-from inflight.server.serving.generation import Job, generate
+from inflight.server.serving.generation import Generation, generate
 from inflight.server.serving.service import Service
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.client import Client
@@ -22,15 +22,15 @@ class Events(Protocol):
 
 
 def stream(
-    service: Service, job: Job, events: Events, error_event: Callable[[ApiError], bytes] | None = None
+    service: Service, generation: Generation, events: Events, error_event: Callable[[ApiError], bytes] | None = None
 ) -> EventStream:
-    """Return a response that runs `job` and streams its events; later errors are handled as in `EventStream`."""
+    """Return a response that runs `generation` and streams its events; later errors are handled as in `EventStream`."""
 
     async def run(client: Client, write: Write) -> None:
         async def deliver(deltas: list[TextDelta]) -> None:
             if news := events.of(deltas):
                 await write(news)
 
-        await write(events.end(await generate(service, job, client, deliver)))
+        await write(events.end(await generate(service, generation, client, deliver)))
 
     return EventStream(run, service.settings, error_event)

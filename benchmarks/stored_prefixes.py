@@ -36,6 +36,8 @@ from inflight import LLM, SamplingParams
 from inflight.prefix_store import prefix_store
 
 PROMPT_LENGTH, NUM_DECODES, NUM_STEPS = 4096, 8, 300
+SECONDS_BEFORE = 3.0
+"""Between an engine's start and its first prompt."""
 ONE = SamplingParams(temperature=0, max_tokens=1)
 FOREVER = 600.0
 
@@ -84,6 +86,7 @@ def first_token(arguments: argparse.Namespace, folder: Path) -> None:
         del llm
         let_go_of_files(folder)
         llm = open_llm(folder, arguments)
+        time.sleep(SECONDS_BEFORE)
         llm.generate([prompt_of(-2, 64)], ONE, use_tqdm=False)
         start = time.perf_counter()
         (output,) = llm.generate([prompt_of(number)], ONE, use_tqdm=False)
@@ -151,6 +154,7 @@ def llama_server(root: Path, weights: Path, folder: Path) -> Iterator[Callable[[
             with suppress(OSError, RuntimeError):
                 post("/tokenize", {"content": ""})
                 is_ready = True
+        time.sleep(SECONDS_BEFORE)
         yield post
     finally:
         process.terminate()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from inflight.execution.mapped_memory import let_go_of_file_pages, untouched_memory
+from inflight.execution.mapped_memory import let_go_of_file_pages, populate, untouched_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only done on Linux")
 SHAPE = (1024, 4096)  # 16 MiB
@@ -54,6 +54,16 @@ def test_memory_is_resident_once_touched_and_outlives_its_first_owner() -> None:
     part.fill_(7)
     assert (1 << 26) <= resident_bytes(part) < (1 << 26) + (1 << 24)
     assert (part == 7).all()
+
+
+def test_memory_can_be_taken_before_it_is_needed_and_keeps_what_is_in_it() -> None:
+    memory = untouched_memory(1 << 26)
+    memory[12_345] = 7
+    populate(memory[10_000 : 1 << 25].numpy().data)
+    if tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 14):
+        assert resident_bytes(memory[10_000 : 1 << 25]) >= (1 << 25) - 10_000
+    assert memory[12_345] == 7
+    assert memory.sum() == 7
 
 
 def test_untouched_memory_may_be_empty() -> None:

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,6 +75,25 @@ def test_what_was_saved_comes_back(store: PrefixStore, memory: Memory, tmp_path:
     assert load(later, contents(later, 4)).num_loaded == 4
     assert another.blocks[4:] == memory.blocks[:4]
     later.close()
+
+
+def test_memory_is_made_ready_for_as_many_blocks_as_there_are(
+    store: PrefixStore, memory: Memory, tmp_path: Path
+) -> None:
+    save(store, contents(store, 3))
+    touched: list[int] = []
+    ready = threading.Event()
+
+    def touch(row: memoryview) -> None:
+        touched.append(row.nbytes)
+        if len(touched) == 6:
+            ready.set()
+
+    folder = BlockFolder(tmp_path, b"f" * 32, 10**6)
+    later = PrefixStore(folder, memory.rows, num_blocks=NUM_BLOCKS, touch=touch)
+    assert ready.wait(LONG)
+    later.close()
+    assert touched == [SIZE] * 6
 
 
 def test_another_fingerprint_finds_nothing(store: PrefixStore, memory: Memory, tmp_path: Path) -> None:

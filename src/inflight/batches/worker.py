@@ -68,7 +68,7 @@ class Worker:
 
     Args:
         max_in_work: the most requests in work at once.
-        see: called with a job each time that something of it has changed.
+        see: called with a job when it is taken up, and each time that something of it has changed.
         clock: gives the seconds of Unix time.
     """
 
@@ -123,6 +123,7 @@ class Worker:
         batch = await asyncio.to_thread(self._ledger.next_unfinished)
         if batch is None:
             return False
+        self._see(batch)
         if batch.status == "validating":
             batch = await self._validate(batch)
         if batch.status == "in_progress":

@@ -210,8 +210,6 @@ async def _work(
                 bar.count(now.num_output_tokens - job.num_output_tokens, num_done - num_before)
         job = now
 
-    if job.status == "in_progress":
-        see(job)
     app = create_app(llm, settings)
     worker = Worker(ledger, files, AppAnswerer(app, llm), MOST_IN_FLIGHT, see)
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
+from inflight.execution.mapped_memory import populate
 from inflight.execution.model_runner import ModelRunner
 from inflight.prefix_store import BlockFolder, PrefixStore
 
@@ -28,7 +29,7 @@ def open_prefix_store(config: EngineConfig, runner: ModelRunner) -> PrefixStore 
         folder = BlockFolder(path, fingerprint, config.prefix_cache_size, _about(config, runner))
     except OSError as error:
         raise ModelError(f"prefix_cache_dir {str(path)!r} cannot be used: {error}") from error
-    return PrefixStore(folder, runner.rows_of_block, SECONDS_TO_SAVE)
+    return PrefixStore(folder, runner.rows_of_block, SECONDS_TO_SAVE, num_blocks=runner.info.num_blocks, touch=populate)
 
 
 def pin_prefix(store: PrefixStore, info: ModelInfo, token_ids: Sequence[int], cache_salt: str | None) -> None:

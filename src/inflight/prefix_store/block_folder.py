@@ -69,6 +69,10 @@ class BlockFolder:
         """Whether a block has a file."""
         return os.path.exists(self.path_of(digest, group))
 
+    def num_files(self) -> int:
+        """How many files of blocks there are."""
+        return sum(1 for _ in self._blocks.glob("??/*"))
+
     def make_place(self, path: Path) -> None:
         """Make the folder of a block's file."""
         self._blocks.mkdir(mode=0o700, parents=True, exist_ok=True)  # the folder above may let others in

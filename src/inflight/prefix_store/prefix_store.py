@@ -1,7 +1,8 @@
 """`PrefixStore`: saves and loads blocks of the cache while the engine computes others.
 
-One thread reads and writes, straight from and into the cache's memory. Loads go first; what is to be saved waits for
-leisure: while the engine computes, it may take a small share of the time. A block that was taken for something else
+One thread reads and writes, straight from and into the cache's memory. Loads go first, with the help of a second thread
+while the engine computes nothing; what is to be saved waits for leisure. While the engine computes, both may take a
+small share of the time. A block that was taken for something else
 before it was saved is not saved. Whatever goes wrong with a file costs a computation and a line in the log.
 """
 
@@ -23,10 +24,14 @@ logger = logging.getLogger(__name__)
 
 SHARE_OF_SAVING, SHARE_OF_LOADING = 0.03, 0.15
 """How much of the time saving and loading may take while the engine computes for others."""
+NUM_READERS, READ_AT_ONCE = 2, 16
+"""While the engine computes nothing so many threads load so many blocks at once."""
 FIRST_RATE = 500e6
-"""Bytes that are taken to be loaded a second, as long as none were."""
+"""Bytes that a thread is taken to load a second, as long as none were."""
 SMOOTHING = 0.1
 """Weight of the newest duration in a running average."""
+MOST_READY = 2**30
+"""Bytes of the cache that are made ready for loading before anybody asks for it."""
 BYTES_AHEAD = 2**26
 """How much the disk is told of before it is read."""
 MAX_LINES = 10
@@ -58,6 +63,8 @@ class PrefixStore:
     Args:
         rows_of: the memory of a block of the cache.
         seconds_to_save: how long it may save at the end.
+        num_blocks: of the cache; the first are used first.
+        touch: takes memory from the system before it is written to.
         clock: seconds.
 
     Attributes:
@@ -71,11 +78,15 @@ class PrefixStore:
         rows_of: Callable[[int], Rows],
         seconds_to_save: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        num_blocks: int = 0,
+        touch: Callable[[memoryview], None] = lambda memory: None,
     ) -> None:
         self.is_busy = False
         self.num_saved = self.num_loaded = 0
         self._folder = folder
         self._rows_of = rows_of
+        self._num_blocks, self._touch = num_blocks, touch
         self._clock = clock
         self._bytes_per_block = sum(map(len, rows_of(0)))
         self._rate = FIRST_RATE
@@ -109,8 +120,8 @@ class PrefixStore:
         """See `BlockStore`. Before anything was computed, loading is."""
         if self._seconds_per_token is None:
             return True
-        share = SHARE_OF_LOADING if self.is_busy else 1.0
-        return num_blocks * self._bytes_per_block / self._rate / share < num_tokens * self._seconds_per_token
+        num_threads = SHARE_OF_LOADING if self.is_busy else NUM_READERS
+        return num_blocks * self._bytes_per_block / self._rate / num_threads < num_tokens * self._seconds_per_token
 
     def see_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine took so long to compute so many tokens."""
@@ -189,6 +200,7 @@ class PrefixStore:
     # ------------------------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
+        self._get_ready()
         while True:
             with self._changed:
                 self._is_working = False
@@ -210,6 +222,16 @@ class PrefixStore:
                 self._save(saving)
                 self._rest(self._clock() - start, SHARE_OF_SAVING)
 
+    def _get_ready(self) -> None:
+        """Until somebody needs this thread, touch the memory that blocks will be loaded into: taking pages from the
+        system can take longer than reading the disk."""
+        num_blocks = min(self._num_blocks, self._folder.num_files(), MOST_READY // self._bytes_per_block)
+        for block in range(num_blocks):
+            if self.is_busy or self._loads or self._saves or self._has_ended:
+                return
+            for row in self._rows_of(block):
+                self._touch(row)
+
     def _rest(self, seconds: float, share: float) -> None:
         """Having worked so long, leave the rest of the time to the engine; until it has nothing to do."""
         with self._changed:
@@ -223,19 +245,19 @@ class PrefixStore:
                 )
 
     def _load_next(self, loading: Loading) -> None:
-        """Load one more block."""
-        content, block = loading.blocks[loading.num_loaded]
+        """Load some more blocks."""
+        num_threads, num_blocks = (1, 1) if self.is_busy else (NUM_READERS, READ_AT_ONCE)
+        blocks = loading.blocks[loading.num_loaded : loading.num_loaded + num_blocks]
         start = self._clock()
         self._announce(loading)
-        is_there = self._load(content, block)
-        if is_there:
-            each = self._bytes_per_block / max(self._clock() - start, 1e-9)
+        num_there = self._load_all(blocks, min(num_threads, len(blocks)))
+        if num_there == len(blocks):
+            each = self._bytes_per_block * num_there / max(self._clock() - start, 1e-9) / min(num_threads, num_there)
             self._rate += SMOOTHING * (each - self._rate)
         with self._changed:
-            if is_there:
-                self.num_loaded += 1
-                loading.num_loaded += 1
-            if not is_there or loading.num_loaded == len(loading.blocks):
+            self.num_loaded += num_there
+            loading.num_loaded += num_there
+            if num_there < len(blocks) or loading.num_loaded == len(loading.blocks):
                 loading.is_done = True
                 if self._loads and self._loads[0] is loading:
                     self._loads.popleft()
@@ -248,6 +270,22 @@ class PrefixStore:
         for content, _ in loading.blocks[loading.num_announced : most]:
             block_file.announce(self._folder.path_of(content.digest, content.group))
         loading.num_announced = max(loading.num_announced, most)
+
+    def _load_all(self, blocks: Sequence[tuple[BlockContent, int]], num_threads: int) -> int:
+        """Load blocks; return how many of the first ones are there."""
+        are_there = [False] * len(blocks)
+
+        def load_every(first: int) -> None:
+            for place in range(first, len(blocks), num_threads):
+                are_there[place] = self._load(*blocks[place])
+
+        others = [threading.Thread(target=load_every, args=(first,)) for first in range(1, num_threads)]
+        for other in others:
+            other.start()
+        load_every(0)
+        for other in others:
+            other.join()
+        return next((place for place, is_there in enumerate(are_there) if not is_there), len(blocks))
 
     def _load(self, content: BlockContent, block: int) -> bool:
         path = self._folder.path_of(content.digest, content.group)

@@ -199,7 +199,7 @@ class Worker:
 
     async def _answer_lines(self, batch: Batch, results: GroupCommit) -> None:
         for num_crashes, most in ((0, self._max_in_work), (1, 1)):
-            places, pages = Places(most), self._ledger.work(batch, num_crashes)
+            places, pages = _Places(most), self._ledger.work(batch, num_crashes)
             try:
                 async with asyncio.TaskGroup() as group:
                     while (page := await asyncio.to_thread(next, pages, None)) is not None:
@@ -210,7 +210,7 @@ class Worker:
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
 
-    async def _answer_line(self, batch: Batch, work: Work, results: GroupCommit, places: "Places") -> None:
+    async def _answer_line(self, batch: Batch, work: Work, results: GroupCommit, places: "_Places") -> None:
         try:
             try:
                 result = await self._result(batch, work)
@@ -234,7 +234,7 @@ class Worker:
             await asyncio.sleep(SECONDS_BEFORE_RETRY)
 
 
-class Places:
+class _Places:
     """How many requests of a job may be in work at once, and how many in work or about to be durable."""
 
     def __init__(self, most: int) -> None:

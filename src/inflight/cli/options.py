@@ -126,7 +126,7 @@ _BATCHING = (
     Shared(
         "--max-prefill-tokens-per-step",
         int,
-        "Most prefill tokens in a step that has decodes.",
+        "Most prefill tokens in a step that has decodes, or is in the background.",
         "no limit; a server derives one from how fast steps are",
     ),
     _one_of("--policy", config.POLICIES, "Which requests are served first."),

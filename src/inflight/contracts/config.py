@@ -63,7 +63,8 @@ class EngineConfig:
         max_num_seqs: the most sequences that run at once: the number of slots.
         max_num_batched_tokens: the token budget of a step.
         max_prefill_tokens_per_step: how many tokens of a step may be prefill while other sequences decode, so that a
-            long prompt does not stall them; None: no limit offline; `AsyncLLM` derives one from measured speed.
+            long prompt does not stall them, or in the background; None: no limit offline; `AsyncLLM` derives one from
+            measured speed.
         policy: "fcfs" (first come, first served) or "priority" (lower `priority` runs first, and may preempt).
         aging_steps: with "priority", a waiting request gains one priority for each so many steps.
         background_tokens_per_step: how many tokens of requests in the background (those of the lowest priority,

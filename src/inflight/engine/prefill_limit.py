@@ -41,10 +41,12 @@ class PrefillLimit:
     def num_tokens(self, num_decodes: int, in_background: bool = False) -> int | None:
         """The limit beside so many decodes; None: not known yet."""
         alone = self._decode_times.seconds(num_decodes) if num_decodes else 0.0
+        if self._seconds_per_token is None:
+            return BACKGROUND_TOKENS if in_background else None
         if in_background:
-            num_in_time = (BACKGROUND_SECONDS - (alone or 0.0)) / (self._seconds_per_token or BACKGROUND_SECONDS)
-            return max(BACKGROUND_TOKENS, int(num_in_time))
-        if alone is None or self._seconds_per_token is None:
+            seconds = BACKGROUND_SECONDS - (alone or 0.0)
+            return max(BACKGROUND_TOKENS, int(seconds / self._seconds_per_token))
+        if alone is None:
             return None
         return max(MIN_TOKENS, int(self.stretch * max(alone / self._seconds_per_token, num_decodes)))
 

@@ -61,9 +61,8 @@ async def generate(
         InvalidRequestError, QueueFullError, EngineDeadError: as `AsyncLLM.stream`.
     """
     if len(generation.prompts) == 1 and (generation.params.n == 1 or deliver is None):
-        return [
-            await _follow(service, generation, client, 0, deliver)
-        ]  # no queue in between: most requests are like this
+        # No queue in between: most requests are like this.
+        return [await _follow(service, generation, client, 0, deliver)]
     news: asyncio.Queue[TextDelta] = asyncio.Queue(MAX_NUM_HELD)
 
     async def hold(deltas: list[TextDelta]) -> None:

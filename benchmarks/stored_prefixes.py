@@ -39,7 +39,7 @@ PROMPT_LENGTH, NUM_DECODES, NUM_STEPS = 4096, 8, 300
 SECONDS_BEFORE = 3.0
 """Between an engine's start and its first prompt."""
 ONE = SamplingParams(temperature=0, max_tokens=1)
-FOREVER = 600.0
+FOREVER, LARGE = 600.0, 2**36
 
 
 def open_llm(folder: Path | None, arguments: argparse.Namespace, **others: Any) -> LLM:
@@ -48,7 +48,7 @@ def open_llm(folder: Path | None, arguments: argparse.Namespace, **others: Any) 
     options: dict[str, Any] = {"dtype": arguments.dtype, "speculation": "off", "kv_cache_memory": memory}
     if arguments.quantization:
         options["quantization"] = arguments.quantization
-    return LLM(model_folder(arguments.model), prefix_cache_dir=folder, **{**options, **others})
+    return LLM(model_folder(arguments.model), prefix_cache_dir=folder, prefix_cache_size=LARGE, **options, **others)
 
 
 def prompt_of(seed: int, length: int = PROMPT_LENGTH) -> dict[str, Any]:
@@ -196,7 +196,8 @@ def beside(arguments: argparse.Namespace, folder: Path) -> None:
     store = llm.engine._store
     assert store is not None
     saved_before = store.num_saved
-    saving = decode_times(llm, [], lambda: bool(store._saves))
+    most_saved = saved_before + arguments.tokens // llm.engine.config.block_size
+    saving = decode_times(llm, [], lambda: store.num_saved < most_saved)
     num_saved = store.num_saved - saved_before
     flush(llm)
     alone = decode_times(llm, [])

@@ -16,7 +16,7 @@ from tests.speculation.random_requests import generate, random_requests, said
 
 AT_ONCE, NUM_STARTS = 20, 5
 LONG = 600.0
-SHARE_OF_OTHERS = 0.2
+SHARES_DAMAGED, SHARE_OF_OTHERS = (0.05, 0.2, 1.0), 0.2
 BEGINNINGS = [
     text * 20
     for text in ("Tom had a red ball. He liked it. ", "One day a cat saw a dog in the park. ", "Lily was sad. ")
@@ -24,10 +24,10 @@ BEGINNINGS = [
 
 
 def damage(folder: Path, rng: random.Random) -> int:
-    """Change a tenth of the files, their names or their lengths, and now and then the files beside them; return how
+    """Change a part of the files, their names or their lengths, and now and then the files beside them; return how
     many."""
     paths = [each for each in sorted(folder.glob("*/??/*")) if each.is_file()]
-    chosen = rng.sample(paths, len(paths) // 10)
+    chosen = rng.sample(paths, int(len(paths) * rng.choice(SHARES_DAMAGED)))
     others = [each for each in folder.rglob("*") if each.is_file() and each not in paths]
     chosen += rng.sample(others, int(rng.random() < SHARE_OF_OTHERS))
     for path in chosen:

@@ -31,6 +31,8 @@ def damage(folder: Path, rng: random.Random) -> int:
     others = [each for each in folder.rglob("*") if each.is_file() and each not in paths]
     chosen += rng.sample(others, int(rng.random() < SHARE_OF_OTHERS))
     for path in chosen:
+        if not path.is_file():  # it was renamed, or is a link to what was
+            continue
         data = bytearray(path.read_bytes())
         place = rng.randrange(len(data) + 1)
         match rng.randrange(8):
@@ -43,7 +45,8 @@ def damage(folder: Path, rng: random.Random) -> int:
             case 3:
                 data[place : place + 64] = bytes(len(data[place : place + 64]))
             case 4:
-                path.rename(rng.choice(paths))
+                if not (other := rng.choice(paths)).is_dir():
+                    path.rename(other)
                 continue
             case 5:
                 path.unlink()

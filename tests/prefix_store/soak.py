@@ -35,7 +35,7 @@ def damage(folder: Path, rng: random.Random) -> int:
             continue
         data = bytearray(path.read_bytes())
         place = rng.randrange(len(data) + 1)
-        match rng.randrange(8):
+        match rng.randrange(8 if path in paths else 5):  # a key that is a folder is no folder of prefixes
             case 0:
                 data[place : place + 1] = bytes([rng.randrange(256)])
             case 1:

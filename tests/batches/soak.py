@@ -43,8 +43,9 @@ def command(requests: Path, output: Path) -> list[str]:
 
 def run_killed(arguments: list[str], output: Path, rng: random.Random, num_kills: int) -> int:
     """Run a command to its end, killing it before at random moments, at most so often; return how often."""
+    folder = output.with_name(output.name + ".job")
     for number in range(num_kills):
-        if output.exists():  # it was killed when all was done
+        if output.exists() and not folder.exists():  # it was killed when all was done
             return number
         process = subprocess.Popen(arguments, stderr=subprocess.PIPE, start_new_session=True)
         try:

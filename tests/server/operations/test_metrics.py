@@ -16,11 +16,14 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from prometheus_client.parser import text_string_to_metric_families
 
 from inflight import AsyncLLM, EngineDeadError, ModelError, SamplingParams
+from inflight.batches.batch import Batch
 from inflight.contracts.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inflight.contracts.record import STEP_SIZES, EngineStats
 from inflight.engine.engine import Engine
 from inflight.server.operations import metrics as metrics_module
 from inflight.server.operations.metrics import Metrics
+from inflight.server.operations.settings import OperatorSettings
+from inflight.server.operations.stack import Operations
 from tests import zoo
 from tests.coroutines import run
 from tests.server.operations.serving import client_of
@@ -464,3 +467,21 @@ def test_the_tokens_of_steps_are_a_histogram_across_restarts() -> None:
         assert (samples[f"{of}_sum"], samples[f"{of}_count"]) == (20_010, 5)
 
     asyncio.run(check())
+
+
+def test_what_is_answered_of_a_batch_job_is_counted_once_and_not_what_an_earlier_server_answered() -> None:
+    operations = Operations(OperatorSettings(), "tiny", scripted(stats_of(), stats_of()))
+    job = Batch(
+        id="a", owner="", input_file_id="f", endpoint=None, completion_window="", created_at=0, status="in_progress"
+    )
+
+    def samples_after(**changed: Any) -> list[float]:
+        operations.saw_batch(replace(job, num_lines=9, **changed))
+        samples = asyncio.run(scrape(operations.metrics))
+        of = "inflight:batch_requests"
+        names = (f"{of}_left", f"{of}_total{{outcome=completed}}", f"{of}_total{{outcome=failed}}")
+        return [samples[name] for name in names]
+
+    operations.saw_batch(replace(job, num_lines=9, num_completed=3))
+    assert samples_after(num_completed=5, num_failed=1) == [3, 2, 1]
+    assert samples_after(num_completed=5, num_failed=4, status="finalizing") == [0, 2, 1]

@@ -16,21 +16,25 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from itertools import chain, count
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import InvalidRequestError, ModelError
+from inflight.contracts.errors import EngineDeadError, InvalidRequestError, ModelError
 from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.options import MAX_FLOAT, check_number, refuse_unknown_options
+from inflight.contracts.options import MAX_FLOAT, check_choice, check_number, refuse_unknown_options
 from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta, TokenScore
 from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import EngineStats, RecordTo
-from inflight.engine.admission import make_request
-from inflight.engine.process.connection import Connection, ProcessConnection, ThreadConnection
+from inflight.contracts.record import EngineStats, RecordTo, sum_of
+from inflight.engine.admission import Seeds, make_request
+from inflight.engine.process.connection import ThreadConnection
 from inflight.engine.process.protocol import Abort, AskStats, Generate, Load, Ready
 from inflight.engine.process.session import Session
-from inflight.engine.process.supervisor import RESTART_DELAYS, Supervisor
+from inflight.engine.process.supervisor import RESTART_DELAYS
 from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
+from inflight.replicas.fleet import Fleet
+from inflight.replicas.launch import launches
+from inflight.replicas.placement import check_replicas
+from inflight.replicas.router import ROUTINGS
 from inflight.sources import engine_config, is_loaded_model, is_loaded_tokenizer, load_tokenizer, model_source
 from inflight.text.collector import Collector
 from inflight.text.tokenizer import Tokenizer
@@ -62,11 +66,17 @@ class AsyncLLM:
         starts_at_once: start the engine's process now, beside what this constructor loads, and not with the first call.
         step_timeout: seconds after which an engine's process that does not answer is killed, and counts as crashed;
             None: never. Steps that take long get more: 50 times as long as the longest so far.
-        record_to: where every step is recorded, for `inflight trace` and `simulate`; None: nowhere.
+        record_to: where every step is recorded, for `inflight trace` and `simulate`; None: nowhere. With several
+            replicas, each has a file of its own.
+        replicas: how many engines run, each with all of the model, on cores of its own; "auto": one for each NUMA node.
+            Options are those of each engine; `kv_cache_memory`, unless given, is shared among them.
+        routing: which of several engines gets a request: "prefix" (where its first token is expected soonest: its
+            prefix cached, little to do), "least-loaded" or "round-robin".
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
     Attributes:
         config: the options, with all that were left out.
+        num_replicas: how many engines there are.
 
     Raises:
         ModelError: there is no such model, or its tokenizer cannot be loaded (a `ValueError`). Other faults of the
@@ -84,26 +94,32 @@ class AsyncLLM:
         restart_delays: Sequence[float] = RESTART_DELAYS,
         step_timeout: float | None = STEP_TIMEOUT,
         record_to: RecordTo | None = None,
+        replicas: int | Literal["auto"] = 1,
+        routing: str = "prefix",
         **options: Any,
     ) -> None:
+        num_replicas = check_replicas(replicas)
+        check_choice("routing", routing, ROUTINGS)
+        if in_process and num_replicas > 1:
+            raise ValueError(f"replicas is {replicas!r}, but with in_process=True there is only this process")
         if step_timeout is not None:
             check_number("step_timeout", step_timeout, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
         config, source = engine_config(options, "AsyncLLM"), model_source(model)
         self.config = config
-        load = None if in_process else _load(source, tokenizer, config, record_to)
 
         def make() -> Engine:
             from inflight.engine.engine import Engine  # with torch, which no caller of an engine's process needs
 
             return Engine(source, config, loaded)
 
-        def connect() -> Connection:
-            return ThreadConnection(make, record_to) if load is None else ProcessConnection(load)
-
-        # A thread cannot be killed, so nobody watches it.
-        self._supervisor = Supervisor(connect, restart_delays, None if in_process else step_timeout)
+        if in_process:
+            self._fleet = Fleet([lambda: ThreadConnection(make, record_to)], [None], restart_delays)
+        else:
+            connects, after = launches(_load(source, tokenizer, config, record_to), num_replicas)
+            self._fleet = Fleet(connects, after, restart_delays, step_timeout, routing, config.max_num_seqs)
+        self.num_replicas = num_replicas
         if starts_at_once and not in_process:
-            self._supervisor.start()
+            self._fleet.start()
         try:
             if isinstance(source, str):
                 from inflight.execution.hf.source import check_source  # with transformers
@@ -111,25 +127,39 @@ class AsyncLLM:
                 check_source(source, config)
             loaded = self.tokenizer = load_tokenizer(source, tokenizer, config)
         except BaseException:
-            self._supervisor.stop()
+            self._fleet.stop()
             raise
         self._ready: Ready | None = None
         self._calls: dict[str, _Call] = {}
         self._numbers = count()
-        weakref.finalize(self, self._supervisor.stop)  # an engine must not outlive its front
+        self._seeds = Seeds(config.seed)
+        weakref.finalize(self, self._fleet.stop)  # an engine must not outlive its front
 
     # ------------------------------------------------------------------------------------- the engine
 
     async def start(self) -> None:
-        """Start the engine if it is not running, and wait until it is loaded. Raises `ModelError`,
-        `EngineDeadError`."""
+        """Start the engine if it is not running, and wait until it is loaded; of several, until the first is. Raises
+        `ModelError`, `EngineDeadError`."""
         await self._session()
 
     async def stop(self) -> None:
         """End the engine and wait until it has ended. Unfinished requests raise `EngineDeadError`."""
-        session = self._supervisor.stop()
-        if session is not None:
+        for session in self._fleet.stop():
             await asyncio.to_thread(session.join)
+
+    async def reload_weights(self) -> None:
+        """Load the model anew from its folder, without refusing a request: a new engine starts beside each, one after
+        another; once it is loaded, new requests go to it, and the old one ends with its last. Meanwhile both are in
+        memory. Tokenizer and options stay as they are.
+
+        Raises:
+            ModelError, EngineDeadError: the model cannot be loaded any more; what has not been replaced yet stays.
+        """
+        for replaced in self._fleet.replace():
+            old = await asyncio.wrap_future(replaced)
+            if old is not None:
+                await asyncio.to_thread(old.join)
+        await self._session()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -141,26 +171,33 @@ class AsyncLLM:
         await self.stop()
 
     async def stats(self) -> EngineStats:
-        """What the engine has done since it was started, and what it holds now. Waits for the step that is running."""
-        session = await self._session()
-        with session.mailbox() as mailbox:
-            session.send(AskStats(mailbox.address))
-            stats: EngineStats = (await mailbox.read())[0]
-        return replace(stats, num_crashes=self.num_crashes)
+        """What the engine has done since it was started, and what it holds now; of several, the sum. Waits for the step
+        that is running."""
+        await self._session()
+        each = await self.replica_stats()
+        if not each:
+            raise EngineDeadError("no engine is running")
+        return replace(sum_of(each.values()), num_crashes=self.num_crashes)
+
+    async def replica_stats(self) -> dict[int, EngineStats]:
+        """The same for each engine that is running, by its number from 0. Starts none."""
+        sessions = self._fleet.sessions()
+        asked = await asyncio.gather(*map(_stats_of, sessions.values()), return_exceptions=True)
+        return {number: each for number, each in zip(sessions, asked, strict=True) if isinstance(each, EngineStats)}
 
     def is_ready(self) -> bool:
-        """Whether the engine is loaded and running. Starts it if it is not, without waiting.
+        """Whether the engine is loaded and running, or one of several is. Starts it if it is not, without waiting.
 
         Raises `EngineGivenUpError` if it has died too often, `ModelError` if its model cannot be loaded."""
-        started = self._supervisor.start()
+        started = self._fleet.start()
         if started.done():
             started.result()
         return started.done()
 
     @property
     def num_crashes(self) -> int:
-        """How often the engine has died."""
-        return self._supervisor.num_crashes
+        """How often an engine has died."""
+        return self._fleet.num_crashes
 
     async def check_health(self) -> None:
         """Return once the engine has answered. Raises `EngineDeadError` if it cannot be started."""
@@ -272,25 +309,32 @@ class AsyncLLM:
             check_number("timeout", timeout, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._call(request_id) as call:
-            session = await self._session()
+            ready = (await self._session()).ready
             text, token_ids, salt = await _read(prompt, self.tokenizer)
-            params = default_params(prompt, session.ready.default_params) if params is None else params
+            params = default_params(prompt, ready.default_params) if params is None else params
             if not isinstance(params, SamplingParams):
                 raise InvalidRequestError(f"sampling_params is {params!r}; it must be SamplingParams")
             salt = salt if cache_salt is None else cache_salt
-            info = session.ready.model_info
+            info = ready.model_info
             request = make_request(call.request_id, token_ids, params, info, priority=priority, cache_salt=salt)
             checked = list(request.prompt_token_ids)
             collector = Collector(call.request_id, text, checked, params, self.tokenizer)
-            with session.mailbox() as mailbox:
-                session.send(Generate(mailbox.address, checked, params, request.priority, salt, deadline))
-                call.reach(session, mailbox.address)
+            if self.num_replicas > 1 and params.seed is None:  # engines would all begin with the same seed
+                params = replace(params, seed=self._seeds.next())
+            await self._session()  # it may have died meanwhile
+            with self._fleet.deliver(checked, salt, params.n) as delivery:
+                address = delivery.mailbox.address
+                delivery.session.send(Generate(address, checked, params, request.priority, salt, deadline))
+                call.reach(delivery.session, address)
                 try:
                     while not collector.output.finished:
-                        yield collector, await _taken_in(collector, _merged(await mailbox.read()))
+                        news = _merged(await delivery.mailbox.read())
+                        delivery.begin()
+                        yield collector, await _taken_in(collector, news)
                 finally:
                     if not collector.output.finished:
                         call.abort()
+                    delivery.end_with(checked, collector.output.outputs)
 
     @contextmanager
     def _call(self, request_id: str | None) -> Iterator[_Call]:
@@ -306,8 +350,8 @@ class AsyncLLM:
             del self._calls[request_id]
 
     async def _session(self) -> Session:
-        """The running engine, started if necessary."""
-        started = self._supervisor.start()
+        """A running engine, started if necessary."""
+        started = self._fleet.start()
         session = started.result() if started.done() else await asyncio.wrap_future(started)
         self._ready = session.ready
         return session
@@ -352,6 +396,13 @@ def _load(
             )
     assert isinstance(model, str)
     return Load(_full_name(model), None if tokenizer is None else _full_name(os.fspath(tokenizer)), config, record_to)
+
+
+async def _stats_of(session: Session) -> EngineStats:
+    with session.mailbox() as mailbox:
+        session.send(AskStats(mailbox.address))
+        stats: EngineStats = (await mailbox.read())[0]
+    return stats
 
 
 def _full_name(name: str) -> str:

@@ -13,9 +13,8 @@ import torch
 
 from inflight import LLM, SamplingParams
 from inflight.contracts.config import EngineConfig
-from inflight.execution import threads
 from inflight.execution.grouped.weight import GroupedLayout
-from inflight.execution.threads import ComputeThreads, usable_cores
+from inflight.execution.threads import ComputeThreads
 
 ROWS = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
 
@@ -37,63 +36,6 @@ def torch_threads(number: int, *, are_own: bool = False) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------- how many
-
-
-@pytest.fixture
-def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine of four cores with two threads each, of which this process may use the first six threads."""
-    monkeypatch.setattr(threads.sys, "platform", "linux")
-    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda process: set(range(6)), raising=False)
-    for cpu in range(8):
-        write(tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}")
-    return tmp_path
-
-
-def write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"{text}\n")
-
-
-def test_a_core_has_one_thread(system: Path) -> None:
-    assert usable_cores(system) == 4
-
-
-def test_cores_that_no_file_describes_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda process: {0, 3, 5}, raising=False)
-    assert usable_cores(tmp_path) == 3
-
-
-@pytest.mark.parametrize(
-    ("limit", "number"), [("150000 100000", 1), ("50000 100000", 1), ("max 100000", 4), ("300 100", 3)]
-)
-def test_a_quota_is_kept_within(system: Path, limit: str, number: int) -> None:
-    write(system / "proc/self/cgroup", "0::/pod/engine")
-    write(system / "sys/fs/cgroup/pod/engine/cpu.max", "max 100000")
-    write(system / "sys/fs/cgroup/pod/cpu.max", limit)
-    assert usable_cores(system) == number
-
-
-def test_the_least_of_several_quotas_counts(system: Path) -> None:
-    write(system / "proc/self/cgroup", "0::/")
-    write(system / "sys/fs/cgroup/cpu.max", "250000 100000")
-    assert usable_cores(system) == 2
-
-
-@pytest.mark.parametrize(("quota", "number"), [("200000", 2), ("-1", 4)])
-def test_quotas_of_the_first_version_count(system: Path, quota: str, number: int) -> None:
-    write(system / "proc/self/cgroup", "9:memory:/a\n4:cpu,cpuacct:/docker/1\n0::/")
-    group = system / "sys/fs/cgroup/cpu,cpuacct"  # in a container, where its own group is the root
-    write(group / "cpu.cfs_quota_us", quota)
-    write(group / "cpu.cfs_period_us", "100000")
-    assert usable_cores(system) == number
-
-
-@pytest.mark.parametrize("text", ["", "0::/\n", "nonsense", "0::/a", "4:cpu:/a"])
-def test_what_cannot_be_read_limits_nothing(system: Path, text: str) -> None:
-    write(system / "proc/self/cgroup", text)
-    for file in ("cpu.max", "a/cpu.max", "cpu/a/cpu.cfs_quota_us"):
-        write(system / "sys/fs/cgroup" / file, "what?")
-    assert usable_cores(system) == 4
 
 
 def test_torch_may_have_fewer() -> None:
@@ -187,7 +129,6 @@ def test_a_forked_process_computes_without_the_threads_that_it_does_not_have() -
 
 WITHOUT_TORCH = """
 import os, torch
-from pathlib import Path
 from inflight import LLM, SamplingParams
 
 def seconds_of_others():

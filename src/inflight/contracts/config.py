@@ -17,6 +17,8 @@ MTP = "mtp"
 """As `draft_model`: the layer for multi-token prediction that the model's own checkpoint has."""
 EXECUTORS = ("auto", "packed", "rows", "sequential")
 ATTENTION_BACKENDS = ("auto", "reference", "torch", "cpu")
+CACHE_SHARE_OF_HOST = 0.25
+"""How much of a machine's memory keys and values may take by default."""
 BACKGROUND = 2**31 - 1
 """The lowest priority. Whatever the policy, requests of it run in the background: in steps that no others need."""
 

@@ -1,9 +1,9 @@
 """`StepRecord`: what one step did; `EngineStats`: totals of all steps. Plain data for timelines, recordings,
 counters."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from inflight.contracts.options import check_integer, strict_options
 
@@ -133,6 +133,17 @@ class EngineStats:
     def cache_hit_rate(self) -> float:
         """The share of prompt tokens that did not have to be computed, from 0 to 1."""
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+
+def sum_of(stats: Iterable[EngineStats]) -> EngineStats:
+    """The totals of several engines."""
+    totals: dict[str, Any] = {}
+    each = list(stats)
+    for field in fields(EngineStats):
+        column = [getattr(one, field.name) for one in each]
+        is_tuple = field.name == "num_steps_by_size"
+        totals[field.name] = tuple(map(sum, zip(*column, strict=True))) if is_tuple else sum(column)
+    return EngineStats(**totals)
 
 
 @strict_options

@@ -51,6 +51,19 @@ class AcceptedRequest:
         return self.request.params
 
 
+class Seeds:
+    """Seeds for requests that have none: the same ones for the same requests in the same order."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._num_given = 0
+
+    def next(self) -> int:
+        """The next request's."""
+        self._num_given += 1
+        return random.Random(f"{self._seed} {self._num_given}").getrandbits(63)
+
+
 class Admission:
     """Accepts requests for one engine.
 
@@ -62,10 +75,9 @@ class Admission:
     """
 
     def __init__(self, config: EngineConfig, model_info: ModelInfo, tokenizer: Tokenizer | None) -> None:
-        self._seed = config.seed
+        self._seeds = Seeds(config.seed)
         self._model_info = model_info
         self._tokenizer = tokenizer
-        self._num_accepted = 0
         self.spelled = lru_cache(maxsize=2)(self._spelled)
 
     def accept(
@@ -91,10 +103,8 @@ class Admission:
         request = make_request(
             request_id, prompt_token_ids, params, self._model_info, priority=priority, cache_salt=cache_salt
         )
-        self._num_accepted += 1
-        seed = params.seed
-        if seed is None:
-            seed = random.Random(f"{self._seed} {self._num_accepted}").getrandbits(63)
+        drawn = self._seeds.next()
+        seed = drawn if params.seed is None else params.seed
         is_compiled = params.structured_output is None and not params.bad_words and not params.prediction
         return AcceptedRequest(replace(request, seed=seed), deadline, is_compiled)
 

@@ -29,6 +29,8 @@ def main() -> int:
     asked = read_load(incoming)
     if asked is None:
         return 0
+    if asked.cpus is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, asked.cpus)  # before any thread is made: each takes over what its maker may use
     commands: Commands = SimpleQueue()
     saves = asked.config.prefix_cache_dir is not None or asked.record_to is not None
     seconds_to_save = SECONDS_TO_SAVE if saves else None

@@ -21,12 +21,14 @@ LENGTH_BYTES = 4
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
-    """The first frame that an engine's process gets: which engine to make, from hub ids or folders."""
+    """The first frame that an engine's process gets: which engine to make, from hub ids or folders, and on which
+    CPUs it may run."""
 
     model: str
     tokenizer: str | None
     config: EngineConfig
     record_to: RecordTo | None = None
+    cpus: tuple[int, ...] | None = None
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):

@@ -92,6 +92,7 @@ class Session:
         self._mailboxes: dict[str, Mailbox] = {}
         self._addresses = count()
         self._error: Exception | None = None
+        self._is_retired = False
         self._thread = threading.Thread(target=self._run, name="inflight: from the engine", daemon=True)
         self._thread.start()
 
@@ -99,18 +100,31 @@ class Session:
     def is_stopped(self) -> bool:
         return self._stopping.is_set()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine is loaded and takes requests."""
+        return self.started.done() and self._error is None and not self._is_retired
+
     @contextmanager
     def mailbox(self) -> Iterator[Mailbox]:
-        """A new mailbox, until the block ends. Raises `EngineDeadError` if the engine has died."""
+        """A new mailbox, until the block ends. Raises `EngineDeadError` if the engine has died or is retired."""
         with self._lock:
             if self._error is not None:
                 raise _copy(self._error)
+            if self._is_retired:
+                raise EngineDeadError("the engine was replaced")
             mailbox = Mailbox(str(next(self._addresses)))
             self._mailboxes[mailbox.address] = mailbox
         try:
             yield mailbox
         finally:
-            self._mailboxes.pop(mailbox.address, None)
+            self._close(mailbox.address)
+
+    def retire(self) -> None:
+        """Take no more requests, and end the engine with the last that it has."""
+        with self._lock:
+            self._is_retired = True
+        self._stop_if_done()
 
     def send(self, command: Command) -> None:
         """Queue a command for the engine; do nothing if it has died."""
@@ -212,8 +226,19 @@ class Session:
                 loop.call_soon_threadsafe(_empty, sack)
             except RuntimeError:  # the loop was closed, and with it all of its readers
                 for address in {mailbox.address for mailbox, _ in sack}:  # one may have several letters
-                    self._mailboxes.pop(address, None)
                     self.send(Abort(address))
+                    self._close(address)
+
+    def _close(self, address: str) -> None:
+        self._mailboxes.pop(address, None)
+        if self._is_retired:
+            self._stop_if_done()
+
+    def _stop_if_done(self) -> None:
+        with self._lock:
+            is_done = self._is_retired and not self._mailboxes and not self._stopping.is_set()
+        if is_done:
+            self.stop()
 
 
 def _empty(sack: list[tuple[Mailbox, object]]) -> None:

@@ -17,7 +17,7 @@ RESTART_DELAYS = (0.5, 1.0)
 
 
 class Supervisor:
-    """Keeps at most one engine running, which starts when it is first asked for.
+    """Keeps one engine running, which starts when it is first asked for.
 
     Args:
         connect: starts an engine.
@@ -41,6 +41,7 @@ class Supervisor:
         self._step_timeout = step_timeout
         self._lock = threading.Lock()
         self._session: Session | None = None
+        self._next: Session | None = None  # which replaces it when it is loaded
         self._num_in_a_row = 0
         self._last_crash: tuple[float, Exception] = (0.0, EngineDeadError())
 
@@ -53,13 +54,47 @@ class Supervisor:
                 self._session = Session(self._connect, self._delay(), self._ended, self._step_timeout)
             return self._session.started
 
+    @property
+    def running(self) -> Session | None:
+        """The engine, if it is loaded and takes requests."""
+        session = self._session
+        return session if session is not None and session.is_ready else None
+
+    def replace(self) -> "Future[Session | None]":
+        """Start another engine. Once it is loaded, it has the place of the one that runs, which then ends with its last
+        request: then this returns that one. If the new one cannot be loaded, this raises why, and the old one stays."""
+        replaced: Future[Session | None] = Future()
+        replaced.set_running_or_notify_cancel()
+        new = Session(self._connect, 0.0, self._ended, self._step_timeout)
+
+        def loaded(started: "Future[Session]") -> None:
+            with self._lock:
+                self._next = None
+                error = started.exception()
+                old = None
+                if error is None and not new.is_stopped:
+                    old, self._session = self._session, new
+            if error is not None:
+                replaced.set_exception(error)
+                return
+            if old is not None:
+                old.retire()
+            replaced.set_result(old)
+
+        with self._lock:
+            self._next = new
+        new.started.add_done_callback(loaded)
+        return replaced
+
     def stop(self) -> Session | None:
         """Tell the engine to end, and return its session at once, to be joined. The next start counts as the first."""
         with self._lock:
             session, self._session = self._session, None
             self._num_in_a_row = 0
-        if session is not None:
-            session.stop()
+            replacement = self._next
+        for each in (session, replacement):
+            if each is not None:
+                each.stop()
         return session
 
     def _delay(self) -> float:

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
@@ -16,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.execution.hf.gguf_config import read_gguf_config
 from inflight.execution.hf.gguf_model import load_gguf_model
@@ -25,9 +24,9 @@ from inflight.execution.hf.source import first_line, read_config
 from inflight.execution.hf.state import refuse_incomplete
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
+from inflight.machine import usable_memory
 
 CACHE_SHARE_OF_GPU = 0.9
-CACHE_SHARE_OF_HOST = 0.25
 """Shares of a GPU's free memory, and of a host's memory, that the cache takes by default."""
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ONE_AT_A_TIME = threading.Lock()
@@ -133,19 +132,7 @@ def available_cache_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0] * CACHE_SHARE_OF_GPU)
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() * CACHE_SHARE_OF_HOST)
-    return int(_host_memory() * CACHE_SHARE_OF_HOST)
-
-
-def _host_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or what its container is given."""
-    memory = 8 * 2**30
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return memory
-    return min(memory, int(limit)) if limit.isdigit() else memory
+    return int(usable_memory() * CACHE_SHARE_OF_HOST)
 
 
 def own_tensors(model: PreTrainedModel, max_bytes: int | None = None) -> None:

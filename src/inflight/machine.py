@@ -1,0 +1,77 @@
+"""What this process may use of its machine: physical cores, to which memory they are close, and how much memory."""
+
+import os
+import sys
+from collections import defaultdict
+from contextlib import suppress
+from math import inf
+from pathlib import Path
+
+SYSTEM = Path("/")
+"""Where `/proc` and `/sys` are."""
+
+
+def usable_cores(system: Path = SYSTEM) -> int:
+    """How many threads can compute at a time: one on each physical core on which this process may run, and no more than
+    its quota of CPU time lets run all the time."""
+    return max(1, int(min(sum(map(len, cores_of_nodes(system).values())), _quota(system))))
+
+
+def cores_of_nodes(system: Path = SYSTEM) -> dict[int, list[list[int]]]:
+    """The physical cores on which this process may run, by NUMA node; of each, the CPUs (its hardware threads)."""
+    cpus = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
+    cores: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    for cpu in sorted(cpus):
+        folder = system / f"sys/devices/system/cpu/cpu{cpu}"
+        cores[_node(folder), _text(folder / "topology/thread_siblings_list") or str(cpu)].append(cpu)
+    nodes: defaultdict[int, list[list[int]]] = defaultdict(list)
+    for (node, _), siblings in cores.items():
+        nodes[node].append(siblings)
+    return dict(sorted(nodes.items()))
+
+
+def usable_memory(system: Path = SYSTEM) -> int:
+    """Bytes of memory that this process may use: the machine's, or what its container is given."""
+    memory = 8 * 2**30
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _text(system / "sys/fs/cgroup/memory.max") or ""
+    return min(memory, int(limit)) if limit.isdigit() else memory
+
+
+def _node(folder: Path) -> int:
+    """The NUMA node of a CPU; 0 where the system knows none."""
+    nodes = (each.name.removeprefix("node") for each in folder.glob("node*"))
+    return next((int(node) for node in nodes if node.isdecimal()), 0)
+
+
+def _quota(system: Path) -> float:
+    """How many CPUs' time the control groups of this process may use: the least of all from its own up."""
+    least = inf
+    for line in (_text(system / "proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = system / "sys/fs/cgroup" / controllers  # a container often sees its own group there
+        own = root / name.strip("/")
+        for group in [root, *(each for each in (own, *own.parents) if each.is_relative_to(root))]:
+            with suppress(ValueError, ZeroDivisionError):
+                least = min(least, _limit(group, is_unified=not controllers))
+    return least
+
+
+def _limit(group: Path, *, is_unified: bool) -> float:
+    """Of one control group, of version 2 (unified) or 1. Raises `ValueError` if its files say something else."""
+    if is_unified:
+        most, period = (_text(group / "cpu.max") or "max 1").split()
+    else:
+        most, period = (_text(group / f"cpu.cfs_{name}_us") or "-1" for name in ("quota", "period"))
+    return inf if most in ("max", "-1") else int(most) / int(period)
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None

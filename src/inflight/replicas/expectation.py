@@ -1,0 +1,79 @@
+"""`Expectation`: how long a request waits for its first token, learned from those that got one. Pure."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+FORGETTING = 0.98
+"""The weight of everything so far, each time that something is learned."""
+LARGEST_SURPRISE = 3.0
+"""A time counts as at most so many times the expected one: a replica that was held up says nothing about its load."""
+MIN_SECONDS = 1e-3
+"""Times are compared relatively to themselves, but no finer than this."""
+FIRST_GUESS = np.array([0.01, 2e-4, 2e-3])
+"""Seconds for a request, for each token owed and for each sequence that runs, until something is known."""
+TRUST = 1e-4
+"""The weight of the first guess beside what was learned."""
+
+
+@dataclass(slots=True)
+class Load:
+    """What a replica has to do when a request comes to it.
+
+    Attributes:
+        num_owed: prompt tokens that it has not computed yet.
+        num_running: sequences that have not ended.
+    """
+
+    num_owed: int = 0
+    num_running: int = 0
+
+
+class Expectation:
+    """Seconds to the first token as a straight line over a replica's load: least squares on relative errors without
+    negative coefficients, in which what was learned earlier fades. Beyond the slots, a request also waits until others
+    have ended.
+
+    Args:
+        num_slots: how many sequences run at once.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._seconds_of_run = 0.0
+        self._line = FIRST_GUESS
+        self._squares = np.diag(TRUST / FIRST_GUESS**2)  # normal equations in units of the first guess
+        self._targets = TRUST / FIRST_GUESS
+
+    def seconds(self, load: Load) -> float:
+        """What is expected for a request whose own tokens are among those that are owed."""
+        offset, per_token, per_sequence = self._line.tolist()
+        beyond = max(0, load.num_running + 1 - self._num_slots)
+        waiting = beyond * self._seconds_of_run / self._num_slots
+        return float(offset + per_token * load.num_owed + per_sequence * load.num_running + waiting)
+
+    def see_first_token(self, load: Load, seconds: float) -> None:
+        """Learn from a request that met this load and got its first token after so many seconds."""
+        if load.num_running >= self._num_slots:
+            return
+        seconds = min(max(MIN_SECONDS, seconds), LARGEST_SURPRISE * max(MIN_SECONDS, self.seconds(load)))
+        sizes = np.array([1.0, load.num_owed, load.num_running]) / seconds
+        self._squares = FORGETTING * self._squares + np.outer(sizes, sizes)
+        self._targets = FORGETTING * self._targets + sizes
+        self._line = self._solved()
+
+    def see_run(self, seconds: float) -> None:
+        """Learn from a request that ended so many seconds after its first token."""
+        self._seconds_of_run += (1 - FORGETTING if self._seconds_of_run else 1.0) * (seconds - self._seconds_of_run)
+
+    def _solved(self) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+        line, kept = np.zeros(3), [0, 1, 2]
+        weights = TRUST / FIRST_GUESS**2  # fresh ones: the first guess fades, but never so far that nothing decides
+        squares, targets = self._squares + np.diag(weights), self._targets + weights * FIRST_GUESS
+        while kept:
+            values = np.linalg.solve(squares[np.ix_(kept, kept)], targets[kept])
+            if values.min() >= 0:
+                line[kept] = values
+                break
+            del kept[int(values.argmin())]
+        return line

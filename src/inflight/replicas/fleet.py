@@ -1,0 +1,195 @@
+"""`Fleet`: the engines of one model, as one. Starts them, restarts those that have died, gives each request to one of
+them, and puts new ones in their places. Knows no prompt and no text.
+
+Replicas of one NUMA node are loaded one after another: what the first has found out and laid out, the others find. The
+first that is loaded takes all requests until others are.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from inflight.contracts.errors import EngineDeadError, EngineGivenUpError
+from inflight.contracts.outputs import CompletionOutput
+from inflight.engine.process.connection import Connection
+from inflight.engine.process.session import Mailbox, Session
+from inflight.engine.process.supervisor import RESTART_DELAYS, Supervisor
+from inflight.replicas.router import ROUTINGS, ReplicaSize, Router, Sent
+
+
+class Delivery:
+    """A request at one of the engines.
+
+    Attributes:
+        session: that engine's.
+        mailbox: what comes back from it.
+    """
+
+    def __init__(self, session: Session, mailbox: Mailbox, has_begun: Callable[[], None]) -> None:
+        self.session, self.mailbox = session, mailbox
+        self.token_ids: Sequence[int] = ()
+        self._has_begun: Callable[[], None] | None = has_begun
+
+    def begin(self) -> None:
+        """Something has come back."""
+        if self._has_begun is not None:
+            self._has_begun()
+            self._has_begun = None
+
+    def end_with(self, prompt: Sequence[int], outputs: Sequence[CompletionOutput]) -> None:
+        """What came of a prompt: the next one may begin so."""
+        if outputs:
+            self.token_ids = [*prompt, *outputs[0].token_ids]
+
+
+class Fleet:
+    """Any thread may call its methods.
+
+    Args:
+        connects: for each replica, what starts an engine for it.
+        after: for each replica, the one that must be loaded before it; None: it starts at once.
+        restart_delays, step_timeout: see `Supervisor`.
+        routing: see `Router`.
+        num_slots: how many sequences a replica runs at once.
+    """
+
+    def __init__(
+        self,
+        connects: Sequence[Callable[[], Connection]],
+        after: Sequence[int | None],
+        restart_delays: Sequence[float] = RESTART_DELAYS,
+        step_timeout: float | None = None,
+        routing: str = ROUTINGS[0],
+        num_slots: int = 1,
+    ) -> None:
+        self._supervisors = [Supervisor(connect, restart_delays, step_timeout) for connect in connects]
+        self._after = after
+        self._routing = routing
+        self._num_slots = num_slots
+        self._lock = threading.Lock()
+        self._router: Router | None = None
+        self._known: dict[int, Session] = {}  # to the router
+        self._is_wanted = False
+        self._tried: set[int] = set()  # those whose first start has ended, well or not
+
+    @property
+    def num_crashes(self) -> int:
+        """How many engines have died."""
+        return sum(each.num_crashes for each in self._supervisors)
+
+    # ------------------------------------------------------------------------------------- engines
+
+    def start(self) -> "Future[Session]":
+        """Start all engines that do not run. Returns the first that is loaded, as soon as it is.
+
+        Raises `EngineGivenUpError` if each has died too often in a row."""
+        self._is_wanted = True
+        given_up: EngineGivenUpError | None = None
+        started = []
+        for number, after in enumerate(self._after):
+            if after is None or after in self._tried:
+                try:
+                    started.append(self._start(number))
+                except EngineGivenUpError as error:
+                    given_up = error
+        if given_up is not None and not started:
+            raise given_up
+        return started[0] if len(started) == 1 else _first_result(started)
+
+    def stop(self) -> list[Session]:
+        """Tell all engines to end, and return their sessions at once, to be joined."""
+        self._is_wanted = False
+        return [session for each in self._supervisors if (session := each.stop()) is not None]
+
+    def sessions(self) -> dict[int, Session]:
+        """The engines that are loaded and running, by the numbers of their replicas."""
+        running = ((number, each.running) for number, each in enumerate(self._supervisors))
+        return {number: session for number, session in running if session is not None}
+
+    def replace(self) -> "Iterator[Future[Session | None]]":
+        """Put a new engine in the place of each, one after another: each of these futures is done when the new one is
+        loaded and gets the requests, with the old one, which ends when its last request has; take the next one then.
+        If a new one cannot be loaded, the future has its error, and the old one stays."""
+        return (each.replace() for each in self._supervisors)
+
+    def _start(self, number: int) -> "Future[Session]":
+        started = self._supervisors[number].start()
+        if number not in self._tried and number in self._after:
+            started.add_done_callback(lambda _: self._start_after(number))
+        return started
+
+    def _start_after(self, number: int) -> None:
+        self._tried.add(number)
+        for follower, after in enumerate(self._after):
+            if after == number and self._is_wanted:
+                with suppress(EngineGivenUpError):  # which the next call will tell
+                    self._start(follower)
+
+    # ------------------------------------------------------------------------------------- requests
+
+    @contextmanager
+    def deliver(self, token_ids: Sequence[int], cache_salt: str | None, num_sequences: int = 1) -> Iterator[Delivery]:
+        """Choose an engine for a request, which runs there until the block ends. Raises `EngineDeadError`."""
+        available = self.sessions()
+        failure = EngineDeadError("no engine is running")
+        while available:
+            with self._lock:
+                router = self._router_of(available)
+                sent = router.send(token_ids, cache_salt, list(available), time.monotonic(), num_sequences)
+            session, delivery = available.pop(sent.replica), None
+            try:
+                with session.mailbox() as mailbox:
+                    delivery = Delivery(session, mailbox, partial(self._begin, router, sent))
+                    yield delivery
+                return
+            except EngineDeadError as error:
+                if delivery is not None:
+                    raise
+                failure = error  # it has died just now
+            finally:
+                with self._lock:
+                    router.end(sent, time.monotonic(), delivery.token_ids if delivery else (), cache_salt)
+        raise failure
+
+    def _begin(self, router: Router, sent: Sent) -> None:
+        with self._lock:
+            router.begin(sent, time.monotonic())
+
+    def _router_of(self, sessions: dict[int, Session]) -> Router:
+        """The router; it learns which engines are new."""
+        if self._router is None:
+            info = next(iter(sessions.values())).ready.model_info
+            num_blocks = info.num_blocks // len(info.cache_groups) if info.can_share_prefixes else 0
+            size = ReplicaSize(self._num_slots, num_blocks, info.block_size)
+            self._router = Router(self._routing, len(self._supervisors), size)
+        for number, session in sessions.items():
+            if self._known.get(number) is not session:
+                self._known[number] = session
+                self._router.forget(number)
+        return self._router
+
+
+def _first_result(futures: "Sequence[Future[Session]]") -> "Future[Session]":
+    """The first result of several; an error only if all have failed."""
+    first: Future[Session] = Future()
+    first.set_running_or_notify_cancel()
+    lock = threading.Lock()
+    num_left = len(futures)
+
+    def done(future: "Future[Session]") -> None:
+        nonlocal num_left
+        with lock:
+            num_left -= 1
+            if first.done():
+                return
+            if (error := future.exception()) is None:
+                first.set_result(future.result())
+            elif num_left == 0:
+                first.set_exception(error)
+
+    for future in futures:
+        future.add_done_callback(done)
+    return first

@@ -1,0 +1,170 @@
+"""`Router`: which replica gets a request. Pure: the same for engines' processes and in the simulator.
+
+It knows what it has sent where, and when first tokens and ends came back. From that follow the load of each replica
+(what it owes, what runs there) and what its prefix cache probably has: the full blocks of the requests that it got, as
+many as its cache holds, the least recently used forgotten first.
+
+"prefix" sends a request to where its first token is expected soonest. That weighs cached prefixes against load in
+seconds, so a session stays where its history is until that replica is busier than computing it again would take. It
+compares the replica with the longest prefix and two drawn at random ("the power of two choices", Mitzenmacher, 2001),
+which is nearly as good as comparing all. "least-loaded" looks at requests alone, "round-robin" at nothing.
+"""
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from inflight.replicas.expectation import Expectation, Load
+
+ROUTINGS = ("prefix", "least-loaded", "round-robin")
+NUM_DRAWN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSize:
+    """What a router has to know of each replica.
+
+    Attributes:
+        num_slots: how many sequences run at once.
+        num_blocks: how many blocks of a prefix its cache can hold; 0: it shares none.
+        block_size: the tokens of each.
+    """
+
+    num_slots: int
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request at its replica.
+
+    Attributes:
+        replica: its number.
+        num_owed: tokens of its prompt that the replica probably has to compute.
+        load: the replica's when the request came, with it.
+        time: when it was sent; from its first token on, when that came.
+    """
+
+    replica: int
+    num_owed: int
+    load: Load
+    time: float
+    num_sequences: int = 1
+    has_begun: bool = False
+
+
+class _Replica:
+    """What is known of one replica."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.load = Load()
+        self._num_blocks = num_blocks
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def num_cached(self, blocks: SequenceOf[int]) -> int:
+        """How many of a prompt's first blocks it probably has."""
+        return next((place for place, block in enumerate(blocks) if block not in self._blocks), len(blocks))
+
+    def keep(self, blocks: SequenceOf[int]) -> None:
+        """It is about to have these. Like the cache, it forgets the last blocks of a sequence first."""
+        for block in reversed(blocks):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self._num_blocks:
+            self._blocks.popitem(last=False)
+
+
+class Router:
+    """Sends requests to replicas. Not thread-safe.
+
+    Args:
+        routing: one of `ROUTINGS`.
+    """
+
+    def __init__(self, routing: str, num_replicas: int, size: ReplicaSize, seed: int = 0) -> None:
+        self._routing = routing
+        self._size = size
+        self._replicas = [_Replica(size.num_blocks) for _ in range(num_replicas)]
+        self._expectation = Expectation(size.num_slots)
+        self._random = random.Random(seed)
+        self._turn = 0
+
+    def send(
+        self,
+        token_ids: SequenceOf[int],
+        cache_salt: str | None,
+        available: SequenceOf[int],
+        now: float,
+        num_sequences: int = 1,
+    ) -> Sent:
+        """Choose one of the available replicas for a prompt, and count the request there."""
+        is_alone = len(self._replicas) == 1
+        blocks = [] if is_alone or not self._size.num_blocks else list(self._blocks_of(token_ids, cache_salt))
+        number = self._chosen(len(token_ids), blocks, available)
+        replica = self._replicas[number]
+        num_owed = self._num_owed(replica, len(token_ids), blocks)
+        replica.keep(blocks)
+        replica.load.num_owed += num_owed
+        sent = Sent(number, num_owed, Load(replica.load.num_owed, replica.load.num_running), now, num_sequences)
+        replica.load.num_running += num_sequences
+        return sent
+
+    def begin(self, sent: Sent, now: float) -> None:
+        """A request got its first token."""
+        self._replicas[sent.replica].load.num_owed -= sent.num_owed
+        self._expectation.see_first_token(sent.load, now - sent.time)
+        sent.has_begun, sent.time = True, now
+
+    def end(self, sent: Sent, now: float, token_ids: SequenceOf[int] = (), cache_salt: str | None = None) -> None:
+        """A request has ended.
+
+        Args:
+            token_ids: its prompt and its output, if that may be the beginning of another prompt.
+        """
+        replica = self._replicas[sent.replica]
+        replica.load.num_running -= sent.num_sequences
+        if sent.has_begun:
+            self._expectation.see_run(now - sent.time)
+        else:
+            replica.load.num_owed -= sent.num_owed
+        if self._size.num_blocks and len(self._replicas) > 1:
+            replica.keep(list(self._blocks_of(token_ids, cache_salt)))
+
+    def forget(self, number: int) -> None:
+        """A replica was started anew: its cache is empty. (Requests that it had are still going to end.)"""
+        load = self._replicas[number].load
+        self._replicas[number] = _Replica(self._size.num_blocks)
+        self._replicas[number].load = load
+
+    def _chosen(self, num_tokens: int, blocks: SequenceOf[int], available: SequenceOf[int]) -> int:
+        self._turn += 1
+        if len(available) == 1:
+            return available[0]
+        if self._routing == "round-robin":
+            return available[self._turn % len(available)]
+        start = self._turn % len(available)  # of equals, each is the first in turn
+        in_turn = [*available[start:], *available[:start]]
+        if self._routing == "least-loaded":
+            return min(in_turn, key=lambda number: self._replicas[number].load.num_running)
+        cached = {number: self._replicas[number].num_cached(blocks) for number in in_turn}
+        drawn = self._random.sample(in_turn, NUM_DRAWN)
+        candidates = dict.fromkeys([max(in_turn, key=cached.__getitem__), *drawn])
+        return min(candidates, key=lambda number: self._expected(self._replicas[number], num_tokens, blocks))
+
+    def _expected(self, replica: _Replica, num_tokens: int, blocks: SequenceOf[int]) -> float:
+        num_owed = replica.load.num_owed + self._num_owed(replica, num_tokens, blocks)
+        return self._expectation.seconds(Load(num_owed, replica.load.num_running))
+
+    def _num_owed(self, replica: _Replica, num_tokens: int, blocks: SequenceOf[int]) -> int:
+        return max(1, num_tokens - replica.num_cached(blocks) * self._size.block_size)
+
+    def _blocks_of(self, token_ids: SequenceOf[int], cache_salt: str | None) -> Iterator[int]:
+        """A number for each full block, which stands for its tokens and all before it. (Equal numbers of different
+        blocks would only send a request to the wrong place.)"""
+        block_size, number = self._size.block_size, hash(cache_salt)
+        for end in range(block_size, len(token_ids) + 1, block_size):
+            number = hash((number, *token_ids[end - block_size : end]))
+            yield number

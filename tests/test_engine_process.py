@@ -132,7 +132,7 @@ def test_output_printed_in_the_engine_process_does_not_disturb_its_messages() ->
 # --------------------------------------------------------------------------------------------------------- sessions
 
 
-class _Engine:
+class ScriptedEngine:
     """A connection without an engine: the test decides what happens."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class _Engines:
     """A supervisor of such engines, the engines that it started, and the delays before each start."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, restart_delays: tuple[float, ...] = (0.0, 0.0)) -> None:
-        self.started: list[_Engine] = []
+        self.started: list[ScriptedEngine] = []
         self.delays: list[float] = []
         engines = self
 
@@ -171,8 +171,8 @@ class _Engines:
         monkeypatch.setattr("inflight.engine.process.supervisor.Session", NoDelay)
         self.supervisor = Supervisor(self._connect, restart_delays)
 
-    def _connect(self) -> _Engine:
-        self.started.append(_Engine())
+    def _connect(self) -> ScriptedEngine:
+        self.started.append(ScriptedEngine())
         self.started[-1].events.put(READY)
         return self.started[-1]
 
@@ -284,12 +284,12 @@ def test_stopping_is_not_a_crash_and_every_caller_is_told(engines: _Engines) -> 
 
 
 def test_an_engine_can_be_stopped_before_it_starts() -> None:
-    never = Session(_Engine, 1000.0, lambda *_: None)
+    never = Session(ScriptedEngine, 1000.0, lambda *_: None)
     never.stop()
     never.join()
     with pytest.raises(EngineDeadError, match="was stopped"):
         never.started.result()
-    loading = Supervisor(_Engine)
+    loading = Supervisor(ScriptedEngine)
     started = loading.start()
     session = loading.stop()
     assert session is not None
@@ -309,8 +309,8 @@ def test_an_engine_can_be_stopped_before_it_starts() -> None:
 def test_an_engine_whose_model_cannot_be_loaded_reports_that(
     events: list[Event], error: type[Exception], sentence: str
 ) -> None:
-    def connect() -> _Engine:
-        engine = _Engine()
+    def connect() -> ScriptedEngine:
+        engine = ScriptedEngine()
         for event in [*events, None]:
             engine.events.put(event)
         return engine
@@ -323,7 +323,7 @@ def test_an_engine_whose_model_cannot_be_loaded_reports_that(
 
 
 def test_an_engine_that_cannot_be_started_reports_that() -> None:
-    def connect() -> _Engine:
+    def connect() -> ScriptedEngine:
         raise OSError("no more processes")
 
     with pytest.raises(EngineDeadError, match="no more processes"):
@@ -331,7 +331,7 @@ def test_an_engine_that_cannot_be_started_reports_that() -> None:
 
 
 def test_a_caller_that_stops_waiting_for_the_start_does_not_cancel_it_for_others() -> None:
-    engine = _Engine()
+    engine = ScriptedEngine()
     supervisor = Supervisor(lambda: engine)
 
     async def check() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from inflight import machine
-from inflight.machine import cores_of_nodes, usable_cores
+from inflight.machine import usable_cores
 
 
 @pytest.fixture

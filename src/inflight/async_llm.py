@@ -18,8 +18,8 @@ from itertools import chain, count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import EngineDeadError, InvalidRequestError, ModelError
+from inflight.contracts.config import ROUTINGS, EngineConfig
+from inflight.contracts.errors import InvalidRequestError, ModelError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import MAX_FLOAT, check_choice, check_number, refuse_unknown_options
 from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta, TokenScore
@@ -34,7 +34,6 @@ from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params
 from inflight.replicas.fleet import Fleet
 from inflight.replicas.launch import launches
 from inflight.replicas.placement import check_replicas
-from inflight.replicas.router import ROUTINGS
 from inflight.sources import engine_config, is_loaded_model, is_loaded_tokenizer, load_tokenizer, model_source
 from inflight.text.collector import Collector
 from inflight.text.tokenizer import Tokenizer
@@ -174,16 +173,30 @@ class AsyncLLM:
         """What the engine has done since it was started, and what it holds now; of several, the sum. Waits for the step
         that is running."""
         await self._session()
-        each = await self.replica_stats()
-        if not each:
-            raise EngineDeadError("no engine is running")
-        return replace(sum_of(each.values()), num_crashes=self.num_crashes)
+        answers = [_stats_of(session) for session in self._fleet.sessions().values()]
+        each = await asyncio.gather(*answers) if answers else [await _stats_of(await self._session())]
+        return replace(sum_of(each), num_crashes=self.num_crashes)
 
-    async def replica_stats(self) -> dict[int, EngineStats]:
-        """The same for each engine that is running, by its number from 0. Starts none."""
-        sessions = self._fleet.sessions()
-        asked = await asyncio.gather(*map(_stats_of, sessions.values()), return_exceptions=True)
-        return {number: each for number, each in zip(sessions, asked, strict=True) if isinstance(each, EngineStats)}
+    async def replica_stats(self, seconds: float | None = None) -> dict[int, EngineStats | None]:
+        """The same for each engine that is running, by its number from 0. Starts none.
+
+        Args:
+            seconds: how long to wait; None stands for an engine that has not answered by then.
+        """
+        asked = {
+            number: asyncio.ensure_future(asyncio.wait_for(_stats_of(session), seconds))
+            for number, session in self._fleet.sessions().items()
+        }
+        if asked:
+            await asyncio.wait(asked.values())
+        of_number: dict[int, EngineStats | None] = {}
+        for number, answer in asked.items():
+            match answer.exception():
+                case None:
+                    of_number[number] = replace(answer.result(), num_crashes=self._fleet.num_crashes_of(number))
+                case TimeoutError():
+                    of_number[number] = None
+        return of_number
 
     def is_ready(self) -> bool:
         """Whether the engine is loaded and running, or one of several is. Starts it if it is not, without waiting.

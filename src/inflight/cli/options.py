@@ -34,6 +34,13 @@ def size(text: str) -> int:
     return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
 
 
+def replicas(text: str) -> int | str:
+    """A number of engines, or "auto". Raises `click.BadParameter`."""
+    if text != "auto" and not re.fullmatch(r"[1-9]\d{0,3}", text):
+        raise click.BadParameter(f"{text!r} is no number of engines; give one, or auto")
+    return text if text == "auto" else int(text)
+
+
 def tokens(text: str) -> tuple[int, ...]:
     """How many tokens prompts may get: one number for all, or one for each. Raises `click.BadParameter`."""
     if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from inflight.cli.help import Command
-from inflight.cli.options import engine_options, engine_values, model_argument, quiet_libraries, size, values_for
+from inflight.cli.options import (
+    engine_options,
+    engine_values,
+    model_argument,
+    quiet_libraries,
+    replicas,
+    size,
+    values_for,
+)
+from inflight.contracts.config import ROUTINGS
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.serving.settings import ServerSettings
@@ -34,6 +43,12 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 @click.option("--max-num-sequences", type=int, help="Most sequences of one request: prompts times sequences each.")
 @click.option("--max-logprobs", type=int, help="Most alternatives per token that a request may ask for.")
 @click.option("--request-timeout", type=float, help="Seconds after which a request is aborted.")
+@click.option(
+    "--replicas",
+    type=replicas,
+    help="Engines of the model, each on cores of its own; auto: one for each NUMA node.  [default: 1]",
+)
+@click.option("--routing", type=click.Choice(ROUTINGS), help=f"Which of them gets a request.  [default: {ROUTINGS[0]}]")
 @click.option("--step-timeout", type=float, help="Seconds of an engine's silence after which it is killed.")
 @click.option("--keep-alive-interval", type=float, help="Seconds of silence before a keep-alive comment on a stream.")
 @click.option("--max-stall", type=float, help="Seconds that a stream waits for a client that does not read.")
@@ -90,7 +105,7 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
         starts_at_once=True,
         record_to=record_to,
         **engine_values(options),
-        **_given("step_timeout", options),
+        **_given(options, "replicas", "routing", "step_timeout"),
     )
     from inflight.server.run import serve_until_told
 
@@ -131,8 +146,8 @@ def _record_to(path: str | None, max_bytes: int, num_files: int) -> "RecordTo | 
     return RecordTo(path=str(full), max_bytes=max_bytes, num_files=num_files)
 
 
-def _given(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    return {} if options[name] is None else {name: options[name]}
+def _given(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: options[name] for name in names if options[name] is not None}
 
 
 def _names(model: str | None, served: tuple[str, ...]) -> list[str]:

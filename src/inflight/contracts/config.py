@@ -19,6 +19,8 @@ EXECUTORS = ("auto", "packed", "rows", "sequential")
 ATTENTION_BACKENDS = ("auto", "reference", "torch", "cpu")
 CACHE_SHARE_OF_HOST = 0.25
 """How much of a machine's memory keys and values may take by default."""
+ROUTINGS = ("prefix", "least-loaded", "round-robin")
+"""How one of several engines is chosen for a request; see `replicas.router`."""
 BACKGROUND = 2**31 - 1
 """The lowest priority. Whatever the policy, requests of it run in the background: in steps that no others need."""
 

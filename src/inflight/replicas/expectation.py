@@ -8,12 +8,13 @@ FORGETTING = 0.98
 """The weight of everything so far, each time that something is learned."""
 LARGEST_SURPRISE = 3.0
 """A time counts as at most so many times the expected one: a replica that was held up says nothing about its load."""
-MIN_SECONDS = 1e-3
+MIN_SECONDS = 1e-6
 """Times are compared relatively to themselves, but no finer than this."""
 FIRST_GUESS = np.array([0.01, 2e-4, 2e-3])
-"""Seconds for a request, for each token owed and for each sequence that runs, until something is known."""
-TRUST = 1e-4
-"""The weight of the first guess beside what was learned."""
+"""Seconds for a request, for each token owed and for each sequence that runs, until something is known. Of a machine
+of another pace, so many times these."""
+TRUST = 0.05
+"""How many requests the first guess counts as."""
 
 
 @dataclass(slots=True)
@@ -42,8 +43,9 @@ class Expectation:
         self._num_slots = num_slots
         self._seconds_of_run = 0.0
         self._line = FIRST_GUESS
-        self._squares = np.diag(TRUST / FIRST_GUESS**2)  # normal equations in units of the first guess
-        self._targets = TRUST / FIRST_GUESS
+        self._pace = 1.0
+        self._squares = np.zeros((3, 3))  # normal equations
+        self._targets = np.zeros(3)
 
     def seconds(self, load: Load) -> float:
         """What is expected for a request whose own tokens are among those that are owed."""
@@ -56,10 +58,14 @@ class Expectation:
         """Learn from a request that met this load and got its first token after so many seconds."""
         if load.num_running >= self._num_slots:
             return
-        seconds = min(max(MIN_SECONDS, seconds), LARGEST_SURPRISE * max(MIN_SECONDS, self.seconds(load)))
-        sizes = np.array([1.0, load.num_owed, load.num_running]) / seconds
-        self._squares = FORGETTING * self._squares + np.outer(sizes, sizes)
-        self._targets = FORGETTING * self._targets + sizes
+        is_first, seconds = not self._targets.any(), max(MIN_SECONDS, seconds)
+        if not is_first:
+            seconds = min(seconds, LARGEST_SURPRISE * max(MIN_SECONDS, self.seconds(load)))
+        sizes = np.array([1.0, load.num_owed, load.num_running])
+        pace = seconds / float(FIRST_GUESS @ sizes)
+        self._pace = pace if is_first else FORGETTING * self._pace + (1 - FORGETTING) * pace
+        self._squares = FORGETTING * self._squares + np.outer(sizes, sizes) / seconds**2
+        self._targets = FORGETTING * self._targets + sizes / seconds
         self._line = self._solved()
 
     def see_run(self, seconds: float) -> None:
@@ -67,9 +73,8 @@ class Expectation:
         self._seconds_of_run += (1 - FORGETTING if self._seconds_of_run else 1.0) * (seconds - self._seconds_of_run)
 
     def _solved(self) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-        line, kept = np.zeros(3), [0, 1, 2]
-        weights = TRUST / FIRST_GUESS**2  # fresh ones: the first guess fades, but never so far that nothing decides
-        squares, targets = self._squares + np.diag(weights), self._targets + weights * FIRST_GUESS
+        line, kept, guess = np.zeros(3), [0, 1, 2], self._pace * FIRST_GUESS
+        squares, targets = self._squares + np.diag(TRUST / guess**2), self._targets + TRUST / guess
         while kept:
             values = np.linalg.solve(squares[np.ix_(kept, kept)], targets[kept])
             if values.min() >= 0:

@@ -12,12 +12,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from inflight.contracts.config import ROUTINGS
 from inflight.contracts.errors import EngineDeadError, EngineGivenUpError
 from inflight.contracts.outputs import CompletionOutput
 from inflight.engine.process.connection import Connection
 from inflight.engine.process.session import Mailbox, Session
 from inflight.engine.process.supervisor import RESTART_DELAYS, Supervisor
-from inflight.replicas.router import ROUTINGS, ReplicaSize, Router, Sent
+from inflight.replicas.router import ReplicaSize, Router, Sent
 
 
 class Delivery:
@@ -79,6 +80,10 @@ class Fleet:
     def num_crashes(self) -> int:
         """How many engines have died."""
         return sum(each.num_crashes for each in self._supervisors)
+
+    def num_crashes_of(self, number: int) -> int:
+        """How many engines of one replica have died."""
+        return self._supervisors[number].num_crashes
 
     # ------------------------------------------------------------------------------------- engines
 

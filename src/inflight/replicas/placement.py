@@ -46,8 +46,8 @@ def best_number(system: Path = SYSTEM) -> int:
 def place(number: int, system: Path = SYSTEM) -> list[Placement]:
     """Places for so many replicas."""
     nodes = cores_of_nodes(system)
-    on_node = dict.fromkeys(nodes, 0)
-    for _ in range(number):
+    on_node = dict.fromkeys(nodes, int(number >= len(nodes)))
+    for _ in range(number - sum(on_node.values())):
         on_node[min(nodes, key=lambda node: (on_node[node] + 1) / len(nodes[node]))] += 1
     most_threads = max(1, usable_cores(system) // number)
     return [

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from inflight.replicas.expectation import Expectation, Load
 
-ROUTINGS = ("prefix", "least-loaded", "round-robin")
 NUM_DRAWN = 2
 
 
@@ -81,7 +80,7 @@ class Router:
     """Sends requests to replicas. Not thread-safe.
 
     Args:
-        routing: one of `ROUTINGS`.
+        routing: one of `config.ROUTINGS`.
     """
 
     def __init__(self, routing: str, num_replicas: int, size: ReplicaSize, seed: int = 0) -> None:

@@ -52,7 +52,7 @@ def serve_until_told(
     losses: list[Exception] = []
 
     def is_ready() -> None:
-        operations.metrics.describe_cache(llm.model_info)
+        operations.metrics.engines.describe_cache(llm.model_info, llm.num_replicas)
         tell_ready()
 
     def end(error: Exception) -> None:
@@ -62,7 +62,7 @@ def serve_until_told(
             operations.drain.begin()
 
     operations = Operations(
-        operator_settings, settings.model_name, llm.stats, abort_all, environment_keys, lambda: llm.num_crashes
+        operator_settings, settings.model_name, llm.replica_stats, abort_all, environment_keys, lambda: llm.num_crashes
     )
     app = create_app(llm, settings, operations, end)
     app.add_api_route("/metrics", operations.metrics.endpoint, summary="Metrics for Prometheus.")

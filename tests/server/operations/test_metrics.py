@@ -4,7 +4,7 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +15,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from prometheus_client.parser import text_string_to_metric_families
 
-from inflight import AsyncLLM, EngineDeadError, ModelError, SamplingParams
+from inflight import AsyncLLM, EngineDeadError, SamplingParams
 from inflight.batches.batch import Batch
 from inflight.contracts.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inflight.contracts.record import STEP_SIZES, EngineStats
 from inflight.engine.engine import Engine
 from inflight.server.operations import metrics as metrics_module
+from inflight.server.operations.engine_metrics import ReadStats
 from inflight.server.operations.metrics import Metrics
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.stack import Operations
@@ -54,12 +55,15 @@ DASHBOARD = (
 
 
 def samples_of(text: str) -> Samples:
-    """All samples by name and labels, without the model's name, which each of our metrics must have."""
+    """All samples by name and labels, without the model's name, which each of our metrics must have, and the first
+    engine's number."""
     samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("model_name", None) == "tiny" or sample.name.startswith("process_")
+            if labels.get("engine") == "0":
+                del labels["engine"]
             inner = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
             samples[f"{sample.name}{{{inner}}}" if inner else sample.name] = sample.value
     return samples
@@ -74,17 +78,18 @@ def stats_of(num: int = 0, num_crashes: int = 0, num_running: int = 0) -> Engine
     return EngineStats(num, num, num, num, num, num, num_running, 2, 25, 25, 50, num_crashes)
 
 
-def scripted(*answers: EngineStats | Exception) -> Callable[[], "asyncio.Future[EngineStats]"]:
-    """An engine that gives these answers in order."""
+Answers = dict[int, EngineStats | None]
+
+
+def scripted(*answers: Answers | EngineStats) -> ReadStats:
+    """Engines, or the only one, that give these answers in order."""
     script = iter(answers)
 
-    async def read() -> EngineStats:
+    async def read(seconds: float) -> Answers:
         answer = next(script)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return {0: answer} if isinstance(answer, EngineStats) else answer
 
-    return read  # type: ignore[return-value]
+    return read
 
 
 def output_of(*lengths: int) -> RequestOutput:
@@ -95,7 +100,7 @@ def output_of(*lengths: int) -> RequestOutput:
 
 def served(llm: AsyncLLM) -> tuple[Metrics, FastAPI]:
     """A server with one endpoint, which reports its requests to the metrics."""
-    metrics = Metrics("tiny", llm.stats)
+    metrics = Metrics("tiny", llm.replica_stats, lambda: llm.num_crashes)
     app = FastAPI()
     app.add_route("/metrics", metrics.endpoint)
 
@@ -220,46 +225,49 @@ def test_responses_are_counted_under_our_own_metric_names() -> None:
 
 def test_counters_never_decrease_when_the_engine_restarts() -> None:
     async def check() -> None:
-        answers = (
+        answers: tuple[Answers | EngineStats, ...] = (
             *(stats_of(10), stats_of(15), stats_of(15)),
-            *(EngineDeadError("gone"), stats_of(20, num_crashes=2)),  # two engines died, and this one counted further
+            *({}, stats_of(20, num_crashes=2)),  # two engines died, and this one counted further
             *(stats_of(4, num_crashes=2), stats_of(6, num_crashes=2)),  # the engine was stopped and started again
         )
-        metrics = Metrics("tiny", scripted(*answers))
+        crashes = iter((0, 0, 0, 1, 2, 2, 2))
+        metrics = Metrics("tiny", scripted(*answers), lambda: next(crashes))
         names = ("vllm:prompt_tokens_total", "vllm:num_preemptions_total", "inflight:engine_steps_total")
         seen = []
         for _ in answers:
             samples = await scrape(metrics)
             assert len({samples[name] for name in names}) == 1
             seen.append((samples[names[0]], samples["inflight:engine_crashes_total"], samples["inflight:engine_up"]))
-        assert seen == [(10, 0, 1), (15, 0, 1), (15, 0, 1), (15, 0, 0), (35, 2, 1), (39, 2, 1), (41, 2, 1)]
+        assert seen == [(10, 0, 1), (15, 0, 1), (15, 0, 1), (15, 1, 0), (35, 2, 1), (39, 2, 1), (41, 2, 1)]
 
     run(check())
 
 
-def test_a_scrape_is_answered_while_the_engine_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_module, "SECONDS_FOR_ENGINE", 0.05)
-
+def test_an_engine_that_does_not_answer_keeps_its_gauges_and_one_that_does_not_run_has_none() -> None:
     async def check() -> None:
-        answers: list[object] = [stats_of(10, num_running=3), None, EngineDeadError("gone"), ModelError("bad")]
-
-        async def read() -> EngineStats:
-            answer = answers.pop(0)
-            if answer is None:
-                await asyncio.Event().wait()  # the engine loads, or runs a very long step
-            if isinstance(answer, Exception):
-                raise answer
-            assert isinstance(answer, EngineStats)
-            return answer
-
-        metrics = Metrics("tiny", read)
-        seen = [await scrape(metrics) for _ in range(4)]
+        metrics = Metrics("tiny", scripted(stats_of(10, num_running=3), {0: None}, {}))
+        seen = [await scrape(metrics) for _ in range(3)]
         state = [
             (each["inflight:engine_up"], each["vllm:num_requests_running"], each["vllm:kv_cache_usage_perc"])
             for each in seen
         ]
-        assert state == [(1, 3, 0.25), (0, 3, 0.25), (0, 0, 0), (0, 0, 0)]
+        assert state == [(1, 3, 0.25), (0, 3, 0.25), (0, 0, 0)]
         assert {each["vllm:prompt_tokens_total"] for each in seen} == {10}
+
+    run(check())
+
+
+def test_each_engine_has_its_own_numbers() -> None:
+    async def check() -> None:
+        answers: tuple[Answers, ...] = ({0: stats_of(10)}, {0: stats_of(10), 1: stats_of(4)}, {1: stats_of(5)})
+        metrics = Metrics("tiny", scripted(*answers))
+        seen = [await scrape(metrics) for _ in answers]
+        for name in ("vllm:prompt_tokens_total", "vllm:prompt_tokens_by_source_total{source=local_cache_hit}"):
+            of_second = name.replace("{", "{engine=1,") if "{" in name else f"{name}{{engine=1}}"
+            assert [each[name] for each in seen] == [10, 10, 10]
+            assert [each.get(of_second) for each in seen] == [None, 4, 5]
+        ups = [(each["inflight:engine_up"], each.get("inflight:engine_up{engine=1}")) for each in seen]
+        assert ups == [(1, None), (1, 1), (0, 1)]
 
     run(check())
 
@@ -268,13 +276,13 @@ def test_concurrent_scrapes_count_nothing_twice() -> None:
     async def check() -> None:
         num = 0
 
-        async def read() -> EngineStats:
+        async def read(seconds: float) -> Answers:
             nonlocal num
             num += 1
             mine = num
             for _ in range(10 - num):  # the first scrape gets the last answer
                 await asyncio.sleep(0)
-            return stats_of(mine)
+            return {0: stats_of(mine)}
 
         metrics = Metrics("tiny", read)
         await asyncio.gather(*(metrics.scrape() for _ in range(8)))
@@ -441,7 +449,7 @@ def test_the_manual_lists_exactly_the_exported_metrics() -> None:
 
     async def check() -> None:
         metrics = Metrics("tiny", scripted(stats_of()))
-        metrics.describe_cache(INFO)
+        metrics.engines.describe_cache(INFO, 2)
         text = (await metrics.scrape()).decode()
         families = list(text_string_to_metric_families(text))
         names = {each.name + ("_total" if each.type == "counter" else "") for each in families}

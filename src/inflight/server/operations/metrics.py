@@ -1,31 +1,29 @@
 """Metrics for Prometheus, under vLLM's names where it has them, so that its dashboards work for this server, too.
 
-Decides what is counted and under which name. The engine's counters are read at each scrape; what only the server sees
-(latencies, ends of requests, answers) is counted as it happens, in `started`, `produced` and `finished`, which run for
-every step of every request and so do as little as possible.
+Decides what is counted and under which name. What engines count (`engine_metrics`) is read at each scrape; what only
+the server sees (latencies, ends of requests, answers) is counted as it happens, in `started`, `produced` and
+`finished`, which run for every step of every request and so do as little as possible.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight.batches.batch import Batch
-from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import STEP_SIZES, EngineStats
 from inflight.server.operations.answered import run_watched
 from inflight.server.operations.batch_metrics import BatchMetrics
+from inflight.server.operations.engine_metrics import EngineMetrics, ReadStats
 from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
 from inflight.server.serving.observer import EndReason, RequestObserver
@@ -52,21 +50,6 @@ COUNT_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit i
 PREEMPTIONS_BUCKETS = (0, 1, 2, 5, 10, 20)
 SEQUENCES_BUCKETS = (1, 2, 5, 10, 20)
 
-ENGINE_COUNTERS = (
-    ("vllm:prompt_tokens", "num_prompt_tokens", "Prompt tokens of admitted sequences."),
-    ("vllm:generation_tokens", "num_generated_tokens", "Tokens generated."),
-    ("vllm:prefix_cache_queries", "num_prompt_tokens", "Prompt tokens looked for in the prefix cache."),
-    ("vllm:prefix_cache_hits", "num_cached_tokens", "Prompt tokens found in the prefix cache."),
-    ("vllm:external_prefix_cache_hits", "num_restored_tokens", "Tokens restored from prefix_cache_dir."),
-    ("vllm:num_preemptions", "num_preemptions", "Preemptions: a sequence gave its blocks back and was computed again."),
-    ("vllm:spec_decode_num_drafts", "num_guesses", "Spans with guessed tokens."),
-    ("vllm:spec_decode_num_draft_tokens", "num_guessed_tokens", "Guessed tokens that were computed."),
-    ("vllm:spec_decode_num_accepted_tokens", "num_accepted_tokens", "Guessed tokens that were the right ones."),
-    ("inflight:engine_steps", "num_steps", "Forward passes."),
-    ("inflight:engine_requests", "num_requests", "Requests that the engine accepted."),
-)
-"""Counters: name, the field of `EngineStats` that it follows, description."""
-
 
 @dataclass(slots=True)
 class _Running:
@@ -84,46 +67,29 @@ class Metrics(Middleware, RequestObserver):
 
     Args:
         model_name: the metrics' `model_name` label.
-        read_stats: asks the engine, as `AsyncLLM.stats` does. A scrape restarts a dead engine, as any call does.
-        count_crashes: how often the engine has died, which is known even if there is none to ask.
+        read_stats: asks the engines, as `AsyncLLM.replica_stats` does.
+        count_crashes: how often one has died, which is known even if there is none to ask.
+
+    Attributes:
+        engines: the part of the metrics that engines count.
     """
 
     def __init__(
         self,
         model_name: str,
-        read_stats: Callable[[], Awaitable[EngineStats]],
+        read_stats: ReadStats,
         count_crashes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._model_name = model_name
         self._read_stats = read_stats
         self._count_crashes = count_crashes
-        self._num_crashes_seen = 0
         self._scraping = asyncio.Lock()
-        self._last: EngineStats | None = None
         self._running: dict[str, _Running] = {}
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._engine_metrics()
+        self.engines = EngineMetrics(model_name, self._registry)
         self._request_metrics()
         self._batches = BatchMetrics(model_name, self._registry)
-
-    def _engine_metrics(self) -> None:
-        self._engine_up = self._gauge("inflight:engine_up", "Whether the engine answered the last scrape.")
-        self._num_running = self._gauge("vllm:num_requests_running", "Running sequences.")
-        self._num_waiting = self._gauge("vllm:num_requests_waiting", "Sequences waiting for a slot or for blocks.")
-        self._cache_usage = [
-            self._gauge(name, "Share of the cache's blocks that sequences hold; 1 means all.")
-            for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the latter in older dashboards
-        ]
-        self._engine_counters = [(field, self._counter(name, what)) for name, field, what in ENGINE_COUNTERS]
-        what = "Prompt tokens of admitted sequences, by where their keys and values came from."
-        by_source = self._counters("vllm:prompt_tokens_by_source", what, "source")
-        self._prompt_tokens_by_source = {
-            each: by_source.labels(self._model_name, each) for each in ("local_compute", "local_cache_hit")
-        }
-        self._step_sizes = _StepSizes(self._model_name)
-        self._registry.register(self._step_sizes)
-        self._num_crashes = self._counter("inflight:engine_crashes", "How often the engine died.")
 
     def _request_metrics(self) -> None:
         self._time_to_first_token = self._histogram(
@@ -164,18 +130,6 @@ class Metrics(Middleware, RequestObserver):
         self._aborts = self._counters("inflight:request_aborts", "Requests that ended early, by reason.", "reason")
         what = "Answered HTTP requests; path is the route's, status is 499 if the client left before the answer."
         self._http_requests = self._counters("inflight:http_requests", what, "method", "path", "status")
-
-    def describe_cache(self, info: ModelInfo) -> None:
-        """Report how the engine's cache is made; call it once the engine is loaded."""
-        labels = {
-            "block_size": info.block_size,
-            "num_gpu_blocks": info.num_blocks,  # vLLM's name, wherever they are
-            "enable_prefix_caching": info.can_share_prefixes,
-        }
-        known = Gauge(
-            "vllm:cache_config_info", "How the cache is made.", ["model_name", *labels], registry=self._registry
-        )
-        known.labels(self._model_name, *map(str, labels.values())).set(1)
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -262,52 +216,13 @@ class Metrics(Middleware, RequestObserver):
         return Response(await self.scrape(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def scrape(self) -> bytes:
-        """Return all metrics in the text format. If the engine does not answer in time, its gauges keep their values;
-        if it is dead, they become 0."""
-        async with self._scraping:  # so that the engine's answers are processed in their order
-            try:
-                async with asyncio.timeout(SECONDS_FOR_ENGINE):
-                    stats = await self._read_stats()
-            except TimeoutError:
-                self._engine_up.set(0)
-            except (RuntimeError, ValueError):  # EngineDeadError, ModelError: there is no engine
-                for gauge in (self._engine_up, self._num_running, self._num_waiting, *self._cache_usage):
-                    gauge.set(0)
-            else:
-                self._take_in(stats)
-            self._see_crashes(self._count_crashes())
+        """Return all metrics in the text format. If an engine does not answer in time, its gauges keep their values; if
+        it does not run, they become 0."""
+        async with self._scraping:  # so that the engines' answers are processed in their order
+            self.engines.take_in(await self._read_stats(SECONDS_FOR_ENGINE), self._count_crashes())
         return generate_latest(self._registry)
 
-    def _take_in(self, stats: EngineStats) -> None:
-        self._engine_up.set(1)
-        self._num_running.set(stats.num_running)
-        self._num_waiting.set(stats.num_waiting)
-        num_blocks = stats.num_blocks_used + stats.num_blocks_cached + stats.num_blocks_free
-        for gauge in self._cache_usage:
-            gauge.set(stats.num_blocks_used / max(1, num_blocks))
-        self._see_crashes(stats.num_crashes)
-        before = None if self._last is None or _is_another_engine(self._last, stats) else self._last
-        for field, counter in self._engine_counters:
-            counter.inc(getattr(stats, field) - (getattr(before, field) if before else 0))
-        self._step_sizes.add(stats, before)
-        num_cached = stats.num_cached_tokens - (before.num_cached_tokens if before else 0)
-        num_prompt = stats.num_prompt_tokens - (before.num_prompt_tokens if before else 0)
-        self._prompt_tokens_by_source["local_cache_hit"].inc(num_cached)
-        self._prompt_tokens_by_source["local_compute"].inc(num_prompt - num_cached)
-        self._last = stats
-
-    def _see_crashes(self, number: int) -> None:
-        if number > self._num_crashes_seen:
-            self._num_crashes.inc(number - self._num_crashes_seen)
-            self._num_crashes_seen = number
-
     # ------------------------------------------------------------------------------------- kinds
-
-    def _gauge(self, name: str, what: str) -> Gauge:
-        return Gauge(name, what, ["model_name"], registry=self._registry).labels(self._model_name)
-
-    def _counter(self, name: str, what: str) -> Counter:
-        return self._counters(name, what).labels(self._model_name)
 
     def _counters(self, name: str, what: str, *labels: str) -> Counter:
         """Return one counter for each combination of labels, of which the first is `model_name`."""
@@ -318,34 +233,6 @@ class Metrics(Middleware, RequestObserver):
         if older_name is not None:
             self._registry.register(_OlderName(made, older_name))
         return made.labels(self._model_name)
-
-
-def _is_another_engine(last: EngineStats, stats: EngineStats) -> bool:
-    """Whether another engine, which counts from 0, was started in between."""
-    fields = [field for _, field, _ in ENGINE_COUNTERS]
-    return stats.num_crashes > last.num_crashes or any(getattr(stats, each) < getattr(last, each) for each in fields)
-
-
-class _StepSizes(Collector):
-    """How many tokens steps had: a histogram that the engine has counted."""
-
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-        self._counts = [0] * (len(STEP_SIZES) + 1)
-        self._sum = 0
-
-    def add(self, stats: EngineStats, before: EngineStats | None) -> None:
-        """Add what has happened since `before`, or since the engine's start."""
-        seen, num_seen = (before.num_steps_by_size, before.num_step_tokens) if before else ((0,) * len(self._counts), 0)
-        self._counts = [sum(each) - old for *each, old in zip(self._counts, stats.num_steps_by_size, seen, strict=True)]
-        self._sum += stats.num_step_tokens - num_seen
-
-    def collect(self) -> Iterator[Metric]:
-        bounds = [*map(float, STEP_SIZES), "+Inf"]
-        buckets = [(str(bound), float(count)) for bound, count in zip(bounds, accumulate(self._counts), strict=True)]
-        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=["model_name"])
-        family.add_metric([self._model_name], buckets, float(self._sum))
-        yield family
 
 
 class _OlderName(Collector):

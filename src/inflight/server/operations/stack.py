@@ -18,9 +18,9 @@ from starlette.types import ASGIApp
 from inflight.batches.batch import Batch
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import EngineStats
 from inflight.server.operations.access_log import AccessLog
 from inflight.server.operations.api_keys import ApiKeys, read_api_keys
+from inflight.server.operations.engine_metrics import ReadStats
 from inflight.server.operations.lifecycle import Drain
 from inflight.server.operations.limits import BodyLimit, ConcurrencyLimit
 from inflight.server.operations.metrics import Metrics
@@ -40,7 +40,7 @@ class Operations(RequestObserver):
 
     Args:
         model_name: the model's name in metrics and traces.
-        read_stats: asks the engine, as `AsyncLLM.stats` does.
+        read_stats: asks the engines, as `AsyncLLM.replica_stats` does.
         abort_all: ends all running requests; see `Drain`.
         environment_keys: more API keys from an environment variable, separated by commas.
         count_crashes: see `Metrics`.
@@ -57,7 +57,7 @@ class Operations(RequestObserver):
         self,
         settings: OperatorSettings,
         model_name: str,
-        read_stats: Callable[[], Awaitable[EngineStats]],
+        read_stats: ReadStats,
         abort_all: Callable[[], Awaitable[None]] | None = None,
         environment_keys: str | None = None,
         count_crashes: Callable[[], int] = lambda: 0,

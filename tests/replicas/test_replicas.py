@@ -1,0 +1,162 @@
+"""The embedded model in two processes: outputs, deaths, new weights, and what a server says of them."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from inflight import LLM, AsyncLLM, EngineDeadError, SamplingParams
+from inflight.contracts.outputs import RequestOutput
+from inflight.demo_model import DEMO_MODEL
+from inflight.engine.process.connection import ProcessConnection
+from tests.coroutines import run
+
+PROMPTS = [f"Once upon a time, number {number}" for number in range(12)]
+LONG = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
+
+
+async def last(llm: AsyncLLM, prompt: str, params: SamplingParams) -> RequestOutput:
+    outputs = [output async for output in llm.generate(prompt, params)]
+    return outputs[-1]
+
+
+def tokens(output: RequestOutput) -> list[list[int]]:
+    return [each.token_ids for each in output.outputs]
+
+
+async def all_loaded(llm: AsyncLLM) -> None:
+    await llm.start()
+    while len(llm._fleet.sessions()) < llm.num_replicas:
+        await asyncio.sleep(0.01)
+
+
+def pid_of(llm: AsyncLLM, number: int) -> int:
+    connection = llm._fleet.sessions()[number]._connection
+    assert isinstance(connection, ProcessConnection)
+    return connection.pid
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(replicas=2, num_blocks=600, restart_delays=(0.0, 0.0), seed=5)
+    yield llm
+    asyncio.run(llm.stop())
+
+
+def test_outputs_are_those_of_one_engine_seeds_included(llm: AsyncLLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=20, n=2)
+
+    expected = LLM(seed=5).generate(PROMPTS, params, use_tqdm=False)
+
+    async def check() -> None:
+        await all_loaded(llm)
+        outputs = await asyncio.gather(*(last(llm, prompt, params) for prompt in PROMPTS))
+        stats = await llm.replica_stats()
+        assert [each is not None and each.num_requests > 0 for each in stats.values()] == [True, True]
+        total = await llm.stats()
+        assert total.num_requests == len(PROMPTS)
+        assert sum(total.num_steps_by_size) == total.num_steps
+        assert list(map(tokens, outputs)) == list(map(tokens, expected))
+
+    run(check())
+
+
+def test_each_engine_runs_on_its_own_cores(llm: AsyncLLM) -> None:
+    async def check() -> None:
+        await all_loaded(llm)
+        cpus = [os.sched_getaffinity(pid_of(llm, number)) for number in range(2)]
+        everything = os.sched_getaffinity(0)
+        assert set().union(*cpus) <= everything
+        assert len(everything) < 2 or not cpus[0] & cpus[1]
+
+    run(check())
+
+
+def test_if_one_is_killed_its_requests_fail_and_all_others_are_served(llm: AsyncLLM) -> None:
+    async def check() -> None:
+        await all_loaded(llm)
+        num_crashes = llm.num_crashes
+        begun = asyncio.Event()
+        num_begun = 0
+
+        async def follow(prompt: str) -> RequestOutput:
+            nonlocal num_begun
+            output = None
+            async for output in llm.generate(prompt, LONG):
+                if len(output.outputs[0].token_ids) == 1:
+                    num_begun += 1
+                    if num_begun == len(PROMPTS):
+                        begun.set()
+            assert output is not None
+            return output
+
+        tasks = [asyncio.ensure_future(follow(prompt)) for prompt in PROMPTS]
+        await begun.wait()
+        os.kill(pid_of(llm, 0), signal.SIGKILL)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        failed = [each for each in ended if isinstance(each, Exception)]
+        assert {(type(each), str(each)) for each in failed} == {(EngineDeadError, "the engine was killed by SIGKILL")}
+        assert 0 < len(failed) < len(PROMPTS)
+        for _ in range(4):  # whether the dead one has been started again or not
+            assert len((await last(llm, PROMPTS[0], LONG)).outputs[0].token_ids) == 600
+        await all_loaded(llm)
+        assert llm.num_crashes == num_crashes + 1
+        assert not llm._calls
+
+    run(check())
+
+
+def test_new_weights_are_loaded_without_refusing_a_request(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    params = SamplingParams(temperature=0, max_tokens=30)
+    before = tokens(LLM(str(model)).generate("Once upon a time", params, use_tqdm=False)[0])
+
+    async def check() -> None:
+        llm = AsyncLLM(str(model), replicas=2, num_blocks=600)
+        await all_loaded(llm)
+        pids = {pid_of(llm, number) for number in range(2)}
+        is_reloading, seen = True, []
+
+        async def ask_for_ever() -> None:
+            while is_reloading:
+                seen.append(tokens(await last(llm, "Once upon a time", params)))
+
+        asking = [asyncio.ensure_future(ask_for_ever()) for _ in range(4)]
+        weights = load_file(model / "model.safetensors")
+        generator = torch.Generator().manual_seed(1)
+        changed = {
+            name: each + 0.05 * torch.randn(each.shape, generator=generator).to(each.dtype) if each.dim() == 2 else each
+            for name, each in weights.items()
+        }
+        save_file(changed, model / "new.safetensors", {"format": "pt"})
+        os.replace(model / "new.safetensors", model / "model.safetensors")
+        await llm.reload_weights()
+        is_reloading = False
+        await asyncio.gather(*asking)
+        after = tokens(LLM(str(model)).generate("Once upon a time", params, use_tqdm=False)[0])
+        assert after != before
+        assert {json.dumps(each) for each in seen} <= {json.dumps(before), json.dumps(after)}
+        assert json.dumps(before) in {json.dumps(each) for each in seen}
+        for _ in range(4):
+            assert tokens(await last(llm, "Once upon a time", params)) == after
+        assert not pids & {pid_of(llm, number) for number in range(2)}
+        assert llm.num_crashes == 0
+        await llm.stop()
+
+    run(check())
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="there is only this process"):
+        AsyncLLM(in_process=True, replicas=2)
+    with pytest.raises(ValueError, match="routing is 'nearest'"):
+        AsyncLLM(routing="nearest")
+    with pytest.raises(ValueError, match="replicas is 0"):
+        AsyncLLM(replicas=0)

@@ -73,7 +73,10 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
             assert response.headers["x-request-id"]
         assert client.post("/v1/completions", json={"prompt": "a", "n": 3}).status_code == 400
         metrics = client.get("/metrics").text
-        assert 'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",model_name="stories"' in metrics
+        assert (
+            'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",model_name="stories"'
+            in metrics
+        )
         assert 'vllm:request_success_total{finished_reason="length",model_name="stories"} 2.0' in metrics
         body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as stream:
@@ -177,3 +180,45 @@ def test_the_command_can_be_ended_while_the_model_loads() -> None:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "Traceback" not in errors
+
+
+def test_two_replicas_are_served_as_one_and_loaded_anew_on_a_signal(tmp_path: Path) -> None:
+    model = shutil.copytree(DEMO_MODEL, tmp_path / "mine")
+    record = tmp_path / "steps.jsonl"
+    options = ("--replicas", "2", "--routing", "round-robin", "--num-blocks", "200", "--record", str(record))
+    with served(str(model), *options) as (process, client):
+        assert process.stderr is not None
+
+        def wait_for(text: str) -> None:
+            assert process.stderr is not None
+            assert any(text in line for line in process.stderr), f"the log ended before {text!r}"
+
+        def ups() -> list[str]:
+            up = r'inflight:engine_up\{engine="(\d)",model_name="mine"\} 1\.0'
+            return re.findall(up, client.get("/metrics").text)
+
+        def ask() -> str:
+            body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+            (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+            return str(choice["text"])
+
+        while ups() != ["0", "1"]:
+            pass
+        texts = {ask() for _ in range(4)}
+        metrics = client.get("/metrics").text
+        for number in "01":
+            assert f'inflight:engine_requests_total{{engine="{number}",model_name="mine"}} 2.0' in metrics
+            assert f'vllm:cache_config_info{{block_size="16",enable_prefix_caching="True",engine="{number}"' in metrics
+        process.send_signal(signal.SIGUSR1)
+        wait_for("was loaded anew")
+        texts |= {ask() for _ in range(4)}
+        assert len(texts) == 1
+        (model / "model.safetensors").write_bytes(b"cut short")
+        process.send_signal(signal.SIGUSR1)
+        wait_for("so what was served stays")
+        assert {ask() for _ in range(4)} == texts
+        assert client.get("/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    for number in range(2):  # each engine's own, of its second start
+        assert len(list(read_recording(record.with_name(f"steps-{number}.jsonl")).arrivals)) == 4

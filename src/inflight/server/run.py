@@ -17,6 +17,7 @@ from inflight.garbage_collection import spare_what_stays
 from inflight.server.app import create_app
 from inflight.server.operations.heads import limited_to
 from inflight.server.operations.lifecycle import Drain, DrainingServer
+from inflight.server.operations.model_reload import ModelReload
 from inflight.server.operations.open_files import allow_many_open_files
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.stack import Operations
@@ -33,7 +34,7 @@ def serve_until_told(
     tell_ready: Callable[[], None],
     environment_keys: str | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve until SIGTERM or SIGINT. SIGHUP reads API keys anew, SIGUSR1 loads the model anew.
 
     Args:
         listener: a listening socket; see `operations.listener`.
@@ -75,7 +76,9 @@ def serve_until_told(
         log_config=None,
         server_header=False,
     )
-    server = DrainingServer(config, operations.drain, operations.reload)
+    model_reload = ModelReload(llm)
+    on_signals = {"SIGHUP": operations.reload, "SIGUSR1": model_reload.begin}
+    server = DrainingServer(config, operations.drain, on_signals)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         try:
             runner.run(_serve(server, operations.drain, llm, listener, is_ready))

@@ -8,7 +8,8 @@ import asyncio
 import logging
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
@@ -129,18 +130,21 @@ class DrainingServer(uvicorn.Server):
 
     Args:
         drain: the `Drain` whose middleware surrounds the application.
-        reload: called on SIGHUP, in the event loop.
+        on_signals: what other signals do, in the event loop, by their names; those that this system lacks are left out.
     """
 
-    def __init__(self, config: uvicorn.Config, drain: Drain, reload: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, drain: Drain, on_signals: Mapping[str, Callable[[], None]] | None = None
+    ) -> None:
         super().__init__(config)
         if config.timeout_graceful_shutdown is None:
             config.timeout_graceful_shutdown = SECONDS_TO_LEAVE  # else a stalled client could block it forever
         self._drain = drain
         self._finishing: asyncio.Task[None] | None = None
         self._is_in_a_hurry = False
-        self._reload = reload
-        self._is_told_to_reload = False
+        known = {name: do for name, do in (on_signals or {}).items() if hasattr(signal, name)}
+        self._on_signals = {int(getattr(signal, name)): do for name, do in known.items()}
+        self._received: deque[int] = deque()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -149,8 +153,8 @@ class DrainingServer(uvicorn.Server):
             yield
             return
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
-        if hasattr(signal, "SIGHUP"):
-            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._handle_hangup)
+        for number in self._on_signals:
+            before[signal.Signals(number)] = signal.signal(number, lambda sig, _: self._received.append(sig))
         try:
             yield
         finally:
@@ -162,14 +166,10 @@ class DrainingServer(uvicorn.Server):
         self._is_in_a_hurry |= self._drain.is_draining and sig == signal.SIGINT
         self._drain.begin()
 
-    def _handle_hangup(self, sig: int, frame: FrameType | None) -> None:
-        self._is_told_to_reload = True
-
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; returns True when the server may end."""
-        if self._is_told_to_reload:
-            self._is_told_to_reload = False
-            self._reload()
+        while self._received:
+            self._on_signals[self._received.popleft()]()
         if self._drain.is_draining:
             if self._finishing is None:
                 logger.info("no new requests are accepted; running ones may finish")

@@ -18,7 +18,8 @@ from inflight.observe.recorder import Recorder, Recording, read_recording
 from inflight.observe.run_report import Percentiles, RunLog, RunReport, report_of
 from inflight.simulate import GuessRate, Lengths, SimulatedRequest, StepCost, SyntheticLoad, fit_cost, replay, simulate
 from inflight.simulate.fitting import choose_knots, load_of, timed_steps
-from inflight.simulate.simulator import Simulation, load_of_plan
+from inflight.simulate.simulated_engine import load_of_plan
+from inflight.simulate.simulator import Simulation
 from inflight.simulate.step_cost import StepLoad
 from tests import others, zoo
 from tests.observe.recordings import NUM_TOKENS, PROMPTS, TIGHT, run_recorded
@@ -129,14 +130,15 @@ def test_a_long_queue_is_handed_over_in_parts_without_changing_the_result() -> N
     load = SyntheticLoad(num_requests=60, prompt_tokens=Lengths("uniform", 1, 30), output_tokens=Lengths("fixed", 7))
     config = EngineConfig(max_num_seqs=4, num_blocks=20, block_size=4, max_num_batched_tokens=16)
     simulation = Simulation(load, config, COST, None, None)
-    most, submit = 0, simulation.scheduler.submit
+    scheduler = simulation.engine.scheduler
+    most, submit = 0, scheduler.submit
 
     def counted(request: Any) -> None:
         nonlocal most
         submit(request)
-        most = max(most, simulation.scheduler.num_waiting)
+        most = max(most, scheduler.num_waiting)
 
-    simulation.scheduler.submit = counted  # type: ignore[method-assign]
+    scheduler.submit = counted  # type: ignore[method-assign]
     lazily = simulation.run()
     assert most <= 8
     assert lazily == simulate(load, config, COST, observer=lambda record: None)

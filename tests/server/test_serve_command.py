@@ -73,10 +73,8 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
             assert response.headers["x-request-id"]
         assert client.post("/v1/completions", json={"prompt": "a", "n": 3}).status_code == 400
         metrics = client.get("/metrics").text
-        assert (
-            'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",model_name="stories"'
-            in metrics
-        )
+        cache = 'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",model_name="stories"'
+        assert cache in metrics
         assert 'vllm:request_success_total{finished_reason="length",model_name="stories"} 2.0' in metrics
         body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as stream:

@@ -10,6 +10,7 @@ import click
 
 from inflight.cli.help import Command
 from inflight.cli.options import engine_values, scheduling_options
+from inflight.contracts.config import ROUTINGS
 
 FILE = click.Path(path_type=Path)
 LOAD = ("num_requests", "rate", "shared_prefix_tokens", "shared_prefix_share", "num_prefixes", "seed")
@@ -29,6 +30,8 @@ LOAD = ("num_requests", "rate", "shared_prefix_tokens", "shared_prefix_share", "
 @click.option("--fit", type=FILE, multiple=True, help="A recording to fit step costs to; may be repeated.")
 @click.option("--step-cost", help='Step costs in seconds, as JSON: \'{"fixed": 0.02, "per_token": 0.0001}\'.')
 @click.option("--acceptance", type=click.FloatRange(0, 1), help="Guessed tokens are right so often; 0 guesses nothing.")
+@click.option("--replicas", type=click.IntRange(min=1), default=1, help="Engines; each has these options.")
+@click.option("--routing", type=click.Choice(ROUTINGS), default=ROUTINGS[0], help="Which of them gets a request.")
 @click.option("--record", type=FILE, help="Write the simulated run as a recording, for inflight trace.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @scheduling_options
@@ -38,6 +41,8 @@ def simulate(
     fit: tuple[Path, ...],
     step_cost: str | None,
     acceptance: float | None,
+    replicas: int,
+    routing: str,
     record: Path | None,
     as_json: bool,
     **options: Any,
@@ -48,13 +53,24 @@ def simulate(
     of the first --fit. Step costs default to a fit to the trace, and how often something is guessed, and is right, to
     what it has.
     """
+    if replicas > 1 and record is not None:
+        raise click.UsageError("--record writes what one engine does; it cannot be given with --replicas")
     if (trace is None) != synthetic:
         raise click.UsageError("give either --trace FILE or --synthetic")
     from rich.console import Console
 
     from inflight.contracts.config import EngineConfig
     from inflight.observe.recorder import Recorder, read_recording
-    from inflight.simulate import GuessRate, Lengths, StepCost, SyntheticLoad, WatchedCost, fit_cost, replay
+    from inflight.simulate import (
+        GuessRate,
+        Lengths,
+        StepCost,
+        SyntheticLoad,
+        WatchedCost,
+        fit_cost,
+        replay,
+        simulate_replicas,
+    )
     from inflight.simulate import simulate as run
 
     recorded = None if trace is None else read_recording(trace)
@@ -84,11 +100,15 @@ def simulate(
         output_tokens=Lengths.parse(options["output_tokens"]),
         max_model_len=config.max_model_len,
     )  # fmt: skip
+    model = like.model if like else None
     with ExitStack() as stack:
         observer = stack.enter_context(Recorder(record, config)).see if record else None
-        report = run(
-            requests, config, watched or cost, model=like.model if like else None, observer=observer, guesses=guesses
-        )
+        if replicas > 1:
+            report = simulate_replicas(
+                requests, config, watched or cost, replicas, routing, model=model, guesses=guesses
+            )
+        else:
+            report = run(requests, config, watched or cost, model=model, observer=observer, guesses=guesses)
     beyond = {} if watched is None else {"num_extrapolated_steps": watched.num_beyond}
     if as_json:
         print(json.dumps({**report.as_dict(), "step_cost": cost.as_dict(), **beyond}))

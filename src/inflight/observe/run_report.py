@@ -159,6 +159,15 @@ class RunLog:
         if num_output_tokens > 1:
             self.per_token.append((last - first) / (num_output_tokens - 1))
 
+    def add(self, other: "RunLog") -> None:
+        """Add what another engine with as many slots and blocks has done meanwhile."""
+        for name in ("num_steps", "num_spans", "num_output_tokens", "seconds_of_blocks", "seconds_of_steps"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.see_guesses(other.num_guessed_tokens, other.num_accepted_tokens)
+        self.peak_blocks_used = max(self.peak_blocks_used, other.peak_blocks_used)
+        for name in ("first_token", "per_token", "latency"):
+            getattr(self, name).extend(getattr(other, name))
+
     def report(
         self, seconds: float, *, num_preemptions: int, num_prompt_tokens: int, num_cached_tokens: int
     ) -> RunReport:

@@ -2,6 +2,7 @@
 
 from inflight.simulate.fitting import WatchedCost, fit_cost
 from inflight.simulate.guesses import GuessRate
+from inflight.simulate.replicas import simulate_replicas
 from inflight.simulate.requests import Lengths, SimulatedRequest, SyntheticLoad, replay
 from inflight.simulate.simulator import simulate
 from inflight.simulate.step_cost import StepCost
@@ -16,4 +17,5 @@ __all__ = [
     "fit_cost",
     "replay",
     "simulate",
+    "simulate_replicas",
 ]

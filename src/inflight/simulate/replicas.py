@@ -1,0 +1,124 @@
+"""`simulate_replicas`: requests on several simulated engines, sent there by the router that a server has.
+
+The router learns of first tokens and ends when the steps that gave them are over, as the server's does.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.model_info import ModelInfo
+from inflight.observe.run_report import RunReport
+from inflight.replicas.router import ReplicaSize, Router, Sent
+from inflight.simulate.guesses import GuessRate
+from inflight.simulate.requests import SimulatedRequest
+from inflight.simulate.simulated_engine import SimulatedEngine
+from inflight.simulate.simulator import in_order, report_of
+from inflight.simulate.step_cost import Cost
+
+
+def simulate_replicas(
+    requests: Iterable[SimulatedRequest],
+    config: EngineConfig,
+    cost: Cost,
+    num_replicas: int,
+    routing: str,
+    *,
+    model: ModelInfo | None = None,
+    guesses: GuessRate | None = None,
+) -> RunReport:
+    """Run requests to their ends on a virtual clock that begins at 0, prefill beside decodes bounded as in a server.
+
+    Args:
+        requests: in order of arrival; taken one by one as the clock advances.
+        config, cost, model, guesses: those of each engine; see `SimulatedEngine`.
+        routing: see `Router`.
+
+    Raises:
+        ValueError: a request could never fit the cache, or arrives earlier than the request before it.
+    """
+    fleet = _Fleet(config, cost, num_replicas, routing, model, guesses)
+    began = None
+    for request in in_order(requests):
+        began = request.arrival if began is None else began
+        fleet.run_until(request.arrival)
+        fleet.submit(request)
+    fleet.run_until(float("inf"))
+    return report_of(fleet.engines, max(engine.clock for engine in fleet.engines) - (began or 0.0))
+
+
+@dataclass(order=True, slots=True)
+class _News:
+    """What the router learns at a time; in the order of the numbers, where times are equal."""
+
+    time: float
+    number: int
+    request_id: str
+    is_end: bool
+
+
+class _Fleet:
+    """Engines, each with a clock of its own, and their router."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        cost: Cost,
+        num_replicas: int,
+        routing: str,
+        model: ModelInfo | None,
+        guesses: GuessRate | None,
+    ) -> None:
+        self.engines = [
+            SimulatedEngine(
+                config,
+                cost,
+                model,
+                guesses=guesses,
+                limits_prefill=True,
+                on_first_token=partial(self._post, number, False),
+                on_end=partial(self._post, number, True),
+            )
+            for number in range(num_replicas)
+        ]
+        pool = self.engines[0].pool
+        shares = config.enable_prefix_caching and (model is None or model.can_share_prefixes)
+        num_blocks = pool.num_blocks // len(pool.layout.groups) if shares else 0
+        size = ReplicaSize(config.max_num_seqs, num_blocks, config.block_size)
+        self._router = Router(routing, num_replicas, size, config.seed)
+        self._news: list[_News] = []
+        self._numbers = count()
+        self._sent: dict[str, tuple[Sent, SimulatedRequest]] = {}
+
+    def run_until(self, time: float) -> None:
+        """Run all steps that begin before that time, and tell the router what it knows then."""
+        for engine in self.engines:
+            while engine.has_unfinished_requests and engine.clock < time:
+                engine.step()
+        while self._news and self._news[0].time <= time:
+            self._tell(heappop(self._news))
+
+    def submit(self, request: SimulatedRequest) -> None:
+        """Send a request that arrives now."""
+        available = range(len(self.engines))
+        num_sequences = len(request.num_output_tokens)
+        sent = self._router.send(request.prompt_token_ids, None, available, request.arrival, num_sequences)
+        self._sent[request.request_id] = sent, request
+        engine = self.engines[sent.replica]
+        if not engine.has_unfinished_requests:
+            engine.clock = max(engine.clock, request.arrival)
+        engine.submit(request)
+
+    def _post(self, number: int, is_end: bool, request_id: str) -> None:
+        heappush(self._news, _News(self.engines[number].clock, next(self._numbers), request_id, is_end))
+
+    def _tell(self, news: _News) -> None:
+        sent, request = self._sent[news.request_id]
+        if news.is_end:
+            del self._sent[news.request_id]
+            self._router.end(sent, news.time, request.prompt_token_ids)
+        else:
+            self._router.begin(sent, news.time)

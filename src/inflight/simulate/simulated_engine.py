@@ -1,0 +1,211 @@
+"""`SimulatedEngine`: one engine's loop with the real scheduler and block pool, where a cost model says how long a step
+takes.
+
+Plans, blocks, preemptions and prefix hits are the engine's own, step by step; only the time is computed, and every
+sequence gets exactly its given number of tokens. A generated token is its sequence's number, so that no two sequences
+generate the same text. Therefore a prompt that repeats an earlier answer does not find it in the prefix cache here.
+Guessed tokens are right by chance, as often as the caller says.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from inflight.contracts.cache_layout import ALL_TOKENS, CacheLayout
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.record import ArrivalRecord, StepRecord
+from inflight.engine.prefill_limit import PrefillLimit
+from inflight.engine.step_watch import StepWatch
+from inflight.observe.run_report import RunLog
+from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.sequence import Request, Sequence
+from inflight.simulate.guesses import GuessRate, SimulatedGuesser, generated_token
+from inflight.simulate.requests import SimulatedRequest
+from inflight.simulate.step_cost import Cost, StepLoad
+from inflight.speculation import Speculation
+
+DEFAULT_MODEL_LEN = 4096
+
+
+def enough_blocks(config: EngineConfig, layout: CacheLayout) -> int:
+    """Return the number of blocks in the cache: the configured one, or enough for every case."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    return config.max_num_seqs * layout.max_num_blocks(config.max_model_len or DEFAULT_MODEL_LEN)
+
+
+@dataclass(slots=True)
+class Expected:
+    """What the simulation remembers about a request until its last sequence has ended."""
+
+    arrival: float
+    num_output_tokens: tuple[int, ...]
+    num_unfinished: int
+    has_begun: bool = False
+
+
+class SimulatedEngine:
+    """One engine on a virtual clock that begins at 0.
+
+    Args:
+        config: only its scheduling options matter. `num_blocks` None: as many as all slots could ever fill.
+        cost: the cost of steps.
+        model: says which keys and values of a sequence are kept and shared, and when it is computed anew; None: a model
+            that keeps and shares everything.
+        observer: called with each step's record, in virtual time.
+        guesses: how good guessed tokens are; None: nothing is guessed.
+        limits_prefill: whether prefill beside decodes is bounded as in a server, unless `config` bounds it.
+        on_first_token, on_end: called with a request's id, at `clock`, when the first of its sequences gets its first
+            token, and when the last one has ended.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        cost: Cost,
+        model: ModelInfo | None = None,
+        observer: Callable[[StepRecord], None] | None = None,
+        guesses: GuessRate | None = None,
+        *,
+        limits_prefill: bool = False,
+        on_first_token: Callable[[str], None] = lambda _: None,
+        on_end: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.cost, self.observer = cost, observer
+        self._speculation = None if guesses is None else self._guessing(guesses, config)
+        groups = (ALL_TOKENS,) if model is None else model.cache_groups
+        layout = CacheLayout(config.block_size, groups, config.max_num_batched_tokens)
+        self.scheduler = Scheduler.of(
+            config,
+            enough_blocks(config, layout),
+            None if model is None else model.recompute_beyond,
+            can_share_prefixes=model is None or model.can_share_prefixes,
+            layout=layout,
+            speculator=self._speculation,
+        )
+        self.pool = self.scheduler.block_pool
+        self.log = RunLog(config.max_num_seqs, self.pool.num_blocks)
+        self.clock = 0.0
+        self._prefill_limit: PrefillLimit | None = None
+        if limits_prefill and config.max_prefill_tokens_per_step is None:
+            self._prefill_limit = PrefillLimit()
+            self.scheduler.limit_prefill = self._prefill_limit.num_tokens
+        self._on_first_token, self._on_end = on_first_token, on_end
+        self._watch = StepWatch(self.scheduler)
+        self._expected: dict[str, Expected] = {}
+        self._uneven: set[str] = set()  # requests whose sequences get different numbers of tokens
+        self._first_token_times: dict[int, float] = {}
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether another step would do something."""
+        return bool(self._expected)
+
+    def _guessing(self, rate: GuessRate, config: EngineConfig) -> Speculation:
+        """The engine's own decision how much is guessed. Guessing takes no time here."""
+        return Speculation(SimulatedGuesser(rate, config.seed), config.max_guessed_tokens, clock=lambda: 0.0)
+
+    def submit(self, request: SimulatedRequest) -> None:
+        """Queue a request. Raises `ValueError` if it could never fit the cache."""
+        outputs, prompt = request.num_output_tokens, request.prompt_token_ids
+        num_tokens = len(prompt) + max(outputs)
+        if self.pool.layout.max_num_blocks(num_tokens - 1) > self.pool.num_blocks:
+            capacity = self.pool.layout.longest_sequence(self.pool.num_blocks, num_tokens) + 1
+            raise ValueError(
+                f"request {request.request_id!r} grows to {num_tokens} tokens; the whole cache can only serve a "
+                f"sequence of {capacity} ({self.pool.num_blocks} blocks of {self.pool.block_size} tokens)"
+            )
+        self._expected[request.request_id] = Expected(request.arrival, outputs, len(outputs))
+        if len(set(outputs)) > 1:
+            self._uneven.add(request.request_id)
+        self.scheduler.submit(
+            Request(request.request_id, prompt, num_tokens, num_sequences=len(outputs), priority=request.priority)
+        )
+        if self.observer is not None:
+            arrival = ArrivalRecord(request.request_id, request.arrival, prompt, len(outputs), request.priority)
+            self._watch.see_arrival(arrival)
+
+    def step(self) -> bool:
+        """Simulate a step; False if there is nothing to do."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._run(plan)
+        return plan is not None
+
+    def _run(self, plan: StepPlan) -> None:
+        planned = None if self.observer is None else self._watch.see_plan(plan)
+        start, seconds = self.clock, self.cost.seconds(load_of_plan(plan))
+        self.clock += seconds
+        num_accepted = self.scheduler.num_accepted_tokens
+        for step in self.scheduler.commit(plan, [_sampled(span) for span in plan.spans]):
+            sequence = step.sequence
+            if sequence.sequence_id not in self._first_token_times:
+                self._first_token_times[sequence.sequence_id] = self.clock
+                self._tell_first_token(sequence.request.request_id)
+            if self._uneven and sequence.finish_reason is None:
+                self._end_early(sequence)
+            if sequence.finish_reason is not None:
+                self._finish(sequence)
+        if self._speculation is not None:
+            num_guessed = sum(span.num_guessed for span in plan.spans)
+            num_accepted = self.scheduler.num_accepted_tokens - num_accepted
+            self.log.see_guesses(num_guessed, num_accepted)
+            num_sequences = sum(span.num_logit_rows > 0 for span in plan.spans)
+            self._speculation.see(plan.num_tokens, seconds, num_guessed, num_accepted, num_sequences)
+        self.log.see_step(len(plan.spans), self.pool.num_used, seconds)
+        if self.observer is not None and planned is not None:
+            self.observer(self._watch.record(planned, self.log.num_steps - 1, start, seconds))
+
+        if self._prefill_limit is not None:
+            prefills = sum(length for span in plan.spans if (length := span.length - span.num_guessed) > 1)
+            self._prefill_limit.see(plan.num_tokens - prefills, prefills, seconds)
+
+    def _tell_first_token(self, request_id: str) -> None:
+        expected = self._expected[request_id]
+        if not expected.has_begun:
+            expected.has_begun = True
+            self._on_first_token(request_id)
+
+    def _end_early(self, sequence: Sequence) -> None:
+        """End a sequence that has all its tokens, if it gets fewer than others of its request."""
+        request_id = sequence.request.request_id
+        if request_id in self._uneven:
+            wanted = self._expected[request_id].num_output_tokens[sequence.index]
+            if sequence.num_output_tokens >= wanted:
+                self.scheduler.finish(sequence.sequence_id, "length", wanted)
+
+    def _finish(self, sequence: Sequence) -> None:
+        request_id = sequence.request.request_id
+        expected = self._expected[request_id]
+        first = self._first_token_times.pop(sequence.sequence_id)
+        self.log.see_sequence(expected.arrival, first, self.clock, expected.num_output_tokens[sequence.index])
+        expected.num_unfinished -= 1
+        if expected.num_unfinished == 0:
+            del self._expected[request_id]
+            self._uneven.discard(request_id)
+            self._on_end(request_id)
+
+
+def _sampled(span: Span) -> list[int]:
+    """The tokens that a span gives."""
+    if not span.num_logit_rows:
+        return []
+    token_id = generated_token(span.sequence_id)
+    return [token_id] * (
+        1 + next((n for n, guess in enumerate(span.guessed_ids) if guess != token_id), span.num_guessed)
+    )
+
+
+def load_of_plan(plan: StepPlan) -> StepLoad:
+    """Return the load of a planned step. (It inlines `StepLoad.of` for decodes, because it is called very often.)"""
+    decodes = [span.start for span in plan.spans if span.sequence_length == span.start + 1]
+    others = [(s.start, len(s.token_ids), s.num_logit_rows) for s in plan.spans if s.sequence_length != s.start + 1]
+    num_keys = sum(decodes) + len(decodes)
+    rest = StepLoad.of(others)
+    return StepLoad(
+        rest.num_tokens + len(decodes),
+        rest.num_logit_rows + len(decodes),
+        rest.num_context_tokens + num_keys,
+        rest.num_attended_keys + num_keys,
+    )

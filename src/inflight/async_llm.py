@@ -32,7 +32,7 @@ from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import RESTART_DELAYS
 from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
 from inflight.replicas.fleet import Fleet
-from inflight.replicas.launch import launches
+from inflight.replicas.launch import Launches
 from inflight.replicas.placement import check_replicas
 from inflight.sources import engine_config, is_loaded_model, is_loaded_tokenizer, load_tokenizer, model_source
 from inflight.text.collector import Collector
@@ -111,10 +111,12 @@ class AsyncLLM:
 
             return Engine(source, config, loaded)
 
+        self._launches: Launches | None = None
         if in_process:
             self._fleet = Fleet([lambda: ThreadConnection(make, record_to)], [None], restart_delays)
         else:
-            connects, after = launches(_load(source, tokenizer, config, record_to), num_replicas)
+            self._launches = Launches(_load(source, tokenizer, config, record_to), num_replicas)
+            connects, after = self._launches.connects, self._launches.after
             self._fleet = Fleet(connects, after, restart_delays, step_timeout, routing, config.max_num_seqs)
         self.num_replicas = num_replicas
         if starts_at_once and not in_process:
@@ -154,6 +156,8 @@ class AsyncLLM:
         Raises:
             ModelError, EngineDeadError: the model cannot be loaded any more; what has not been replaced yet stays.
         """
+        if self._launches is not None:
+            self._launches.forget_weights()
         for replaced in self._fleet.replace():
             old = await asyncio.wrap_future(replaced)
             if old is not None:

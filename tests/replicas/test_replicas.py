@@ -16,6 +16,7 @@ from inflight import LLM, AsyncLLM, EngineDeadError, SamplingParams
 from inflight.contracts.outputs import RequestOutput
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine.process.connection import ProcessConnection
+from inflight.replicas import placement
 from tests.coroutines import run
 
 PROMPTS = [f"Once upon a time, number {number}" for number in range(12)]
@@ -79,6 +80,26 @@ def test_each_engine_runs_on_its_own_cores(llm: AsyncLLM) -> None:
     run(check())
 
 
+def weights_of(pid: int) -> set[str]:
+    """The inodes of the files in memory in which a process has its weights."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "memfd:inflight: weights" in line}
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")
+def test_engines_of_one_node_have_one_copy_of_the_weights(llm: AsyncLLM) -> None:
+    async def check() -> None:
+        await all_loaded(llm)
+        first, second = (weights_of(pid_of(llm, number)) for number in range(2))
+        if len({place.node for place in placement.place(2)}) == 1:
+            assert first == second
+            assert len(first) == 1
+        else:
+            assert not first | second
+
+    run(check())
+
+
 def test_if_one_is_killed_its_requests_fail_and_all_others_are_served(llm: AsyncLLM) -> None:
     async def check() -> None:
         await all_loaded(llm)
@@ -121,6 +142,7 @@ def test_new_weights_are_loaded_without_refusing_a_request(tmp_path: Path) -> No
     async def check() -> None:
         llm = AsyncLLM(str(model), replicas=2, num_blocks=600)
         await all_loaded(llm)
+        inodes = weights_of(pid_of(llm, 0))
         pids = {pid_of(llm, number) for number in range(2)}
         is_reloading, seen = True, []
 
@@ -147,6 +169,7 @@ def test_new_weights_are_loaded_without_refusing_a_request(tmp_path: Path) -> No
         for _ in range(4):
             assert tokens(await last(llm, "Once upon a time", params)) == after
         assert not pids & {pid_of(llm, number) for number in range(2)}
+        assert not inodes & weights_of(pid_of(llm, 0))
         assert llm.num_crashes == 0
         await llm.stop()
 

@@ -34,6 +34,12 @@ def populate(memory: memoryview) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_POPULATE_WRITE)
 
 
+def lies_in_file(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is a mapped file's. False on systems other than Linux."""
+    first = tensor.data_ptr()
+    return sys.platform == "linux" and tensor.device.type == "cpu" and _is_file(first, first + tensor.nbytes)
+
+
 def let_go_of_file_pages(tensor: torch.Tensor) -> None:
     """Let the pages of a tensor go if it lies in one piece in a mapped file. Reading it again reads the file again;
     anything that was written to it is lost. Does nothing on systems other than Linux."""

@@ -1,7 +1,11 @@
-"""How the engines' processes of replicas are started: each on its own cores, with its share of the memory."""
+"""How the engines' processes of replicas are started: each on its own cores, with its share of the memory,
+and with those of its node in one copy of the weights."""
 
+import os
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,22 +17,46 @@ from inflight.machine import usable_memory
 from inflight.replicas.placement import Placement, place
 
 
-def launches(load: Load, number: int) -> tuple[list[Callable[[], Connection]], list[int | None]]:
-    """For each of so many replicas, what starts its process, and which one must be loaded before (see `Fleet`)."""
-    if number == 1:
-        return [lambda: ProcessConnection(load)], [None]
-    connects: list[Callable[[], Connection]] = []
-    after: list[int | None] = []
-    last_on_node: dict[int, int] = {}
-    for replica, placement in enumerate(place(number)):
-        connects.append(_launch(_load_of(load, replica, placement, number)))
-        after.append(last_on_node.get(placement.node))
-        last_on_node[placement.node] = replica
-    return connects, after
+class Launches:
+    """What starts the processes of so many replicas.
+
+    Attributes:
+        connects: for each replica, what starts its process.
+        after: for each replica, the one that must be loaded before; None: it starts at once (see `Fleet`).
+    """
+
+    def __init__(self, load: Load, number: int) -> None:
+        self.connects: list[Callable[[], Connection]] = []
+        self.after: list[int | None] = []
+        self._weights_files: dict[int, _WeightsFile] = {}  # by node, where several replicas share one
+        if number == 1:
+            self.connects, self.after = [lambda: ProcessConnection(load)], [None]
+            return
+        last_on_node: dict[int, int] = {}
+        for replica, placement in enumerate(place(number)):
+            self.connects.append(partial(self._launch, _load_of(load, replica, placement, number), placement.node))
+            self.after.append(last_on_node.get(placement.node))
+            if placement.node in last_on_node:
+                self._weights_files[placement.node] = _WeightsFile()
+            last_on_node[placement.node] = replica
+
+    def forget_weights(self) -> None:
+        """Let the next processes share other memory than those that run: their weights will be others."""
+        self._weights_files = {node: _WeightsFile() for node in self._weights_files}
+
+    def _launch(self, load: Load, node: int) -> Connection:
+        file = self._weights_files.get(node)  # held here until the process has it
+        return ProcessConnection(load if file is None else msgspec.structs.replace(load, weights_file=file.descriptor))
 
 
-def _launch(load: Load) -> Callable[[], Connection]:
-    return lambda: ProcessConnection(load)
+class _WeightsFile:
+    """A file in memory in which the replicas of a node have their weights; it ends with the last that has it."""
+
+    def __init__(self) -> None:
+        self.descriptor: int | None = None
+        if hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("inflight: weights")
+            weakref.finalize(self, os.close, self.descriptor)
 
 
 def _load_of(load: Load, replica: int, placement: Placement, number: int) -> Load:

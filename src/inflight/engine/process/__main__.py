@@ -39,9 +39,12 @@ def main() -> int:
     with garbage_collection_paused():  # this takes long; the thread notices meanwhile if the caller dies
         from inflight.engine.engine import Engine
         from inflight.engine.process.loop import serve
+        from inflight.execution.shared_memory import share_through
         from inflight.sources import load_tokenizer
 
     def load() -> Engine:
+        if asked.weights_file is not None:
+            share_through(asked.weights_file)
         engine = Engine(asked.model, asked.config, load_tokenizer(asked.model, asked.tokenizer, asked.config))
         spare_what_stays()
         return engine

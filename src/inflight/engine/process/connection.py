@@ -61,6 +61,7 @@ class ProcessConnection:
             stdout=subprocess.PIPE,
             env=IDLE_THREADS_SLEEP | os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             start_new_session=True,
+            pass_fds=() if load.weights_file is None else (load.weights_file,),
         )
         self._frames: SimpleQueue[bytes | None] = SimpleQueue()
         self._frames.put(to_frame(load))

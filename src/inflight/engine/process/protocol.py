@@ -21,14 +21,15 @@ LENGTH_BYTES = 4
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
-    """The first frame that an engine's process gets: which engine to make, from hub ids or folders, and on which
-    CPUs it may run."""
+    """The first frame that an engine's process gets: which engine to make, from hub ids or folders, on which CPUs
+    it may run, and in which inherited file its weights lie (`execution.shared_memory`)."""
 
     model: str
     tokenizer: str | None
     config: EngineConfig
     record_to: RecordTo | None = None
     cpus: tuple[int, ...] | None = None
+    weights_file: int | None = None
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):

@@ -1,9 +1,12 @@
 """Linear layers whose weights are kept in groups (`grouped_weight`), in two arithmetics."""
 
+from dataclasses import replace
+
 import torch
 
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.kernels import kernels_available
+from inflight.execution.shared_memory import shared
 from inflight.execution.weights.panels import PanelLinear
 from inflight.execution.weights.prepacked_linear import StoredRows
 
@@ -20,7 +23,9 @@ class GroupedLinear(PanelLinear):
         assert weight.dim() == 2
         assert not weight.is_transposed
         (matrix,) = weight.matrices
-        self.prepacked, self.kind, self._rows = matrix.panels, weight.kind, weight.stored_rows
+        matrix = replace(matrix, panels=shared(matrix.panels))
+        self.prepacked, self.kind = matrix.panels, weight.kind
+        self._rows = replace(weight.stored_rows, matrix=matrix)
         can_be_fast = weight.grouping.has_whole_numbers and multiplies_whole_numbers()
         self.is_exact = type(self).is_exact or not can_be_fast
         self._register(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from inflight.execution.kernels import PANEL_OUTPUTS, delete_with
+from inflight.execution.shared_memory import shared
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, StoredRows, WeightLayout
 
 PANEL_INPUTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
@@ -19,7 +20,7 @@ class PanelLinear(PrepackedLinear):
     number: int
 
     def _prepack(self, weight: torch.Tensor) -> None:
-        self.prepacked = self._panels_of(weight)
+        self.prepacked = shared(self._panels_of(weight))
         sizes, activation = (self.in_features, self.out_features), (self.activation, self.variant)
         self._register(torch.ops.inflight.new_linear(self.prepacked, self.bias, self.scales, *sizes, *activation))
 

@@ -1,0 +1,120 @@
+"""Weights that several processes share: each finds by its content what another one has already laid out.
+
+The processes inherit one file in memory, empty at first. It begins with an index: how many pieces there are, and of
+each its digest, its place and its length. A piece is written, then entered, and never changed; whoever writes has a
+lock, which the system takes back from a process that dies. Every process maps pieces for itself alone (a write would
+make a copy), in large pages if the system has them.
+"""
+
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+import xxhash
+
+from inflight.execution.mapped_memory import lies_in_file
+
+MIN_BYTES = 2**16
+"""Smaller tensors are not worth a mapping."""
+ALIGNMENT = 2**21
+"""Of pieces: the size of a large page."""
+INDEX_BYTES = ALIGNMENT
+COUNT, ENTRY = struct.Struct("<Q"), struct.Struct("<16sQQ")
+
+
+class SharedFile:
+    """The file as one process sees it.
+
+    Args:
+        file: its descriptor.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        with _locked(file):
+            os.ftruncate(file, max(INDEX_BYTES, os.fstat(file).st_size))
+        self._places: dict[tuple[bytes, int], int] = {}  # by digest and length
+
+    def share(self, content: torch.Tensor) -> torch.Tensor | None:
+        """The same bytes `[n]` uint8 where all processes have them; None if there is no more room in the index."""
+        key = xxhash.xxh3_128_digest(content.numpy().data), content.nbytes
+        with _locked(self._file), _mapped(self._file, INDEX_BYTES, 0) as index:
+            self._read(index)
+            if key not in self._places:
+                if COUNT.size + (len(self._places) + 1) * ENTRY.size > INDEX_BYTES:
+                    return None
+                self._write(index, key, content)
+        found = _private(self._file, content.nbytes, self._places[key])
+        return found if torch.equal(found, content) else None
+
+    def _read(self, index: mmap.mmap) -> None:
+        """Take in what others have entered."""
+        (count,) = COUNT.unpack_from(index, 0)
+        for number in range(len(self._places), count):
+            digest, place, length = ENTRY.unpack_from(index, COUNT.size + number * ENTRY.size)
+            self._places[digest, length] = place
+
+    def _write(self, index: mmap.mmap, key: tuple[bytes, int], content: torch.Tensor) -> None:
+        place = os.fstat(self._file).st_size
+        os.ftruncate(self._file, place + -(-content.nbytes // ALIGNMENT) * ALIGNMENT)
+        with _mapped(self._file, content.nbytes, place) as memory:
+            torch.frombuffer(memory, dtype=torch.uint8).copy_(content)
+        ENTRY.pack_into(index, COUNT.size + len(self._places) * ENTRY.size, key[0], place, key[1])
+        COUNT.pack_into(index, 0, len(self._places) + 1)
+        self._places[key] = place
+
+
+_of_process: SharedFile | None = None
+
+
+def share_through(file: int) -> None:
+    """Let this process's weights lie in this file from now on."""
+    global _of_process
+    _of_process = SharedFile(file)
+
+
+def shared(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the same elements that lies where all processes have it; the given one if it is small, or lies in a
+    file already, or if this process shares nothing."""
+    if _of_process is None or tensor.nbytes < MIN_BYTES or not tensor.is_contiguous() or lies_in_file(tensor):
+        return tensor
+    found = _of_process.share(tensor.view(-1).view(torch.uint8))
+    return tensor if found is None else found.view(tensor.dtype).view(tensor.shape)
+
+
+@contextmanager
+def _locked(file: int) -> Iterator[None]:
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.lockf(file, fcntl.LOCK_UN)
+
+
+@contextmanager
+def _mapped(file: int, num_bytes: int, place: int) -> Iterator[mmap.mmap]:
+    """A part of the file, to be written."""
+    memory = mmap.mmap(file, num_bytes, mmap.MAP_SHARED, offset=place)
+    try:
+        _in_large_pages(memory)
+        yield memory
+    finally:
+        with suppress(BufferError):  # a tensor over it is still being let go; then that closes it
+            memory.close()
+
+
+def _private(file: int, num_bytes: int, place: int) -> torch.Tensor:
+    """A part of the file as a tensor `[num_bytes]` uint8."""
+    memory = mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE, offset=place)
+    _in_large_pages(memory)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _in_large_pages(memory: mmap.mmap) -> None:
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)

@@ -46,10 +46,8 @@ def options_of(text: str) -> dict[str, Any]:
 
 def compare(model: str, dtype: str, workload: Workload, settings: Sequence[dict[str, Any]], num_rounds: int) -> None:
     """Run one workload with all settings and print the table."""
-    llms = [
-        LLM(model, **{"dtype": dtype, "max_num_seqs": workload.num_slots, "speculation": "off"} | options)
-        for options in settings
-    ]
+    common: dict[str, Any] = {"dtype": dtype, "max_num_seqs": workload.num_slots, "speculation": "off"}
+    llms = [LLM(model, **common | options) for options in settings]
     speeds: list[list[float]] = [[] for _ in settings]
     for round_number in range(num_rounds + 1):
         for turn in range(len(llms)):

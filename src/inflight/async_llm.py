@@ -7,7 +7,6 @@ a slow reader gets more at once. The engine runs in a process of its own, or in 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -18,8 +17,8 @@ from itertools import chain, count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from inflight.contracts.config import ROUTINGS, EngineConfig
-from inflight.contracts.errors import InvalidRequestError, ModelError
+from inflight.contracts.config import ROUTINGS
+from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import MAX_FLOAT, check_choice, check_number, refuse_unknown_options
 from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta, TokenScore
@@ -27,20 +26,18 @@ from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats, RecordTo, sum_of
 from inflight.engine.admission import Seeds, make_request
 from inflight.engine.process.connection import ThreadConnection
-from inflight.engine.process.protocol import Abort, AskStats, Generate, Load, Ready
+from inflight.engine.process.protocol import Abort, AskStats, Generate, Ready
 from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import RESTART_DELAYS
 from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
 from inflight.replicas.fleet import Fleet
-from inflight.replicas.launch import Launches
+from inflight.replicas.launch import Launches, load_of
 from inflight.replicas.placement import check_replicas
-from inflight.sources import engine_config, is_loaded_model, is_loaded_tokenizer, load_tokenizer, model_source
+from inflight.sources import engine_config, load_tokenizer, model_source
 from inflight.text.collector import Collector
 from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from inflight.engine.engine import Engine
     from inflight.execution.hf.load import ModelSource
     from inflight.sources import TokenizerSource
@@ -115,7 +112,7 @@ class AsyncLLM:
         if in_process:
             self._fleet = Fleet([lambda: ThreadConnection(make, record_to)], [None], restart_delays)
         else:
-            self._launches = Launches(_load(source, tokenizer, config, record_to), num_replicas)
+            self._launches = Launches(load_of(source, tokenizer, config, record_to), num_replicas)
             connects, after = self._launches.connects, self._launches.after
             self._fleet = Fleet(connects, after, restart_delays, step_timeout, routing, config.max_num_seqs)
         self.num_replicas = num_replicas
@@ -401,31 +398,11 @@ class _Call:
             self._session.send(Abort(self._address))
 
 
-def _load(
-    model: str | PreTrainedModel, tokenizer: TokenizerSource | None, config: EngineConfig, record_to: RecordTo | None
-) -> Load:
-    """The message that lets another process load the same. Raises `ModelError` for what is loaded already."""
-    for what, given in (("model", model), ("tokenizer", tokenizer)):
-        if is_loaded_model(given) or is_loaded_tokenizer(given):
-            raise ModelError(
-                f"the {what} is a loaded {type(given).__name__}, which cannot be handed to the engine's process; give "
-                "its hub id or folder, or in_process=True"
-            )
-    assert isinstance(model, str)
-    return Load(_full_name(model), None if tokenizer is None else _full_name(os.fspath(tokenizer)), config, record_to)
-
-
 async def _stats_of(session: Session) -> EngineStats:
     with session.mailbox() as mailbox:
         session.send(AskStats(mailbox.address))
         stats: EngineStats = (await mailbox.read())[0]
     return stats
-
-
-def _full_name(name: str) -> str:
-    """A hub id as it is; a folder as an absolute path, since the caller may change its directory before a restart."""
-    name = os.path.expanduser(name)
-    return os.path.abspath(name) if os.path.isdir(name) else name
 
 
 async def _read(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Sequence[int], str | None]:

@@ -11,14 +11,15 @@ another call; and if it tears the engine apart, the streams know what has to be 
 import os
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import count
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, cast
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import refuse_unknown_options
@@ -30,8 +31,12 @@ from inflight.execution.hf.load import ModelSource
 from inflight.execution.hf.source import check_source
 from inflight.inputs import TEMPLATE_OPTIONS, Messages, Prompt, check_chat, default_params, read_prompt
 from inflight.observe.progress import with_progress
+from inflight.replicas.launch import load_of
+from inflight.replicas.placement import check_replicas
+from inflight.replicas.replicated_engine import replicated_engine
 from inflight.sources import engine_config, load_tokenizer, model_source
 from inflight.text.collector import Collector
+from inflight.text.tokenizer import Tokenizer
 
 
 class LLM:
@@ -44,10 +49,14 @@ class LLM:
             weights are changed, requests are refused until `reload_weights`.
         tokenizer: a hub id, a folder, or a loaded tokenizer; None: the one in the model's folder or repository. Without
             a tokenizer (a loaded model has none) prompts are token ids, and texts stay empty.
+        replicas: how many engines run, each with all of the model, in a process and on cores of its own; "auto": one
+            for each NUMA node. With 1 the engine runs in this process. With several, `model` and `tokenizer` are names,
+            and `engine` has neither scheduler nor model to look into.
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
     Raises:
         ModelError: the model or tokenizer cannot be loaded, or no executor runs the model exactly (a `ValueError`).
+        EngineDeadError: a replica's process cannot be started, or has died too often (from any call).
         ValueError: an option is unknown or out of range.
     """
 
@@ -55,14 +64,16 @@ class LLM:
         self,
         model: ModelSource | None = None,
         tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+        *,
+        replicas: int | Literal["auto"] = 1,
         **options: Any,
     ) -> None:
         config, source = engine_config(options, "LLM"), model_source(model)
         if isinstance(source, str):
             check_source(source, config)
         self.tokenizer = load_tokenizer(source, tokenizer, config)
-        self._source = source
-        self.engine = Engine(source, config, self.tokenizer)
+        self._make_engine = _maker(source, tokenizer, config, self.tokenizer, check_replicas(replicas))
+        self.engine = self._make_engine()
         self._streams: dict[str, _Stream] = {}
         self._abandoned: deque[_Stream] = deque()
         self._request_ids = count()
@@ -88,7 +99,7 @@ class LLM:
             self._drop_abandoned()
             if self._streams:
                 raise RuntimeError("the weights cannot be reloaded while a stream runs; let it end, or close it")
-            engine = Engine(self._source, self.engine.config, self.tokenizer)
+            engine = self._make_engine()
             engine.observer = self.engine.observer
             self.engine = engine
 
@@ -333,6 +344,20 @@ class _Stream:
             told = heard[accepted.request.request_id]
             if sum(news.finish_reason is not None for news in told) < accepted.params.n:
                 yield accepted, told
+
+
+def _maker(
+    source: str | PreTrainedModel,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
+    config: EngineConfig,
+    loaded: Tokenizer | None,
+    num_replicas: int,
+) -> Callable[[], Engine]:
+    """What makes the engine of an `LLM`, and another one when its weights are reloaded."""
+    if num_replicas == 1:
+        return lambda: Engine(source, config, loaded)
+    load = load_of(source, tokenizer, config)
+    return lambda: cast(Engine, replicated_engine(load, num_replicas, loaded))  # it does what is asked of one here
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -136,7 +136,13 @@ class Fleet:
     # ------------------------------------------------------------------------------------- requests
 
     @contextmanager
-    def deliver(self, token_ids: Sequence[int], cache_salt: str | None, num_sequences: int = 1) -> Iterator[Delivery]:
+    def deliver(
+        self,
+        token_ids: Sequence[int],
+        cache_salt: str | None,
+        num_sequences: int = 1,
+        make_mailbox: Callable[[str], Mailbox] = Mailbox,
+    ) -> Iterator[Delivery]:
         """Choose an engine for a request, which runs there until the block ends. Raises `EngineDeadError`."""
         available = self.sessions()
         failure = EngineDeadError("no engine is running")
@@ -146,7 +152,7 @@ class Fleet:
                 sent = router.send(token_ids, cache_salt, list(available), time.monotonic(), num_sequences)
             session, delivery = available.pop(sent.replica), None
             try:
-                with session.mailbox() as mailbox:
+                with session.mailbox(make_mailbox) as mailbox:
                     delivery = Delivery(session, mailbox, partial(self._begin, router, sent))
                     yield delivery
                 return

@@ -1,20 +1,54 @@
 """How the engines' processes of replicas are started: each on its own cores, with its share of the memory,
 and with those of its node in one copy of the weights."""
 
+from __future__ import annotations
+
 import os
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
+from inflight.contracts.errors import ModelError
+from inflight.contracts.record import RecordTo
 from inflight.engine.process.connection import Connection, ProcessConnection
 from inflight.engine.process.protocol import Load
 from inflight.machine import usable_memory
 from inflight.replicas.placement import Placement, place
+from inflight.sources import is_loaded_model, is_loaded_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from inflight.sources import TokenizerSource
+
+
+def load_of(
+    model: str | PreTrainedModel,
+    tokenizer: TokenizerSource | None,
+    config: EngineConfig,
+    record_to: RecordTo | None = None,
+) -> Load:
+    """The message that lets another process load the same. Raises `ModelError` for what is loaded already."""
+    for what, given in (("model", model), ("tokenizer", tokenizer)):
+        if is_loaded_model(given) or is_loaded_tokenizer(given):
+            raise ModelError(
+                f"the {what} is a loaded {type(given).__name__}, which cannot be handed to the engine's process; give "
+                "its hub id or folder, or in_process=True"
+            )
+    assert isinstance(model, str)
+    return Load(_full_name(model), None if tokenizer is None else _full_name(os.fspath(tokenizer)), config, record_to)
+
+
+def _full_name(name: str) -> str:
+    """A hub id as it is; a folder as an absolute path, since the caller may change its directory before a restart."""
+    name = os.path.expanduser(name)
+    return os.path.abspath(name) if os.path.isdir(name) else name
 
 
 class Launches:

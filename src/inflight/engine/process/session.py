@@ -34,6 +34,8 @@ class Mailbox:
         address: the `request_id` to use in commands.
     """
 
+    loop: asyncio.AbstractEventLoop | None
+
     def __init__(self, address: str) -> None:
         self.address = address
         self.loop = asyncio.get_running_loop()
@@ -53,6 +55,23 @@ class Mailbox:
         """Add an item. Call this in the mailbox's own loop."""
         self._mail.append(item)
         self._has_mail.set()
+
+
+class DirectMailbox(Mailbox):
+    """One that belongs to no event loop: a function gets each item, in the thread that listens to the engine.
+
+    Args:
+        take: that function.
+    """
+
+    def __init__(self, address: str, take: Callable[[object], None]) -> None:
+        self.address = address
+        self.loop = None
+        self._take = take
+
+    def put(self, item: object) -> None:
+        """Hand an item on."""
+        self._take(item)
 
 
 class Session:
@@ -106,14 +125,18 @@ class Session:
         return self.started.done() and self._error is None and not self._is_retired
 
     @contextmanager
-    def mailbox(self) -> Iterator[Mailbox]:
-        """A new mailbox, until the block ends. Raises `EngineDeadError` if the engine has died or is retired."""
+    def mailbox(self, make: Callable[[str], Mailbox] = Mailbox) -> Iterator[Mailbox]:
+        """A new mailbox, until the block ends. Raises `EngineDeadError` if the engine has died or is retired.
+
+        Args:
+            make: makes it of its address.
+        """
         with self._lock:
             if self._error is not None:
                 raise _copy(self._error)
             if self._is_retired:
                 raise EngineDeadError("the engine was replaced")
-            mailbox = Mailbox(str(next(self._addresses)))
+            mailbox = make(str(next(self._addresses)))
             self._mailboxes[mailbox.address] = mailbox
         try:
             yield mailbox
@@ -219,7 +242,11 @@ class Session:
         sacks: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, object]]] = {}
         for address, letter in letters:
             mailbox = self._mailboxes.get(address)
-            if mailbox is not None:
+            if mailbox is None:
+                continue
+            if mailbox.loop is None:
+                mailbox.put(letter)
+            else:
                 sacks.setdefault(mailbox.loop, []).append((mailbox, letter))
         for loop, sack in sacks.items():
             try:

@@ -19,7 +19,7 @@ import click
 
 from inflight.cli.batch_lines import MOST_IN_FLIGHT
 from inflight.cli.help import Command
-from inflight.cli.options import engine_options, engine_values, model_option, quiet_libraries
+from inflight.cli.options import engine_options, engine_values, model_option, quiet_libraries, replicas_option
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError
 from inflight.garbage_collection import spare_what_stays
 
@@ -51,6 +51,7 @@ CHANGE_RESULTS = (
 @click.option("--overwrite", is_flag=True, help="Replace results that are there.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
 @model_option
+@replicas_option
 @engine_options
 def batch(
     requests: Path,

@@ -19,6 +19,7 @@ from inflight.cli.options import (
     engine_values,
     model_option,
     quiet_libraries,
+    replicas_option,
     sampling_options,
     sampling_values,
 )
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 @click.option("--record", type=Path, help="Record every step to a file, for inflight trace and simulate.")
 @model_option
 @sampling_options
+@replicas_option
 @engine_options
 def generate(
     prompts: tuple[str, ...],
@@ -68,6 +70,8 @@ def generate(
     is_batch = any(line.body is not None for line in lines)
     if is_batch:
         _check_batch(lines, [*sampling, *(["chat"] if chat else []), *(["record"] if record else [])])
+    if record is not None and options["replicas"] not in (None, 1):
+        raise click.UsageError("--record writes what one engine does; it cannot be given with --replicas")
     out = _open(output)
     quiet_libraries()
     if is_batch:

@@ -235,6 +235,12 @@ engine_options = _together(_OF_ENGINE, (MODEL, _TOKENIZER), *_CONFIG)
 """Options for loading and batching: those that `LLM` takes."""
 
 
+replicas_option = Shared(
+    "--replicas", replicas, "Engines of the model, each on cores of its own; auto: one for each NUMA node."
+).under(RUNNING, {"replicas": 1})
+"""For commands whose front can have several engines."""
+
+
 def engine_options_with(**defaults: Any) -> Options[Any]:
     """The same for a command that has defaults of its own."""
     return _together(_OF_ENGINE | defaults, (MODEL, _TOKENIZER), *_CONFIG)
@@ -287,7 +293,8 @@ def model_argument(command: Command) -> Command:
 
 def engine_values(options: dict[str, Any]) -> dict[str, Any]:
     """Return those of a command's given options that are for `LLM` or `EngineConfig`."""
-    return _given(options, {"tokenizer", *(field.name for field in fields(config.EngineConfig))} - {"seed"})
+    of_config = {field.name for field in fields(config.EngineConfig)}
+    return _given(options, {"tokenizer", "replicas", *of_config} - {"seed"})
 
 
 def sampling_values(options: dict[str, Any]) -> dict[str, Any]:

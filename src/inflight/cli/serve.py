@@ -14,7 +14,7 @@ from inflight.cli.options import (
     engine_values,
     model_argument,
     quiet_libraries,
-    replicas,
+    replicas_option,
     size,
     values_for,
 )
@@ -43,12 +43,7 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 @click.option("--max-num-sequences", type=int, help="Most sequences of one request: prompts times sequences each.")
 @click.option("--max-logprobs", type=int, help="Most alternatives per token that a request may ask for.")
 @click.option("--request-timeout", type=float, help="Seconds after which a request is aborted.")
-@click.option(
-    "--replicas",
-    type=replicas,
-    help="Engines of the model, each on cores of its own; auto: one for each NUMA node.  [default: 1]",
-)
-@click.option("--routing", type=click.Choice(ROUTINGS), help=f"Which of them gets a request.  [default: {ROUTINGS[0]}]")
+@click.option("--routing", type=click.Choice(ROUTINGS), help=f"Which replica gets a request.  [default: {ROUTINGS[0]}]")
 @click.option("--step-timeout", type=float, help="Seconds of an engine's silence after which it is killed.")
 @click.option("--keep-alive-interval", type=float, help="Seconds of silence before a keep-alive comment on a stream.")
 @click.option("--max-stall", type=float, help="Seconds that a stream waits for a client that does not read.")
@@ -79,6 +74,7 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 )
 @click.option("--traces-endpoint", help="An OpenTelemetry collector's URL for traces (OTLP over HTTP).")
 @model_argument
+@replicas_option
 @engine_options
 def serve(model: str | None, host: str, port: int, served_model_names: tuple[str, ...], **options: Any) -> None:
     """Serve a model over HTTP, with OpenAI's API. MODEL means the same as --model MODEL."""
@@ -105,7 +101,7 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
         starts_at_once=True,
         record_to=record_to,
         **engine_values(options),
-        **_given(options, "replicas", "routing", "step_timeout"),
+        **_given(options, "routing", "step_timeout"),
     )
     from inflight.server.run import serve_until_told
 

@@ -85,7 +85,7 @@ def _batch_jobs(llm: AsyncLLM, settings: ServerSettings, folder: Path, observer:
     background = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     service = Service(llm, replace(settings, request_timeout=None), None, int(time.time()), in_background=True)
     _add_endpoints(background, service, *ENDPOINTS)
-    max_in_work = IN_WORK_FOR_EACH_SLOT * llm.config.max_num_seqs
+    max_in_work = IN_WORK_FOR_EACH_SLOT * llm.config.max_num_seqs * llm.num_replicas
     see = (observer or RequestObserver()).saw_batch
     try:
         return BatchJobs(folder, AppAnswerer(background, llm), max_in_work, see)

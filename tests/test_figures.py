@@ -10,8 +10,8 @@ pytest.importorskip("matplotlib")
 
 from tools.make_figures import FIGURES, FOLDER
 
-DETERMINISTIC = ("static-waves", "padding", "ladder", "mask", "paging", "preemption")
-TEXT = (FOLDER.parent / "how-it-works.md").read_text(encoding="utf-8")
+DETERMINISTIC = ("static-waves", "padding", "ladder", "mask", "paging", "preemption", "routing")
+TEXT = "".join((FOLDER.parent / name).read_text(encoding="utf-8") for name in ("how-it-works.md", "replicas.md"))
 STORED: dict[str, Any] = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in FIGURES}
 
 
@@ -53,13 +53,23 @@ def test_a_small_cache_costs_steps_and_tokens(numbers: dict[str, Any]) -> None:
     assert preemption["tokens computed"]["small"] > preemption["tokens computed"]["ample"]
 
 
+def test_routing_by_prefix_brings_the_first_token_in_half_the_time(numbers: dict[str, Any]) -> None:
+    def medians(routing: str) -> list[int]:
+        return [each["time to first token, median ms"] for each in numbers["routing"][routing]]
+
+    for other in ("least-loaded", "round-robin"):
+        assert all(2 * mine < theirs for mine, theirs in zip(medians("prefix"), medians(other), strict=True))
+
+
 def test_the_stored_numbers_are_those_of_the_code(numbers: dict[str, Any]) -> None:
-    for name in ("static-waves", "padding", "ladder", "preemption"):
+    for name in ("static-waves", "padding", "ladder", "preemption", "routing"):
         assert {**STORED[name], "machine": None} == {**numbers[name], "machine": None}
 
 
 def test_the_stored_figures_were_drawn_on_one_machine_with_kernels() -> None:
-    machines = {json.dumps(figure["machine"]) for figure in STORED.values()}
+    machines = {
+        json.dumps(figure["machine"]) for name, figure in STORED.items() if name != "routing"
+    }  # which is simulated
     assert len(machines) == 1
     assert STORED["ladder"]["machine"]["CPU kernels"]
 

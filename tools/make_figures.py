@@ -1,10 +1,11 @@
-"""Draws the figures of `docs/how-it-works.md` again, and writes the numbers that it quotes next to them.
+"""Draws the figures of `docs/how-it-works.md` and `docs/replicas.md` again, and writes the numbers that these quote
+next to them.
 
     python -m tools.make_figures                      # all, into docs/figures; about three minutes on two cores
     python -m tools.make_figures paging preemption    # only these
 
-Every figure comes from a run of the code in this tree. Deterministic figures (steps, tokens, blocks) are the same
-everywhere; measurements name the machine in their JSON.
+Every figure comes from a run of the code in this tree. Deterministic figures (steps, tokens, blocks, simulated times)
+are the same everywhere; measurements name the machine in their JSON.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tools.figures import batching, memory, prefill, step
+from tools.figures import batching, memory, prefill, routing, step
 from tools.figures.drawing import Drawing
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "figures"
@@ -28,12 +29,13 @@ FIGURES: Mapping[str, Callable[[], Drawing]] = {
     "chunked-prefill": prefill.chunked_prefill,
     "preemption": memory.preemption,
     "prefix-sharing": memory.prefix_sharing,
+    "routing": routing.routing,
 }
 
 
 def main() -> None:
     """Draw the requested figures."""
-    parser = argparse.ArgumentParser(description="Draw the figures of docs/how-it-works.md.")
+    parser = argparse.ArgumentParser(description="Draw the figures of docs/how-it-works.md and docs/replicas.md.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"draw only these; choose from: {', '.join(FIGURES)}")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="the output folder")
     arguments = parser.parse_args()

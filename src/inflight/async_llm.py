@@ -13,17 +13,19 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import chain, count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from inflight.contracts.config import ROUTINGS
+from inflight.contracts.config import BACKGROUND, ROUTINGS
 from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import MAX_FLOAT, check_choice, check_number, refuse_unknown_options
 from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta, TokenScore
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats, RecordTo, sum_of
+from inflight.contracts.watching import KVEvents, Watching
 from inflight.engine.admission import Seeds, make_request
 from inflight.engine.process.connection import ThreadConnection
 from inflight.engine.process.protocol import Abort, AskStats, Generate, Ready
@@ -64,6 +66,8 @@ class AsyncLLM:
             None: never. Steps that take long get more: 50 times as long as the longest so far.
         record_to: where every step is recorded, for `inflight trace` and `simulate`; None: nowhere. With several
             replicas, each has a file of its own.
+        kv_events: where it is published which blocks the prefix cache holds, as vLLM does it (needs pyzmq); None:
+            nowhere. Several replicas have ports one after another.
         replicas: how many engines run, each with all of the model, on cores of its own; "auto": one for each NUMA node.
             Options are those of each engine; `kv_cache_memory`, unless given, is shared among them.
         routing: which of several engines gets a request: "prefix" (where its first token is expected soonest: its
@@ -90,6 +94,7 @@ class AsyncLLM:
         restart_delays: Sequence[float] = RESTART_DELAYS,
         step_timeout: float | None = STEP_TIMEOUT,
         record_to: RecordTo | None = None,
+        kv_events: KVEvents | None = None,
         replicas: int | Literal["auto"] = 1,
         routing: str = "prefix",
         **options: Any,
@@ -100,6 +105,9 @@ class AsyncLLM:
             raise ValueError(f"replicas is {replicas!r}, but with in_process=True there is only this process")
         if step_timeout is not None:
             check_number("step_timeout", step_timeout, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
+        if kv_events is not None and find_spec("zmq") is None:
+            raise ValueError("kv_events need pyzmq: pip install 'inflight-llm[kv-events]'")
+        watching = Watching(record_to=record_to, kv_events=kv_events)
         config, source = engine_config(options, "AsyncLLM"), model_source(model)
         self.config = config
 
@@ -110,9 +118,9 @@ class AsyncLLM:
 
         self._launches: Launches | None = None
         if in_process:
-            self._fleet = Fleet([lambda: ThreadConnection(make, record_to)], [None], restart_delays)
+            self._fleet = Fleet([lambda: ThreadConnection(make, watching)], [None], restart_delays)
         else:
-            self._launches = Launches(load_of(source, tokenizer, config, record_to), num_replicas)
+            self._launches = Launches(load_of(source, tokenizer, config, watching), num_replicas)
             connects, after = self._launches.connects, self._launches.after
             self._fleet = Fleet(connects, after, restart_delays, step_timeout, routing, config.max_num_seqs)
         self.num_replicas = num_replicas
@@ -336,7 +344,8 @@ class AsyncLLM:
             if self.num_replicas > 1 and params.seed is None:  # engines would all begin with the same seed
                 params = replace(params, seed=self._seeds.next())
             await self._session()  # it may have died meanwhile
-            with self._fleet.deliver(checked, salt, params.n) as delivery:
+            is_background = request.priority == BACKGROUND
+            with self._fleet.deliver(checked, salt, params.n, in_background=is_background) as delivery:
                 address = delivery.mailbox.address
                 delivery.session.send(Generate(address, checked, params, request.priority, salt, deadline))
                 call.reach(delivery.session, address)

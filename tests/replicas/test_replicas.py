@@ -20,7 +20,7 @@ from inflight.replicas import placement
 from tests.coroutines import run
 
 PROMPTS = [f"Once upon a time, number {number}" for number in range(12)]
-LONG = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
 async def last(llm: AsyncLLM, prompt: str, params: SamplingParams) -> RequestOutput:
@@ -101,32 +101,40 @@ def test_engines_of_one_node_have_one_copy_of_the_weights(llm: AsyncLLM) -> None
 
 
 def test_if_one_is_killed_its_requests_fail_and_all_others_are_served(llm: AsyncLLM) -> None:
+    endless = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, n=8)  # no stall lasts as long
+
     async def check() -> None:
         await all_loaded(llm)
         num_crashes = llm.num_crashes
-        begun = asyncio.Event()
-        num_begun = 0
+        num_updates = dict.fromkeys(PROMPTS, 0)
 
-        async def follow(prompt: str) -> RequestOutput:
-            nonlocal num_begun
-            output = None
-            async for output in llm.generate(prompt, LONG):
-                if len(output.outputs[0].token_ids) == 1:
-                    num_begun += 1
-                    if num_begun == len(PROMPTS):
-                        begun.set()
-            assert output is not None
-            return output
+        async def follow(prompt: str) -> None:
+            async for _ in llm.generate(prompt, endless):
+                num_updates[prompt] += 1
 
-        tasks = [asyncio.ensure_future(follow(prompt)) for prompt in PROMPTS]
-        await begun.wait()
+        async def all_updated() -> None:
+            """Wait until each has got something more, or has ended."""
+            before = dict(num_updates)
+            while any(not task.done() and num_updates[prompt] == before[prompt] for prompt, task in tasks.items()):
+                await asyncio.sleep(0.01)
+
+        tasks = {prompt: asyncio.ensure_future(follow(prompt)) for prompt in PROMPTS}
+        await all_updated()
         os.kill(pid_of(llm, 0), signal.SIGKILL)
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-        failed = [each for each in ended if isinstance(each, Exception)]
-        assert {(type(each), str(each)) for each in failed} == {(EngineDeadError, "the engine was killed by SIGKILL")}
+        await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        await all_updated()
+        failed = {prompt for prompt, task in tasks.items() if task.done()}
+        for prompt in failed:
+            assert (type(error := tasks[prompt].exception()), str(error)) == (
+                EngineDeadError,
+                "the engine was killed by SIGKILL",
+            )
         assert 0 < len(failed) < len(PROMPTS)
         for _ in range(4):  # whether the dead one has been started again or not
-            assert len((await last(llm, PROMPTS[0], LONG)).outputs[0].token_ids) == 600
+            assert len((await last(llm, PROMPTS[0], SHORT)).outputs[0].token_ids) == 20
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
         await all_loaded(llm)
         assert llm.num_crashes == num_crashes + 1
         assert not llm._calls

@@ -77,6 +77,29 @@ def test_a_replica_that_owes_much_gets_nothing_more() -> None:
     assert {clock.send(prompt(number), (0, 1)).replica for number in range(1, 8)} == {1 - busy.replica}
 
 
+def test_nobody_waits_for_the_background_and_that_is_spread_all_the_same() -> None:
+    clock = Clock(num_replicas=2)
+
+    def send(number: int, *, in_background: bool) -> Sent:
+        return clock.router.send(prompt(number, 400), None, (0, 1), clock.now, in_background=in_background)
+
+    job = [send(number, in_background=True) for number in range(8)]
+    assert Counter(sent.replica for sent in job) == {0: 4, 1: 4}
+    home = send(100, in_background=False)
+    clock.finish(home, prompt(100, 400))
+    busy = job[0].replica if job[0].replica != home.replica else 1 - home.replica
+    for sent in job:
+        if sent.replica == busy:
+            clock.router.end(sent, clock.now)
+    assert send(100, in_background=False).replica == home.replica  # though the other one has nothing to do
+    line = clock.router._expectation._line.tolist()
+    clock.now += 1000
+    waiting = next(sent for sent in job if sent.replica == home.replica)
+    clock.router.begin(waiting, clock.now)
+    clock.router.end(waiting, clock.now + 1000)
+    assert clock.router._expectation._line.tolist() == line  # nothing is learned from who waits for everybody
+
+
 def test_only_available_replicas_are_chosen_and_a_new_engine_has_nothing() -> None:
     for routing in ROUTINGS:
         clock = Clock(routing)

@@ -63,6 +63,10 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 @click.option("--record", type=click.Path(), help="Record every step in this file, prompts only as hashes.")
 @click.option("--record-size", type=size, default="64M", help="The size after which the next file of records begins.")
 @click.option("--record-files", type=click.IntRange(min=1), default=4, help="How many of them are kept.")
+@click.option(
+    "--kv-events-config",
+    help='Publish what the prefix cache holds, as vLLM does: JSON such as \'{"endpoint": "tcp://*:5557"}\'.',
+)
 @click.option("--api-key-file", type=click.Path(), help=f"API keys, one per line (besides those in {KEYS_VARIABLE}).")
 @click.option("--max-body-size", type=size, help="Most bytes of a request's body; units such as 4MiB are known.")
 @click.option("--max-requests", type=int, help="Most HTTP requests served at once; more are refused.")
@@ -82,6 +86,7 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
     if not options["trust_remote_code"]:  # a tokenizer of somebody else's may need it
         _do_without_torch()
     from inflight.async_llm import AsyncLLM
+    from inflight.contracts.watching import KVEvents
     from inflight.server.operations.listener import listen
     from inflight.server.operations.logs import set_up_logging
     from inflight.server.operations.settings import OperatorSettings
@@ -100,6 +105,7 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
         model,
         starts_at_once=True,
         record_to=record_to,
+        kv_events=None if options["kv_events_config"] is None else KVEvents.parse(options["kv_events_config"]),
         **engine_values(options),
         **_given(options, "routing", "step_timeout"),
     )

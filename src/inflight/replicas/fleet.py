@@ -107,6 +107,7 @@ class Fleet:
     def stop(self) -> list[Session]:
         """Tell all engines to end, and return their sessions at once, to be joined."""
         self._is_wanted = False
+        self._tried.clear()
         return [session for each in self._supervisors if (session := each.stop()) is not None]
 
     def sessions(self) -> dict[int, Session]:
@@ -142,6 +143,8 @@ class Fleet:
         cache_salt: str | None,
         num_sequences: int = 1,
         make_mailbox: Callable[[str], Mailbox] = Mailbox,
+        *,
+        in_background: bool = False,
     ) -> Iterator[Delivery]:
         """Choose an engine for a request, which runs there until the block ends. Raises `EngineDeadError`."""
         available = self.sessions()
@@ -149,7 +152,14 @@ class Fleet:
         while available:
             with self._lock:
                 router = self._router_of(available)
-                sent = router.send(token_ids, cache_salt, list(available), time.monotonic(), num_sequences)
+                sent = router.send(
+                    token_ids,
+                    cache_salt,
+                    list(available),
+                    time.monotonic(),
+                    num_sequences,
+                    in_background=in_background,
+                )
             session, delivery = available.pop(sent.replica), None
             try:
                 with session.mailbox(make_mailbox) as mailbox:
@@ -162,7 +172,9 @@ class Fleet:
                 failure = error  # it has died just now
             finally:
                 with self._lock:
-                    router.end(sent, time.monotonic(), delivery.token_ids if delivery else (), cache_salt)
+                    is_there = delivery is not None and self._known.get(sent.replica) is session
+                    token_ids = delivery.token_ids if delivery is not None and is_there else ()
+                    router.end(sent, time.monotonic(), token_ids, cache_salt)
         raise failure
 
     def _begin(self, router: Router, sent: Sent) -> None:
@@ -185,6 +197,9 @@ class Fleet:
 
 def _first_result(futures: "Sequence[Future[Session]]") -> "Future[Session]":
     """The first result of several; an error only if all have failed."""
+    for future in futures:
+        if future.done() and future.exception() is None:
+            return future
     first: Future[Session] = Future()
     first.set_running_or_notify_cancel()
     lock = threading.Lock()

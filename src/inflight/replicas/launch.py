@@ -15,7 +15,7 @@ import msgspec
 
 from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
 from inflight.contracts.errors import ModelError
-from inflight.contracts.record import RecordTo
+from inflight.contracts.watching import Watching
 from inflight.engine.process.connection import Connection, ProcessConnection
 from inflight.engine.process.protocol import Load
 from inflight.machine import usable_memory
@@ -32,7 +32,7 @@ def load_of(
     model: str | PreTrainedModel,
     tokenizer: TokenizerSource | None,
     config: EngineConfig,
-    record_to: RecordTo | None = None,
+    watching: Watching | None = None,
 ) -> Load:
     """The message that lets another process load the same. Raises `ModelError` for what is loaded already."""
     for what, given in (("model", model), ("tokenizer", tokenizer)):
@@ -42,7 +42,12 @@ def load_of(
                 "its hub id or folder, or in_process=True"
             )
     assert isinstance(model, str)
-    return Load(_full_name(model), None if tokenizer is None else _full_name(os.fspath(tokenizer)), config, record_to)
+    return Load(
+        _full_name(model),
+        None if tokenizer is None else _full_name(os.fspath(tokenizer)),
+        config,
+        watching or Watching(),
+    )
 
 
 def _full_name(name: str) -> str:
@@ -94,12 +99,13 @@ class _WeightsFile:
 
 
 def _load_of(load: Load, replica: int, placement: Placement, number: int) -> Load:
-    record_to = load.record_to
+    record_to, kv_events = load.watching.record_to, load.watching.kv_events
     if record_to is not None:
         path = Path(record_to.path)
         record_to = replace(record_to, path=str(path.with_name(f"{path.stem}-{replica}{path.suffix}")))
+    watching = Watching(record_to=record_to, kv_events=kv_events and kv_events.of_replica(replica))
     config = _config_of(load.config, placement, number)
-    return msgspec.structs.replace(load, config=config, record_to=record_to, cpus=placement.cpus)
+    return msgspec.structs.replace(load, config=config, watching=watching, cpus=placement.cpus)
 
 
 def _config_of(config: EngineConfig, placement: Placement, number: int) -> EngineConfig:

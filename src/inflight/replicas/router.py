@@ -52,16 +52,34 @@ class Sent:
     load: Load
     time: float
     num_sequences: int = 1
+    in_background: bool = False
     has_begun: bool = False
 
 
 class _Replica:
-    """What is known of one replica."""
+    """What is known of one replica.
+
+    Attributes:
+        load: that of requests which do not run in the background.
+        background: that of the others, for which these do not wait.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.load = Load()
+        self.background = Load()
         self._num_blocks = num_blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def load_before(self, in_background: bool) -> Load:
+        """What a request has to wait for."""
+        if not in_background:
+            return self.load
+        num_owed = self.load.num_owed + self.background.num_owed
+        return Load(num_owed, self.load.num_running + self.background.num_running)
+
+    def load_of(self, sent: Sent) -> Load:
+        """The load that a request is part of."""
+        return self.background if sent.in_background else self.load
 
     def num_cached(self, blocks: SequenceOf[int]) -> int:
         """How many of a prompt's first blocks it probably has."""
@@ -98,23 +116,29 @@ class Router:
         available: SequenceOf[int],
         now: float,
         num_sequences: int = 1,
+        *,
+        in_background: bool = False,
     ) -> Sent:
         """Choose one of the available replicas for a prompt, and count the request there."""
         is_alone = len(self._replicas) == 1
         blocks = [] if is_alone or not self._size.num_blocks else list(self._blocks_of(token_ids, cache_salt))
-        number = self._chosen(len(token_ids), blocks, available)
+        number = self._chosen(len(token_ids), blocks, available, in_background)
         replica = self._replicas[number]
         num_owed = self._num_owed(replica, len(token_ids), blocks)
         replica.keep(blocks)
-        replica.load.num_owed += num_owed
-        sent = Sent(number, num_owed, Load(replica.load.num_owed, replica.load.num_running), now, num_sequences)
-        replica.load.num_running += num_sequences
+        met = replica.load_before(in_background)
+        load = Load(met.num_owed + num_owed, met.num_running)
+        sent = Sent(number, num_owed, load, now, num_sequences, in_background)
+        mine = replica.load_of(sent)
+        mine.num_owed += num_owed
+        mine.num_running += num_sequences
         return sent
 
     def begin(self, sent: Sent, now: float) -> None:
         """A request got its first token."""
-        self._replicas[sent.replica].load.num_owed -= sent.num_owed
-        self._expectation.see_first_token(sent.load, now - sent.time)
+        self._replicas[sent.replica].load_of(sent).num_owed -= sent.num_owed
+        if not sent.in_background:  # they wait for whoever comes
+            self._expectation.see_first_token(sent.load, now - sent.time)
         sent.has_begun, sent.time = True, now
 
     def end(self, sent: Sent, now: float, token_ids: SequenceOf[int] = (), cache_salt: str | None = None) -> None:
@@ -124,21 +148,22 @@ class Router:
             token_ids: its prompt and its output, if that may be the beginning of another prompt.
         """
         replica = self._replicas[sent.replica]
-        replica.load.num_running -= sent.num_sequences
-        if sent.has_begun:
+        load = replica.load_of(sent)
+        load.num_running -= sent.num_sequences
+        if not sent.has_begun:
+            load.num_owed -= sent.num_owed
+        elif not sent.in_background:
             self._expectation.see_run(now - sent.time)
-        else:
-            replica.load.num_owed -= sent.num_owed
         if self._size.num_blocks and len(self._replicas) > 1:
             replica.keep(list(self._blocks_of(token_ids, cache_salt)))
 
     def forget(self, number: int) -> None:
         """A replica was started anew: its cache is empty. (Requests that it had are still going to end.)"""
-        load = self._replicas[number].load
-        self._replicas[number] = _Replica(self._size.num_blocks)
-        self._replicas[number].load = load
+        old, new = self._replicas[number], _Replica(self._size.num_blocks)
+        new.load, new.background = old.load, old.background
+        self._replicas[number] = new
 
-    def _chosen(self, num_tokens: int, blocks: SequenceOf[int], available: SequenceOf[int]) -> int:
+    def _chosen(self, num_tokens: int, blocks: SequenceOf[int], available: SequenceOf[int], in_background: bool) -> int:
         self._turn += 1
         if len(available) == 1:
             return available[0]
@@ -147,15 +172,18 @@ class Router:
         start = self._turn % len(available)  # of equals, each is the first in turn
         in_turn = [*available[start:], *available[:start]]
         if self._routing == "least-loaded":
-            return min(in_turn, key=lambda number: self._replicas[number].load.num_running)
+            return min(in_turn, key=lambda number: self._replicas[number].load_before(in_background).num_running)
         cached = {number: self._replicas[number].num_cached(blocks) for number in in_turn}
         drawn = self._random.sample(in_turn, NUM_DRAWN)
         candidates = dict.fromkeys([max(in_turn, key=cached.__getitem__), *drawn])
-        return min(candidates, key=lambda number: self._expected(self._replicas[number], num_tokens, blocks))
 
-    def _expected(self, replica: _Replica, num_tokens: int, blocks: SequenceOf[int]) -> float:
-        num_owed = replica.load.num_owed + self._num_owed(replica, num_tokens, blocks)
-        return self._expectation.seconds(Load(num_owed, replica.load.num_running))
+        def expected(number: int) -> float:
+            replica = self._replicas[number]
+            met = replica.load_before(in_background)
+            num_owed = met.num_owed + self._num_owed(replica, num_tokens, blocks)
+            return self._expectation.seconds(Load(num_owed, met.num_running))
+
+        return min(candidates, key=expected)
 
     def _num_owed(self, replica: _Replica, num_tokens: int, blocks: SequenceOf[int]) -> int:
         return max(1, num_tokens - replica.num_cached(blocks) * self._size.block_size)

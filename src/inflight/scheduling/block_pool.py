@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 from inflight.contracts.cache_layout import ALL_TOKENS, CacheLayout
 from inflight.contracts.plan import NO_BLOCK, BlockTable
-from inflight.scheduling.prefix_cache import Key, Node, PrefixCache
+from inflight.scheduling.prefix_cache import CacheWatch, Key, Node, PrefixCache
 
 BlockTables: TypeAlias = tuple[BlockTable, ...]
 """The blocks of one sequence in each cache group; all tables are equally long."""
@@ -149,6 +149,10 @@ class BlockPool:
         return self._num_times_taken[block]
 
     # ------------------------------------------------------------------------------------- finding content
+
+    def watch(self, watch: CacheWatch) -> None:
+        """Tell somebody what can be found from now on."""
+        self._prefix_cache.watch = watch
 
     def find(self, key: Key) -> Node | None:
         """The prefix cache's node of this key, if there is one."""

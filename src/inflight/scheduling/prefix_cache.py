@@ -14,7 +14,7 @@ full blocks is vLLM's, Kwon et al., SOSP 2023, who chain hashes; SGLang, Zheng e
 from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from inflight.contracts.plan import NO_BLOCK
 
@@ -58,15 +58,31 @@ def make_key(parent: Parent, token_ids: SequenceOf[int]) -> Key:
     return parent, array("i", token_ids).tobytes()
 
 
+class CacheWatch(Protocol):
+    """Is told what a prefix cache holds."""
+
+    def stored(self, node: Node, group: int) -> None:
+        """A node has a block in a group from now on."""
+        ...
+
+    def removed(self, node: Node, group: int) -> None:
+        """A node has no block in a group any more."""
+        ...
+
+
 class PrefixCache:
     """The nodes of all blocks whose content is known.
 
     Args:
         num_groups: how many cache groups there are.
+
+    Attributes:
+        watch: is told of every block; None: nobody is.
     """
 
     def __init__(self, num_groups: int = 1) -> None:
         self._num_groups = num_groups
+        self.watch: CacheWatch | None = None
         self._nodes: dict[Key, Node] = {}
         self._place_of_block: dict[int, tuple[Node, int]] = {}  # its node and its group
 
@@ -98,11 +114,15 @@ class PrefixCache:
         """Remember that a block holds a node's content in a group; neither may have had the other."""
         node.blocks[group] = block
         self._place_of_block[block] = node, group
+        if self.watch is not None:
+            self.watch.stored(node, group)
 
     def forget(self, block: int) -> None:
         """Let a block's content be found no more."""
         node, group = self._place_of_block.pop(block)
         node.blocks[group] = NO_BLOCK
+        if self.watch is not None:
+            self.watch.removed(node, group)
         parent: Parent = node
         while isinstance(parent, Node) and self._is_useless(parent):
             del self._nodes[parent.key]

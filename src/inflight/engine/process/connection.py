@@ -14,7 +14,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
-from inflight.contracts.record import RecordTo
+from inflight.contracts.watching import Watching
 from inflight.engine.process.protocol import Command, Commands, Event, Load, read_event, to_frame
 
 if TYPE_CHECKING:
@@ -114,10 +114,10 @@ class ProcessConnection:
 class ThreadConnection:
     """A connection to a thread of this process: for models that are loaded already, which no other process can have."""
 
-    def __init__(self, load: Callable[[], Engine], record_to: RecordTo | None = None) -> None:
+    def __init__(self, load: Callable[[], Engine], watching: Watching | None = None) -> None:
         self._commands: Commands = SimpleQueue()
         self._events: SimpleQueue[Event | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(load, record_to), name="inflight: engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(load, watching), name="inflight: engine", daemon=True)
         self._thread.start()
         atexit.register(self._end)  # a thread in the middle of a step would crash the interpreter's end
 
@@ -138,11 +138,11 @@ class ThreadConnection:
         self._thread.join()
         return "broke"
 
-    def _run(self, load: Callable[[], Engine], record_to: RecordTo | None) -> None:
+    def _run(self, load: Callable[[], Engine], watching: Watching | None) -> None:
         from inflight.engine.process.loop import serve  # with torch
 
         try:
-            serve(load, self._commands, self._events.put, record_to)
+            serve(load, self._commands, self._events.put, watching)
         finally:
             self._events.put(None)
 

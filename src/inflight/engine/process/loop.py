@@ -7,11 +7,11 @@ import logging
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 
 from inflight.contracts.errors import InvalidRequestError, ModelError, QueueFullError
 from inflight.contracts.outputs import SequenceOutput
-from inflight.contracts.record import RecordTo
+from inflight.contracts.watching import Watching
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.engine import Engine
 from inflight.engine.prefill_limit import PrefillLimit
@@ -42,18 +42,19 @@ def serve(
     load: Callable[[], Engine],
     commands: Commands,
     send: Callable[[Event], None],
-    record_to: RecordTo | None = None,
+    watching: Watching | None = None,
 ) -> bool:
     """Make an engine and run it until None comes. Returns whether all went well; if not, the last event says why.
 
     Args:
-        record_to: where all steps are recorded; None: they are not.
+        watching: who is told what it does; None: nobody.
     """
     try:
         engine = load()
-        with _recorded(engine, record_to):
+        with ExitStack() as stack:
+            tell_watchers = _watched(engine, watching or Watching(), stack)
             send(Ready(engine.model_info, engine.default_sampling_params()))
-            _Loop(engine, commands, send).run()
+            _Loop(engine, commands, send, tell_watchers).run()
     except ModelError as error:
         send(Failed(str(error), is_model_error=True))
         return False
@@ -64,23 +65,31 @@ def serve(
     return True
 
 
-@contextmanager
-def _recorded(engine: Engine, record_to: RecordTo | None) -> Iterator[None]:
-    if record_to is None:
-        yield
-        return
-    from inflight.observe.rotating_recorder import RotatingRecorder
+def _watched(engine: Engine, watching: Watching, stack: ExitStack) -> Callable[[], None]:
+    """Let an engine be watched until the stack ends. Returns what is to be called after each step."""
+    if watching.record_to is not None:
+        from inflight.observe.rotating_recorder import RotatingRecorder
 
-    with closing(RotatingRecorder(record_to, engine.config, engine.model_info)) as recorder:
-        engine.observer = recorder.see
-        yield
+        recorder = RotatingRecorder(watching.record_to, engine.config, engine.model_info)
+        engine.observer = stack.enter_context(closing(recorder)).see
+    if watching.kv_events is None:
+        return lambda: None
+    from inflight.engine.cache_events import CacheEvents
+    from inflight.engine.event_publisher import EventPublisher
+
+    events = CacheEvents(engine.scheduler.block_pool)
+    publisher = stack.enter_context(closing(EventPublisher(watching.kv_events, engine.config.block_size)))
+    return lambda: publisher.publish(events.take())
 
 
 class _Loop:
-    def __init__(self, engine: Engine, commands: Commands, send: Callable[[Event], None]) -> None:
+    def __init__(
+        self, engine: Engine, commands: Commands, send: Callable[[Event], None], tell_watchers: Callable[[], None]
+    ) -> None:
         self.engine = engine
         self.commands = commands
         self.send = send
+        self._tell_watchers = tell_watchers
         engine.prefill_limit = PrefillLimit()  # callers wait for every token
         self._pool = ThreadPoolExecutor(NUM_COMPILING, "inflight: compiling")
         self._compiling: set[str] = set()
@@ -94,6 +103,7 @@ class _Loop:
                         return
                     self._obey(command)
                 self._tell(self.engine.step())
+                self._tell_watchers()
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -15,7 +15,8 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import EngineStats, RecordTo
+from inflight.contracts.record import EngineStats
+from inflight.contracts.watching import Watching
 
 LENGTH_BYTES = 4
 
@@ -27,7 +28,7 @@ class Load(msgspec.Struct, tag=True, frozen=True):
     model: str
     tokenizer: str | None
     config: EngineConfig
-    record_to: RecordTo | None = None
+    watching: Watching = Watching()
     cpus: tuple[int, ...] | None = None
     weights_file: int | None = None
 

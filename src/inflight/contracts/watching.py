@@ -1,0 +1,88 @@
+"""Who is told what an engine does, besides its callers. Plain data, checked when made."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from inflight.contracts.options import check_choice, check_integer, refuse_unknown_options, strict_options
+from inflight.contracts.record import RecordTo
+
+
+@strict_options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEvents:
+    """Where an engine publishes what its prefix cache holds, for routers and indexers, over ZeroMQ and in vLLM's form.
+
+    Attributes:
+        endpoint: of the PUB socket, such as "tcp://*:5557". With a `*`, and for ipc, the engine binds it; else it
+            connects to it.
+        replay_endpoint: of a ROUTER socket that sends again what was missed; None: there is none.
+        buffer_steps: how many batches it can send again.
+        hwm: how many messages may wait for a subscriber before it misses some.
+        max_queue_size: how many batches may wait to be published before some are left out.
+        topic: of all messages.
+        data_parallel_rank: the engine's number, in every batch.
+    """
+
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+    data_parallel_rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            check_integer(name, getattr(self, name), 1)
+        for name in ("endpoint", "replay_endpoint"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (value is None and name == "replay_endpoint"):
+                raise ValueError(f"{name} is {value!r}; it must be an address such as 'tcp://*:5557'")
+            if value is not None and not value.startswith(("tcp://", "ipc://")):
+                raise ValueError(f"{name} is {value!r}; it must begin with tcp:// or ipc://")
+            if value is not None and value.startswith("tcp://") and not value.rpartition(":")[2].isdecimal():
+                raise ValueError(f"{name} is {value!r}; it must end with a port, such as tcp://*:5557")
+
+    @classmethod
+    def parse(cls, text: str) -> "KVEvents | None":
+        """Parse the JSON that vLLM's `--kv-events-config` takes; None: it switches them off. Raises `ValueError`."""
+        try:
+            given = json.loads(text)
+        except json.JSONDecodeError:
+            given = None
+        if not isinstance(given, Mapping):
+            raise ValueError(f'{text!r} is not a JSON object such as \'{{"endpoint": "tcp://*:5557"}}\'')
+        options = dict(given)
+        is_on, publisher = options.pop("enable_kv_cache_events", True), options.pop("publisher", "zmq")
+        check_choice("publisher", publisher, ("zmq", "null"))
+        refuse_unknown_options(options, [field.name for field in fields(cls)], "the configuration of events")
+        events = cls(**options)
+        return events if is_on and publisher == "zmq" else None
+
+    def of_replica(self, number: int) -> "KVEvents":
+        """The same for one of several engines: its number is added to each port, as vLLM does it."""
+        endpoint, replay = _moved(self.endpoint, number), self.replay_endpoint and _moved(self.replay_endpoint, number)
+        rank = self.data_parallel_rank + number
+        return replace(self, endpoint=endpoint, replay_endpoint=replay, data_parallel_rank=rank)
+
+
+@strict_options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watching:
+    """All of them.
+
+    Attributes:
+        record_to: where every step is recorded; None: nowhere.
+        kv_events: where it is published what the prefix cache holds; None: nowhere.
+    """
+
+    record_to: RecordTo | None = None
+    kv_events: KVEvents | None = None
+
+
+def _moved(endpoint: str, number: int) -> str:
+    if number and endpoint.startswith("tcp://"):
+        host, _, port = endpoint.rpartition(":")
+        return f"{host}:{int(port) + number}"
+    return f"{endpoint}-{number}" if number else endpoint

@@ -1,0 +1,101 @@
+"""`CacheEvents`: which blocks have come into one engine's prefix cache, and which have left it.
+
+A block is named by a number of 64 bits: a checksum (XXH3) of its tokens and of the number before it, where the first
+follows one of the salt. It is the same in every process. Of a model with sliding windows only the blocks of a cache
+group that keeps all tokens are told of, if there is one: as long as these are there, most of a prefix is.
+"""
+
+from array import array
+from dataclasses import dataclass
+
+import xxhash
+
+from inflight.contracts.cache_layout import ALL_TOKENS
+from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.prefix_cache import Node, Parent
+
+
+@dataclass(slots=True)
+class Stored:
+    """Consecutive blocks that can be found now.
+
+    Attributes:
+        hashes: their numbers.
+        parent: the number of the block before them; None: they begin a prompt.
+        token_ids: all their tokens.
+        cache_salt: under which they are found.
+    """
+
+    hashes: list[int]
+    parent: int | None
+    token_ids: list[int]
+    cache_salt: str | None
+
+
+@dataclass(slots=True)
+class Removed:
+    """Blocks that cannot be found any more."""
+
+    hashes: list[int]
+
+
+class CacheEvents:
+    """Watches a pool's prefix cache, and keeps what happens until it is taken."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        groups = pool.layout.groups
+        self._group = groups.index(ALL_TOKENS) if ALL_TOKENS in groups else 0
+        self._hashes: dict[Node, int] = {}  # of the blocks that were told of
+        self._news: list[Stored | Removed] = []
+        pool.watch(self)
+
+    def take(self) -> list[Stored | Removed]:
+        """What has happened since the last time, in order."""
+        news, self._news = self._news, []
+        return news
+
+    def stored(self, node: Node, group: int) -> None:
+        """A node has a block in a group."""
+        if group != self._group:
+            return
+        before, token_bytes = node.key
+        parent = self._hash(before) if isinstance(before, Node) else None
+        number = self._hashes[node] = self._hash(node)
+        token_ids = array("i", token_bytes).tolist()
+        last = self._news[-1] if self._news else None
+        if isinstance(last, Stored) and parent is not None and last.hashes[-1] == parent:
+            last.hashes.append(number)
+            last.token_ids += token_ids
+        else:
+            self._news.append(Stored([number], parent, token_ids, _salt(node)))
+
+    def removed(self, node: Node, group: int) -> None:
+        """A node has no block in a group any more."""
+        if group != self._group:
+            return
+        number = self._hashes.pop(node)
+        last = self._news[-1] if self._news else None
+        if isinstance(last, Removed):
+            last.hashes.append(number)
+        else:
+            self._news.append(Removed([number]))
+
+    def _hash(self, parent: Parent) -> int:
+        unknown: list[Node] = []
+        while isinstance(parent, Node) and parent not in self._hashes:
+            unknown.append(parent)
+            parent = parent.key[0]
+        if isinstance(parent, Node):
+            number = self._hashes[parent]
+        else:
+            number = xxhash.xxh3_64_intdigest(repr(tuple(parent)).encode())
+        for node in reversed(unknown):
+            number = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little") + node.key[1])
+        return number
+
+
+def _salt(node: Node) -> str | None:
+    parent: Parent = node
+    while isinstance(parent, Node):
+        parent = parent.key[0]
+    return parent.cache_salt

@@ -20,11 +20,12 @@ demo: $(READY)            ## a dozen prompts through the embedded model at once,
 test: $(READY)            ## the whole test suite
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
-soak: $(READY)            ## the bookkeeping in random worlds and broken at every line, guesses, stored prefixes, killed jobs, operators under a sanitizer (75 minutes)
+soak: $(READY)            ## the bookkeeping in random worlds and broken at every line, guesses, stored prefixes, killed jobs and replicas, operators under a sanitizer (85 minutes)
 	$(BIN)/python -m tests.properties.soak --seed 1 --operations 1_000_000
 	$(BIN)/python -m tests.speculation.soak --seed 1 --requests 10_000
 	$(BIN)/python -m tests.prefix_store.soak --seed 1 --requests 1_000
 	$(BIN)/python -m tests.batches.soak --seed 1 --kills 200
+	$(BIN)/python -m tests.replicas.soak --seed 1 --minutes 10
 	INFLIGHT_TEST_EVERY_LINE=1 $(BIN)/python -m pytest tests/test_torn_engines.py
 	$(BIN)/python -m tests.execution.fuzz_operators --calls 10_000 --sanitize
 	$(BIN)/python -m tests.gguf.mutations --number 100_000

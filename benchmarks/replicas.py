@@ -6,7 +6,7 @@ python benchmarks/replicas.py --measure front
 python benchmarks/replicas.py --measure memory --model qwen3-0.6b
 
 threads: W2-32 on one engine with all cores, and on two engines with half of them each, in turn.
-routing: 20 prefixes of 1,000 tokens, of which each of two caches holds 14; every request has one of them and 20 tokens
+routing: 20 prefixes of 1,000 tokens, of which each of two caches holds 8; every request has one of them and 20 tokens
     of its own. The same requests arrive at the same times for each way of routing; costs of steps are fitted to other
     requests, and the same are simulated, on two replicas and on four.
 front: what the caller's process spends on a token of 64 streams, with one front of two engines, and with two fronts of
@@ -41,7 +41,7 @@ from inflight.engine.process.connection import ProcessConnection
 from inflight.observe.recorder import read_recording
 from inflight.simulate import Lengths, SimulatedRequest, SyntheticLoad, fit_cost, simulate_replicas
 
-NUM_PREFIXES, PREFIX_TOKENS, OWN_TOKENS, CACHED_PREFIXES = 20, 1000, 20, 14
+NUM_PREFIXES, PREFIX_TOKENS, OWN_TOKENS, CACHED_PREFIXES = 20, 1000, 20, 8
 NUM_SLOTS = 16
 
 
@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--routings", default=",".join(ROUTINGS))
     parser.add_argument("--rate", type=float, default=1.0, help="Of routing: requests per second.")
     options = parser.parse_args()
     print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
@@ -146,7 +147,7 @@ async def routing(options: argparse.Namespace) -> None:
     cost, config = fit_cost(recordings), EngineConfig(**common)
     requests = load_of(options.requests, options.rate, seed=1)
     print(f"{options.requests} requests, {options.rate} a second; time to the first token, measured (simulated):")
-    for each in ROUTINGS:
+    for each in options.routings.split(","):
         async with running(options.model, 2, routing=each, **common) as llm:
             await drive(llm, load_of(20, options.rate, seed=98))  # the router learns, and nothing is cached of the rest
             before = await llm.stats()

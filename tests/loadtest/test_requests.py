@@ -1,6 +1,7 @@
 """Which requests are sent and when, from distributions, seeds, files and traces."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,18 @@ def test_prompts_are_reproducible_and_share_only_the_prefix(vocab_size: int | No
     assert {tuple(prompt[:50]) for prompt in first} == {tuple(first[0][:50])}
     assert len({tuple(prompt[50:53]) for prompt in first}) == 30
     assert {tuple(prompt[:20]) for prompt in first}.isdisjoint(tuple(prompt[:20]) for prompt in prompts(1))
+
+
+@pytest.mark.parametrize("vocab_size", [1000, None])
+def test_each_prompt_has_one_of_several_prefixes(vocab_size: int | None) -> None:
+    options: dict[str, Any] = {"num_prefix_tokens": 50, "num_prefixes": 4, "vocab_size": vocab_size}
+    written: list[Any] = write_prompts([Sketch(20, 1)] * 200, **options)
+    prompts = [prompt.split() if isinstance(prompt, str) else prompt for prompt in written]
+    used = Counter(tuple(prompt[:50]) for prompt in prompts)
+    assert len(used) == 4
+    assert min(used.values()) > 20
+    assert {len(prompt) for prompt in prompts} == {70}
+    assert len({tuple(prompt[50:]) for prompt in prompts}) == 200
 
 
 def test_token_ids_are_in_the_vocabulary_and_given_prompts_are_unchanged() -> None:

@@ -24,7 +24,7 @@ LENGTHS = "100, uniform:16:256, exponential:100 or lognormal:100:1."
 
 NOT_WITH = {
     "workload": ("random_input_len", "random_output_len", "prompt_file", "trace"),
-    "prompt_file": ("random_input_len", "prefix_len", "prompt_kind", "vocab_size", "trace"),
+    "prompt_file": ("random_input_len", "prefix_len", "num_prefixes", "prompt_kind", "vocab_size", "trace"),
     "trace": ("random_input_len", "request_rate", "burstiness", "burst_size"),
 }
 """Options that are sources of requests, each with the options that it makes meaningless."""
@@ -39,6 +39,7 @@ NOT_WITH = {
 @click.option("--random-input-len", default="100", help=f"Tokens of random prompts: {LENGTHS}")
 @click.option("--random-output-len", default="100", help="Tokens of answers, unless given elsewhere; same forms.")
 @click.option("--prefix-len", type=click.IntRange(min=0), help="Length of a prefix that all random prompts share.")
+@click.option("--num-prefixes", type=POSITIVE, help="How many such prefixes; each prompt has one of them.  [default: 1]")
 @click.option("--workload", type=click.Choice(("W1", "W2", "W3")), help="Use the lengths of a published workload.")
 @click.option("--prompt-file", type=FILE, help="Prompts as JSON lines, or conversations in ShareGPT's format.")
 @click.option("--trace", type=FILE, help="JSON lines with timestamp, prompt_tokens or prompt, and output_tokens.")
@@ -122,6 +123,7 @@ def _plan(options: dict[str, Any]) -> "LoadPlan":
     return LoadPlan(
         sketches=sketches,
         num_prefix_tokens=prefix or 0,
+        num_prefixes=options["num_prefixes"] or 1,
         num_warmups=options["warmups"],
         seed=seed,
         objectives=Objectives.parse(options["goodput"]) if options["goodput"] else None,

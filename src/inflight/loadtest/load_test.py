@@ -25,7 +25,7 @@ class LoadPlan:
 
     Attributes:
         sketches: the requests; those without an arrival time get one.
-        num_prefix_tokens: length of the prefix that all random prompts share.
+        num_prefix_tokens, num_prefixes: length of the prefix that random prompts share, and how many there are.
         prompt_kind: what random prompts are: token ids, words, or token ids if the server accepts them ("auto").
         vocab_size: token ids are below this; None: found out by probing.
         request_rate, burstiness, burst_size: as for `arrival_times`.
@@ -39,6 +39,7 @@ class LoadPlan:
 
     sketches: Sequence[Sketch]
     num_prefix_tokens: int = 0
+    num_prefixes: int = 1
     prompt_kind: PromptKind = "auto"
     vocab_size: int | None = None
     request_rate: float = float("inf")
@@ -121,7 +122,11 @@ async def load_test(
 def _requests(plan: LoadPlan, target: Target, dialect: Dialect) -> list[LoadRequest]:
     """Return all requests in order of arrival, fully encoded, so that nothing is left to do when they are due."""
     prompts = write_prompts(
-        plan.sketches, num_prefix_tokens=plan.num_prefix_tokens, vocab_size=dialect.vocab_size, seed=plan.seed
+        plan.sketches,
+        num_prefix_tokens=plan.num_prefix_tokens,
+        num_prefixes=plan.num_prefixes,
+        vocab_size=dialect.vocab_size,
+        seed=plan.seed,
     )
     arrivals = arrival_times(
         len(prompts), plan.request_rate, burstiness=plan.burstiness, burst_size=plan.burst_size, seed=plan.seed

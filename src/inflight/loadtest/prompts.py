@@ -28,12 +28,18 @@ WORDS = tuple(_COMMON_WORDS.split())
 
 
 def write_prompts(
-    sketches: Sequence[Sketch], *, num_prefix_tokens: int = 0, vocab_size: int | None, seed: int = 0
+    sketches: Sequence[Sketch],
+    *,
+    num_prefix_tokens: int = 0,
+    num_prefixes: int = 1,
+    vocab_size: int | None,
+    seed: int = 0,
 ) -> list[Prompt]:
     """Return the sketches' prompts; where a sketch has a number, the prompt has as many random tokens.
 
     Args:
-        num_prefix_tokens: length of a random prefix that all random prompts share.
+        num_prefix_tokens: length of a random prefix that random prompts share.
+        num_prefixes: how many such prefixes there are, of which each prompt has one, equally often on average.
         vocab_size: token ids are below this; None: words instead of token ids.
 
     The same arguments give the same prompts. A different seed gives different prompts, so that a server's prefix cache
@@ -46,9 +52,13 @@ def write_prompts(
             return rng.choices(WORDS, k=count)
         return [rng.randrange(min(FIRST_TOKEN_ID, vocab_size - 1), vocab_size) for _ in range(count)]
 
-    prefix = tokens(num_prefix_tokens)
+    prefixes = [tokens(num_prefix_tokens) for _ in range(num_prefixes)]
+
+    def prefix() -> list[str] | list[int]:
+        return rng.choice(prefixes) if num_prefixes > 1 else prefixes[0]
+
     return [
-        _joined([*prefix, *tokens(sketch.prompt)]) if isinstance(sketch.prompt, int) else sketch.prompt
+        _joined([*prefix(), *tokens(sketch.prompt)]) if isinstance(sketch.prompt, int) else sketch.prompt
         for sketch in sketches
     ]
 

@@ -1,0 +1,193 @@
+"""Mixed traffic on two replicas that are killed at random and loaded anew now and then.
+
+python -m tests.replicas.soak --minutes 60 --seed 1
+
+Chats with growing histories, long prompts, sampled and structured outputs, several sequences, requests in the
+background, readers that are slow and readers that leave. Every request must end: whole, or with `EngineDeadError` when
+its engine was killed. Every tenth whole one is computed again by a lone engine, and must have the same tokens. At the
+end nothing may be left, and memory may not have grown since the first quarter.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from inflight import LLM, AsyncLLM, EngineDeadError, SamplingParams, StructuredOutput
+from inflight.contracts.config import BACKGROUND
+from inflight.engine.process.connection import ProcessConnection
+
+NUM_CLIENTS = 24
+SECONDS_BETWEEN_KILLS = (2.0, 12.0)
+SECONDS_BETWEEN_RELOADS = 90.0
+LONGEST_REQUEST = 300.0
+"""Seconds. Whoever waits longer hangs."""
+WORDS = "a the fox owl tree river was and in little kind old small went saw said to of they home again".split()
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}}}
+
+
+@dataclass
+class Tally:
+    """What became of all requests.
+
+    Attributes:
+        to_check: prompts with their parameters and the tokens that they got.
+    """
+
+    ends: Counter[str] = field(default_factory=Counter)
+    num_kills: int = 0
+    num_reloads: int = 0
+    to_check: list[tuple[list[int], SamplingParams, list[list[int]]]] = field(default_factory=list)
+
+
+class Soak:
+    """The traffic and the trouble.
+
+    Args:
+        llm: two replicas.
+        until: a time of `time.monotonic()`.
+    """
+
+    def __init__(self, llm: AsyncLLM, until: float, seed: int) -> None:
+        self.llm, self.until, self.seed = llm, until, seed
+        self.tally = Tally()
+
+    async def run(self) -> None:
+        """Run clients, kills and reloads to their ends."""
+        clients = [self._client(random.Random(f"{self.seed} {number}")) for number in range(NUM_CLIENTS)]
+        await asyncio.gather(self._kill(), self._reload(), *clients)
+
+    async def _client(self, rng: random.Random) -> None:
+        history = ""
+        while time.monotonic() < self.until:
+            if len(history) > 1200 or rng.random() < 0.1:
+                history = ""
+            prompt = history + " ".join(rng.choices(WORDS, k=rng.choice((3, 10, 10, 200)))) + "."
+            params = self._params(rng)
+            history = prompt + await asyncio.wait_for(self._ask(prompt, params, rng), LONGEST_REQUEST)
+
+    def _params(self, rng: random.Random) -> SamplingParams:
+        kind = rng.random()
+        num_tokens = rng.choice((1, 8, 40, 120))
+        if kind < 0.15:
+            shape = StructuredOutput(json=SCHEMA)
+            return SamplingParams(max_tokens=num_tokens, seed=rng.randrange(1000), structured_output=shape)
+        if kind < 0.3:
+            return SamplingParams(max_tokens=num_tokens, seed=rng.randrange(1000), n=3, temperature=1.2, ignore_eos=True)
+        if kind < 0.5:
+            return SamplingParams(max_tokens=num_tokens, seed=rng.randrange(1000), top_p=0.9, frequency_penalty=0.5)
+        return SamplingParams(max_tokens=num_tokens, temperature=0)
+
+    async def _ask(self, prompt: str, params: SamplingParams, rng: random.Random) -> str:
+        """Follow one request; its text, if it got all of it."""
+        is_slow, leaves = rng.random() < 0.1, rng.random() < 0.1
+        priority = BACKGROUND if rng.random() < 0.2 else 0
+        output = None
+        try:
+            async for output in self.llm.generate(prompt, params, priority=priority):
+                if leaves and not output.finished:
+                    self.tally.ends["left"] += 1
+                    return ""
+                if is_slow:
+                    await asyncio.sleep(rng.random() / 10)
+        except EngineDeadError:
+            self.tally.ends["dead"] += 1
+            return ""
+        assert output is not None
+        for each in output.outputs:
+            assert each.finish_reason in ("stop", "length"), (each.finish_reason, output.error)
+        self.tally.ends["whole"] += 1
+        if self.tally.ends["whole"] % 10 == 0:
+            tokens = [each.token_ids for each in output.outputs]
+            self.tally.to_check.append((output.prompt_token_ids, params, tokens))
+        return output.outputs[0].text
+
+    async def _kill(self) -> None:
+        rng = random.Random(f"{self.seed} kills")
+        while time.monotonic() < self.until:
+            await asyncio.sleep(rng.uniform(*SECONDS_BETWEEN_KILLS))
+            sessions = list(self.llm._fleet.sessions().values())
+            if len(sessions) == 2:  # one always lives
+                connection = rng.choice(sessions)._connection
+                assert isinstance(connection, ProcessConnection)
+                os.kill(connection.pid, signal.SIGKILL)
+                self.tally.num_kills += 1
+            await self.llm.start()
+
+    async def _reload(self) -> None:
+        while time.monotonic() + SECONDS_BETWEEN_RELOADS < self.until:
+            await asyncio.sleep(SECONDS_BETWEEN_RELOADS)
+            try:
+                await self.llm.reload_weights()
+            except EngineDeadError:  # the new one was killed while it was loaded
+                self.tally.ends["reload failed"] += 1
+            else:
+                self.tally.num_reloads += 1
+
+
+def num_wrong(tally: Tally) -> int:
+    """How many of the outputs to check a lone engine computes otherwise."""
+    alone = LLM(max_num_seqs=1, enable_prefix_caching=False, speculation="off")
+    wrong = 0
+    for prompt, params, tokens in tally.to_check:
+        (output,) = alone.generate([prompt], params, use_tqdm=False)
+        wrong += [each.token_ids for each in output.outputs] != tokens
+    return wrong
+
+
+def resident_mebibytes() -> int:
+    """This process's."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+
+async def soak(minutes: float, seed: int) -> Tally:
+    """Run the traffic and say what came of it."""
+    llm = AsyncLLM(replicas=2, num_blocks=400, max_num_seqs=16, restart_delays=(0.0,) * 50)
+    began = time.monotonic()
+    run = Soak(llm, began + 60 * minutes, seed)
+    async with llm:
+        running = asyncio.ensure_future(run.run())
+        memory = []
+        while not running.done():
+            await asyncio.wait([running], timeout=max(1.0, 60 * minutes / 20))
+            memory.append(resident_mebibytes())
+            print(f"{time.monotonic() - began:.0f} s: {dict(run.tally.ends)}, {memory[-1]} MiB", flush=True)
+        await running
+        while (stats := await llm.stats()).num_running or stats.num_waiting:
+            await asyncio.sleep(0.1)
+        assert stats.num_blocks_used == 0
+        assert not llm._calls
+        for session in llm._fleet.sessions().values():
+            assert not session._mailboxes
+        router = llm._fleet._router
+        assert router is not None
+        for replica in router._replicas:
+            assert (replica.load.num_owed, replica.load.num_running) == (0, 0)
+            assert (replica.background.num_owed, replica.background.num_running) == (0, 0)
+    early = max(memory[: max(1, len(memory) // 4)])
+    assert memory[-1] < 1.2 * early + 20, memory
+    return run.tally
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    tally = asyncio.run(soak(options.minutes, options.seed))
+    wrong = num_wrong(tally)
+    print(
+        f"{dict(tally.ends)}; {tally.num_kills} kills, {tally.num_reloads} reloads; "
+        f"{wrong} of {len(tally.to_check)} outputs differ from a lone engine's"
+    )
+    assert wrong == 0
+    assert tally.ends["whole"]
+
+
+if __name__ == "__main__":
+    main()

@@ -181,10 +181,9 @@ class AsyncLLM:
     async def stats(self) -> EngineStats:
         """What the engine has done since it was started, and what it holds now; of several, the sum. Waits for the step
         that is running."""
-        await self._session()
-        answers = [_stats_of(session) for session in self._fleet.sessions().values()]
-        each = await asyncio.gather(*answers) if answers else [await _stats_of(await self._session())]
-        return replace(sum_of(each), num_crashes=self.num_crashes)
+        session = await self._session()
+        each = [stats for stats in (await self.replica_stats()).values() if stats is not None]
+        return replace(sum_of(each or [await _stats_of(session)]), num_crashes=self.num_crashes)
 
     async def replica_stats(self, seconds: float | None = None) -> dict[int, EngineStats | None]:
         """The same for each engine that is running, by its number from 0. Starts none.

@@ -27,7 +27,7 @@ SECONDS_BETWEEN_KILLS = (2.0, 12.0)
 SECONDS_BETWEEN_RELOADS = 90.0
 LONGEST_REQUEST = 300.0
 """Seconds. Whoever waits longer hangs."""
-WORDS = "a the fox owl tree river was and in little kind old small went saw said to of they home again".split()
+WORDS = ["a", "the", "fox", "owl", "tree", "river", "was", "and", "in", "little", "kind", "old", "went", "saw", "home"]
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}}}
 
 
@@ -78,7 +78,7 @@ class Soak:
             shape = StructuredOutput(json=SCHEMA)
             return SamplingParams(max_tokens=num_tokens, seed=rng.randrange(1000), structured_output=shape)
         if kind < 0.3:
-            return SamplingParams(max_tokens=num_tokens, seed=rng.randrange(1000), n=3, temperature=1.2, ignore_eos=True)
+            return SamplingParams(max_tokens=num_tokens, seed=rng.randrange(1000), n=3, temperature=1.2)
         if kind < 0.5:
             return SamplingParams(max_tokens=num_tokens, seed=rng.randrange(1000), top_p=0.9, frequency_penalty=0.5)
         return SamplingParams(max_tokens=num_tokens, temperature=0)

@@ -189,6 +189,25 @@ def test_a_new_engine_that_cannot_be_loaded_replaces_nothing() -> None:
     run(check())
 
 
+def test_an_engine_that_dies_while_it_is_replaced_is_not_started_besides() -> None:
+    async def check() -> None:
+        engines = Engines(1)
+        engines.fleet.start()
+        old = await engines.load(0)
+        replaced = next(engines.fleet.replace())
+        await engines.connected(0, 2)
+        old.events.put(None)
+        await engines.dead(0)
+        started = engines.fleet.start()
+        new = await engines.load(0, 2)
+        assert (await asyncio.wrap_future(started))._connection is new
+        assert await asyncio.wrap_future(replaced) is None
+        assert len(engines.started[0]) == 2
+        engines.fleet.stop()
+
+    run(check())
+
+
 def test_what_is_stopped_while_it_is_replaced_stays_stopped() -> None:
     async def check() -> None:
         engines = Engines(1)

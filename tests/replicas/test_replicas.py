@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from inflight import LLM, AsyncLLM, EngineDeadError, SamplingParams
+from inflight import LLM, AsyncLLM, EngineDeadError, InvalidRequestError, SamplingParams
 from inflight.contracts.outputs import RequestOutput
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine.process.connection import ProcessConnection
 from inflight.replicas import placement
+from tests import zoo
 from tests.coroutines import run
 
 PROMPTS = [f"Once upon a time, number {number}" for number in range(12)]
@@ -33,8 +34,8 @@ def tokens(output: RequestOutput) -> list[list[int]]:
 
 
 async def all_loaded(llm: AsyncLLM) -> None:
-    await llm.start()
     while len(llm._fleet.sessions()) < llm.num_replicas:
+        await llm.start()
         await asyncio.sleep(0.01)
 
 
@@ -180,6 +181,29 @@ def test_new_weights_are_loaded_without_refusing_a_request(tmp_path: Path) -> No
         assert not inodes & weights_of(pid_of(llm, 0))
         assert llm.num_crashes == 0
         await llm.stop()
+
+    run(check())
+
+
+def test_a_loaded_model_is_loaded_anew_as_it_is_now() -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    model = zoo.build("llama")
+
+    async def check() -> None:
+        async with AsyncLLM(model, in_process=True) as llm:
+
+            async def ask() -> list[int]:
+                outputs = [output async for output in llm.generate([5, 6, 7], params)]
+                return outputs[-1].outputs[0].token_ids
+
+            before = await ask()
+            with torch.no_grad():
+                model.get_output_embeddings().weight.neg_()
+            with pytest.raises(InvalidRequestError, match="have been changed"):
+                await ask()
+            await llm.reload_weights()
+            after = await ask()
+        assert after == LLM(model).generate([5, 6, 7], params, use_tqdm=False)[0].outputs[0].token_ids != before
 
     run(check())
 

@@ -39,7 +39,7 @@ NOT_WITH = {
 @click.option("--random-input-len", default="100", help=f"Tokens of random prompts: {LENGTHS}")
 @click.option("--random-output-len", default="100", help="Tokens of answers, unless given elsewhere; same forms.")
 @click.option("--prefix-len", type=click.IntRange(min=0), help="Length of a prefix that all random prompts share.")
-@click.option("--num-prefixes", type=POSITIVE, help="How many such prefixes; each prompt has one of them.  [default: 1]")
+@click.option("--num-prefixes", type=POSITIVE, help="How many such prefixes; each prompt has one.  [default: 1]")
 @click.option("--workload", type=click.Choice(("W1", "W2", "W3")), help="Use the lengths of a published workload.")
 @click.option("--prompt-file", type=FILE, help="Prompts as JSON lines, or conversations in ShareGPT's format.")
 @click.option("--trace", type=FILE, help="JSON lines with timestamp, prompt_tokens or prompt, and output_tokens.")

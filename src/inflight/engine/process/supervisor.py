@@ -50,6 +50,8 @@ class Supervisor:
 
         Raises `EngineGivenUpError` if it has died too often in a row."""
         with self._lock:
+            if self._session is None and self._next is not None:
+                return self._next.started
             if self._session is None:
                 self._session = Session(self._connect, self._delay(), self._ended, self._step_timeout)
             return self._session.started

@@ -75,7 +75,7 @@ class Soak:
         kind = rng.random()
         num_tokens = rng.choice((1, 8, 40, 120))
         if kind < 0.15:
-            shape = StructuredOutput(json=SCHEMA)
+            shape = StructuredOutput(json_schema=SCHEMA)
             return SamplingParams(max_tokens=num_tokens, seed=rng.randrange(1000), structured_output=shape)
         if kind < 0.3:
             return SamplingParams(max_tokens=num_tokens, seed=rng.randrange(1000), n=3, temperature=1.2)

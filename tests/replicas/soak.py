@@ -10,6 +10,7 @@ end nothing may be left, and memory may not have grown since the first quarter.
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import signal
@@ -75,7 +76,7 @@ class Soak:
         kind = rng.random()
         num_tokens = rng.choice((1, 8, 40, 120))
         if kind < 0.15:
-            shape = StructuredOutput(json_schema=SCHEMA)
+            shape = StructuredOutput(json_schema=json.dumps(SCHEMA))
             return SamplingParams(max_tokens=num_tokens, seed=rng.randrange(1000), structured_output=shape)
         if kind < 0.3:
             return SamplingParams(max_tokens=num_tokens, seed=rng.randrange(1000), n=3, temperature=1.2)

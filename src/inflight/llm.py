@@ -356,7 +356,7 @@ def _maker(
     """What makes the engine of an `LLM`, and another one when its weights are reloaded."""
     if num_replicas == 1:
         return lambda: Engine(source, config, loaded)
-    load = load_of(source, tokenizer, config)
+    load = load_of(source, tokenizer, config, otherwise="replicas=1")
     return lambda: cast(Engine, replicated_engine(load, num_replicas, loaded))  # it does what is asked of one here
 
 

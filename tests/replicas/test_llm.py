@@ -132,7 +132,7 @@ def test_what_is_wrong_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError):
         llm.generate([PROMPTS[0]], params, use_tqdm=False)
     assert idle(llm)
-    with pytest.raises(ModelError, match="cannot be handed to the engine's process"):
+    with pytest.raises(ModelError, match=r"cannot be handed to the engine's process; .* or replicas=1"):
         LLM(zoo.build("llama"), replicas=2)
     with pytest.raises(ValueError, match="replicas is 'many'"):
         LLM(replicas="many")  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ lock, which the system takes back from a process that dies. Every process maps p
 make a copy), in large pages if the system has them.
 """
 
-import fcntl
 import mmap
 import os
 import struct
@@ -88,6 +87,8 @@ def shared(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _locked(file: int) -> Iterator[None]:
+    import fcntl  # which Windows lacks, where nothing is shared
+
     fcntl.lockf(file, fcntl.LOCK_EX)
     try:
         yield

@@ -33,13 +33,16 @@ def load_of(
     tokenizer: TokenizerSource | None,
     config: EngineConfig,
     watching: Watching | None = None,
+    *,
+    otherwise: str = "in_process=True",
 ) -> Load:
-    """The message that lets another process load the same. Raises `ModelError` for what is loaded already."""
+    """The message that lets another process load the same. Raises `ModelError` for what is loaded already, which says
+    what else the caller can do with that."""
     for what, given in (("model", model), ("tokenizer", tokenizer)):
         if is_loaded_model(given) or is_loaded_tokenizer(given):
             raise ModelError(
                 f"the {what} is a loaded {type(given).__name__}, which cannot be handed to the engine's process; give "
-                "its hub id or folder, or in_process=True"
+                f"its hub id or folder, or {otherwise}"
             )
     assert isinstance(model, str)
     return Load(

@@ -2,15 +2,26 @@
 
 import os
 import signal
+import sys
 import threading
+from contextlib import suppress
+from itertools import islice
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from inflight import LLM, InvalidRequestError, ModelError, SamplingParams, StructuredOutput
 from inflight.contracts.outputs import RequestOutput
 from inflight.engine.process.connection import ProcessConnection
+from inflight.replicas import replicated_engine
 from inflight.replicas.replicated_engine import ReplicatedEngine
 from tests import zoo
+
+
+class Injected(BaseException):
+    """What is raised where nobody expects it."""
+
 
 PROMPTS = [f"Once upon a time, number {number}" for number in range(24)]
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=40, n=2, logprobs=1, prompt_logprobs=0)
@@ -107,6 +118,56 @@ def test_a_stream_that_is_closed_leaves_nothing_and_others_go_on(llm: LLM, alone
         each.outputs[0].token_ids for each in expected
     ]
     assert idle(llm)
+
+
+def test_an_exception_at_any_line_costs_other_streams_nothing(llm: LLM, alone: LLM) -> None:
+    """As `tests/test_torn_engines.py` has it, for the bookkeeping of replicas."""
+    held_params = SamplingParams(temperature=1.0, seed=4, max_tokens=40, n=2, ignore_eos=True)
+    (held,) = alone.generate([PROMPTS[0]], held_params, use_tqdm=False)
+    next_params = SamplingParams(temperature=0, max_tokens=6)
+    expected = plain(alone.generate(PROMPTS[:3], next_params, use_tqdm=False))
+    path = replicated_engine.__file__
+
+    def check(at: int | None) -> list[int]:
+        lines: list[int] = []
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            if frame.f_code.co_filename != path:
+                return None
+            if event == "line":
+                lines.append(frame.f_lineno)
+                if len(lines) - 1 == at:
+                    sys.settrace(None)
+                    raise Injected
+            return trace
+
+        stream, heard = llm.stream([PROMPTS[0]], held_params), {0: list[int](), 1: list[int]()}
+        for delta in islice(stream, 3):
+            heard[delta.index] += delta.token_ids
+        with suppress(Injected):
+            sys.settrace(trace)
+            try:
+                closed = llm.stream(PROMPTS[:3], SamplingParams(temperature=0, max_tokens=20, n=2))
+                next(closed)
+                closed.close()
+                llm.generate(PROMPTS[:2], next_params, use_tqdm=False)
+            finally:
+                sys.settrace(None)
+        for delta in stream:
+            heard[delta.index] += delta.token_ids
+        assert heard == {each.index: each.token_ids for each in held.outputs}, at
+        assert plain(llm.generate(PROMPTS[:3], next_params, use_tqdm=False)) == expected
+        engine = engine_of(llm)
+        assert not engine.is_torn
+        assert (len(engine._requests), len(engine._backlog), engine._num_in_work) == (0, 0, 0)
+        return lines
+
+    events: dict[int, list[int]] = {}
+    for number, line in enumerate(check(None)):
+        events.setdefault(line, []).append(number)
+    assert len(events) > 60
+    for at in sorted({at for numbers in events.values() for at in (numbers[0], numbers[-1])}):
+        check(at)
 
 
 def test_threads_share_the_engines(llm: LLM, alone: LLM) -> None:

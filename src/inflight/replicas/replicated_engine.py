@@ -3,12 +3,14 @@
 A step of it waits until any of them has something to say. Requests are sent as places become free, in the order in
 which they came, so that none waits at a busy engine while another has nothing to do. The requests of an engine that has
 died are run again elsewhere: as the same request gives the same tokens everywhere, those that were heard are left out.
+So are all requests after an exception in the middle of the bookkeeping (`start_over`).
 """
 
+import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
@@ -30,7 +32,7 @@ MOST_DEATHS = 2
 """A request that so many engines have died of, perhaps, ends with an error."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
     """A request that has not ended.
 
@@ -38,6 +40,7 @@ class _Request:
         num_heard: by sequence, how many tokens its caller has.
         num_given: by sequence, how many the engine has given where it runs now.
         ended: the sequences whose end its caller has heard of.
+        attempt: stands for its being where it is; letters of earlier attempts mean nothing.
         place: what is left when the request ends or moves.
     """
 
@@ -46,6 +49,7 @@ class _Request:
     num_given: dict[int, int] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     num_deaths: int = 0
+    attempt: object = None
     place: ExitStack = field(default_factory=ExitStack)
     delivery: Delivery | None = None
 
@@ -74,12 +78,14 @@ class ReplicatedEngine:
         self._requests: dict[str, _Request] = {}
         self._backlog: deque[_Request] = deque()
         self._num_in_work = 0
-        self._news: SimpleQueue[tuple[Delivery, str, object]] = SimpleQueue()
+        self._news: SimpleQueue[tuple[object, str, object]] = SimpleQueue()
+        self._has_news = threading.Event()
+        self._is_changing = False
 
     @property
     def is_torn(self) -> bool:
-        """Never: nothing here is half done between two letters."""
-        return False
+        """See `Engine`."""
+        return self._is_changing
 
     def default_sampling_params(self) -> SamplingParams:
         """See `Engine`."""
@@ -103,19 +109,15 @@ class ReplicatedEngine:
 
     def submit(self, accepted: AcceptedRequest) -> None:
         """Queue a request."""
-        request = self._requests[accepted.request.request_id] = _Request(accepted)
-        self._backlog.append(request)
+        with self._changing():
+            self._queue(_Request(accepted))
 
     def abort(self, request_id: str) -> None:
         """End a request, if it is unfinished."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return
-        if request.delivery is None:
-            self._backlog.remove(request)
-        else:
-            request.delivery.session.send(Abort(request.delivery.mailbox.address))
-            self._leave(request)
+        with self._changing():
+            request = self._requests.pop(request_id, None)
+            if request is not None:
+                self._give_up(request)
 
     def advance(self) -> None:
         """Wait until an engine has something to say, and put all that has come into the outbox.
@@ -124,32 +126,37 @@ class ReplicatedEngine:
             InvalidRequestError: a request cannot be run.
             EngineGivenUpError: all engines have died too often.
         """
-        self._send_more()
+        while self._backlog and self._has_room():
+            with self._changing():
+                self._send(self._backlog[0])
+                self._backlog.popleft()
         if not self._num_in_work:
             return
-        letters = [self._news.get()]
-        while True:
-            try:
-                letters.append(self._news.get_nowait())
-            except Empty:
-                break
-        failure = None
-        for delivery, request_id, letter in letters:
-            request = self._requests.get(request_id)
-            if request is None or request.delivery is not delivery:
-                continue
-            if isinstance(letter, SequenceOutput):
-                self._hear(request, letter)
-            elif isinstance(letter, EngineDeadError):
-                self._run_again(request, letter)
-            elif isinstance(letter, Exception):
-                self._drop(request)
-                failure = letter
-        if failure is not None:
-            raise failure
+        self._has_news.wait()
+        with self._changing():
+            self._has_news.clear()
+            refusals = [error for letter in self._letters() if (error := self._take_in(*letter)) is not None]
+        if refusals:
+            raise refusals[0]
 
-    def start_over(self, requests: Iterable[object] = ()) -> None:
-        """See `Engine`; never needed."""
+    def start_over(self, requests: Iterable[tuple[AcceptedRequest, Sequence[SequenceOutput]]] = ()) -> None:
+        """See `Engine`."""
+        self._is_changing = True
+        for request in self._requests.values():
+            if request.delivery is not None:
+                self._give_up(request)
+        self._requests.clear()
+        self._backlog.clear()
+        self.outbox.clear()
+        self._num_in_work = 0
+        for accepted, told in requests:
+            request = _Request(accepted)
+            for output in told:
+                request.num_heard[output.index] = request.num_heard.get(output.index, 0) + len(output.new_token_ids)
+                if output.finish_reason is not None:
+                    request.ended.add(output.index)
+            self._queue(request)
+        self._is_changing = False
 
     def save_prefixes(self, seconds: float) -> None:
         """Refuse: it is not known which engine has them. Raises `ValueError`."""
@@ -161,24 +168,61 @@ class ReplicatedEngine:
 
     # ------------------------------------------------------------------------------------- requests
 
-    def _send_more(self) -> None:
-        while self._backlog:
-            self._fleet.start().result()  # those that have died start again meanwhile
-            most = IN_WORK_FOR_EACH_SLOT * self.config.max_num_seqs * max(1, len(self._fleet.sessions()))
-            if self._num_in_work >= most:
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Whatever ends this block early leaves the bookkeeping half done."""
+        self._is_changing = True
+        yield
+        self._is_changing = False
+
+    def _has_room(self) -> bool:
+        """Whether an engine has a place for another request. Those that have died start again meanwhile."""
+        self._fleet.start().result()
+        return self._num_in_work < IN_WORK_FOR_EACH_SLOT * self.config.max_num_seqs * len(self._fleet.sessions())
+
+    def _queue(self, request: _Request) -> None:
+        self._requests[request.accepted.request.request_id] = request
+        self._backlog.append(request)
+
+    def _letters(self) -> Iterator[tuple[object, str, object]]:
+        """All that has come."""
+        while True:
+            try:
+                yield self._news.get_nowait()
+            except Empty:
                 return
-            self._send(self._backlog[0])
-            self._backlog.popleft()
+
+    def _take_in(self, attempt: object, request_id: str, letter: object) -> Exception | None:
+        """Take in what an engine says of a request. Returns why it refuses it, if it does."""
+        request = self._requests.get(request_id)
+        if request is None or request.attempt is not attempt:
+            return None
+        if isinstance(letter, SequenceOutput):
+            self._hear(request, letter)
+        elif isinstance(letter, EngineDeadError):
+            self._run_again(request, letter)
+        elif isinstance(letter, Exception):
+            self._drop(request)
+            return letter
+        return None
+
+    def _give_up(self, request: _Request) -> None:
+        """Forget a request wherever it is."""
+        if request.delivery is not None:
+            request.delivery.session.send(Abort(request.delivery.mailbox.address))
+            self._leave(request)
+        elif request in self._backlog:
+            self._backlog.remove(request)
 
     def _send(self, request: _Request) -> None:
         accepted = request.accepted.request
         request_id = accepted.request_id
         prompt, salt = list(accepted.prompt_token_ids), accepted.cache_salt
-        delivery: Delivery | None = None
+        attempt = request.attempt = object()
 
         def put(letter: object) -> None:
-            if delivery is not None:
-                self._news.put((delivery, request_id, letter))
+            self._news.put((attempt, request_id, letter))
+            self._has_news.set()
 
         def mailbox(address: str) -> DirectMailbox:
             return DirectMailbox(address, put)
@@ -233,6 +277,7 @@ class ReplicatedEngine:
         self._leave(request)
 
     def _leave(self, request: _Request) -> None:
+        request.attempt = None
         request.place.close()
         request.delivery = None
         self._num_in_work -= 1

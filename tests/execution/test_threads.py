@@ -129,6 +129,7 @@ def test_a_forked_process_computes_without_the_threads_that_it_does_not_have() -
 
 WITHOUT_TORCH = """
 import os, torch
+from pathlib import Path
 from inflight import LLM, SamplingParams
 
 def seconds_of_others():

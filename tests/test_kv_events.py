@@ -183,6 +183,16 @@ def test_who_comes_late_gets_what_was_missed_and_then_hears_the_rest(context: An
     second.close()
 
 
+def test_an_address_that_cannot_be_had_is_told_and_holds_up_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    config = KVEvents(endpoint="ipc:///no/such/folder/socket")
+    publisher = EventPublisher(config, 1)
+    publisher.publish([Stored([1], None, [5], None)])
+    publisher._thread.join()
+    publisher.publish([Removed([1])])
+    publisher.close()
+    assert "events cannot be published at ipc:///no/such/folder/socket" in caplog.text
+
+
 def test_a_published_salt_is_the_first_blocks_extra_key(context: Any) -> None:
     config = config_of()
     publisher = EventPublisher(config, 1)

@@ -35,6 +35,7 @@ class KVEvents:
     def __post_init__(self) -> None:
         for name in ("buffer_steps", "hwm", "max_queue_size"):
             check_integer(name, getattr(self, name), 1)
+        check_integer("data_parallel_rank", self.data_parallel_rank, 0)
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             if not isinstance(value, str) and not (value is None and name == "replay_endpoint"):
@@ -70,7 +71,7 @@ class KVEvents:
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watching:
-    """All of them.
+    """Everybody who is told.
 
     Attributes:
         record_to: where every step is recorded; None: nowhere.

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -83,7 +84,9 @@ class EventPublisher:
 
     def close(self) -> None:
         """Send what is left, and end."""
-        self._out.send_multipart([b""])
+        self._out.setsockopt(zmq.SNDTIMEO, MILLISECONDS_TO_END)
+        with suppress(zmq.Again):  # nobody listens if the address cannot be had
+            self._out.send_multipart([b""])
         self._out.close()
         self._thread.join()
         self._context.destroy(linger=MILLISECONDS_TO_END)

@@ -31,7 +31,7 @@ class Delivery:
 
     def __init__(self, session: Session, mailbox: Mailbox, has_begun: Callable[[], None]) -> None:
         self.session, self.mailbox = session, mailbox
-        self.token_ids: Sequence[int] = ()
+        self._result: tuple[Sequence[int], Sequence[CompletionOutput]] = (), ()
         self._has_begun: Callable[[], None] | None = has_begun
 
     def begin(self) -> None:
@@ -41,9 +41,13 @@ class Delivery:
             self._has_begun = None
 
     def end_with(self, prompt: Sequence[int], outputs: Sequence[CompletionOutput]) -> None:
-        """What came of a prompt: the next one may begin so."""
-        if outputs:
-            self.token_ids = [*prompt, *outputs[0].token_ids]
+        """What came of a prompt."""
+        self._result = prompt, outputs
+
+    def token_ids(self) -> list[int]:
+        """Prompt and output, if it has ended: the next prompt may begin so."""
+        prompt, outputs = self._result
+        return [*prompt, *outputs[0].token_ids] if outputs else []
 
 
 class Fleet:
@@ -172,8 +176,9 @@ class Fleet:
                 failure = error  # it has died just now
             finally:
                 with self._lock:
-                    is_there = delivery is not None and self._known.get(sent.replica) is session
-                    token_ids = delivery.token_ids if delivery is not None and is_there else ()
+                    is_there = self._known.get(sent.replica) is session
+                    can_help = delivery is not None and is_there and len(self._supervisors) > 1
+                    token_ids = delivery.token_ids() if delivery is not None and can_help else ()
                     router.end(sent, time.monotonic(), token_ids, cache_salt)
         raise failure
 

@@ -137,7 +137,7 @@ class Router:
     def begin(self, sent: Sent, now: float) -> None:
         """A request got its first token."""
         self._replicas[sent.replica].load_of(sent).num_owed -= sent.num_owed
-        if not sent.in_background:  # they wait for whoever comes
+        if not sent.in_background and len(self._replicas) > 1:  # those in the background wait for whoever comes
             self._expectation.see_first_token(sent.load, now - sent.time)
         sent.has_begun, sent.time = True, now
 

@@ -67,7 +67,8 @@ class Supervisor:
         request: then this returns that one. If the new one cannot be loaded, this raises why, and the old one stays."""
         replaced: Future[Session | None] = Future()
         replaced.set_running_or_notify_cancel()
-        new = Session(self._connect, 0.0, self._ended, self._step_timeout)
+        with self._lock:
+            new = self._next = Session(self._connect, 0.0, self._ended, self._step_timeout)
 
         def loaded(started: "Future[Session]") -> None:
             with self._lock:
@@ -83,8 +84,6 @@ class Supervisor:
                 old.retire()
             replaced.set_result(old)
 
-        with self._lock:
-            self._next = new
         new.started.add_done_callback(loaded)
         return replaced
 

@@ -48,11 +48,18 @@ class _Body(msgspec.Struct):
 
     cache_salt: msgspec.Raw = msgspec.Raw(b"")
     tools: msgspec.Raw = msgspec.Raw(b"")
+    system: msgspec.Raw = msgspec.Raw(b"")
     instructions: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
     prompt: msgspec.Raw = msgspec.Raw(b"")
     input: msgspec.Raw = msgspec.Raw(b"")
     stream: bool | None = None
+
+    @property
+    def text(self) -> bytes:
+        return b"".join(
+            (self.cache_salt, self.tools, self.system, self.instructions, self.messages, self.prompt, self.input)
+        )
 
 
 def read_lines(file: BinaryIO, urls: Collection[str]) -> Iterator[RequestLine | LineError]:
@@ -80,6 +87,15 @@ def request_of(line: bytes) -> tuple[str, bytes]:
     """The url and the body of a line that was read before."""
     request = msgspec.json.decode(line, type=_Line)
     return request.url, bytes(request.body)
+
+
+def prompt_of(body: bytes) -> bytes:
+    """What the prompt of a request begins with, in JSON as its body has it: requests that share the beginning of one
+    can share what is cached. Empty if the body is none of a request."""
+    try:
+        return msgspec.json.decode(body, type=_Body).text
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return b""
 
 
 class _WrongLine(Exception):
@@ -113,7 +129,7 @@ def _request(line: bytes, number: int, offset: int, urls: Collection[str]) -> Re
 def _prefix(body: _Body) -> bytes:
     """Checksums of the beginnings of a prompt, the shortest first: two prompts that begin alike have the same first
     ones. (It is a hint about the order of work; nothing depends on it but speed.)"""
-    text = b"".join((body.cache_salt, body.tools, body.instructions, body.messages, body.prompt, body.input))
+    text = body.text
     checksum, start, sums = 0, 0, []
     for end in PREFIX_LENGTHS:
         if end > len(text):

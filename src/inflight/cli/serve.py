@@ -20,14 +20,13 @@ from inflight.cli.options import (
 )
 from inflight.contracts.config import ROUTINGS
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError
+from inflight.server.operations.api_keys import KEYS_VARIABLE
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.tools.call_format import CALL_FORMATS
 
 if TYPE_CHECKING:
     from inflight.contracts.record import RecordTo
-
-KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 
 
 @click.command(cls=Command, settings=(ServerSettings, OperatorSettings))
@@ -90,9 +89,9 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
     from inflight.server.operations.listener import listen
     from inflight.server.operations.logs import set_up_logging
     from inflight.server.operations.settings import OperatorSettings
-    from inflight.server.serving.settings import ServerSettings
+    from inflight.server.serving.settings import ServerSettings, names_of
 
-    name, *aliases = _names(model, served_model_names)
+    name, *aliases = names_of(model, served_model_names)
     settings = ServerSettings(model_name=name, model_aliases=tuple(aliases), **values_for(ServerSettings, options))
     operator_settings = OperatorSettings(**values_for(OperatorSettings, options))
     set_up_logging(as_json=operator_settings.log_format == "json")
@@ -150,13 +149,3 @@ def _record_to(path: str | None, max_bytes: int, num_files: int) -> "RecordTo | 
 
 def _given(options: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: options[name] for name in names if options[name] is not None}
-
-
-def _names(model: str | None, served: tuple[str, ...]) -> list[str]:
-    """Return the model's name and its aliases; the model's own name is always among them."""
-    from inflight.server.serving.settings import ANY_NAME, DEMO_MODEL_NAME
-
-    own = [DEMO_MODEL_NAME] if model is None else [model]
-    if model is not None and Path(model).expanduser().is_dir():
-        own.insert(0, Path(model).expanduser().resolve().name)
-    return sorted(dict.fromkeys([*served, *own]), key=lambda name: name == ANY_NAME)  # the first is shown to clients

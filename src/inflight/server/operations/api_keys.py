@@ -16,6 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.refusals import OPERATOR_PATHS, header_of, path_of, refuse
 
+KEYS_VARIABLE = "INFLIGHT_API_KEYS"
+"""The environment variable for keys, separated by commas."""
+
 
 def read_api_keys(keys: Iterable[str] = (), file: Path | None = None, environment: str | None = None) -> list[str]:
     """Return all keys from the given sources, without duplicates.

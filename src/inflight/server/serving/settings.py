@@ -1,6 +1,8 @@
 """`ServerSettings`: every choice that an operator has about the HTTP server. Plain data, checked when created."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from inflight.contracts import options
 from inflight.contracts.params import MAX_LOGPROBS
@@ -11,6 +13,14 @@ DEMO_MODEL_NAME = "inflight-demo"
 
 ANY_NAME = "*"
 """As a name of the model: every name is one."""
+
+
+def names_of(model: str | None, served: Sequence[str] = ()) -> list[str]:
+    """The model's name in answers, and its aliases: the names under which it is served, and always its own."""
+    own = [DEMO_MODEL_NAME] if model is None else [model]
+    if model is not None and Path(model).expanduser().is_dir():
+        own.insert(0, Path(model).expanduser().resolve().name)
+    return sorted(dict.fromkeys([*served, *own]), key=lambda name: name == ANY_NAME)
 
 
 @options.strict_options

@@ -1,0 +1,62 @@
+"""`PrefixFront`: reads requests before Ray Serve routes them, so that those that begin alike go to the same replica.
+
+Serve's proxies choose a replica before they have read a request, so they cannot know its prompt. This deployment reads
+it and hands it on, through Serve's own prefix-affinity router.
+"""
+
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from inflight.scale.forwarding import ForwardedRequest
+from inflight.server.operations.limits import BodyLimit
+
+ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router:PrefixCacheAffinityRouter"
+
+
+def router_of(max_num_seqs: int) -> dict[str, Any]:
+    """Serve's `request_router_config`: by prefix, unless one engine has half of its slots more to do than another."""
+    return {
+        "request_router_class": ROUTER,
+        "request_router_kwargs": {"imbalanced_threshold": max(1, max_num_seqs // 2), "do_eviction": True},
+    }
+
+
+class PrefixFront:
+    """Hands requests to replicas.
+
+    Args:
+        replicas: the deployment of `EngineReplica`.
+        max_body_size: bytes.
+    """
+
+    def __init__(self, replicas: DeploymentHandle[Any], max_body_size: int) -> None:
+        self._replicas = replicas.options(method_name="answer", stream=True)
+        self._max_body_size = max_body_size
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """The application, for `serve.ingress`."""
+        limited = BodyLimit(self._max_body_size).middleware(self._hand_on)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "lifespan":
+                for event in ("startup", "shutdown"):
+                    await receive()
+                    await send({"type": f"lifespan.{event}.complete"})
+            elif scope["type"] == "http":
+                await limited(scope, receive, send)
+
+        return app
+
+    async def _hand_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = await ForwardedRequest.receive(scope, receive)
+        if request is None:
+            return
+        answer: Any = self._replicas.remote(request)  # as a stream; its type does not say that
+        try:
+            async for messages in answer:
+                for message in messages:
+                    await send(message)
+        finally:
+            answer.cancel()

@@ -1,0 +1,105 @@
+"""`EngineReplica`: what Ray Serve starts as often as it wants: an engine, and the whole OpenAI application over it.
+
+Serve asks it for its health and its load, and lets it finish its requests before it ends it.
+"""
+
+import os
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import ray
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn import Config
+from uvicorn.lifespan.on import LifespanOn
+
+from inflight.async_llm import AsyncLLM
+from inflight.contracts.config import CACHE_SHARE_OF_HOST
+from inflight.machine import usable_cores, usable_memory
+from inflight.scale.autoscaling import reported
+from inflight.scale.forwarding import ForwardedRequest, answered
+from inflight.scale.settings import AppSettings
+from inflight.server.app import create_app
+from inflight.server.operations.api_keys import KEYS_VARIABLE
+from inflight.server.operations.stack import Operations
+
+
+class EngineReplica:
+    """A replica. It counts as started once its model is loaded."""
+
+    async def __init__(self, settings: AppSettings) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._settings = settings
+        given: dict[str, float] = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
+        options = with_share_of_node(settings.engine, given.get("CPU", 0))
+        self._llm = AsyncLLM(settings.model, settings.tokenizer, starts_at_once=True, **options)
+        self._loss: Exception | None = None
+        await self._llm.start()
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """The application, for `serve.ingress`; its end stops the engine."""
+        settings = self._settings.server_settings()
+        operations = Operations(
+            self._settings.operator_settings(),
+            settings.model_name,
+            self._llm.replica_stats,
+            environment_keys=os.environ.get(KEYS_VARIABLE),
+            count_crashes=lambda: self._llm.num_crashes,
+        )
+        app = create_app(self._llm, settings, operations, self._lose)
+        return _without_request_id(operations.surround(app))
+
+    async def check_health(self) -> None:
+        """Called by Serve; raises if this replica is of no use any more. An engine that died and is being started again
+        is none of that."""
+        if self._loss is not None:
+            raise self._loss
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve if it scales automatically."""
+        stats = await self._llm.stats()
+        return reported(stats, self._llm.config.max_num_seqs)
+
+    def _lose(self, error: Exception) -> None:
+        self._loss = error
+
+
+class AnsweringReplica(EngineReplica):
+    """A replica behind another deployment, which hands it requests."""
+
+    async def __init__(self, settings: AppSettings) -> None:  # type: ignore[misc]  # Serve awaits it
+        await super().__init__(settings)
+        self._app = self.__serve_build_asgi_app__()
+        self._lifespan = LifespanOn(Config(self._app, lifespan="on", log_config=None))
+        await self._lifespan.startup()
+
+    async def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
+        """Answer a request; yields the messages of the answer."""
+        async with aclosing(answered(self._app, request)) as answer:
+            async for messages in answer:
+                yield messages
+
+    async def __del__(self) -> None:
+        await self._lifespan.shutdown()
+
+
+def with_share_of_node(engine: dict[str, Any], num_cpus: float) -> dict[str, Any]:
+    """An engine's options with as many threads as it has CPUs, and with that share of the memory for its cache."""
+    options: dict[str, Any] = {"num_threads": max(1, int(num_cpus))}
+    if "num_blocks" not in engine:
+        share = min(1.0, num_cpus / usable_cores()) if num_cpus else 1.0
+        options["kv_cache_memory"] = int(usable_memory() * CACHE_SHARE_OF_HOST * share)
+    return options | engine
+
+
+def _without_request_id(app: ASGIApp) -> ASGIApp:
+    """An application that leaves a request's id to Serve's proxies, which gave it one and put it into the answer."""
+
+    async def handle(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_rest(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [each for each in message["headers"] if each[0] != b"x-request-id"]
+            await send(message)
+
+        await app(scope, receive, send_rest)
+
+    return handle

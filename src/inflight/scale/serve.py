@@ -1,0 +1,61 @@
+"""`build_app`: a Ray Serve application that serves a model with OpenAI's API, from as many replicas as Serve wants.
+
+    from ray import serve
+    from inflight.scale.serve import build_app
+
+    serve.run(build_app({"model": "Qwen/Qwen3-0.6B", "deployment": {"num_replicas": 2}}))
+
+In a configuration file it is `import_path: inflight.scale.serve:build_app`, with the same under `args`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from inflight.machine import usable_cores
+from inflight.scale.autoscaling import POLICY
+from inflight.scale.prefix_front import PrefixFront, router_of
+from inflight.scale.replica import AnsweringReplica, EngineReplica
+from inflight.scale.settings import PREFIX, AppSettings
+
+REQUESTS_FOR_EACH_SLOT = 2
+"""A replica is given so many at once: the next ones are read and tokenized when a slot becomes free. Others wait at
+Serve's proxies, where a replica that is started meanwhile can have them."""
+
+MOST_STARTS = 3
+"""Serve gives a deployment up when its replicas failed to start so often, because a model cannot be loaded, say."""
+
+FRONT: dict[str, Any] = {"name": "front", "max_ongoing_requests": 10_000, "ray_actor_options": {"num_cpus": 0}}
+
+
+def build_app(settings: AppSettings | Mapping[str, Any]) -> Application:
+    """Return the application. Raises `ValueError` for wrong settings."""
+    settings = AppSettings.model_validate(settings)
+    deployment = serve.deployment(**_deployment(settings))
+    if settings.routing != PREFIX:
+        return deployment(serve.ingress()(EngineReplica)).bind(settings)
+    front = serve.deployment(**FRONT)(serve.ingress()(PrefixFront))
+    return front.bind(deployment(AnsweringReplica).bind(settings), settings.operator_settings().max_body_size)
+
+
+def _deployment(settings: AppSettings) -> dict[str, Any]:
+    """The options of the deployment: those that were given, over those that suit an engine."""
+    given = dict(settings.deployment)
+    options: dict[str, Any] = {
+        "name": "inflight",
+        "max_ongoing_requests": REQUESTS_FOR_EACH_SLOT * settings.engine_config().max_num_seqs,
+        "max_constructor_retry_count": MOST_STARTS,
+        "graceful_shutdown_timeout_s": settings.operator_settings().grace_period,
+        "health_check_timeout_s": 30,
+    }
+    if given.get("num_replicas") == "auto":
+        given |= {"num_replicas": None, "autoscaling_config": given.get("autoscaling_config") or {"max_replicas": 100}}
+    if settings.routing == PREFIX:
+        options["request_router_config"] = router_of(settings.engine_config().max_num_seqs)
+    scaling = given.get("autoscaling_config")
+    if scaling is not None:
+        given["autoscaling_config"] = {"policy": {"policy_function": POLICY}} | dict(scaling)
+    actor = {"num_cpus": usable_cores()} | dict(given.pop("ray_actor_options", {}))
+    return options | given | {"ray_actor_options": actor}

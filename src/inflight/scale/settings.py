@@ -1,0 +1,69 @@
+"""`AppSettings`: every choice about a Ray Serve application. Plain data, checked when made, as Python or as YAML."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from inflight.contracts.config import EngineConfig
+from inflight.server.operations.settings import OperatorSettings
+from inflight.server.serving.settings import ServerSettings, names_of
+from inflight.sources import engine_config
+
+PREFIX, LEAST_LOADED = "prefix", "least-loaded"
+
+
+class AppSettings(BaseModel):
+    """What `build_app` takes: a mapping with these fields is as good, as in Serve's configuration files.
+
+    Attributes:
+        model: a hub id, or a folder that every node has; None is the small embedded model.
+        tokenizer: as of `AsyncLLM`.
+        served_model_names: the model's name for clients, and further accepted names.
+        engine: the fields of `EngineConfig`, for the engine of each replica. `num_threads`, unless given, is the
+            replica's `num_cpus`, and `kv_cache_memory` its share of the machine's.
+        server: the fields of `ServerSettings`, save the model's names.
+        operator: the fields of `OperatorSettings`; `grace_period` is what a replica has to finish its requests in.
+        deployment: options of Serve's deployment, such as `num_replicas`, `autoscaling_config` and
+            `ray_actor_options`. By default a replica has all cores of the machine on which the application is built.
+        routing: which replica gets a request: "least-loaded" (of two drawn ones), or "prefix" (where requests that
+            begin alike went before), for which each request takes one more step, through a front of its own.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str | None = None
+    tokenizer: str | None = None
+    served_model_names: tuple[str, ...] = ()
+    engine: dict[str, Any] = Field(default_factory=dict)
+    server: dict[str, Any] = Field(default_factory=dict)
+    operator: dict[str, Any] = Field(default_factory=dict)
+    deployment: dict[str, Any] = Field(default_factory=dict)
+    routing: str = LEAST_LOADED
+
+    @field_validator("routing")
+    @classmethod
+    def _check_routing(cls, routing: str) -> str:
+        if routing not in (LEAST_LOADED, PREFIX):
+            raise ValueError(f"routing is {routing!r}; it must be {LEAST_LOADED!r} or {PREFIX!r}")
+        return routing
+
+    def model_post_init(self, _: object) -> None:
+        """Check what is only read in replicas, before there are any."""
+        self.engine_config()
+        self.server_settings()
+        self.operator_settings()
+
+    def engine_config(self) -> EngineConfig:
+        """The options of each engine. Raises `ValueError`."""
+        return engine_config(self.engine, "the application's engine")
+
+    def server_settings(self) -> ServerSettings:
+        """How requests are answered. Raises `ValueError`."""
+        name, *aliases = names_of(self.model, self.served_model_names)
+        if self.server.get("batch_dir") is not None:
+            raise ValueError("batch_dir cannot be shared by replicas; use inflight.scale.data for batch jobs")
+        return ServerSettings(model_name=name, model_aliases=tuple(aliases), **self.server)
+
+    def operator_settings(self) -> OperatorSettings:
+        """How replicas are protected and observed. Raises `ValueError`."""
+        return OperatorSettings(**self.operator)

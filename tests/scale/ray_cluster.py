@@ -1,0 +1,70 @@
+"""Support for tests on a Ray cluster: its nodes are processes of this machine."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "HF_HUB_OFFLINE": "1"}
+
+ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+from ray.util.state import list_actors  # noqa: E402
+
+SECONDS_TO_CHANGE = 120
+"""After so long what should happen has not."""
+
+
+@contextmanager
+def cluster_of(num_nodes: int) -> Iterator[Cluster]:
+    """A cluster of nodes with one CPU each, to which this process is connected. The first is its head."""
+    cluster = Cluster()
+    try:
+        for _ in range(num_nodes):
+            cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port that only those can have who share it, as Serve's proxies do."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+        yield port
+
+
+def actors(class_name: str) -> list[Any]:
+    """What Ray knows of the actors of a class that live."""
+    found = list_actors(filters=[("state", "=", "ALIVE")], detail=True, limit=1000)
+    return [each for each in found if each.class_name.startswith(class_name)]
+
+
+def kill(pid: int) -> None:
+    """Kill a process as a machine's lack of memory would."""
+    os.kill(pid, signal.SIGKILL)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Wait until something has become so."""
+    deadline = time.monotonic() + SECONDS_TO_CHANGE
+    while not is_so():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.1)
+
+
+async def until_soon(is_so: Callable[[], bool]) -> None:
+    """The same beside an event loop."""
+    await asyncio.to_thread(until, is_so)

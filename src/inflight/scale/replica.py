@@ -6,16 +6,13 @@ Serve asks it for its health and its load, and lets it finish its requests befor
 import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
-import ray
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.lifespan.on import LifespanOn
 
 from inflight.async_llm import AsyncLLM
-from inflight.contracts.config import CACHE_SHARE_OF_HOST
-from inflight.machine import usable_cores, usable_memory
+from inflight.scale.actor_options import options_in_actor
 from inflight.scale.autoscaling import reported
 from inflight.scale.forwarding import ForwardedRequest, answered
 from inflight.scale.settings import AppSettings
@@ -29,8 +26,7 @@ class EngineReplica:
 
     async def __init__(self, settings: AppSettings) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = settings
-        given: dict[str, float] = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
-        options = with_share_of_node(settings.engine, given.get("CPU", 0))
+        options = options_in_actor(settings.engine)
         self._llm = AsyncLLM(settings.model, settings.tokenizer, starts_at_once=True, **options)
         self._loss: Exception | None = None
         await self._llm.start()
@@ -80,15 +76,6 @@ class AnsweringReplica(EngineReplica):
 
     async def __del__(self) -> None:
         await self._lifespan.shutdown()
-
-
-def with_share_of_node(engine: dict[str, Any], num_cpus: float) -> dict[str, Any]:
-    """An engine's options with as many threads as it has CPUs, and with that share of the memory for its cache."""
-    options: dict[str, Any] = {"num_threads": max(1, int(num_cpus))}
-    if "num_blocks" not in engine:
-        share = min(1.0, num_cpus / usable_cores()) if num_cpus else 1.0
-        options["kv_cache_memory"] = int(usable_memory() * CACHE_SHARE_OF_HOST * share)
-    return options | engine
 
 
 def _without_request_id(app: ASGIApp) -> ASGIApp:

@@ -1,0 +1,29 @@
+"""The options of an engine in an actor of Ray, of which there are others."""
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from inflight.contracts.config import CACHE_SHARE_OF_HOST
+from inflight.contracts.params import MAX_SEED
+from inflight.machine import usable_cores, usable_memory
+
+
+def options_in_actor(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """An engine's options, and what suits this actor where they leave it open.
+
+    It has as many threads as the actor was given CPUs, and that share of the machine's memory for its cache, so that
+    several on one machine leave each other room. (An actor without CPUs of its own takes all, as if it were alone.) Its
+    `seed` is drawn, so that not all engines draw the same for requests that have none.
+    """
+    options: dict[str, Any] = {"seed": secrets.randbelow(MAX_SEED)}
+    given: dict[str, float] = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
+    num_cpus = given.get("CPU")
+    if num_cpus:
+        options["num_threads"] = max(1, int(num_cpus))
+        if "num_blocks" not in engine:
+            share = min(1.0, num_cpus / usable_cores())
+            options["kv_cache_memory"] = int(usable_memory() * CACHE_SHARE_OF_HOST * share)
+    return options | dict(engine)

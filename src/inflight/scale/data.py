@@ -1,0 +1,173 @@
+"""Batch inference in Ray Data: rows with prompts in, the same rows with answers out.
+
+With Ray's own way to build processors:
+
+    from inflight.scale.data import InflightProcessorConfig
+    from ray.data.llm import build_processor
+
+    config = InflightProcessorConfig(model_source="Qwen/Qwen3-0.6B", sampling_params={"max_tokens": 100}, num_cpus=8)
+    answered = build_processor(config)(ray.data.read_json("prompts.jsonl"))
+
+or with the class alone, `dataset.map_batches(GenerateText, ...)`.
+
+What fails is Ray's to try again: an actor that is killed is started anew, and its batches go to another. To go on after
+the end of the whole job, set `DataContext.checkpoint_config`: Ray then leaves out the rows that are written already.
+"""
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+import ray
+import ray.data
+from pydantic import Field
+from ray.data.llm import Processor, ProcessorConfig
+from ray.llm._internal.batch.processor import ProcessorBuilder
+from ray.llm._internal.batch.stages.base import StatefulStage, StatefulStageUDF
+
+from inflight.contracts.options import refuse_unknown_options
+from inflight.machine import usable_cores
+from inflight.scale.rows import OTHER_COLUMNS, PROMPT_COLUMNS, RowEngine
+from inflight.sources import engine_config
+
+logger = logging.getLogger(__name__)
+
+BATCHES_IN_BLOCK = 8
+
+
+class GenerateText:
+    """For `Dataset.map_batches`, as a class: an engine that answers the rows of each batch.
+
+    Rows have a column `prompt` (text), `prompt_token_ids` or `messages` (a chat), and maybe `sampling_params` (a dict
+    or JSON). They get the columns `generated_text`, `generated_tokens`, `finish_reason`, `num_input_tokens` and
+    `num_generated_tokens`. `compute` should be an `ActorPoolStrategy` with `max_concurrent_calls_per_actor`, so that
+    the engine always has rows of several batches.
+
+    Args:
+        model: a hub id, or a folder that every node has; None is the small embedded model.
+        sampling_params: fields of `SamplingParams` for rows that bring none.
+        engine: the fields of `EngineConfig`.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        tokenizer: str | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        engine: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._engine = RowEngine(model, tokenizer, sampling_params, engine)
+
+    async def __call__(self, batch: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Answer a batch of rows, given as columns."""
+        names = list(batch)
+        rows = [dict(zip(names, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        answers = dict([answer async for answer in self._engine.answers(rows)])
+        new = {name: [answers[number][name] for number in range(len(rows))] for name in answers[0]} if rows else {}
+        yield batch | new
+
+
+class InflightProcessorConfig(ProcessorConfig):  # type: ignore[misc]  # its fields are Ray's
+    """What `ray.data.llm.build_processor` makes a processor from; rows and new columns are those of `GenerateText`.
+
+    Attributes:
+        model_source: a hub id, or a folder that every node has; None is the small embedded model.
+        concurrency: how many engines, or the least and the most of them.
+        batch_size, max_concurrent_batches: rows go to an engine in batches, and so many are in work at once.
+        num_cpus: what Ray sets aside for each engine, which has as many threads. By default an engine computes with all
+            cores of the machine on which the processor is built, and one of them is not set aside: without any, what
+            reads and writes rows would wait for ever.
+        should_continue_on_error: whether a row that asks for what cannot be gets the reason in the column
+            `__inference_error__`, instead of ending the job.
+        resources, runtime_env: of each engine's actor, as everywhere in Ray.
+    """
+
+    model_source: str | None = None
+    tokenizer: str | None = None
+    sampling_params: dict[str, Any] | None = None
+    engine: dict[str, Any] = Field(default_factory=dict)
+    max_concurrent_batches: int = Field(default=8, ge=1)
+    num_cpus: float | None = Field(default=None, gt=0)
+    should_continue_on_error: bool = False
+    resources: dict[str, float] | None = None
+    runtime_env: dict[str, Any] | None = None
+
+    def model_post_init(self, _: object) -> None:
+        """Check what is only read in actors, before there are any."""
+        engine_config(self.engine, "the processor's engine")
+
+
+class _EngineUDF(StatefulStageUDF):  # type: ignore[misc]
+    def __init__(self, data_column: str, expected_input_keys: list[str] | None = None, **options: Any) -> None:
+        super().__init__(data_column, expected_input_keys)
+        self._engine = RowEngine(**options)
+
+    async def udf(self, rows: list[dict[str, Any]]) -> AsyncGenerator[dict[str, Any], None]:
+        """Answer rows, in any order."""
+        async for number, columns in self._engine.answers(rows):
+            yield columns | {self.IDX_IN_BATCH_COLUMN: rows[number][self.IDX_IN_BATCH_COLUMN]}
+
+
+class _EngineStage(StatefulStage):  # type: ignore[misc]
+    fn: type[StatefulStageUDF] = _EngineUDF
+
+    def get_optional_input_keys(self) -> dict[str, str]:
+        """Columns and what they hold. None of them alone is required."""
+        return PROMPT_COLUMNS | OTHER_COLUMNS
+
+
+class _Processor(Processor):  # type: ignore[misc]
+    def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
+        """The answered dataset. Ray's units of work become a few batches: that much is lost when one is killed."""
+        self._check_cpus()
+        rows = BATCHES_IN_BLOCK * self.config.batch_size
+        return super().__call__(dataset.repartition(target_num_rows_per_block=rows))
+
+    def _check_cpus(self) -> None:
+        """Warn if the engines take all CPUs of the cluster: the job would wait for ever."""
+        if not ray.is_initialized():
+            return
+        least = self.config.get_concurrency(autoscaling_enabled=False)
+        taken = next(iter(least.values())) * (self.config.num_cpus or 0)
+        there = ray.cluster_resources().get("CPU", 0)
+        others = 1 if ray.data.DataContext.get_current().checkpoint_config is None else 2
+        if there - taken < others:
+            logger.warning(
+                "%g of the cluster's %g CPUs are set aside for engines, and the job may wait for ever: what reads and "
+                "writes rows, and checkpoints, needs %d more; give the processor less num_cpus, or less concurrency",
+                taken,
+                there,
+                others,
+            )
+
+
+def _build(
+    config: InflightProcessorConfig,
+    preprocess: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    postprocess: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    **map_options: Any,
+) -> Processor:
+    refuse_unknown_options(map_options, ["preprocess_map_kwargs", "postprocess_map_kwargs"], "the processor")
+    cores = usable_cores()
+    stage = _EngineStage(
+        fn_constructor_kwargs={
+            "model": config.model_source,
+            "tokenizer": config.tokenizer,
+            "sampling_params": config.sampling_params,
+            "engine": ({"num_threads": cores} if config.num_cpus is None else {}) | config.engine,
+            "keeps_errors": config.should_continue_on_error,
+        },
+        map_batches_kwargs={
+            "compute": ray.data.ActorPoolStrategy(
+                **config.get_concurrency(autoscaling_enabled=False),
+                max_concurrent_calls_per_actor=config.max_concurrent_batches,
+            ),
+            "num_cpus": cores - 1 if config.num_cpus is None else config.num_cpus,
+            "resources": config.resources,
+            "runtime_env": config.runtime_env,
+        },
+    )
+    return _Processor(config, [stage], preprocess, postprocess, **map_options)
+
+
+ProcessorBuilder.register(InflightProcessorConfig, _build)

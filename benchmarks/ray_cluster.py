@@ -1,11 +1,12 @@
 """What Ray costs on one machine: Ray Serve beside `inflight serve`, Ray Data beside `inflight batch`.
 
-python -m benchmarks.ray_cluster --measure serve --model gpt2 --rounds 3
+python -m benchmarks.ray_cluster --measure serve --model gpt2
+python -m benchmarks.ray_cluster --measure serve --model gpt2 --load "one every two seconds"
 python -m benchmarks.ray_cluster --measure data --rows 10_000
 
-serve: workload W2 (`workloads.py`), all 32 requests at once and streamed, from `inflight bench serve`; and requests so
-    far apart that each is alone. Each server is started anew in each round, alone, with one engine of all cores, and gets
-    the load twice; the first is not counted. Ray's own processes and the load generator share the cores.
+serve: workload W2 (`workloads.py`), all 32 requests at once and streamed, from `inflight bench serve`; or requests so
+    far apart that each is alone. Each server is started anew in each round, alone, with one engine of all cores, and
+    gets the load twice; the first is not counted. Ray's own processes and the load generator share the cores.
 data: rows with a prompt each through the embedded model, from reading a file to the last result in another, with the
     start of the engine: in `inflight batch`, and on a running cluster, where the engine's process is killed when a
     third and two thirds are done, and where it is not. Results are compared.
@@ -21,7 +22,7 @@ import tempfile
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,8 @@ def main() -> None:
     parser.add_argument("--measure", choices=("serve", "data"), required=True)
     parser.add_argument("--model", default="gpt2")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--load", choices=LOADS, default="W2-32")
     parser.add_argument("--rows", type=int, default=10_000)
     options = parser.parse_args()
     print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
@@ -51,7 +53,7 @@ def main() -> None:
 # ------------------------------------------------------------------------------------------------- Serve
 
 OURS, RAY, HAPROXY = "inflight serve", "Ray Serve", "Ray Serve with HAProxy"
-ENVIRONMENT = {HAPROXY: {"RAY_SERVE_ENABLE_HA_PROXY": "1"}}
+ENVIRONMENT: dict[str, dict[str, str]] = {HAPROXY: {"RAY_SERVE_ENABLE_HA_PROXY": "1"}}
 LOADS = {
     "W2-32": ["--workload", "W2", "--num-requests", "32"],
     "one every two seconds": [
@@ -82,25 +84,23 @@ def measure_serving(options: argparse.Namespace) -> None:
     on_ray = [sys.executable, "-c", SERVE_ON_RAY, str(PORT), json.dumps({"model": folder, "engine": engine})]
     ours = [*(sys.executable, "-m", "inflight", "serve", folder, "--port", str(PORT)), *flags]
     commands = {OURS: ours, RAY: on_ray, HAPROXY: on_ray}
-    speeds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    firsts: dict[tuple[str, str], list[float]] = defaultdict(list)
+    speeds: dict[str, list[float]] = defaultdict(list)
+    firsts: dict[str, list[float]] = defaultdict(list)
     for number in range(options.rounds):
         for server in commands if number % 2 else reversed(commands):
             with running(commands[server], ENVIRONMENT.get(server, {})):
-                for load, arguments in LOADS.items():
-                    put_load(arguments, seed=100)
-                    report = put_load(arguments, seed=number)
-                    speeds[load, server].append(report["output_tokens_per_second"])
-                    firsts[load, server].append(report["ttft"]["median"])
-    for load in LOADS:
-        for server in commands:
-            each = ", ".join(f"{one:.1f}" for one in speeds[load, server])
-            speed, first = (median(table[load, server]) for table in (speeds, firsts))
-            relative = [median(table[load, server]) / median(table[load, OURS]) for table in (speeds, firsts)]
-            print(
-                f"{load}, {server}: {speed:.1f} tokens/s ({each}), {relative[0]:.2f} of {OURS}; "
-                f"TTFT p50 {1000 * first:.1f} ms, {relative[1]:.2f} times"
-            )
+                put_load(LOADS[options.load], seed=100)
+                report = put_load(LOADS[options.load], seed=number)
+                speeds[server].append(report["output_tokens_per_second"])
+                firsts[server].append(report["ttft"]["median"])
+    for server in commands:
+        each = ", ".join(f"{one:.1f}" for one in speeds[server])
+        speed, first = (median(table[server]) for table in (speeds, firsts))
+        relative = [median(table[server]) / median(table[OURS]) for table in (speeds, firsts)]
+        print(
+            f"{server}: {speed:.1f} tokens/s ({each}), {relative[0]:.2f} of {OURS}; "
+            f"TTFT p50 {1000 * first:.1f} ms, {relative[1]:.2f} times"
+        )
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def running(command: list[str], environment: Mapping[str, str]) -> Iterator[None
         command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
     )
     try:
         deadline = time.monotonic() + SECONDS_TO_START
@@ -173,6 +173,7 @@ def measure_data(options: argparse.Namespace) -> None:
         prompts = [f"Once upon a time {number}" for number in range(options.rows)]
         write_prompts(folder, prompts)
         for number in range(options.rounds):
+            ways: dict[str, Callable[[Path, Path], float]]
             ways = {BATCH: answer_in_batch, DATA: answer_on_ray, DATA_KILLED: partial(answer_on_ray, kills=2)}
             for way, work in ways.items():
                 place = folder / f"{way} {number}"

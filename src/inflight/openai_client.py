@@ -149,14 +149,14 @@ class OpenAIClient:
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"the address is {base_url!r}; it must be a URL such as http://127.0.0.1:8000")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self._api_key = api_key
+        self.api_key = api_key
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         # A compressed stream would arrive late and in lumps.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if self._api_key is not None:
-            headers["Authorization"] = f"Bearer {self._api_key}"
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
         # Each request gets its own connection: a reused one might be closed by the server at that very moment.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         unlimited = aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None)

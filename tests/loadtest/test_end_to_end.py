@@ -30,14 +30,15 @@ def server() -> Iterator[tuple[str, int]]:
             process.terminate()
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize(("endpoint", "processes"), [("completions", 1), ("completions", 3), ("chat", 1)])
 def test_a_load_is_answered_completely_and_the_report_has_the_cpu_time_of_the_engine(
-    command: Command, server: tuple[str, int], endpoint: str
+    command: Command, server: tuple[str, int], endpoint: str, processes: int
 ) -> None:
     url, pid = server
     done = command(
         "bench", "serve", "--base-url", url, "--endpoint", endpoint, "--num-requests", 40, "--random-input-len", 20,
         "--random-output-len", "uniform:1:16", "--request-rate", 100, "--server-pid", pid, "--json",
+        "--processes", processes, "--max-concurrency", 20,
     )  # fmt: skip
     content: dict[str, Any] = json.loads(done.stdout)
     report, requests = content["report"], content["requests"]
@@ -47,6 +48,7 @@ def test_a_load_is_answered_completely_and_the_report_has_the_cpu_time_of_the_en
     if endpoint == "completions":
         assert {request["num_prompt_tokens"] for request in requests} == {20}
     assert report["server_cpu_seconds"] > 0
+    assert [request["scheduled"] for request in requests] == sorted(request["scheduled"] for request in requests)
     for request in requests:
         assert request["scheduled"] <= request["sent"] <= request["finished"]
         assert request["token_times"] == sorted(request["token_times"])

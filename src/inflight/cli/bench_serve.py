@@ -54,6 +54,7 @@ NOT_WITH = {
 @click.option("--burstiness", type=RATE, default=1.0, help="1: Poisson; below 1: in clusters; above 1: more evenly.")
 @click.option("--burst-size", type=POSITIVE, default=1, help="How many requests arrive together.")
 @click.option("--max-concurrency", type=POSITIVE, help="Most requests in flight; others wait, which counts as latency.")
+@click.option("--processes", "num_processes", type=POSITIVE, default=1, help="How many processes send the requests.")
 @click.option("--warmups", type=click.IntRange(min=0), default=0, help="Uncounted requests before the run.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of lengths, prompts and arrivals.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Temperature of all requests.")
@@ -119,7 +120,10 @@ def _plan(options: dict[str, Any]) -> "LoadPlan":
         sketches = read_trace(options["trace"], outputs, seed)[:count]
     else:
         sketches = random_sketches(count or 100, Lengths.parse(options["random_input_len"]), outputs, seed)
-    names = ("prompt_kind", "vocab_size", "request_rate", "burstiness", "burst_size", "max_concurrency", "timeout")
+    names = (
+        *("prompt_kind", "vocab_size", "request_rate", "burstiness", "burst_size"),
+        *("max_concurrency", "num_processes", "timeout"),
+    )
     return LoadPlan(
         sketches=sketches,
         num_prefix_tokens=prefix or 0,

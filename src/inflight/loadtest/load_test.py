@@ -1,5 +1,6 @@
 """`load_test`: one load test, from its plan to its report. Decides only the order of the steps."""
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -8,6 +9,7 @@ from typing import Literal, TypeAlias
 from inflight.loadtest.arrivals import arrival_times
 from inflight.loadtest.cpu_time import cpu_seconds
 from inflight.loadtest.dialect import VOCAB_SIZES, Dialect, Target, find_dialect
+from inflight.loadtest.processes import run_in_processes
 from inflight.loadtest.prompts import write_prompts
 from inflight.loadtest.report import LoadReport, Objectives, report_of
 from inflight.loadtest.runner import Clock, LoadRequest, Record, Tally, run_load
@@ -30,6 +32,7 @@ class LoadPlan:
         vocab_size: token ids are below this; None: found out by probing.
         request_rate, burstiness, burst_size: as for `arrival_times`.
         max_concurrency: most requests in flight; None: no limit.
+        num_processes: how many processes send them.
         num_warmups: how many requests are answered before the run begins.
         timeout: seconds after which a request counts as failed.
         seed: for prompts and arrivals. The same plan sends the same requests to all servers that take the same kind.
@@ -46,11 +49,17 @@ class LoadPlan:
     burstiness: float = 1.0
     burst_size: int = 1
     max_concurrency: int | None = None
+    num_processes: int = 1
     num_warmups: int = 0
     timeout: float = 600.0
     seed: int = 0
     objectives: Objectives | None = None
     server_pid: int | None = None
+
+    def __post_init__(self) -> None:
+        most = len(self.sketches) if self.max_concurrency is None else self.max_concurrency
+        if self.num_processes > most:
+            raise ValueError(f"there are {self.num_processes} processes for {most} requests at a time")
 
     def vocab_sizes(self, target: Target) -> list[int | None]:
         """Return the limits of token ids to try with the server, in this order; None: text."""
@@ -83,7 +92,7 @@ async def load_test(
 
     Args:
         say: receives lines that a reader of the report should know.
-        watch: receives the progress of the run.
+        watch: receives the progress of the run, unless several processes send it.
 
     Raises:
         ServerError: the server cannot be reached, or refuses the first request in every dialect.
@@ -96,16 +105,27 @@ async def load_test(
         await run_load(client, target.path, _warmups(plan, target, dialect), timeout=plan.timeout)
     server_before = None if plan.server_pid is None else cpu_seconds(plan.server_pid)
     client_before = time.process_time()
-    records = await run_load(
-        client,
-        target.path,
-        requests,
-        max_concurrency=plan.max_concurrency,
-        timeout=plan.timeout,
-        clock=clock,
-        watch=watch,
-    )
-    client_cpu = time.process_time() - client_before
+    if plan.num_processes > 1:
+        records, client_cpu = await asyncio.to_thread(
+            run_in_processes,
+            client,
+            target.path,
+            requests,
+            plan.num_processes,
+            max_concurrency=plan.max_concurrency,
+            timeout=plan.timeout,
+        )
+    else:
+        records = await run_load(
+            client,
+            target.path,
+            requests,
+            max_concurrency=plan.max_concurrency,
+            timeout=plan.timeout,
+            clock=clock,
+            watch=watch,
+        )
+        client_cpu = time.process_time() - client_before
     server_cpu = None
     if plan.server_pid is not None and server_before is not None:
         server_cpu = cpu_seconds(plan.server_pid) - server_before

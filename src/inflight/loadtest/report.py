@@ -101,7 +101,7 @@ class LoadReport:
         goodput: good requests per second; None: no objectives were given.
         num_good: the number of good requests.
         server_cpu_seconds: CPU time of the server's processes during the run; None: not measured.
-        client_cpu_seconds: CPU time of this process.
+        client_cpu_seconds: CPU time of the processes that sent the requests.
     """
 
     seconds: float

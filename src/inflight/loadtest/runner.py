@@ -137,6 +137,7 @@ async def run_load(
     timeout: float = 600.0,
     clock: Clock | None = None,
     watch: Callable[[Tally], None] = lambda tally: None,
+    start: float | None = None,
 ) -> list[Record]:
     """Send each request when it is due, and return their records in the same order.
 
@@ -146,9 +147,10 @@ async def run_load(
         max_concurrency: most requests in flight; others wait, and their waiting counts as latency.
         timeout: seconds after sending at which a request fails.
         watch: called each time that a request was sent or has ended.
+        start: when the run begins by the clock; None: now.
     """
-    clock = clock or WallClock()
-    tally, start = Tally(), clock.now()
+    clock, tally = clock or WallClock(), Tally()
+    start = clock.now() if start is None else start
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else None
     records = [Record(request.arrival, num_prompt_tokens=request.num_prompt_tokens) for request in requests]
 

@@ -67,7 +67,7 @@ class GenerateText:
         yield batch | new
 
 
-class InflightProcessorConfig(ProcessorConfig):  # type: ignore[misc]  # its fields are Ray's
+class InflightProcessorConfig(ProcessorConfig):
     """What `ray.data.llm.build_processor` makes a processor from; rows and new columns are those of `GenerateText`.
 
     Attributes:
@@ -97,18 +97,18 @@ class InflightProcessorConfig(ProcessorConfig):  # type: ignore[misc]  # its fie
         engine_config(self.engine, "the processor's engine")
 
 
-class _EngineUDF(StatefulStageUDF):  # type: ignore[misc]
+class _EngineUDF(StatefulStageUDF):
     def __init__(self, data_column: str, expected_input_keys: list[str] | None = None, **options: Any) -> None:
         super().__init__(data_column, expected_input_keys)
         self._engine = RowEngine(**options)
 
-    async def udf(self, rows: list[dict[str, Any]]) -> AsyncGenerator[dict[str, Any], None]:
+    async def udf(self, rows: list[dict[str, Any]]) -> AsyncGenerator[dict[str, Any], None]:  # type: ignore[override]
         """Answer rows, in any order."""
         async for number, columns in self._engine.answers(rows):
             yield columns | {self.IDX_IN_BATCH_COLUMN: rows[number][self.IDX_IN_BATCH_COLUMN]}
 
 
-class _EngineStage(StatefulStage):  # type: ignore[misc]
+class _EngineStage(StatefulStage):
     fn: type[StatefulStageUDF] = _EngineUDF
 
     def get_optional_input_keys(self) -> dict[str, str]:
@@ -116,7 +116,11 @@ class _EngineStage(StatefulStage):  # type: ignore[misc]
         return PROMPT_COLUMNS | OTHER_COLUMNS
 
 
-class _Processor(Processor):  # type: ignore[misc]
+class _Processor(Processor):
+    def __init__(self, least_cpus: float, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._least_cpus = least_cpus
+
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
         """The answered dataset. Ray's units of work become a few batches: that much is lost when one is killed."""
         self._check_cpus()
@@ -127,9 +131,8 @@ class _Processor(Processor):  # type: ignore[misc]
         """Warn if the engines take all CPUs of the cluster: the job would wait for ever."""
         if not ray.is_initialized():
             return
-        least = self.config.get_concurrency(autoscaling_enabled=False)
-        taken = next(iter(least.values())) * (self.config.num_cpus or 0)
-        there = ray.cluster_resources().get("CPU", 0)
+        taken = self._least_cpus
+        there: float = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
         others = 1 if ray.data.DataContext.get_current().checkpoint_config is None else 2
         if there - taken < others:
             logger.warning(
@@ -149,6 +152,8 @@ def _build(
 ) -> Processor:
     refuse_unknown_options(map_options, ["preprocess_map_kwargs", "postprocess_map_kwargs"], "the processor")
     cores = usable_cores()
+    num_cpus = cores - 1 if config.num_cpus is None else config.num_cpus
+    pool: dict[str, Any] = config.get_concurrency(autoscaling_enabled=False)
     stage = _EngineStage(
         fn_constructor_kwargs={
             "model": config.model_source,
@@ -158,16 +163,13 @@ def _build(
             "keeps_errors": config.should_continue_on_error,
         },
         map_batches_kwargs={
-            "compute": ray.data.ActorPoolStrategy(
-                **config.get_concurrency(autoscaling_enabled=False),
-                max_concurrent_calls_per_actor=config.max_concurrent_batches,
-            ),
-            "num_cpus": cores - 1 if config.num_cpus is None else config.num_cpus,
+            "compute": ray.data.ActorPoolStrategy(**pool, max_concurrent_calls_per_actor=config.max_concurrent_batches),
+            "num_cpus": num_cpus,
             "resources": config.resources,
             "runtime_env": config.runtime_env,
         },
     )
-    return _Processor(config, [stage], preprocess, postprocess, **map_options)
+    return _Processor(num_cpus * min(pool.values()), config, [stage], preprocess, postprocess, **map_options)
 
 
 ProcessorBuilder.register(InflightProcessorConfig, _build)

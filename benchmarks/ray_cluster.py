@@ -93,6 +93,7 @@ def measure_serving(options: argparse.Namespace) -> None:
                 report = put_load(LOADS[options.load], seed=number)
                 speeds[server].append(report["output_tokens_per_second"])
                 firsts[server].append(report["ttft"]["median"])
+                print(f"{server}: {speeds[server][-1]:.1f} tokens/s, TTFT p50 {firsts[server][-1]:.3f} s", flush=True)
     for server in commands:
         each = ", ".join(f"{one:.1f}" for one in speeds[server])
         speed, first = (median(table[server]) for table in (speeds, firsts))

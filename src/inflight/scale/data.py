@@ -27,12 +27,13 @@ from ray.llm._internal.batch.stages.base import StatefulStage, StatefulStageUDF
 
 from inflight.contracts.options import refuse_unknown_options
 from inflight.machine import usable_cores
-from inflight.scale.rows import OTHER_COLUMNS, PROMPT_COLUMNS, RowEngine
+from inflight.scale.rows import OTHER_COLUMNS, PROMPT_COLUMNS, RowEngine, params_of
 from inflight.sources import engine_config
 
 logger = logging.getLogger(__name__)
 
 BATCHES_IN_BLOCK = 8
+"""Ray's unit of work, and what is computed again when an engine is killed. Smaller ones cost more of Ray's own work."""
 
 
 class GenerateText:
@@ -95,6 +96,7 @@ class InflightProcessorConfig(ProcessorConfig):
     def model_post_init(self, _: object) -> None:
         """Check what is only read in actors, before there are any."""
         engine_config(self.engine, "the processor's engine")
+        params_of(self.sampling_params or {})
 
 
 class _EngineUDF(StatefulStageUDF):

@@ -63,6 +63,7 @@ class AnsweringReplica(EngineReplica):
     """A replica behind another deployment, which hands it requests."""
 
     async def __init__(self, settings: AppSettings) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._lifespan: LifespanOn | None = None
         await super().__init__(settings)
         self._app = self.__serve_build_asgi_app__()
         self._lifespan = LifespanOn(Config(self._app, lifespan="on", log_config=None))
@@ -75,7 +76,8 @@ class AnsweringReplica(EngineReplica):
                 yield messages
 
     async def __del__(self) -> None:
-        await self._lifespan.shutdown()
+        if self._lifespan is not None:
+            await self._lifespan.shutdown()
 
 
 def _without_request_id(app: ASGIApp) -> ASGIApp:

@@ -66,12 +66,17 @@ def check(rows: list[dict[str, Any]], expected: list[str]) -> None:
 
 
 def test_what_a_row_may_ask_for(cluster: Any, llm: LLM) -> None:
-    schema = {"json_schema": '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}'}
+    shape = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema = {"json_schema": json.dumps(shape | {"additionalProperties": False})}
     rows = [
         {"id": 0, "prompt": "Once upon a time", "sampling_params": None},
         {"id": 1, "prompt_token_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_tokens": 3}},
         {"id": 2, "prompt": "The fox", "sampling_params": {"temperature": 1, "seed": 5, "stop": ["."]}},
-        {"id": 3, "prompt": "An owl", "sampling_params": {"max_tokens": 40, "structured_output": schema}},
+        {
+            "id": 3,
+            "prompt": "An owl",
+            "sampling_params": {"temperature": 0, "max_tokens": 200, "structured_output": schema},
+        },
         {"id": 4, "prompt": ""},
         {"id": 5, "prompt": "A duck", "sampling_params": {"temperature": -1.0}},
     ]

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "HF_HUB_OF
 ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
 from ray.cluster_utils import Cluster  # noqa: E402
-from ray.util.state import list_actors  # noqa: E402
 
 SECONDS_TO_CHANGE = 120
 """After so long what should happen has not."""
@@ -47,9 +47,13 @@ def held_port() -> Iterator[int]:
 
 
 def actors(class_name: str) -> list[Any]:
-    """What Ray knows of the actors of a class that live."""
-    found = list_actors(filters=[("state", "=", "ALIVE")], detail=True, limit=1000)
-    return [each for each in found if each.class_name.startswith(class_name)]
+    """What Ray knows of the actors of a class that live. (Asks its control store: the dashboard may be late.)"""
+    found = ray._private.state.actors().values()
+    return [
+        SimpleNamespace(actor_id=each["ActorID"], pid=each["Pid"], node_id=each["Address"]["NodeID"])
+        for each in found
+        if each["State"] == "ALIVE" and each["ActorClassName"].startswith(class_name)
+    ]
 
 
 def kill(pid: int) -> None:

@@ -18,6 +18,8 @@ ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
+kills = pytest.mark.skipif("INFLIGHT_TEST_RAY_KILLS" not in os.environ, reason="kills nodes of Ray: see `make soak`")
+
 SECONDS_TO_CHANGE = 120
 """After so long what should happen has not."""
 

@@ -15,7 +15,7 @@ import pytest
 
 from inflight import LLM, SamplingParams
 from tests.coroutines import run
-from tests.scale.ray_cluster import actors, cluster_of, held_port, kill, ray, until, until_soon
+from tests.scale.ray_cluster import actors, cluster_of, held_port, kill, kills, ray, until, until_soon
 
 from ray import serve  # isort: skip  # after what says why it may be missing
 
@@ -111,6 +111,7 @@ def _request(prompt: str) -> dict[str, Any]:
     return {"model": "inflight-demo", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "extra_body": body}
 
 
+@kills
 def test_killed_replicas_and_nodes_cost_only_their_own_requests(expected: dict[str, str]) -> None:
     async def work(cluster: Any, address: str) -> None:
         async with Clients(address, expected, 8) as clients:

@@ -20,7 +20,7 @@ demo: $(READY)            ## a dozen prompts through the embedded model at once,
 test: $(READY)            ## the whole test suite
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
-soak: $(READY)            ## the bookkeeping in random worlds and broken at every line, guesses, stored prefixes, killed jobs and replicas, operators under a sanitizer (85 minutes)
+soak: $(READY)            ## the bookkeeping in random worlds and broken at every line, guesses, stored prefixes, killed jobs, replicas and nodes of Ray, operators under a sanitizer (90 minutes)
 	$(BIN)/python -m tests.properties.soak --seed 1 --operations 1_000_000
 	$(BIN)/python -m tests.speculation.soak --seed 1 --requests 10_000
 	$(BIN)/python -m tests.prefix_store.soak --seed 1 --requests 1_000

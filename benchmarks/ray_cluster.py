@@ -8,8 +8,8 @@ serve: workload W2 (`workloads.py`), all 32 requests at once and streamed, from 
     far apart that each is alone. Each server is started anew in each round, alone, with one engine of all cores, and
     gets the load twice; the first is not counted. Ray's own processes and the load generator share the cores.
 data: rows with a prompt each through the embedded model, from reading a file to the last result in another, with the
-    start of the engine: in `inflight batch`, and on a running cluster, where the engine's process is killed when a
-    third and two thirds are done, and where it is not. Results are compared.
+    start of the engine: in `inflight batch`, and on a running cluster, where nothing is killed, or the actor with the
+    engine is killed twice, each time after 12 seconds of the engine's CPU time. Results are compared.
 """
 
 import argparse
@@ -231,7 +231,7 @@ def kill_worker(number: int) -> None:
             actor, ticks = stat_of(engine)
             if ticks > SECONDS_BEFORE_KILL * os.sysconf("SC_CLK_TCK"):
                 os.kill(actor, signal.SIGKILL)
-                print(f"kill number {number + 1}: an actor", flush=True)
+                print(f"an actor is killed, for the {('first', 'second')[number]} time", flush=True)
                 while engine in engines_on_ray():
                     time.sleep(0.01)
                 return

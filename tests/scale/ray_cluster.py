@@ -30,7 +30,7 @@ def cluster_of(num_nodes: int) -> Iterator[Cluster]:
     cluster = Cluster()
     try:
         for _ in range(num_nodes):
-            cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
+            cluster.add_node(num_cpus=1, object_store_memory=100_000_000, include_dashboard=False)
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
     finally:
@@ -64,7 +64,7 @@ def kill(pid: int) -> None:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    """Wait until something has become so."""
+    """Wait until something has become so, which Ray tells only who asks."""
     deadline = time.monotonic() + SECONDS_TO_CHANGE
     while not is_so():
         assert time.monotonic() < deadline, "it does not happen"

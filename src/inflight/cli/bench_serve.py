@@ -176,7 +176,11 @@ def _run(base_url: str, plan: "LoadPlan", extra: dict[str, Any], options: dict[s
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     progress = Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True, refresh_per_second=2
+        *columns,
+        console=console,
+        disable=not console.is_terminal or plan.num_processes > 1,  # which tell nothing before their end
+        transient=True,
+        refresh_per_second=2,
     )
     bar = progress.add_task("connecting", total=len(plan.sketches))
 

@@ -19,13 +19,14 @@ POLICY = f"{__name__}:replicas_wanted"
 def reported(stats: EngineStats, max_num_seqs: int) -> dict[str, float]:
     """What a replica reports (`record_autoscaling_stats`).
 
-    `load` is how often its sequences, running and waiting, would fill the engine. An engine is full when all slots are
-    taken, or when sequences wait because there is no room in its cache for more than those that run. `slots` is how
-    many sequences it holds when it is full.
+    `slots` is how many sequences the engine holds: `max_num_seqs`, or as many as there is room for in its cache, if all
+    are as long as those that run. `load` is how often its sequences, running and waiting, would fill it.
     """
-    is_full = stats.num_waiting > 0
-    slots = max(1, stats.num_running) if is_full else max_num_seqs
-    return {"load": (stats.num_running + stats.num_waiting) / slots, "slots": float(slots)}
+    num_blocks = stats.num_blocks_used + stats.num_blocks_cached + stats.num_blocks_free
+    slots = float(max_num_seqs)
+    if stats.num_blocks_used:
+        slots = min(slots, max(1.0, stats.num_running * num_blocks / stats.num_blocks_used))
+    return {"load": (stats.num_running + stats.num_waiting) / slots, "slots": slots}
 
 
 def replicas_wanted(context: "AutoscalingContext") -> tuple[float, dict[str, Any]]:

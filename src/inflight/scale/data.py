@@ -15,7 +15,7 @@ the end of the whole job, set `DataContext.checkpoint_config`: Ray then leaves o
 """
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import ray
@@ -36,34 +36,20 @@ BATCHES_IN_BLOCK = 8
 """Ray's unit of work, and what is computed again when an engine is killed. Smaller ones cost more of Ray's own work."""
 
 
-class GenerateText:
+class GenerateText(RowEngine):
     """For `Dataset.map_batches`, as a class: an engine that answers the rows of each batch.
 
     Rows have a column `prompt` (text), `prompt_token_ids` or `messages` (a chat), and maybe `sampling_params` (a dict
     or JSON). They get the columns `generated_text`, `generated_tokens`, `finish_reason`, `num_input_tokens` and
     `num_generated_tokens`. `compute` should be an `ActorPoolStrategy` with `max_concurrent_calls_per_actor`, so that
-    the engine always has rows of several batches.
-
-    Args:
-        model: a hub id, or a folder that every node has; None is the small embedded model.
-        sampling_params: fields of `SamplingParams` for rows that bring none.
-        engine: the fields of `EngineConfig`.
+    the engine always has rows of several batches. Arguments are those of `RowEngine`.
     """
-
-    def __init__(
-        self,
-        model: str | None = None,
-        tokenizer: str | None = None,
-        sampling_params: Mapping[str, Any] | None = None,
-        engine: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._engine = RowEngine(model, tokenizer, sampling_params, engine)
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Answer a batch of rows, given as columns."""
         names = list(batch)
         rows = [dict(zip(names, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        answers = dict([answer async for answer in self._engine.answers(rows)])
+        answers = dict([answer async for answer in self.answers(rows)])
         new = {name: [answers[number][name] for number in range(len(rows))] for name in answers[0]} if rows else {}
         yield batch | new
 
@@ -73,6 +59,7 @@ class InflightProcessorConfig(ProcessorConfig):
 
     Attributes:
         model_source: a hub id, or a folder that every node has; None is the small embedded model.
+        tokenizer, sampling_params, engine: as of `RowEngine`.
         concurrency: how many engines, or the least and the most of them.
         batch_size, max_concurrent_batches: rows go to an engine in batches, and so many are in work at once.
         num_cpus: what Ray sets aside for each engine, which has as many threads. By default an engine computes with all

@@ -1,15 +1,12 @@
-"""HTTP requests that one deployment of Ray Serve hands to another: as plain data, and answered message by message.
+"""`ForwardedRequest`: an HTTP request as plain data, which one deployment of Ray Serve hands to another.
 
 Decides what a router of Serve can read of a request: `prompt`, the text that its prompt begins with.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope
+from starlette.types import Receive, Scope
 
 from inflight.batches.request_lines import prompt_of
 
@@ -40,44 +37,3 @@ class ForwardedRequest:
                 plain = {name: scope[name] for name in HANDED_ON if name in scope}
                 return cls(plain, bytes(body), prompt_of(bytes(body)).decode(errors="replace") or scope["path"])
         return None
-
-
-async def answered(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
-    """Answer a request by an application: yield the messages of its answer, together those that are there together.
-
-    Closing this tells the application that the client has left.
-    """
-    messages: list[Message] = []
-    news, has_left = asyncio.Event(), asyncio.Event()
-    body = iter([{"type": "http.request", "body": request.body, "more_body": False}])
-
-    async def receive() -> Message:
-        for message in body:
-            return message
-        await has_left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        messages.append(message)
-        news.set()
-
-    scope = request.scope | {"asgi": {"version": "3.0"}, "client": None, "server": None, "extensions": {}}
-
-    async def run() -> None:
-        await app(scope, receive, send)
-
-    answering = asyncio.create_task(run())
-    answering.add_done_callback(lambda _: news.set())
-    try:
-        while not (answering.done() and not messages):
-            await news.wait()
-            news.clear()
-            if messages:
-                together, messages = messages, []
-                yield together
-        answering.result()
-    finally:
-        has_left.set()
-        if not answering.done():
-            with suppress(Exception):
-                await answering

@@ -14,11 +14,12 @@ from uvicorn.lifespan.on import LifespanOn
 from inflight.async_llm import AsyncLLM
 from inflight.scale.actor_options import options_in_actor
 from inflight.scale.autoscaling import reported
-from inflight.scale.forwarding import ForwardedRequest, answered
+from inflight.scale.forwarding import ForwardedRequest
 from inflight.scale.settings import AppSettings
 from inflight.server.app import create_app
 from inflight.server.operations.api_keys import KEYS_VARIABLE
 from inflight.server.operations.stack import Operations
+from inflight.server.wire.without_socket import answered
 
 
 class EngineReplica:
@@ -41,8 +42,8 @@ class EngineReplica:
             environment_keys=os.environ.get(KEYS_VARIABLE),
             count_crashes=lambda: self._llm.num_crashes,
         )
-        app = create_app(self._llm, settings, operations, self._lose)
-        return _without_request_id(operations.surround(app))
+        app = operations.surround(create_app(self._llm, settings, operations, self._lose))
+        return _closing(_without_request_id(app), operations)
 
     async def check_health(self) -> None:
         """Called by Serve; raises if this replica is of no use any more. An engine that died and is being started again
@@ -71,13 +72,24 @@ class AnsweringReplica(EngineReplica):
 
     async def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
         """Answer a request; yields the messages of the answer."""
-        async with aclosing(answered(self._app, request)) as answer:
+        async with aclosing(answered(self._app, request.scope, request.body)) as answer:
             async for messages in answer:
                 yield messages
 
     async def __del__(self) -> None:
         if self._lifespan is not None:
             await self._lifespan.shutdown()
+
+
+def _closing(app: ASGIApp, operations: Operations) -> ASGIApp:
+    """An application that sends the last traces when it ends."""
+
+    async def handle(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope, receive, send)
+        if scope["type"] == "lifespan":
+            await operations.close()
+
+    return handle
 
 
 def _without_request_id(app: ASGIApp) -> ASGIApp:

@@ -37,6 +37,8 @@ class RowEngine:
     """An engine in an actor of Ray.
 
     Args:
+        model: a hub id, or a folder that every node has; None is the small embedded model.
+        tokenizer: as of `AsyncLLM`.
         sampling_params: fields of `SamplingParams` for rows that bring none.
         engine: the fields of `EngineConfig`.
         keeps_errors: whether a row that asks for what cannot be gets an error as its answer.
@@ -65,12 +67,12 @@ class RowEngine:
 
         async def numbered(number: int, row: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
             try:
-                columns = columns_of(await self._answer(row))
+                output = await self._answer(row)
             except InvalidRequestError as error:
                 if not self._keeps_errors:
                     raise
                 return number, NO_ANSWER | {ERROR_COLUMN: str(error)}
-            return number, columns | ({ERROR_COLUMN: ""} if self._keeps_errors else {})
+            return number, columns_of(output) | ({ERROR_COLUMN: output.error or ""} if self._keeps_errors else {})
 
         tasks = [asyncio.create_task(numbered(number, row)) for number, row in enumerate(rows)]
         try:

@@ -9,11 +9,13 @@ In a configuration file it is `import_path: inflight.scale.serve:build_app`, wit
 """
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
 
+from inflight.contracts.options import refuse_unknown_options
 from inflight.machine import usable_cores
 from inflight.scale.autoscaling import POLICY
 from inflight.scale.prefix_front import PrefixFront, router_of
@@ -43,12 +45,12 @@ def build_app(settings: AppSettings | Mapping[str, Any]) -> Application:
 def _deployment(settings: AppSettings) -> dict[str, Any]:
     """The options of the deployment: those that were given, over those that suit an engine."""
     given = dict(settings.deployment)
+    refuse_unknown_options(given, signature(serve.deployment).parameters, "the application's deployment")
     options: dict[str, Any] = {
         "name": "inflight",
         "max_ongoing_requests": REQUESTS_FOR_EACH_SLOT * settings.engine_config().max_num_seqs,
         "max_constructor_retry_count": MOST_STARTS,
         "graceful_shutdown_timeout_s": settings.operator_settings().grace_period,
-        "health_check_timeout_s": 30,
     }
     if given.get("num_replicas") == "auto":
         given |= {"num_replicas": None, "autoscaling_config": given.get("autoscaling_config") or {"max_replicas": 100}}

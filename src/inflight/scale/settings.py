@@ -1,5 +1,6 @@
 """`AppSettings`: every choice about a Ray Serve application. Plain data, checked when made, as Python or as YAML."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -11,6 +12,11 @@ from inflight.sources import engine_config
 
 PREFIX, LEAST_LOADED = "prefix", "least-loaded"
 
+NOT_OF_SERVER = {"batch_dir": "replicas cannot share one; for batch jobs there is inflight.scale.data"}
+
+NOT_OF_OPERATOR = dict.fromkeys(("log_format", "log_text"), "Serve writes the log, see the deployment's logging_config")
+"""Options that an application on Ray would ignore, and why."""
+
 
 class AppSettings(BaseModel):
     """What `build_app` takes: a mapping with these fields is as good, as in Serve's configuration files.
@@ -21,8 +27,9 @@ class AppSettings(BaseModel):
         served_model_names: the model's name for clients, and further accepted names.
         engine: the fields of `EngineConfig`, for the engine of each replica. `num_threads`, unless given, is the
             replica's `num_cpus`, and `kv_cache_memory` its share of the machine's.
-        server: the fields of `ServerSettings`, save the model's names.
-        operator: the fields of `OperatorSettings`; `grace_period` is what a replica has to finish its requests in.
+        server: the fields of `ServerSettings`, save the model's names and `batch_dir`.
+        operator: the fields of `OperatorSettings`, save those of logs; `grace_period` is what a replica has to finish
+            its requests in.
         deployment: options of Serve's deployment, such as `num_replicas`, `autoscaling_config` and
             `ray_actor_options`. By default a replica has all cores of the machine on which the application is built.
         routing: which replica gets a request: "least-loaded" (of two drawn ones), or "prefix" (where requests that
@@ -60,10 +67,17 @@ class AppSettings(BaseModel):
     def server_settings(self) -> ServerSettings:
         """How requests are answered. Raises `ValueError`."""
         name, *aliases = names_of(self.model, self.served_model_names)
-        if self.server.get("batch_dir") is not None:
-            raise ValueError("batch_dir cannot be shared by replicas; use inflight.scale.data for batch jobs")
+        _refuse(self.server, NOT_OF_SERVER)
         return ServerSettings(model_name=name, model_aliases=tuple(aliases), **self.server)
 
     def operator_settings(self) -> OperatorSettings:
         """How replicas are protected and observed. Raises `ValueError`."""
+        _refuse(self.operator, NOT_OF_OPERATOR)
         return OperatorSettings(**self.operator)
+
+
+def _refuse(given: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raise `ValueError` for an option that means nothing here."""
+    for name, reason in reasons.items():
+        if name in given:
+            raise ValueError(f"{name} is not an option on Ray: {reason}")

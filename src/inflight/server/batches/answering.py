@@ -4,13 +4,13 @@ Whatever an endpoint takes, a line of a batch file may ask for, and is answered 
 """
 
 import asyncio
-from contextlib import suppress
-from typing import Any
+from contextlib import aclosing, suppress
 
 from starlette.types import ASGIApp
 
 from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError, EngineGivenUpError
+from inflight.server.wire.without_socket import answered
 
 SECONDS_BEFORE_RETRY = 0.5
 
@@ -41,7 +41,6 @@ class AppAnswerer:
         """POST a body to a path; return the answer's status and body. The client stays until it is answered."""
         scope = {
             "type": "http",
-            "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "method": "POST",
             "scheme": "http",
@@ -50,28 +49,14 @@ class AppAnswerer:
             "query_string": b"",
             "root_path": "",
             "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
-            "client": None,
-            "server": None,
         }
-        requests = iter([{"type": "http.request", "body": body, "more_body": False}])
-        answered = asyncio.Event()
         status, pieces = 500, list[bytes]()
-
-        async def receive() -> dict[str, Any]:
-            for request in requests:
-                return request
-            await answered.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                pieces.append(message.get("body", b""))
-                if not message.get("more_body", False):
-                    answered.set()
-
         with suppress(Exception):  # the application raises what it has answered with a status of 500, too
-            await self._app(scope, receive, send)
+            async with aclosing(answered(self._app, scope, body)) as answer:
+                async for messages in answer:
+                    for message in messages:
+                        if message["type"] == "http.response.start":
+                            status = message["status"]
+                        else:
+                            pieces.append(message.get("body", b""))
         return status, b"".join(pieces)

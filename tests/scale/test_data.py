@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
-from tests.scale.ray_cluster import actors, cluster_of, kill, kills, ray, until
+from tests.scale.ray_cluster import actors, cluster_of, kill, long, ray, until
 
 import pyarrow  # isort: skip
 import ray.data  # isort: skip  # after what says why it may be missing
@@ -128,7 +128,7 @@ def test_wrong_options_are_told_before_anything_starts() -> None:
         config(model_sourc="gpt2")
 
 
-@kills
+@long
 def test_killed_workers_engines_and_nodes_lose_no_row(cluster: Any, llm: LLM, tmp_path: Path) -> None:
     number = 400
     rows = ray.data.from_items([{"id": each, "prompt": prompt} for each, prompt in enumerate(prompts(number))])

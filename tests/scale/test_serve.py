@@ -15,7 +15,7 @@ import pytest
 
 from inflight import LLM, SamplingParams
 from tests.coroutines import run
-from tests.scale.ray_cluster import actors, cluster_of, held_port, kill, kills, ray, until, until_soon
+from tests.scale.ray_cluster import actors, cluster_of, held_port, kill, long, ray, until, until_soon
 
 from ray import serve  # isort: skip  # after what says why it may be missing
 
@@ -111,7 +111,7 @@ def _request(prompt: str) -> dict[str, Any]:
     return {"model": "inflight-demo", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "extra_body": body}
 
 
-@kills
+@long
 def test_killed_replicas_and_nodes_cost_only_their_own_requests(expected: dict[str, str]) -> None:
     async def work(cluster: Any, address: str) -> None:
         async with Clients(address, expected, 8) as clients:
@@ -147,12 +147,13 @@ def test_killed_replicas_and_nodes_cost_only_their_own_requests(expected: dict[s
         run(work(cluster, address))
 
 
+@long
 def test_scales_with_its_queue_and_finishes_what_runs_on_what_it_gives_up(expected: dict[str, str]) -> None:
-    scaling = {"min_replicas": 1, "max_replicas": 3, "upscale_delay_s": 0, "downscale_delay_s": 1}
+    scaling = {"min_replicas": 1, "max_replicas": 3, "upscale_delay_s": 0, "downscale_delay_s": 10}
     scaling |= {"look_back_period_s": 2, "metrics_interval_s": 0.5}
 
     async def work(address: str) -> None:
-        async with Clients(address, expected, 12) as many:
+        async with Clients(address, expected, 16) as many:
             await until_soon(lambda: num_running() == 3)
             await many.answered(24)
         assert many.ends["failed"] == 0
@@ -161,7 +162,7 @@ def test_scales_with_its_queue_and_finishes_what_runs_on_what_it_gives_up(expect
             await one.answered(2)
         assert one.ends["failed"] == 0
 
-    settings = {"engine": {"max_num_seqs": 4}, "operator": {"grace_period": 60}}
+    settings = {"engine": {"max_num_seqs": 2}, "operator": {"grace_period": 60}}  # three are full with many clients
     with cluster_of(3), serving(deployment={"autoscaling_config": scaling}, **settings) as address:
         run(work(address))
 

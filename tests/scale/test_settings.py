@@ -81,12 +81,21 @@ def stats(num_running: int, num_waiting: int, num_used: int = 0) -> EngineStats:
         ([(64, 0, 500), (64, 0, 500)], 128, 4.0),  # what waits at the proxies
     ],
 )
-def test_replicas_follow_what_engines_have_to_do(engines: list[tuple[int, ...]], num_queued: int, load: float) -> None:
+@pytest.mark.parametrize("num_silent", [0, 2])
+def test_replicas_follow_what_engines_have_to_do(
+    engines: list[tuple[int, ...]], num_queued: int, load: float, num_silent: int
+) -> None:
     reports = [reported(stats(*each), max_num_seqs=64) for each in engines]
     by_name = {name: {number: each[name] for number, each in enumerate(reports)} for name in ("load", "slots")}
-    context = SimpleNamespace(aggregated_metrics=by_name, total_queued_requests=num_queued, target_num_replicas=1)
+    context = SimpleNamespace(
+        aggregated_metrics=by_name,
+        running_replicas=range(len(engines) + num_silent),
+        total_queued_requests=num_queued,
+        target_num_replicas=1,
+    )
     wanted, state = replicas_wanted(context)  # type: ignore[arg-type]
-    assert wanted == pytest.approx(load / TARGET_LOAD)
+    silent_load = num_silent * sum(by_name["load"].values()) / len(engines)
+    assert wanted == pytest.approx((load + silent_load) / TARGET_LOAD)
     assert state == {}
 
 

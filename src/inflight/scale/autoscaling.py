@@ -32,12 +32,14 @@ def reported(stats: EngineStats, max_num_seqs: int) -> dict[str, float]:
 def replicas_wanted(context: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
     """How many replicas there should be for what they have to do, and for what waits before them.
 
-    Until a replica has reported, there stay as many as there are.
+    A replica that has not reported counts as the others do: one that is too busy to report is no reason for fewer.
+    Until one has reported, there stay as many as there are.
     """
     metrics = context.aggregated_metrics or {}
     loads, slots = metrics.get("load", {}), metrics.get("slots", {})
     if not loads or not slots:
         return context.target_num_replicas, {}
     mean_slots = sum(slots.values()) / len(slots)
-    load = sum(loads.values()) + context.total_queued_requests / mean_slots
+    mean_load = sum(loads.values()) / len(loads)
+    load = mean_load * len(context.running_replicas) + context.total_queued_requests / mean_slots
     return load / TARGET_LOAD, {}

@@ -235,7 +235,7 @@ both = pytest.mark.parametrize("options", [SamplingParams, EngineConfig])
         (SamplingParams, "max_new_tokens", "max_tokens is the most tokens to generate"),
         (SamplingParams, "guided_json", "structured_output takes a schema, "),
         (EngineConfig, "gpu_memory_utilization", "kv_cache_memory says how many bytes keys and values may take"),
-        (EngineConfig, "tensor_parallel_size", "a model runs on one device here"),
+        (EngineConfig, "pipeline_parallel_size", "a model runs on one device here"),
         (EngineConfig, "swap_space", "nothing is swapped or offloaded here"),
         (EngineConfig, "max_batched_tokens", "max_num_batched_tokens is the most tokens of a step"),
         (EngineConfig, "max_seqs", "did you mean 'max_num_seqs'?"),

@@ -99,7 +99,8 @@ class AsyncLLM:
         routing: str = "prefix",
         **options: Any,
     ) -> None:
-        num_replicas = check_replicas(replicas)
+        config, source = engine_config(options, "AsyncLLM"), model_source(model)
+        num_replicas = check_replicas(replicas, config.tensor_parallel_size)
         check_choice("routing", routing, ROUTINGS)
         if in_process and num_replicas > 1:
             raise ValueError(f"replicas is {replicas!r}, but with in_process=True there is only this process")
@@ -108,7 +109,6 @@ class AsyncLLM:
         if kv_events is not None and find_spec("zmq") is None:
             raise ValueError("kv_events need pyzmq: pip install 'inflight-llm[kv-events]'")
         watching = Watching(record_to=record_to, kv_events=kv_events)
-        config, source = engine_config(options, "AsyncLLM"), model_source(model)
         self.config = config
 
         def make() -> Engine:

@@ -50,8 +50,8 @@ class LLM:
         tokenizer: a hub id, a folder, or a loaded tokenizer; None: the one in the model's folder or repository. Without
             a tokenizer (a loaded model has none) prompts are token ids, and texts stay empty.
         replicas: how many engines run, each with all of the model, in a process and on cores of its own; "auto": one
-            for each NUMA node. With 1 the engine runs in this process. With several, `model` and `tokenizer` are names,
-            and `engine` has neither scheduler nor model to look into.
+            for each NUMA node. With 1 the engine runs in this process. With several, or with a `tensor_parallel_size`,
+            `model` and `tokenizer` are names, and `engine` has neither scheduler nor model to look into.
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
     Raises:
@@ -72,7 +72,8 @@ class LLM:
         if isinstance(source, str):
             check_source(source, config)
         self.tokenizer = load_tokenizer(source, tokenizer, config)
-        self._make_engine = _maker(source, tokenizer, config, self.tokenizer, check_replicas(replicas))
+        num_replicas = check_replicas(replicas, config.tensor_parallel_size)
+        self._make_engine = _maker(source, tokenizer, config, self.tokenizer, num_replicas)
         self.engine = self._make_engine()
         self._streams: dict[str, _Stream] = {}
         self._abandoned: deque[_Stream] = deque()
@@ -354,9 +355,10 @@ def _maker(
     num_replicas: int,
 ) -> Callable[[], Engine]:
     """What makes the engine of an `LLM`, and another one when its weights are reloaded."""
-    if num_replicas == 1:
+    if num_replicas == config.tensor_parallel_size == 1:
         return lambda: Engine(source, config, loaded)
-    load = load_of(source, tokenizer, config, otherwise="replicas=1")
+    otherwise = "replicas=1" if num_replicas > 1 else "tensor_parallel_size=1"
+    load = load_of(source, tokenizer, config, otherwise=otherwise)
     return lambda: cast(Engine, replicated_engine(load, num_replicas, loaded))  # it does what is asked of one here
 
 

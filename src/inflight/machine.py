@@ -1,14 +1,32 @@
-"""What this process may use of its machine: physical cores, to which memory they are close, and how much memory."""
+"""What this process may use of its machine: physical cores, to which memory they are close, and how much memory; and
+how several processes share the cores."""
 
 import os
 import sys
 from collections import defaultdict
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 
 SYSTEM = Path("/")
 """Where `/proc` and `/sys` are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one of several processes computes.
+
+    Attributes:
+        node: its NUMA node.
+        cpus: the CPUs that it may use: all hardware threads of its cores.
+        num_threads: how many threads compute its steps, unless its options say so.
+    """
+
+    node: int
+    cpus: tuple[int, ...]
+    num_threads: int
 
 
 def usable_cores(system: Path = SYSTEM) -> int:
@@ -37,6 +55,29 @@ def usable_memory(system: Path = SYSTEM) -> int:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _text(system / "sys/fs/cgroup/memory.max") or ""
     return min(memory, int(limit)) if limit.isdigit() else memory
+
+
+def place(number: int, system: Path = SYSTEM) -> list[Placement]:
+    """Places for so many processes. They share no core while there is one for each, and none spans two NUMA nodes: what
+    it reads then lies in memory that is close to it."""
+    nodes = cores_of_nodes(system)
+    on_node = dict.fromkeys(nodes, int(number >= len(nodes)))
+    for _ in range(number - sum(on_node.values())):
+        on_node[min(nodes, key=lambda node: (on_node[node] + 1) / len(nodes[node]))] += 1
+    most_threads = max(1, usable_cores(system) // number)
+    return [
+        Placement(node, tuple(sorted(cpu for core in cores for cpu in core)), min(len(cores), most_threads))
+        for node in nodes
+        for cores in _shares(nodes[node], on_node[node])
+    ]
+
+
+def _shares(cores: list[list[int]], number: int) -> list[list[list[int]]]:
+    """Neighbouring cores for each of so many processes; single ones, several times, if there are too few."""
+    if number > len(cores):
+        return [[cores[each % len(cores)]] for each in range(number)]
+    bounds = [each * len(cores) // number for each in range(number + 1)] if number else []
+    return [cores[first:last] for first, last in pairwise(bounds)]
 
 
 def _node(folder: Path) -> int:

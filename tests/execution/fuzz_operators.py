@@ -56,6 +56,7 @@ class Fuzzer:
             self._experts,
             self._attention,
             self._program,
+            self._exchange,
         ]
 
     def run(self, num_calls: int) -> None:
@@ -202,6 +203,23 @@ class Fuzzer:
             torch.ops.inflight.delete_program(number)
 
     # ------------------------------------------------------------------------------------- changes
+
+    def _exchange(self) -> None:
+        """Of a single rank; where there are to be others, one has ended, so nobody waits for them."""
+        file = os.memfd_create("fuzzed")
+        sizes = [self._changed(each) if self.random.random() < 0.1 else each for each in (0, 1, 4096)]
+        try:
+            number = self.call("new_exchange", file, *sizes, rate=0)
+        finally:
+            os.close(file)
+        if number is None:
+            return
+        torch.ops.inflight.end_exchange(number)
+        self.call("begin_exchange", number, self.random.randrange(3), rate=0.1)
+        rows = self._floats(self.random.randint(0, 70), self.random.randint(1, 70))
+        self.call("sum_of_ranks", rows, number)
+        self.call("gather_of_ranks", rows, number, 1)
+        torch.ops.inflight.delete_exchange(number)
 
     def _floats(self, *sizes: int) -> torch.Tensor:
         return torch.randn(sizes).to(self.random.choice([torch.float32, torch.bfloat16]))

@@ -7,8 +7,9 @@ import pytest
 from inflight import machine
 from inflight.contracts.config import EngineConfig
 from inflight.engine.process.protocol import Load
+from inflight.machine import Placement, place
 from inflight.replicas.launch import _load_of
-from inflight.replicas.placement import Placement, best_number, check_replicas, place
+from inflight.replicas.placement import best_number, check_replicas
 
 
 def two_sockets(folder: Path, cores: int = 4) -> None:
@@ -67,9 +68,10 @@ def test_a_quota_bounds_the_threads_of_all_together(system: Path) -> None:
 
 
 def test_auto_is_one_for_each_node(system: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    assert check_replicas("auto", system) == 2
-    assert check_replicas("auto", tmp_path_factory.mktemp("unknown")) == 1  # nothing says where the CPUs are
-    assert check_replicas(3, system) == 3
+    assert check_replicas("auto", 1, system) == 2
+    assert check_replicas("auto", 2, system) == 1  # of two ranks, one on each node
+    assert check_replicas("auto", 1, tmp_path_factory.mktemp("unknown")) == 1  # nothing says where the CPUs are
+    assert check_replicas(3, 1, system) == 3
 
 
 @pytest.mark.parametrize("replicas", ["two", "", 0, -1, 1.5, True, None])

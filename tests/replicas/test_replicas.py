@@ -16,7 +16,7 @@ from inflight import LLM, AsyncLLM, EngineDeadError, InvalidRequestError, Sampli
 from inflight.contracts.outputs import RequestOutput
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine.process.connection import ProcessConnection
-from inflight.replicas import placement
+from inflight.machine import place
 from tests import zoo
 from tests.coroutines import run
 
@@ -92,7 +92,7 @@ def test_engines_of_one_node_have_one_copy_of_the_weights(llm: AsyncLLM) -> None
     async def check() -> None:
         await all_loaded(llm)
         first, second = (weights_of(pid_of(llm, number)) for number in range(2))
-        if len({place.node for place in placement.place(2)}) == 1:
+        if len({place.node for place in place(2)}) == 1:
             assert first == second
             assert len(first) == 1
         else:

@@ -19,7 +19,14 @@ import click
 
 from inflight.cli.batch_lines import MOST_IN_FLIGHT
 from inflight.cli.help import Command
-from inflight.cli.options import engine_options, engine_values, model_option, quiet_libraries, replicas_option
+from inflight.cli.options import (
+    engine_options,
+    engine_values,
+    model_option,
+    quiet_libraries,
+    replicas_option,
+    tensor_parallel_option,
+)
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError
 from inflight.garbage_collection import spare_what_stays
 
@@ -36,6 +43,7 @@ BYTES_AT_ONCE = 2**20
 CHANGE_RESULTS = (
     *("tokenizer", "revision", "load_format", "dtype", "quantization", "quantization_group_size"),
     *("quantization_minima", "quantization_arithmetic", "kv_cache_dtype", "executor", "max_model_len"),
+    "tensor_parallel_size",
 )
 """Options that a job must go on with as it began."""
 
@@ -52,6 +60,7 @@ CHANGE_RESULTS = (
 @click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
 @model_option
 @replicas_option
+@tensor_parallel_option
 @engine_options
 def batch(
     requests: Path,

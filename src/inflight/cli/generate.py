@@ -22,6 +22,7 @@ from inflight.cli.options import (
     replicas_option,
     sampling_options,
     sampling_values,
+    tensor_parallel_option,
 )
 from inflight.cli.prompts import PromptLine, read_prompts
 from inflight.contracts.errors import InvalidRequestError
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 @model_option
 @sampling_options
 @replicas_option
+@tensor_parallel_option
 @engine_options
 def generate(
     prompts: tuple[str, ...],
@@ -70,8 +72,9 @@ def generate(
     is_batch = any(line.body is not None for line in lines)
     if is_batch:
         _check_batch(lines, [*sampling, *(["chat"] if chat else []), *(["record"] if record else [])])
-    if record is not None and options["replicas"] not in (None, 1):
-        raise click.UsageError("--record writes what one engine does; it cannot be given with --replicas")
+    for option, name in (("--replicas", "replicas"), ("--tensor-parallel-size", "tensor_parallel_size")):
+        if record is not None and options[name] not in (None, 1):
+            raise click.UsageError(f"--record writes what an engine in this process does, not with {option}")
     out = _open(output)
     quiet_libraries()
     if is_batch:

@@ -241,6 +241,15 @@ replicas_option = Shared(
 """For commands whose front can have several engines."""
 
 
+tensor_parallel_option = Shared(
+    "--tensor-parallel-size -tp",
+    click.IntRange(1, config.MAX_RANKS),
+    "Processes that run the model together, each with a part of every weight.",
+    field="tensor_parallel_size",
+).under(RUNNING, {"tensor_parallel_size": 1})
+"""For commands whose engine is no business of their process."""
+
+
 def engine_options_with(**defaults: Any) -> Options[Any]:
     """The same for a command that has defaults of its own."""
     return _together(_OF_ENGINE | defaults, (MODEL, _TOKENIZER), *_CONFIG)

@@ -21,6 +21,7 @@ CACHE_SHARE_OF_HOST = 0.25
 """How much of a machine's memory keys and values may take by default."""
 ROUTINGS = ("prefix", "least-loaded", "round-robin")
 """How one of several engines is chosen for a request; see `replicas.router`."""
+MAX_RANKS = 64
 BACKGROUND = 2**31 - 1
 """The lowest priority. Whatever the policy, requests of it run in the background: in steps that no others need."""
 
@@ -37,6 +38,10 @@ class EngineConfig:
         num_threads: how many threads compute a step on a CPU; None: as many as torch has (`OMP_NUM_THREADS`), but no
             more than there are physical cores that this process may use, or than a quota of CPU time (a container's)
             keeps running. Results do not depend on it.
+        tensor_parallel_size: how many processes run the model together on a CPU, its *ranks*: each has a part of every
+            weight and of the cache, on cores (`num_threads` of them) and, where there are several NUMA nodes, in memory
+            of its own. Results are the same bits in any company, but depend on this number as on a CPU: sums are added
+            in another order. For models that `transformers` has a `tp_plan` for.
         device: "auto" (CUDA, else MPS, else CPU) or a torch device such as "cuda:1".
         load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the configuration.
         trust_remote_code: whether Python code that comes with a checkpoint may run.
@@ -97,6 +102,7 @@ class EngineConfig:
 
     dtype: str = "auto"
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
     device: str = "auto"
     load_format: str = "auto"
     trust_remote_code: bool = False
@@ -150,6 +156,7 @@ class EngineConfig:
         check_choice("policy", self.policy, POLICIES)
         check_choice("speculation", self.speculation, SPECULATIONS)
         self._check_draft_model()
+        self._check_ranks()
         if not isinstance(self.prefix_cache_dir, str | None):
             raise ValueError(f"prefix_cache_dir is {self.prefix_cache_dir!r}; it must be a folder's name")
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
@@ -179,6 +186,22 @@ class EngineConfig:
         )
         for name in switches:
             check_switch(name, getattr(self, name))
+
+    def _check_ranks(self) -> None:
+        check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
+        if self.tensor_parallel_size == 1:
+            return
+        refused = {
+            "draft_model": self.draft_model is not None,
+            "prefix_cache_dir": self.prefix_cache_dir is not None,
+            f"executor {self.executor!r}": self.executor in ("rows", "sequential"),
+            f"device {self.device!r}": self.device not in ("auto", "cpu"),
+        }
+        for option, is_given in refused.items():
+            if is_given:
+                raise ValueError(
+                    f"tensor_parallel_size is {self.tensor_parallel_size}, which does not go with {option}"
+                )
 
     def _check_draft_model(self) -> None:
         if self.draft_model is None:

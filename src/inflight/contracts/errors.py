@@ -1,6 +1,6 @@
 """The errors that inflight raises for its callers to read.
 
-All but the last three are `ValueError`s: the caller gave something wrong, and one sentence says what, with its value,
+All but the last four are `ValueError`s: the caller gave something wrong, and one sentence says what, with its value,
 and what would be accepted. A fault inside a running step is not raised but reported on its requests
 (`finish_reason="error"`).
 """
@@ -28,6 +28,11 @@ class EngineDeadError(RuntimeError):
 
 class EngineGivenUpError(EngineDeadError):
     """The engine has died too often in a row. It is not started again before `stop()` has been called."""
+
+
+class RankLostError(RuntimeError):
+    """A process that runs a part of the model has ended; the message says which, and how. The engine that it belongs to
+    is of no use any more."""
 
 
 class TornEngineError(RuntimeError):

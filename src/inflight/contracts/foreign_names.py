@@ -26,7 +26,6 @@ FOREIGN_NAMES = {
     "num_gpu_blocks_override": "{num_blocks} is the number of blocks in the cache",
     "swap_space": _NO_SWAPPING,
     "cpu_offload_gb": _NO_SWAPPING,
-    "tensor_parallel_size": _ONE_DEVICE,
     "pipeline_parallel_size": _ONE_DEVICE,
     "data_parallel_size": _ONE_DEVICE,
     "device_map": _ONE_DEVICE,

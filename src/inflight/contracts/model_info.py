@@ -31,7 +31,8 @@ class ModelInfo:
         quantization: how its weights were rounded while it was loaded: "int8", "int4", or None.
         logits_error, attention_error: the proof's relative errors against the plain model; `attention_error` is None
             where attention is the model's own.
-        attention_calls: each kind of attention call of a forward pass, as "28 x 16 heads over 8 key/value heads …".
+        attention_calls: each kind of attention call of a forward pass, as "28 x 16 heads over 8 key/value heads …"; of
+            one rank.
         is_batch_invariant: whether a sequence's logits were the same bits alone, in a batch and in chunks.
         max_model_len: the most tokens that a sequence can have.
         recompute_beyond: a sequence that grows past so many tokens is recomputed (LongRoPE); None: no such length.
@@ -45,7 +46,8 @@ class ModelInfo:
         arithmetic: how weights of a few bits are multiplied: "fast" or "exact"; None: there are none.
         weights: what the weights are stored in, the largest share first.
         is_recorded: whether the forward pass was recorded, and runs without Python.
-        num_threads: how many threads compute a step.
+        num_threads: how many threads compute a step, in each rank.
+        num_ranks: how many processes run the model together (`tensor_parallel_size`).
         kernels: whose C++ kernels run: "native" for those that were built for this CPU, the kind of CPU that the
             package's own were built for ("avx2", "amx", …), or None: torch's.
         speculation: what guesses tokens; or "off", and why, if it was asked for.
@@ -80,6 +82,7 @@ class ModelInfo:
     weights: tuple[StoredWeights, ...] = ()
     is_recorded: bool = False
     num_threads: int = 1
+    num_ranks: int = 1
     kernels: str | None = None
     speculation: str = "off"
 
@@ -90,5 +93,6 @@ class ModelInfo:
 
     @property
     def threads(self) -> str:
-        """How many, in words: "2 threads"."""
-        return f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
+        """How many, in words: "2 threads", or "2 ranks of 1 thread"."""
+        threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
+        return threads if self.num_ranks == 1 else f"{self.num_ranks} ranks of {threads}"

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Literal
 from transformers import PreTrainedModel
 
 from inflight.contracts.config import BACKGROUND, EngineConfig
-from inflight.contracts.errors import InvalidRequestError, QueueFullError, TornEngineError
+from inflight.contracts.errors import InvalidRequestError, QueueFullError, RankLostError, TornEngineError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
@@ -41,13 +41,13 @@ from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.deadlines import Deadlines
 from inflight.engine.prefill_limit import PrefillLimit
 from inflight.engine.prefix_storing import open_prefix_store, pin_prefix
+from inflight.engine.ranks.runner import LeadingRunner, make_runner
 from inflight.engine.reporting import News, Reporter
 from inflight.engine.speculating import check_draft, describe_speculation, load_draft, speculation_of
 from inflight.engine.step_watch import StepWatch
 from inflight.execution.hf.generation_defaults import default_sampling_params
 from inflight.execution.hf.load import ModelSource, writes_to_its_weights
 from inflight.execution.hf.watched_weights import WatchedWeights
-from inflight.execution.model_runner import ModelRunner
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import SoFar
 from inflight.text.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         check_draft(config)
-        self.runner = ModelRunner(model, config)
+        self.runner = make_runner(model, config)
         self._watched: WatchedWeights | None = None
         if isinstance(model, PreTrainedModel) and not writes_to_its_weights(model):
             self._watched = WatchedWeights(model)
@@ -316,6 +316,7 @@ class Engine:
 
         Raises:
             TornEngineError: an exception came in the middle of the bookkeeping; see `start_over`.
+            RankLostError: one of the model's ranks has ended. No further step will do better.
         """
         start_time = time.monotonic()
         self._begin_change()
@@ -369,14 +370,14 @@ class Engine:
         self._state = "running"
         try:
             given = self.runner.run(plan, None if masks is None else masks.result)
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) or isinstance(error, RankLostError):
+                self._begin_change()
+                self.scheduler.discard()
+                self._state = "right"
+                raise
             logger.exception("a step of %d tokens failed", plan.num_tokens)
             given = error
-        except BaseException:
-            self._begin_change()
-            self.scheduler.discard()
-            self._state = "right"
-            raise
         self._state = "changing"
         if isinstance(given, Exception):
             failed = self.scheduler.fail(plan)
@@ -439,6 +440,12 @@ class Engine:
         self.prefill_limit.see(plan.num_tokens - sum(prefills), sum(prefills), seconds)
         if self.config.max_prefill_tokens_per_step is None:
             self.scheduler.limit_prefill = self.prefill_limit.num_tokens
+
+    def when_lost(self, call: Callable[[RankLostError], None]) -> None:
+        """Call this, in another thread, as soon as no step can be run any more because one of the model's ranks has
+        ended."""
+        if isinstance(self.runner, LeadingRunner):
+            self.runner.when_lost(call)
 
     def save_prefixes(self, seconds: float) -> None:
         """Wait until all that is known is saved in `prefix_cache_dir`, at most so long."""

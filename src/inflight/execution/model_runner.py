@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import isnan
 
+import torch
 from transformers import GenerationConfig
 
 from inflight.contracts.cache_layout import CacheLayout
@@ -23,6 +24,7 @@ from inflight.execution.preparation.fingerprint import fingerprint
 from inflight.execution.preparation.prepare import prepare
 from inflight.execution.preparation.recording_proof import prove_recording
 from inflight.execution.ragged_batch import RaggedBatch
+from inflight.execution.ranks.rank import Rank
 from inflight.execution.sampling.logprobs import Scorer
 from inflight.execution.sampling.sampler import INVALID_TOKEN, Sampler
 from inflight.execution.sampling.token_mask import TokenMasks
@@ -32,14 +34,17 @@ from inflight.execution.threads import ComputeThreads
 class ModelRunner:
     """A model that was loaded and proved, its cache, and its sampler.
 
+    Args:
+        rank: which part of the model it runs, beside the runners of the other ranks; None: all of it.
+
     Raises:
         ModelError: the model cannot be loaded, or no executor runs it exactly.
     """
 
-    def __init__(self, source: ModelSource, config: EngineConfig) -> None:
+    def __init__(self, source: ModelSource, config: EngineConfig, rank: Rank | None = None) -> None:
         self.config = config
         self.threads = ComputeThreads(config.num_threads)
-        prepared = prepare(source, config)
+        prepared = prepare(source, config, rank)
         self.model, self.executor = prepared.model, prepared.executor
         self._weights_digest = prepared.weights_digest
         self.info = replace(prepared.info, num_threads=self.threads.number)
@@ -65,7 +70,6 @@ class ModelRunner:
                 be computed meanwhile.
         """
         if plan.released_slots:
-            self.executor.release(plan.released_slots)
             self.sampler.release(plan.released_slots)
             if self.scorer.is_needed:
                 self.scorer.release(plan.released_slots)
@@ -73,16 +77,25 @@ class ModelRunner:
             self.sampler.assign(assignment)
             if assignment.params.asks_for_scores:
                 self.scorer.assign(assignment)
-        if not plan.spans:
+        computed = self.compute(plan)
+        if computed is None:
             return []
+        batch, logits = computed
+        token_ids = self.sampler.sample(logits, batch, None if masks is None else masks())
+        scores = self.scorer.score(logits, batch, token_ids) if self.scorer.is_needed else {}
+        return by_span(plan, token_ids, scores)
+
+    def compute(self, plan: StepPlan) -> tuple[RaggedBatch, torch.Tensor] | None:
+        """Run a step up to its logits `[R, V]`; None if it has no tokens."""
+        if plan.released_slots:
+            self.executor.release(plan.released_slots)
+        if not plan.spans:
+            return None
         if self.device.type == "cpu":
             are_own = isinstance(self.executor, PackedExecutor) and not self.executor.needs_torch_threads
             self.threads.prepare(are_own=are_own)
         batch = RaggedBatch.from_plan(plan, self.config.block_size, self.device)
-        logits = self.executor.forward(batch)
-        token_ids = self.sampler.sample(logits, batch, None if masks is None else masks())
-        scores = self.scorer.score(logits, batch, token_ids) if self.scorer.is_needed else {}
-        return by_span(plan, token_ids, scores)
+        return batch, self.executor.forward(batch)
 
     def make_cache_anew(self, num_blocks: int) -> None:
         """Let the cache have so many blocks, before anything has run. Raises `ModelError` if it does not run packed."""

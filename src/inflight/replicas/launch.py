@@ -18,8 +18,7 @@ from inflight.contracts.errors import ModelError
 from inflight.contracts.watching import Watching
 from inflight.engine.process.connection import Connection, ProcessConnection
 from inflight.engine.process.protocol import Load
-from inflight.machine import usable_memory
-from inflight.replicas.placement import Placement, place
+from inflight.machine import Placement, place, usable_memory
 from inflight.sources import is_loaded_model, is_loaded_tokenizer
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class Launches:
             self.connects, self.after = [lambda: ProcessConnection(load)], [None]
             return
         last_on_node: dict[int, int] = {}
-        for replica, placement in enumerate(place(number)):
+        for replica, placement in enumerate(_places(number, load.config.tensor_parallel_size)):
             self.connects.append(partial(self._launch, _load_of(load, replica, placement, number), placement.node))
             self.after.append(last_on_node.get(placement.node))
             if placement.node in last_on_node:
@@ -109,6 +108,19 @@ def _load_of(load: Load, replica: int, placement: Placement, number: int) -> Loa
     watching = Watching(record_to=record_to, kv_events=kv_events and kv_events.of_replica(replica))
     config = _config_of(load.config, placement, number)
     return msgspec.structs.replace(load, config=config, watching=watching, cpus=placement.cpus)
+
+
+def _places(number: int, num_ranks: int) -> list[Placement]:
+    """Places for so many replicas. The ranks of one lie side by side; `RankGroup` gives each its part."""
+    parts = place(number * num_ranks)
+    return [
+        Placement(
+            ranks[0].node,
+            tuple(sorted({cpu for rank in ranks for cpu in rank.cpus})),
+            min(rank.num_threads for rank in ranks),
+        )
+        for ranks in (parts[first : first + num_ranks] for first in range(0, len(parts), num_ranks))
+    ]
 
 
 def _config_of(config: EngineConfig, placement: Placement, number: int) -> EngineConfig:

@@ -13,6 +13,8 @@ from queue import SimpleQueue
 from typing import BinaryIO
 
 from inflight.engine.process.protocol import Commands, Event, read_command, read_load, to_frame
+from inflight.engine.python_process import take_over_standard_streams
+from inflight.engine.ranks.processes import start_early
 from inflight.garbage_collection import end_without_garbage_collection, garbage_collection_paused, spare_what_stays
 
 SECONDS_TO_SAVE = 4.5
@@ -25,7 +27,7 @@ of its operators, a hundred times, and each time waits as long to get it back.""
 
 def main() -> int:
     sys.setswitchinterval(SWITCH_INTERVAL)
-    incoming, outgoing = _take_over_standard_streams()
+    incoming, outgoing = take_over_standard_streams()
     asked = read_load(incoming)
     if asked is None:
         return 0
@@ -37,6 +39,8 @@ def main() -> int:
     threading.Thread(target=_listen, args=(incoming, commands, seconds_to_save), daemon=True).start()
 
     with garbage_collection_paused():  # this takes long; the thread notices meanwhile if the caller dies
+        if asked.config.tensor_parallel_size > 1:
+            start_early(asked.config.tensor_parallel_size)
         from inflight.engine.engine import Engine
         from inflight.engine.process.loop import serve
         from inflight.execution.shared_memory import share_through
@@ -60,16 +64,6 @@ def main() -> int:
         return 0 if serve(load, commands, send, asked.watching) else 1
     finally:
         end_without_garbage_collection()
-
-
-def _take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Keep standard input and output for this module; all other code reads nothing and writes to standard error."""
-    incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return incoming, outgoing
 
 
 def _listen(incoming: BinaryIO, commands: Commands, seconds_to_save: float | None) -> None:

@@ -4,10 +4,7 @@ and from it without looking into them."""
 from __future__ import annotations
 
 import atexit
-import os
-import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,14 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from inflight.contracts.watching import Watching
 from inflight.engine.process.protocol import Command, Commands, Event, Load, read_event, to_frame
+from inflight.engine.python_process import ending, started
 
 if TYPE_CHECKING:
     from inflight.engine.engine import Engine
 
-IDLE_THREADS_SLEEP = {"GOMP_SPINCOUNT": "10000"}
-"""Environment of the engine's process, unless its caller sets it: torch's own threads, which compute what our
-kernels do not, soon leave the cores to other processes and to our threads. (Where they sleep at once, a model that runs
-mostly through torch's operators is slower by a quarter on a quiet machine.)"""
 SECONDS_TO_END = 5.0
 """How long an engine that was told to end may take before it is killed."""
 
@@ -48,21 +42,10 @@ class Connection(Protocol):
 
 
 class ProcessConnection:
-    """A connection to `python -m inflight.engine.process`, which finds modules where this process does.
-
-    The engine has a session of its own, so that an interrupt from the terminal does not end it. No other process has
-    the write end of its standard input, so that ends as soon as this process does.
-    """
+    """A connection to `python -m inflight.engine.process`."""
 
     def __init__(self, load: Load) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "inflight.engine.process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=IDLE_THREADS_SLEEP | os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-            start_new_session=True,
-            pass_fds=() if load.weights_file is None else (load.weights_file,),
-        )
+        self._process = started("inflight.engine.process", [] if load.weights_file is None else [load.weights_file])
         self._frames: SimpleQueue[bytes | None] = SimpleQueue()
         self._frames.put(to_frame(load))
         threading.Thread(target=self._write, name="inflight: to the engine", daemon=True).start()
@@ -94,11 +77,7 @@ class ProcessConnection:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
-        if code >= 0:
-            return f"ended with exit code {code}"
-        with suppress(ValueError):
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"was killed by signal {-code}"
+        return ending(code)
 
     def _write(self) -> None:
         stdin = self._process.stdin

@@ -91,6 +91,7 @@ class _Loop:
         self.send = send
         self._tell_watchers = tell_watchers
         engine.prefill_limit = PrefillLimit()  # callers wait for every token
+        engine.when_lost(lambda error: commands.put(lambda: _raise(error)))
         self._pool = ThreadPoolExecutor(NUM_COMPILING, "inflight: compiling")
         self._compiling: set[str] = set()
 
@@ -164,3 +165,7 @@ class _Loop:
     def _tell(self, outputs: list[SequenceOutput]) -> None:
         if outputs:
             self.send(Outputs(outputs))
+
+
+def _raise(error: Exception) -> None:
+    raise error

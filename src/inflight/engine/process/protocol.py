@@ -1,6 +1,6 @@
 """The protocol between a caller and an engine's loop: commands, events, and how a pipe carries them.
 
-A frame is the length of what follows (4 bytes, little-endian) and one message in MessagePack that names its type.
+A frame holds one message in MessagePack that names its type.
 Times are those of `time.monotonic()`, which all processes of a machine share. `Session` gives out each `request_id`
 once, so a late message about an abandoned request is never taken for one about another.
 """
@@ -17,8 +17,7 @@ from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats
 from inflight.contracts.watching import Watching
-
-LENGTH_BYTES = 4
+from inflight.engine.frames import framed, read_frame
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
@@ -110,30 +109,22 @@ _event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 def to_frame(message: Load | Command | Event) -> bytes:
     """A message as a frame."""
-    payload = _encoder.encode(message)
-    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+    return framed(_encoder.encode(message))
 
 
 def read_load(stream: IO[bytes]) -> Load | None:
     """The first message; None at the end of the stream."""
-    payload = _read_payload(stream)
+    payload = read_frame(stream)
     return None if payload is None else _load_decoder.decode(payload)
 
 
 def read_command(stream: IO[bytes]) -> Command | None:
     """The next command; None at the end of the stream."""
-    payload = _read_payload(stream)
+    payload = read_frame(stream)
     return None if payload is None else _command_decoder.decode(payload)
 
 
 def read_event(stream: IO[bytes]) -> Event | None:
     """The next event; None at the end of the stream, even if it comes in the middle of a frame."""
-    payload = _read_payload(stream)
+    payload = read_frame(stream)
     return None if payload is None else _event_decoder.decode(payload)
-
-
-def _read_payload(stream: IO[bytes]) -> bytes | None:
-    header = stream.read(LENGTH_BYTES)
-    length = int.from_bytes(header, "little")
-    payload = stream.read(length)
-    return payload if len(header) == LENGTH_BYTES and len(payload) == length else None

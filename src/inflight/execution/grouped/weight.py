@@ -385,6 +385,33 @@ def _joined(weights: Sequence[Any], dim: int = 0) -> GroupedWeight | None:
     return first.like(matrices=matrices, shape=(*first.shape[:-2], num_rows, first.matrix_shape[1]))
 
 
+def _split(weight: GroupedWeight, size: int, dim: int = 0) -> list[GroupedWeight] | None:
+    """`torch.split`, where whole panels, or whole groups of inputs, come into each part."""
+    sizes, kept = list(weight.matrix_shape), weight.dim() - 1 - dim % weight.dim()
+    is_inputs = (kept == 0) is not weight.is_transposed
+    step = weight.grouping.coarse if is_inputs else PANEL_OUTPUTS
+    has_order = any(each.order is not None for each in weight.matrices)
+    if kept > 1 or size % step or (is_inputs and has_order):
+        return None
+    parts = []
+    for first in range(0, sizes[is_inputs], size):
+        own = list(sizes)
+        own[is_inputs] = min(size, sizes[is_inputs] - first)
+        matrices = [
+            replace(each, panels=_some_panels(each.panels, first, own[is_inputs], sizes[is_inputs], step, is_inputs))
+            for each in weight.matrices
+        ]
+        parts.append(weight.like(matrices=matrices, shape=(*weight.shape[:-2], *own)))
+    return parts
+
+
+def _some_panels(panels: torch.Tensor, first: int, number: int, of: int, step: int, is_inputs: bool) -> torch.Tensor:
+    """Those of some outputs, or of some inputs, which may be fewer than a step at the end."""
+    bytes_of_step = panels.shape[1] // -(-of // step) if is_inputs else 1
+    begin, end = (each // step * bytes_of_step for each in (first, first + number + step - 1))
+    return (panels[:, begin:end] if is_inputs else panels[begin:end]).contiguous().clone()
+
+
 def _below_each_other(panels: Sequence[torch.Tensor]) -> torch.Tensor:
     """All panels as one tensor; where they are neighbours in memory already, nothing is copied."""
     first = panels[0]
@@ -464,6 +491,7 @@ KEPT: dict[Any, Callable[..., Any]] = {
     aten.permute.default: _permuted,
     aten.select.int: _matrix,
     aten.unbind.int: _matrices,
+    aten.split.Tensor: _split,
     aten.stack.default: _stacked,
     aten.cat.default: _joined,
     aten.embedding.default: _embedded,

@@ -91,6 +91,12 @@ def _describe_operators() -> None:
     def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return rows.new_empty(weights.shape[0], rows.shape[1])
 
+    def sum_of_ranks(rows: torch.Tensor, exchange: int) -> torch.Tensor:
+        return rows.new_empty(rows.shape)
+
+    def gather_of_ranks(rows: torch.Tensor, exchange: int, num_ranks: int) -> torch.Tensor:
+        return rows.new_empty(*rows.shape[:-1], num_ranks * rows.shape[-1])
+
     def grouped_rows(
         layout: list[int],
         panels: torch.Tensor,
@@ -107,6 +113,8 @@ def _describe_operators() -> None:
     torch.library.register_fake("inflight::experts_up", experts_part)
     torch.library.register_fake("inflight::experts_down", experts_part)
     torch.library.register_fake("inflight::weighted_sum", weighted_sum)
+    torch.library.register_fake("inflight::sum_of_ranks", sum_of_ranks)
+    torch.library.register_fake("inflight::gather_of_ranks", gather_of_ranks)
     torch.library.register_fake("inflight::write", write)
     torch.library.register_fake("inflight::attend", attend)
     torch.library.register_fake("inflight::activate", activate)

@@ -8,6 +8,7 @@
 
 #include "activate.h"
 #include "attention.h"
+#include "exchange.h"
 #include "experts.h"
 #include "greedy.h"
 #include "grouped.h"
@@ -121,6 +122,19 @@ Tensor experts_down(const Tensor& rows, const Tensor& chosen, int64_t number, in
   return project_down(rows, chosen, mixtures.get(number)->experts);
 }
 
+Registry<Exchange> exchanges;
+
+int64_t new_exchange(int64_t file, int64_t rank, int64_t num_ranks, int64_t place_bytes) {
+  return exchanges.add(std::make_shared<Exchange>(file, rank, num_ranks, place_bytes));
+}
+void delete_exchange(int64_t exchange) { exchanges.remove(exchange); }
+void begin_exchange(int64_t exchange, int64_t step) { exchanges.get(exchange)->begin(step); }
+void give_up_exchange(int64_t exchange) { exchanges.get(exchange)->give_up(); }
+bool is_exchange_given_up(int64_t exchange) { return exchanges.get(exchange)->is_given_up(); }
+void end_exchange(int64_t exchange) { exchanges.get(exchange)->end(); }
+Tensor sum_of_ranks(const Tensor& rows, int64_t exchange) { return exchanges.get(exchange)->sum(rows); }
+Tensor gather_of_ranks(const Tensor& rows, int64_t exchange, int64_t) { return exchanges.get(exchange)->gather(rows); }
+
 Registry<Program> programs;
 
 int64_t new_program(at::IntArrayRef codes, at::ArrayRef<double> numbers, const std::vector<std::string>& words,
@@ -193,6 +207,16 @@ TORCH_LIBRARY(inflight, library) {
   library.impl("experts_down", c10::DispatchKey::CPU, &ours::experts_down);
   library.def("weighted_sum(Tensor rows, Tensor weights) -> Tensor");
   library.impl("weighted_sum", c10::DispatchKey::CPU, &inflight::weighted_sum);
+  library.def("new_exchange(int file, int rank, int num_ranks, int place_bytes) -> int", &ours::new_exchange);
+  library.def("delete_exchange(int exchange) -> ()", &ours::delete_exchange);
+  library.def("begin_exchange(int exchange, int step) -> ()", &ours::begin_exchange);
+  library.def("give_up_exchange(int exchange) -> ()", &ours::give_up_exchange);
+  library.def("is_exchange_given_up(int exchange) -> bool", &ours::is_exchange_given_up);
+  library.def("end_exchange(int exchange) -> ()", &ours::end_exchange);
+  library.def("sum_of_ranks(Tensor rows, int exchange) -> Tensor");
+  library.impl("sum_of_ranks", c10::DispatchKey::CPU, &ours::sum_of_ranks);
+  library.def("gather_of_ranks(Tensor rows, int exchange, int num_ranks) -> Tensor");
+  library.impl("gather_of_ranks", c10::DispatchKey::CPU, &ours::gather_of_ranks);
   library.def("activate(Tensor x, str activation, str variant) -> Tensor");
   library.impl("activate", c10::DispatchKey::CPU, &inflight::activate);
   library.def("scalar_type(ScalarType dtype) -> int", [](at::ScalarType dtype) { return int64_t(dtype); });

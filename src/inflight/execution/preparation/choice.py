@@ -31,6 +31,7 @@ from inflight.execution.preparation.proof import PlainModel
 from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.preparation.twin import make_twin
 from inflight.execution.preparation.verdict import Verdict, VerdictCache, Way, verdict_key
+from inflight.execution.ranks.rank import Rank
 from inflight.execution.weights.formats import find_format
 from inflight.execution.weights.linears import LetGo
 from inflight.execution.weights.prepacked_linear import can_prepack
@@ -64,7 +65,11 @@ class ChosenExecutor:
 
 
 def choose_executor(
-    model: PreTrainedModel, config: EngineConfig, let_go: LetGo | None = None, verdicts: VerdictCache | None = None
+    model: PreTrainedModel,
+    config: EngineConfig,
+    let_go: LetGo | None = None,
+    verdicts: VerdictCache | None = None,
+    rank: Rank | None = None,
 ) -> ChosenExecutor:
     """Prove one of the executors that `config` allows, and prepare the model for it.
 
@@ -72,6 +77,7 @@ def choose_executor(
         model: ours alone, in evaluation mode, on its device.
         let_go: called with each weight as soon as it is prepacked.
         verdicts: what twins have shown before; None takes the user's.
+        rank: whose part of the model is to run; None: all of it.
 
     Raises:
         ModelError: no executor is exact; with all reasons.
@@ -83,19 +89,25 @@ def choose_executor(
         )
     if verdicts is None:
         verdicts = VerdictCache.of_the_user() if config.remember_verdicts else VerdictCache(None)
-    return _Search(model, config, let_go, verdicts).choose()
+    return _Search(model, config, let_go, verdicts, rank).choose()
 
 
 class _Search:
     """The search for one model's executor; the arguments are `choose_executor`'s."""
 
     def __init__(
-        self, model: PreTrainedModel, config: EngineConfig, let_go: LetGo | None, verdicts: VerdictCache
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        let_go: LetGo | None,
+        verdicts: VerdictCache,
+        rank: Rank | None,
     ) -> None:
         self._model = model
         self._config = config
         self._let_go = let_go
         self._verdicts = verdicts
+        self._rank = rank
         self._is_large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
         self._is_precise = precision_of(model) is FULL_PRECISION
         self._is_proved_itself = self._is_precise and not self._is_large
@@ -105,6 +117,8 @@ class _Search:
 
     def choose(self) -> ChosenExecutor:
         executors = ["packed", "rows", "sequential"] if self._config.executor == "auto" else [self._config.executor]
+        if self._rank is not None:
+            executors = ["packed"]
         in_use = attention_in_use(self._model)
         key = None
         if self._verdicts.remembers and not self._is_proved_itself:
@@ -239,6 +253,7 @@ class _Search:
             rounds_cache=config.kv_cache_dtype != "auto",
             is_large=is_large,
             let_go=self._let_go,
+            rank=self._rank,
         )
         report = replace(report, notes=(*report.notes, *_notes_on_generate(verdict)))
 

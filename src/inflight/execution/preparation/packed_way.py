@@ -34,6 +34,7 @@ from inflight.execution.preparation.agreement import (
     FULL_PRECISION,
     LOW_PRECISION,
     ROUNDED_ANEW,
+    ROUNDED_IN_PARTS,
     Tolerance,
     as_model_error,
     precision_of,
@@ -57,6 +58,8 @@ from inflight.execution.preparation.proof import (
 from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.preparation.router_trial import routers_keep_bits
 from inflight.execution.ragged_batch import RaggedBatch
+from inflight.execution.ranks.partition import divide
+from inflight.execution.ranks.rank import Rank
 from inflight.execution.weights.experts import (
     RouterRows,
     has_own_experts,
@@ -112,6 +115,7 @@ def prepare_packed(
     rounds_cache: bool = False,
     is_large: bool = False,
     let_go: LetGo | None = None,
+    rank: Rank | None = None,
 ) -> PreparationReport:
     """Prepack a model that was proved to run packed, compare it with its plain results, and leave it ready to run.
 
@@ -121,17 +125,22 @@ def prepare_packed(
         rounds_cache: whether the backend stores keys and values in lower precision.
         is_large: whether the comparison is short.
         let_go: called with each weight as soon as it is prepacked.
+        rank: whose part of the model is to run, beside the other ranks; None: all of it.
 
     Raises:
-        ModelError: the model does not give its plain results.
+        ModelError: the model does not give its plain results, or cannot be divided.
         RuntimeError: it does not give them after prepacking, which cannot be undone for another executor.
     """
     with _refusing(model):
         workload = IN_SHORT if is_large else IN_A_ROW
         proof = PackedProof(model, max(workload.lengths), workload)
+        if rank is not None:
+            proof.divide(rank, let_go)
         max_model_len, notes = packed_limit(model, proof.specs)
         executor = proof.executor(make_backend)
         tolerance = LOW_PRECISION if rounds_cache else precision_of(model)
+        if rank is not None and tolerance is LOW_PRECISION:
+            tolerance = ROUNDED_IN_PARTS
         with multiplied_in_place() if is_large else nullcontext():
             attention_error, logits_error = proof.require_agreement(executor, tolerance)
         if not is_large:
@@ -188,9 +197,8 @@ class PackedProof:
                 f"{name} has only {max_positions} positions; the proof needs more than {max(IN_A_ROW.lengths)}"
             )
         self.model = model
-        use_attention(model, "inflight")
-        with watch_linears(model) as self.linear_calls, multiplied_in_place():
-            self.specs, self.modules = find_attention_calls(model, min(dry_run_length, max_positions))
+        self._dry_run_length = min(dry_run_length, max_positions)
+        self._find_calls()
         use_attention(model, "eager")
         with watch_outputs(self.modules) as seen:
             self.plain = PlainModel.of(model, workload, together=workload is IN_SHORT)
@@ -200,6 +208,17 @@ class PackedProof:
         self._outputs = [[row for states in seen[number::num_calls] for row in states] for number in range(num_calls)]
         """For each call of an attention module, what it returned for each prompt, `[L, …]`."""
         self.vocab_size = self.plain.vocab_size
+
+    def _find_calls(self) -> None:
+        use_attention(self.model, "inflight")
+        with watch_linears(self.model) as self.linear_calls, multiplied_in_place():
+            self.specs, self.modules = find_attention_calls(self.model, self._dry_run_length)
+
+    def divide(self, rank: Rank, let_go: LetGo | None) -> None:
+        """Leave the model a rank's part of it. It has to give what it gave when it was whole; from now on its ranks
+        run only together. Raises `ModelError` if it cannot be divided."""
+        divide(self.model, rank, let_go)
+        self._find_calls()
 
     def executor(self, make_backend: MakeBackend) -> PackedExecutor:
         """The model as a packed row over a small cache."""

@@ -23,6 +23,7 @@ from inflight.execution.preparation.choice import choose_executor
 from inflight.execution.preparation.describe import describe
 from inflight.execution.preparation.fingerprint import digest_of_weights
 from inflight.execution.preparation.recording_proof import prove_recording
+from inflight.execution.ranks.rank import Rank
 from inflight.execution.weights.formats import find_format
 from inflight.execution.weights.grouped_linear import can_group
 from inflight.execution.weights.linears import LetGo
@@ -46,8 +47,11 @@ class PreparedModel:
     weights_digest: bytes | None = None
 
 
-def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
+def prepare(source: ModelSource, config: EngineConfig, rank: Rank | None = None) -> PreparedModel:
     """Load a model, choose its executor, and allocate its cache.
+
+    Args:
+        rank: whose part of the model is to run; None: all of it.
 
     Raises:
         ModelError: it cannot be loaded, no allowed executor runs it exactly, or there is too little memory.
@@ -66,7 +70,7 @@ def prepare(source: ModelSource, config: EngineConfig) -> PreparedModel:
     why_not = find_format(config.quantization).why_unusable(model)
     if config.quantization is not None and why_not is not None:
         raise ModelError(f"quantization {config.quantization!r} {why_not}")
-    choice = choose_executor(model, config, let_go_of_file_pages if is_loaded_here else None)
+    choice = choose_executor(model, config, let_go_of_file_pages if is_loaded_here else None, rank=rank)
     if is_loaded_here:
         own_tensors(model)
         give_back_freed_memory()

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from inflight.execution.grouped.weight import GroupedWeight, as_values
 from inflight.execution.kernels import kernels_available
+from inflight.execution.ranks.layers import behind
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.layers import NarrowLinear, RowActivation, SiblingLinear, SiblingLinears, is_narrow
 from inflight.execution.weights.linear_calls import ACTIVATIONS, LinearCalls, is_linear, is_watched
@@ -34,7 +35,7 @@ def prepack_linears(
         let_go: called with each weight `[out, in]` as soon as it is prepacked.
     """
     let_go = let_go or (lambda weight: None)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = behind(model.get_input_embeddings()), behind(model.get_output_embeddings())
     is_tied = head is not None and is_linear(head) and embedding.weight is head.weight
     modules = dict(model.named_modules(remove_duplicate=False))
     originals = {name: modules[name] for name in calls.activations.values()}

@@ -1,0 +1,72 @@
+"""`make_runner`: the runner of an engine: of a whole model, or of rank 0 of one that several processes run."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError, RankLostError
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.plan import StepPlan, StepTokens
+from inflight.engine.ranks.group import RankGroup
+from inflight.execution.executors import PackedExecutor
+from inflight.execution.hf.load import ModelSource
+from inflight.execution.model_runner import ModelRunner
+from inflight.execution.sampling.token_mask import TokenMasks
+
+
+def make_runner(model: ModelSource, config: EngineConfig) -> ModelRunner:
+    """A runner that is ready. Raises `ModelError`."""
+    if config.tensor_parallel_size == 1:
+        return ModelRunner(model, config)
+    if not isinstance(model, str):
+        raise ModelError(
+            f"the model is a loaded {type(model).__name__}, which other processes cannot have; with a "
+            "tensor_parallel_size, give its hub id or folder"
+        )
+    return LeadingRunner(model, config)
+
+
+class LeadingRunner(ModelRunner):
+    """The runner of rank 0: what it runs, all ranks run.
+
+    Raises:
+        ModelError: the model cannot be loaded, divided, or run exactly.
+        RankLostError: another rank has ended (from `run`).
+    """
+
+    def __init__(self, model: str, config: EngineConfig) -> None:
+        self._group = group = RankGroup(model, config)
+        weakref.finalize(self, group.end)
+        try:
+            with group.preparing():
+                super().__init__(model, group.config, group.rank)
+            group.check(self.info)
+        except BaseException:
+            group.end()
+            raise
+        self.info = _of_all(self.info, config.tensor_parallel_size)
+
+    def run(self, plan: StepPlan, masks: Callable[[], TokenMasks] | None = None) -> StepTokens:
+        """Run one step on all ranks; see `ModelRunner`."""
+        with self._group.step(plan):
+            return super().run(plan, masks)
+
+    def when_lost(self, call: Callable[[RankLostError], None]) -> None:
+        """Call this, in another thread, as soon as no step can be run any more because a rank has ended."""
+        self._group.when_lost(call)
+
+    def require_packed(self) -> PackedExecutor:
+        """Raises `ModelError`: here is only a part of the model."""
+        raise ModelError("a model that several ranks run cannot be looked into, and its cache cannot be kept")
+
+
+def _of_all(info: ModelInfo, size: int) -> ModelInfo:
+    """What one rank has found out about the model, for all of them together."""
+    return replace(
+        info,
+        num_ranks=size,
+        kv_bytes_per_token=size * info.kv_bytes_per_token,
+        kv_bytes_per_lasting_token=size * info.kv_bytes_per_lasting_token,
+        weights=tuple(replace(each, num_bytes=size * each.num_bytes) for each in info.weights),
+    )

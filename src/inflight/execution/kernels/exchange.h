@@ -1,0 +1,51 @@
+// What the ranks of a model exchange: each has a part of every weight, and they meet at sums and at rows that they put
+// together.
+//
+// The ranks are processes of one machine that map the same file. Each writes its rows into a place of its own and says
+// so; when all have said so, each reads all places in the order of the ranks. So all get the same bits. Two sets of
+// places take turns: whoever writes into one knows that all others have read what was there, because they have
+// written into the other since.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace inflight {
+
+class Exchange {
+ public:
+  // `file` is empty at first, and the same for all ranks. Each may write `place_bytes` at a time.
+  Exchange(int64_t file, int64_t rank, int64_t num_ranks, int64_t place_bytes);
+  Exchange(const Exchange&) = delete;
+  ~Exchange();
+
+  // Steps have numbers that grow. Who takes part in one throws if another rank gives it up, or goes on to the next.
+  void begin(int64_t step);
+  void give_up();
+  // Whether another rank has done so.
+  bool is_given_up() const;
+  // From now on all who wait, or will, throw: a rank has ended.
+  void end();
+
+  // Rows `[…, n]`, float32 or bfloat16, of each rank; returns their sum, added in float32 and rounded once.
+  at::Tensor sum(const at::Tensor& rows);
+  // Rows `[…, n]` of each rank; returns `[…, num_ranks * n]`, side by side.
+  at::Tensor gather(const at::Tensor& rows);
+
+ private:
+  struct Head;
+  struct Said;
+
+  char* place(int64_t rank) const;
+  void wait_for_others();
+
+  int64_t rank_, num_ranks_, place_bytes_, file_bytes_;
+  char* memory_ = nullptr;
+  Head* head_ = nullptr;
+  Said* said_ = nullptr;
+  uint64_t step_ = 0, meeting_ = 0;
+};
+
+}  // namespace inflight

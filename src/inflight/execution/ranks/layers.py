@@ -1,0 +1,80 @@
+"""The modules in which ranks meet. Each stands before a module of the model's own, which has this rank's part of the
+weights."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from inflight.execution.ranks.rank import Rank
+
+
+class Meeting(nn.Module):
+    """A module that exchanges what `inner` takes or gives."""
+
+    def __init__(self, inner: nn.Module, rank: Rank) -> None:
+        super().__init__()
+        self.inner, self.rank = inner, rank
+
+    @property
+    def weight(self) -> Any:
+        """This rank's part; some models look at it."""
+        return self.inner.weight
+
+
+class SummedOutputs(Meeting):
+    """A module of which every rank computes a part of each output: experts."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What `inner` takes, to the sum of what it gives on all ranks."""
+        return self.rank.sum(self.inner(*args, **kwargs))
+
+
+class SummedLinear(Meeting):
+    """A linear layer of which every rank has some inputs.
+
+    Args:
+        inner: `[…, in / size]` to `[…, out]`, without a bias.
+        bias: `[out]`, added to the sum.
+        splits: whether it is given all inputs, `[…, in]`.
+    """
+
+    def __init__(self, inner: nn.Linear, rank: Rank, bias: nn.Parameter | None, *, splits: bool) -> None:
+        super().__init__(inner, rank)
+        self.bias, self.splits = bias, splits
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[…, in / size]` (or `[…, in]`) to `[…, out]`."""
+        if self.splits:
+            x = x.chunk(self.rank.size, dim=-1)[self.rank.number]
+        summed = self.rank.sum(self.inner(x))
+        return summed if self.bias is None else summed + self.bias
+
+
+class GatheredLinear(Meeting):
+    """A linear layer of which every rank has some outputs, and all are needed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[…, in]` to `[…, out]`."""
+        return self.rank.gather(self.inner(x))
+
+
+class SummedEmbedding(Meeting):
+    """An embedding of which every rank has the rows of some tokens."""
+
+    def __init__(self, inner: nn.Embedding, rank: Rank) -> None:
+        super().__init__(inner, rank)
+        self._num_own = inner.weight.shape[0]
+        self._first = rank.number * self._num_own
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids `[…]` int64 to `[…, hidden]`."""
+        own = input_ids - self._first
+        is_others = (own < 0) | (own >= self._num_own)
+        rows = self.inner(own.masked_fill(is_others, 0))
+        return self.rank.sum(rows.masked_fill(is_others[..., None], 0))
+
+
+def behind(module: Any) -> Any:
+    """The model's own module: what stands behind one of these, or the module itself."""
+    return module.inner if isinstance(module, Meeting) else module

@@ -1,0 +1,143 @@
+"""Which part of each weight a rank has: what the model's own plan in `transformers` says (`tp_plan`).
+
+A plan names modules and parameters, with "*" for numbers, and how each is divided: *colwise* by outputs, *rowwise* by
+inputs, *packed* where two matrices lie in one. What it does not name all ranks have. Where a rank has less than what
+comes next needs, its module is put behind one in which ranks meet (`layers`).
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from inflight.contracts.errors import ModelError
+from inflight.execution.grouped.weight import watch_expansions
+from inflight.execution.ranks.layers import GatheredLinear, SummedEmbedding, SummedLinear, SummedOutputs
+from inflight.execution.ranks.rank import Rank
+
+BY_OUTPUTS = {"colwise": 1, "colwise_rep": 1, "colwise_gather_output": 1, "packed_colwise": 2, "embedding_rowwise": 1}
+"""How many matrices lie in one parameter."""
+BY_INPUTS = {"rowwise": 1, "rowwise_rep": 1, "rowwise_split_input": 1, "packed_rowwise": 2}
+WHOLE = {"moe_tp_experts", "all_reduce", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate"}
+"""What has nothing to divide itself, or only for the sake of gradients."""
+HEADS = re.compile(r"\.(q_proj|k_proj|v_proj|qkv_proj|query_key_value)$")
+
+
+def divide(model: PreTrainedModel, rank: Rank, let_go: Callable[[torch.Tensor], None] | None = None) -> None:
+    """Leave `model`, which is ours alone, this rank's part of each weight, and let it meet the other ranks.
+
+    Args:
+        let_go: called with each weight of which a part is left.
+
+    Raises:
+        ModelError: `transformers` has no plan for it, or its sizes do not allow it.
+    """
+    styles = dict(_styles(model))
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    inside = dict(model.named_modules(), **dict(model.named_parameters()))
+    if not any(style not in WHOLE and inside[name] not in ends for name, style in styles.items()):
+        raise ModelError(
+            f"transformers has no tp_plan for the layers of {type(model).__name__}; no ranks can share them"
+        )
+    _check(model, styles, rank.size)
+    with watch_expansions() as expanded:
+        _divide(model, styles, rank, let_go or (lambda weight: None))
+    if expanded:
+        kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(expanded.items()))
+        note = f"these weights have groups that {rank.size} ranks cannot divide, and are expanded: {kinds}"
+        model.inflight_notes = (*getattr(model, "inflight_notes", ()), note)
+
+
+def _divide(model: PreTrainedModel, styles: dict[str, str], rank: Rank, let_go: Callable[[torch.Tensor], None]) -> None:
+    shared: list[tuple[nn.Parameter, str, nn.Parameter]] = []
+    num_owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
+    for name, module in list(model.named_modules()):
+        for own_name, parameter in module._parameters.items():
+            style = styles.get(f"{name}.{own_name}") or styles.get(name)
+            if parameter is None or style is None or style in WHOLE:
+                continue
+            way = "inputs" if style in BY_INPUTS else "outputs"
+            own = next((own for whole, its_way, own in shared if whole is parameter and its_way == way), None)
+            if own is None:
+                own = _part(parameter, style, rank, f"{name}.{own_name}")
+                if num_owners[id(parameter)] > 1:
+                    shared.append((parameter, way, own))
+            if own is not parameter:
+                let_go(parameter)
+            module._parameters[own_name] = own
+        if name in styles:
+            _meet(model, name, module, styles[name], rank)
+
+
+def _styles(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """The plan's word for each module and parameter that it names."""
+    plan = model.tp_plan or {}
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    for name in names:
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        if (style := plan.get(pattern)) is not None:
+            yield name, style
+
+
+def _check(model: PreTrainedModel, styles: dict[str, str], size: int) -> None:
+    """Raise `ModelError` for what cannot be divided, in words about the model rather than about one of its weights."""
+    unknown = set(styles.values()) - {*BY_OUTPUTS, *BY_INPUTS, *WHOLE}
+    if unknown:
+        raise ModelError(f"the tp_plan of {type(model).__name__} divides weights in unknown ways: {sorted(unknown)}")
+    config: Any = model.config.get_text_config()
+    if any(style == "colwise" and HEADS.search(name) for name, style in styles.items()):
+        for attribute in ("num_attention_heads", "num_key_value_heads"):
+            number = getattr(config, attribute, None)
+            if isinstance(number, int) and number % size:
+                words = attribute.removeprefix("num_").replace("key_value", "key/value").replace("_", " ")
+                raise ModelError(f"tensor_parallel_size is {size}, but the model has {number} {words}")
+    for name, style in styles.items():
+        module = model.get_submodule(name) if style == "moe_tp_experts" else None
+        if module is not None and (
+            getattr(module, "has_bias", False) or getattr(module, "has_post_expert_norm", False)
+        ):
+            raise ModelError(f"the experts of {type(model).__name__} have more than weights, and cannot be divided")
+
+
+def _part(parameter: nn.Parameter, style: str, rank: Rank, name: str) -> nn.Parameter:
+    """A rank's part of a weight; a bias of inputs stays whole, and is added once (`SummedLinear`)."""
+    if style in BY_INPUTS and parameter.dim() == 1:
+        return parameter
+    dim = parameter.dim() - 1 if style in BY_INPUTS else max(0, parameter.dim() - 2)
+    num_packed = BY_INPUTS[style] if style in BY_INPUTS else BY_OUTPUTS[style]
+    length = parameter.shape[dim]
+    if length % (num_packed * rank.size):
+        raise ModelError(f"tensor_parallel_size is {rank.size}, but {name} cannot be divided: it has {length} of them")
+    parts = [each.chunk(rank.size, dim)[rank.number] for each in parameter.data.chunk(num_packed, dim)]
+    own = parts[0].clone(memory_format=torch.contiguous_format) if num_packed == 1 else torch.cat(parts, dim)
+    return nn.Parameter(own, requires_grad=False)
+
+
+def _meet(model: PreTrainedModel, name: str, module: nn.Module, style: str, rank: Rank) -> None:
+    """Let the ranks meet before or behind a module, if they have to."""
+    meeting: nn.Module
+    if style in ("moe_tp_experts", "all_reduce"):
+        meeting = SummedOutputs(module, rank)
+    elif style == "embedding_rowwise":
+        assert isinstance(module, nn.Embedding)
+        meeting = SummedEmbedding(module, rank)
+    elif style in (*BY_OUTPUTS, *BY_INPUTS):
+        if not isinstance(module, nn.Linear):
+            raise ModelError(f"{name} is a {type(module).__name__}, which ranks cannot divide")
+        module.out_features, module.in_features = module.weight.shape
+        if style in BY_INPUTS:
+            bias = module.bias
+            module.register_parameter("bias", None)
+            meeting = SummedLinear(module, rank, bias, splits=style != "rowwise")
+        elif style in ("colwise_rep", "colwise_gather_output"):
+            meeting = GatheredLinear(module, rank)
+        else:
+            return
+    else:
+        return
+    parent, _, own_name = name.rpartition(".")
+    setattr(model.get_submodule(parent), own_name, meeting)

@@ -22,8 +22,13 @@ def options_in_actor(engine: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, float] = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
     num_cpus = given.get("CPU")
     if num_cpus:
-        options["num_threads"] = max(1, int(num_cpus))
+        options["num_threads"] = threads_of(engine, int(num_cpus))
         if "num_blocks" not in engine:
             share = min(1.0, num_cpus / usable_cores())
             options["kv_cache_memory"] = int(usable_memory() * CACHE_SHARE_OF_HOST * share)
     return options | dict(engine)
+
+
+def threads_of(engine: Mapping[str, Any], num_cpus: int) -> int:
+    """How many threads an engine has on so many CPUs: in each of its ranks, if it has several."""
+    return max(1, num_cpus // int(engine.get("tensor_parallel_size", 1)))

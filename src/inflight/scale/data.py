@@ -27,6 +27,7 @@ from ray.llm._internal.batch.stages.base import StatefulStage, StatefulStageUDF
 
 from inflight.contracts.options import refuse_unknown_options
 from inflight.machine import usable_cores
+from inflight.scale.actor_options import threads_of
 from inflight.scale.rows import OTHER_COLUMNS, PROMPT_COLUMNS, RowEngine, params_of
 from inflight.sources import engine_config
 
@@ -142,13 +143,14 @@ def _build(
     refuse_unknown_options(map_options, ["preprocess_map_kwargs", "postprocess_map_kwargs"], "the processor")
     cores = usable_cores()
     num_cpus = cores - 1 if config.num_cpus is None else config.num_cpus
+    threads = {"num_threads": threads_of(config.engine, cores)} if config.num_cpus is None else {}
     pool: dict[str, Any] = config.get_concurrency(autoscaling_enabled=False)
     stage = _EngineStage(
         fn_constructor_kwargs={
             "model": config.model_source,
             "tokenizer": config.tokenizer,
             "sampling_params": config.sampling_params,
-            "engine": ({"num_threads": cores} if config.num_cpus is None else {}) | config.engine,
+            "engine": threads | config.engine,
             "keeps_errors": config.should_continue_on_error,
         },
         map_batches_kwargs={

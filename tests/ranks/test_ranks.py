@@ -233,6 +233,19 @@ def test_rounded_weights_are_divided_as_they_are(quantization: str, tmp_path: Pa
     assert len(greedy(engine)) == 20
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_vocabulary_that_ranks_cannot_divide_has_zeros_at_its_end(is_tied: bool, tmp_path: Path) -> None:
+    model = zoo.draw("llama", 8, 0)
+    config = type(model.config)(**model.config.to_dict() | {"vocab_size": 257, "tie_word_embeddings": is_tied})
+    torch.manual_seed(0)
+    odd = type(model)(config).eval()
+    odd.save_pretrained(tmp_path)
+    engine = engine_of(str(tmp_path))
+    assert greedy(engine) == zoo.plain_greedy(odd, PROMPT["prompt_token_ids"], 20)
+    assert engine.model_info.is_recorded
+    assert engine.model_info.vocab_size == 257
+
+
 def test_ranks_of_a_replica_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [Placement(node, (2 * node, 2 * node + 1), 2) for node in range(4)]
     monkeypatch.setattr(launch, "place", lambda number: parts[:number])

@@ -3,9 +3,10 @@
 python -m tests.replicas.soak --minutes 60 --seed 1
 
 Chats with growing histories, long prompts, sampled and structured outputs, several sequences, requests in the
-background, readers that are slow and readers that leave. Every request must end: whole, or with `EngineDeadError` when
-its engine was killed. Every tenth whole one is computed again by a lone engine, and must have the same tokens. At the
-end nothing may be left, and memory may not have grown since the first quarter.
+background, batch jobs, readers that are slow and readers that leave. Every request must end: whole, or with
+`EngineDeadError` when its engine was killed; every line of a job must be answered, unless engines died of it twice.
+Every tenth whole one is computed again by a lone engine, and must have the same tokens. At the end nothing may be left,
+and memory may not have grown since the first quarter.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import os
 import random
 import signal
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,10 +24,15 @@ from pathlib import Path
 from inflight import LLM, AsyncLLM, EngineDeadError, SamplingParams, StructuredOutput
 from inflight.contracts.config import BACKGROUND
 from inflight.engine.process.connection import ProcessConnection
+from inflight.server.app import create_app
+from inflight.server.batches.answering import AppAnswerer
+from inflight.server.serving.settings import ServerSettings
+from tests.batches.jobs import COMPLETIONS, Jobs
 
 NUM_CLIENTS = 24
 SECONDS_BETWEEN_KILLS = (2.0, 12.0)
 SECONDS_BETWEEN_RELOADS = 90.0
+LINES_OF_JOB = 200
 LONGEST_REQUEST = 300.0
 """Seconds. Whoever waits longer hangs."""
 WORDS = ["a", "the", "fox", "owl", "tree", "river", "was", "and", "in", "little", "kind", "old", "went", "saw", "home"]
@@ -38,12 +45,14 @@ class Tally:
 
     Attributes:
         to_check: prompts with their parameters and the tokens that they got.
+        texts_to_check: prompts of lines of jobs, with how many tokens they asked for, and their texts.
     """
 
     ends: Counter[str] = field(default_factory=Counter)
     num_kills: int = 0
     num_reloads: int = 0
     to_check: list[tuple[list[int], SamplingParams, list[list[int]]]] = field(default_factory=list)
+    texts_to_check: list[tuple[str, int, str]] = field(default_factory=list)
 
 
 class Soak:
@@ -61,7 +70,12 @@ class Soak:
     async def run(self) -> None:
         """Run clients, kills and reloads to their ends."""
         clients = [self._client(random.Random(f"{self.seed} {number}")) for number in range(NUM_CLIENTS)]
-        await asyncio.gather(self._kill(), self._reload(), *clients)
+        with tempfile.TemporaryDirectory() as folder:
+            jobs = Jobs(Path(folder), time.time)
+            try:
+                await asyncio.gather(self._kill(), self._reload(), self._run_jobs(jobs), *clients)
+            finally:
+                jobs.database.close()
 
     async def _client(self, rng: random.Random) -> None:
         history = ""
@@ -108,6 +122,32 @@ class Soak:
             self.tally.to_check.append((output.prompt_token_ids, params, tokens))
         return output.outputs[0].text
 
+    async def _run_jobs(self, jobs: Jobs) -> None:
+        """One batch job after the other."""
+        rng = random.Random(f"{self.seed} jobs")
+        answerer = AppAnswerer(create_app(self.llm, ServerSettings(model_name="demo")), self.llm)
+        while time.monotonic() < self.until:
+            bodies = [
+                {"prompt": " ".join(rng.choices(WORDS, k=10)), "max_tokens": rng.choice((5, 60)), "temperature": 0}
+                for _ in range(LINES_OF_JOB)
+            ]
+            lines = (
+                {"custom_id": str(number), "method": "POST", "url": COMPLETIONS, "body": {"model": "demo", **body}}
+                for number, body in enumerate(bodies)
+            )
+            job = jobs.create("".join(json.dumps(line) + "\n" for line in lines).encode())
+            assert await jobs.worker(answerer, 8).work_on_next()
+            results, errors = (jobs.lines(file) for file in (jobs.get(job).output_file_id, jobs.get(job).error_file_id))
+            assert {int(each["custom_id"]) for each in (*results, *errors)} == set(range(LINES_OF_JOB)), errors
+            assert len(results) + len(errors) == LINES_OF_JOB
+            assert all(each["error"]["code"] == "engine_died" for each in errors), errors
+            self.tally.ends["lines"] += len(results)
+            self.tally.ends["lines dead"] += len(errors)
+            for each in results[::10]:
+                body = bodies[int(each["custom_id"])]
+                text = each["response"]["body"]["choices"][0]["text"]
+                self.tally.texts_to_check.append((body["prompt"], body["max_tokens"], text))
+
     async def _kill(self) -> None:
         rng = random.Random(f"{self.seed} kills")
         while time.monotonic() < self.until:
@@ -138,6 +178,9 @@ def num_wrong(tally: Tally) -> int:
     for prompt, params, tokens in tally.to_check:
         (output,) = alone.generate([prompt], params, use_tqdm=False)
         wrong += [each.token_ids for each in output.outputs] != tokens
+    for text, num_tokens, given in tally.texts_to_check:
+        (output,) = alone.generate([text], SamplingParams(temperature=0, max_tokens=num_tokens), use_tqdm=False)
+        wrong += output.outputs[0].text != given
     return wrong
 
 
@@ -184,10 +227,12 @@ def main() -> None:
     wrong = num_wrong(tally)
     print(
         f"{dict(tally.ends)}; {tally.num_kills} kills, {tally.num_reloads} reloads; "
-        f"{wrong} of {len(tally.to_check)} outputs differ from a lone engine's"
+        f"{wrong} of {len(tally.to_check)} outputs, and of {len(tally.texts_to_check)} lines of jobs, differ from a "
+        "lone engine's"
     )
     assert wrong == 0
     assert tally.ends["whole"]
+    assert tally.ends["lines"]
 
 
 if __name__ == "__main__":

@@ -52,11 +52,21 @@ class SummedLinear(Meeting):
 
 
 class GatheredLinear(Meeting):
-    """A linear layer of which every rank has some outputs, and all are needed."""
+    """A linear layer of which every rank has some outputs, and all are needed.
+
+    Args:
+        inner: `[…, in]` to as many outputs on each rank, `size` times which may be more than there are.
+        num_outputs: how many there are.
+    """
+
+    def __init__(self, inner: nn.Linear, rank: Rank, num_outputs: int) -> None:
+        super().__init__(inner, rank)
+        self._num_outputs, self._is_padded = num_outputs, rank.size * inner.out_features > num_outputs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[…, in]` to `[…, out]`."""
-        return self.rank.gather(self.inner(x))
+        gathered = self.rank.gather(self.inner(x))
+        return gathered[..., : self._num_outputs] if self._is_padded else gathered
 
 
 class SummedEmbedding(Meeting):

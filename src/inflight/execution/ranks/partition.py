@@ -22,6 +22,8 @@ from inflight.execution.ranks.rank import Rank
 BY_OUTPUTS = {"colwise": 1, "colwise_rep": 1, "colwise_gather_output": 1, "packed_colwise": 2, "embedding_rowwise": 1}
 """How many matrices lie in one parameter."""
 BY_INPUTS = {"rowwise": 1, "rowwise_rep": 1, "rowwise_split_input": 1, "packed_rowwise": 2}
+PADDED = {"colwise_rep", "colwise_gather_output", "embedding_rowwise"}
+"""What may have zeros at its end: outputs that are put together again, and rows that nobody looks up."""
 WHOLE = {"moe_tp_experts", "all_reduce", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate"}
 """What has nothing to divide itself, or only for the sake of gradients."""
 HEADS = re.compile(r"\.(q_proj|k_proj|v_proj|qkv_proj|query_key_value)$")
@@ -110,11 +112,24 @@ def _part(parameter: nn.Parameter, style: str, rank: Rank, name: str) -> nn.Para
     dim = parameter.dim() - 1 if style in BY_INPUTS else max(0, parameter.dim() - 2)
     num_packed = BY_INPUTS[style] if style in BY_INPUTS else BY_OUTPUTS[style]
     length = parameter.shape[dim]
+    if style in PADDED and length % rank.size:
+        return nn.Parameter(_padded_part(parameter.data, dim, rank), requires_grad=False)
     if length % (num_packed * rank.size):
         raise ModelError(f"tensor_parallel_size is {rank.size}, but {name} cannot be divided: it has {length} of them")
     parts = [each.chunk(rank.size, dim)[rank.number] for each in parameter.data.chunk(num_packed, dim)]
     own = parts[0].clone(memory_format=torch.contiguous_format) if num_packed == 1 else torch.cat(parts, dim)
     return nn.Parameter(own, requires_grad=False)
+
+
+def _padded_part(weight: torch.Tensor, dim: int, rank: Rank) -> torch.Tensor:
+    """Of a length that ranks cannot divide: all get as many, the last ones zeros beyond the end."""
+    length = weight.shape[dim]
+    number = -(-length // rank.size)
+    first = min(rank.number * number, length)
+    own = weight.narrow(dim, first, min(number, length - first))
+    missing = list(own.shape)
+    missing[dim] = number - own.shape[dim]
+    return torch.cat([own, own.new_zeros(missing)], dim)
 
 
 def _meet(model: PreTrainedModel, name: str, module: nn.Module, style: str, rank: Rank) -> None:
@@ -128,13 +143,14 @@ def _meet(model: PreTrainedModel, name: str, module: nn.Module, style: str, rank
     elif style in (*BY_OUTPUTS, *BY_INPUTS):
         if not isinstance(module, nn.Linear):
             raise ModelError(f"{name} is a {type(module).__name__}, which ranks cannot divide")
+        num_outputs = module.out_features
         module.out_features, module.in_features = module.weight.shape
         if style in BY_INPUTS:
             bias = module.bias
             module.register_parameter("bias", None)
             meeting = SummedLinear(module, rank, bias, splits=style != "rowwise")
         elif style in ("colwise_rep", "colwise_gather_output"):
-            meeting = GatheredLinear(module, rank)
+            meeting = GatheredLinear(module, rank, num_outputs)
         else:
             return
     else:

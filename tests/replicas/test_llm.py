@@ -101,7 +101,7 @@ def test_a_request_that_engines_die_of_ends_with_an_error(llm: LLM) -> None:
     assert last is not None
     assert last.output is not None
     assert {each.finish_reason for each in last.output.outputs} == {"error"}
-    assert last.output.error == "the engine was killed by SIGKILL"
+    assert last.output.error in {f"replica {number} was killed by SIGKILL" for number in range(2)}
     assert idle(llm)
 
 

@@ -128,7 +128,7 @@ def test_if_one_is_killed_its_requests_fail_and_all_others_are_served(llm: Async
         for prompt in failed:
             assert (type(error := tasks[prompt].exception()), str(error)) == (
                 EngineDeadError,
-                "the engine was killed by SIGKILL",
+                "replica 0 was killed by SIGKILL",
             )
         assert 0 < len(failed) < len(PROMPTS)
         for _ in range(4):  # whether the dead one has been started again or not

@@ -70,7 +70,11 @@ class Fleet:
         routing: str = ROUTINGS[0],
         num_slots: int = 1,
     ) -> None:
-        self._supervisors = [Supervisor(connect, restart_delays, step_timeout) for connect in connects]
+        names = [f"replica {number}" for number in range(len(connects))] if len(connects) > 1 else ["the engine"]
+        self._supervisors = [
+            Supervisor(connect, restart_delays, step_timeout, name)
+            for connect, name in zip(connects, names, strict=True)
+        ]
         self._after = after
         self._routing = routing
         self._num_slots = num_slots

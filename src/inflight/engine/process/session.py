@@ -82,6 +82,7 @@ class Session:
         delay: seconds to wait before that.
         on_end: called in a thread at the end, with the error that all waiting readers are about to get.
         step_timeout: see `Watchdog`; None: the engine is not watched.
+        name: of the engine, for whoever reads of it.
 
     Attributes:
         started: done when the engine is loaded (with this session), or could not be loaded (with its error).
@@ -98,7 +99,9 @@ class Session:
         delay: float,
         on_end: Callable[["Session", Exception], None],
         step_timeout: float | None = None,
+        name: str = "the engine",
     ) -> None:
+        self._name = name
         self.started: Future[Session] = Future()
         self.started.set_running_or_notify_cancel()  # many may wait, and one that gives up must not cancel it for all
         self.has_served = False
@@ -135,7 +138,7 @@ class Session:
             if self._error is not None:
                 raise _copy(self._error)
             if self._is_retired:
-                raise EngineDeadError("the engine was replaced")
+                raise EngineDeadError(f"{self._name} was replaced")
             mailbox = make(str(next(self._addresses)))
             self._mailboxes[mailbox.address] = mailbox
         try:
@@ -172,7 +175,7 @@ class Session:
         try:
             error = self._listen()
         except Exception as failure:  # no process could be started, or what it wrote could not be read
-            error = EngineDeadError(f"the engine could not be started or understood: {failure!r}")
+            error = EngineDeadError(f"{self._name} could not be started or understood: {failure!r}")
             if self._connection is not None:
                 self._connection.kill()
         self._end_watch()
@@ -186,7 +189,7 @@ class Session:
 
     def _listen(self) -> Exception:
         """Start the engine and take in its events until it ends. Returns why it ended."""
-        stopped = EngineDeadError("the engine was stopped")
+        stopped = EngineDeadError(f"{self._name} was stopped")
         if self._stopping.wait(self._delay):
             return stopped
         start_time = time.monotonic()
@@ -200,15 +203,16 @@ class Session:
             else:
                 self._take_in(event)
             if isinstance(event, Ready):
-                logger.info("the engine is ready after %.1f s: %s", time.monotonic() - start_time, _described(event))
+                seconds = time.monotonic() - start_time
+                logger.info("%s is ready after %.1f s: %s", self._name, seconds, _described(event))
         ending = connection.ending()
         if failure is not None and failure.is_model_error:
             return ModelError(failure.message)
         if self._stopping.is_set():
             return stopped
         if self._watchdog is not None and self._watchdog.has_killed is not None:
-            return EngineDeadError(f"the engine did not answer for {self._watchdog.has_killed:g} s, and was killed")
-        return EngineDeadError(f"the engine {ending}" + (f": {failure.message}" if failure else ""))
+            return EngineDeadError(f"{self._name} did not answer for {self._watchdog.has_killed:g} s, and was killed")
+        return EngineDeadError(f"{self._name} {ending}" + (f": {failure.message}" if failure else ""))
 
     def _take_in(self, event: Event) -> None:
         match event:

@@ -24,6 +24,7 @@ class Supervisor:
         step_timeout: seconds of silence after which an engine is killed (see `Watchdog`); None: never.
         restart_delays: seconds between a crash and the next start, for each crash in a row that is tolerated. Once a
             request has run to its end, counting begins again.
+        name: of the engine, for whoever reads of it.
 
     Attributes:
         num_crashes: how many engines have died.
@@ -34,8 +35,10 @@ class Supervisor:
         connect: Callable[[], Connection],
         restart_delays: Sequence[float] = RESTART_DELAYS,
         step_timeout: float | None = None,
+        name: str = "the engine",
     ) -> None:
         self.num_crashes = 0
+        self._name = name
         self._connect = connect
         self._restart_delays = restart_delays
         self._step_timeout = step_timeout
@@ -53,7 +56,7 @@ class Supervisor:
             if self._session is None and self._next is not None:
                 return self._next.started
             if self._session is None:
-                self._session = Session(self._connect, self._delay(), self._ended, self._step_timeout)
+                self._session = self._new_session(self._delay())
             return self._session.started
 
     @property
@@ -68,7 +71,7 @@ class Supervisor:
         replaced: Future[Session | None] = Future()
         replaced.set_running_or_notify_cancel()
         with self._lock:
-            new = self._next = Session(self._connect, 0.0, self._ended, self._step_timeout)
+            new = self._next = self._new_session(0.0)
 
         def loaded(started: "Future[Session]") -> None:
             with self._lock:
@@ -98,12 +101,17 @@ class Supervisor:
                 each.stop()
         return session
 
+    def _new_session(self, delay: float) -> Session:
+        return Session(self._connect, delay, self._ended, self._step_timeout, self._name)
+
     def _delay(self) -> float:
         if self._num_in_a_row == 0:
             return 0.0
         crash_time, error = self._last_crash
         if self._num_in_a_row > len(self._restart_delays):
-            raise EngineGivenUpError(f"the engine has died {self._num_in_a_row} times in a row; the last time, {error}")
+            raise EngineGivenUpError(
+                f"{self._name} has died {self._num_in_a_row} times in a row; the last time, {error}"
+            )
         return max(0.0, crash_time + self._restart_delays[self._num_in_a_row - 1] - time.monotonic())
 
     def _ended(self, session: Session, error: Exception) -> None:

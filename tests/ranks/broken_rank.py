@@ -2,10 +2,11 @@
 
 import sys
 
-from inflight.engine.ranks.messages import Failed, read_message, to_frame
+from inflight.engine.ranks.links import StreamLink
+from inflight.engine.ranks.messages import Failed
 
 if __name__ == "__main__":
-    read_message(sys.stdin.buffer)
-    sys.stdout.buffer.write(to_frame(Failed("no luck")))
-    sys.stdout.flush()
+    link = StreamLink(sys.stdin.buffer, sys.stdout.buffer)
+    link.receive()
+    link.send(Failed("no luck"))
     sys.exit(1)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,18 @@ import torch
 
 from inflight import LLM, AsyncLLM, SamplingParams
 from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import EngineDeadError, ModelError, RankLostError
+from inflight.contracts.errors import ModelError, RankLostError
 from inflight.engine.engine import Engine
 from inflight.engine.process.connection import ProcessConnection
-from inflight.engine.ranks import processes
+from inflight.engine.ranks import local_ranks
 from inflight.machine import Placement
 from inflight.replicas import launch
 from tests import zoo
 from tests.coroutines import run
 from tests.ranks.folders import children, folder_of
+from tests.ranks.under_load import OPTIONS, messages_after, tokens
 
-PROMPT = {"prompt_token_ids": [7, 3, 200, 41]}
+PROMPT = [7, 3, 200, 41]
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -37,7 +37,7 @@ def engine_of(folder: str, **options: Any) -> Engine:
 
 
 def greedy(engine: Engine, num_tokens: int = 20) -> list[int]:
-    engine.submit(engine.accept("greedy", PROMPT["prompt_token_ids"], SHORT))
+    engine.submit(engine.accept("greedy", PROMPT, SHORT))
     return [token_id for output in drained(engine) for token_id in output.new_token_ids]
 
 
@@ -49,7 +49,7 @@ def drained(engine: Engine) -> list[Any]:
 
 
 def plain() -> list[int]:
-    return zoo.plain_greedy(zoo.build("llama"), PROMPT["prompt_token_ids"], 20)
+    return zoo.plain_greedy(zoo.build("llama"), PROMPT, 20)
 
 
 # ------------------------------------------------------------------------------------------------- steps
@@ -66,7 +66,7 @@ def test_a_step_that_rank_0_gives_up_leaves_the_ranks_fit(llama: str, error: typ
         raise error("in the middle")
 
     hook = engine.runner.model.model.layers[layer].register_forward_pre_hook(fail)  # type: ignore[union-attr]
-    engine.submit(engine.accept("first", PROMPT["prompt_token_ids"], SHORT))
+    engine.submit(engine.accept("first", PROMPT, SHORT))
     if error is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt):
             engine.step()
@@ -84,7 +84,7 @@ def test_a_step_fails_for_good_when_a_rank_is_gone(llama: str) -> None:
     assert greedy(engine) == plain()
     (pid,) = set(children(os.getpid())) - set(before)
     os.kill(pid, signal.SIGKILL)
-    engine.submit(engine.accept("second", PROMPT["prompt_token_ids"], LONG))
+    engine.submit(engine.accept("second", PROMPT, LONG))
     for _ in range(2):
         with pytest.raises(RankLostError, match="rank 1 was killed by SIGKILL"):
             drained(engine)
@@ -106,22 +106,14 @@ def engine_pid(llm: AsyncLLM) -> int:
     return connection.pid
 
 
-async def text_of(llm: AsyncLLM, params: SamplingParams, on_token: Callable[[], None] = lambda: None) -> list[int]:
-    token_ids: list[int] = []
-    async for output in llm.generate(PROMPT, params):
-        token_ids = list(output.outputs[0].token_ids)
-        on_token()
-    return token_ids
-
-
 def test_a_killed_rank_ends_its_engine_and_another_one_starts(llama: str) -> None:
     async def work() -> None:
-        async with AsyncLLM(llama, tensor_parallel_size=2, num_blocks=60) as llm:
-            assert await text_of(llm, SHORT) == plain()
+        async with AsyncLLM(llama, **OPTIONS) as llm:
+            await llm.start()
             (rank,) = children(engine_pid(llm))
-            with pytest.raises(EngineDeadError, match="rank 1 was killed by SIGKILL"):
-                await text_of(llm, LONG, lambda: os.kill(rank, signal.SIGKILL))
-            assert await text_of(llm, SHORT) == plain()
+            (message,) = await messages_after(lambda: os.kill(rank, signal.SIGKILL), llm, PROMPT)
+            assert "rank 1 was killed by SIGKILL" in message
+            assert await tokens(llm, PROMPT, 20) == plain()
             assert llm.num_crashes == 1
 
     run(work())
@@ -129,25 +121,25 @@ def test_a_killed_rank_ends_its_engine_and_another_one_starts(llama: str) -> Non
 
 def test_a_rank_that_is_killed_while_nothing_runs_costs_no_request(llama: str) -> None:
     async def work() -> None:
-        async with AsyncLLM(llama, tensor_parallel_size=2, num_blocks=60) as llm:
-            assert await text_of(llm, SHORT) == plain()
+        async with AsyncLLM(llama, **OPTIONS) as llm:
+            assert await tokens(llm, PROMPT, 20) == plain()
             (rank,) = children(engine_pid(llm))
             os.kill(rank, signal.SIGKILL)
             while llm.num_crashes == 0:
                 await asyncio.sleep(0.01)
-            assert await text_of(llm, SHORT) == plain()
+            assert await tokens(llm, PROMPT, 20) == plain()
 
     run(work())
 
 
 def test_ranks_end_with_the_first_however_it_ends(llama: str) -> None:
     async def work() -> None:
-        async with AsyncLLM(llama, tensor_parallel_size=2, num_blocks=60) as llm:
+        async with AsyncLLM(llama, **OPTIONS) as llm:
             await llm.start()
             first, (rank,) = engine_pid(llm), children(engine_pid(llm))
             os.kill(first, signal.SIGKILL)
             await gone(rank)
-            assert await text_of(llm, SHORT) == plain()
+            assert await tokens(llm, PROMPT, 20) == plain()
             (rank,) = children(engine_pid(llm))
         await gone(rank)
 
@@ -161,15 +153,15 @@ def test_ranks_end_with_the_first_however_it_ends(llama: str) -> None:
 def test_llm_runs_ranks_in_processes_of_their_own(llama: str) -> None:
     cpus = os.sched_getaffinity(0)
     llm = LLM(llama, tensor_parallel_size=2, num_blocks=60)
-    (output,) = llm.generate([PROMPT], SHORT, use_tqdm=False)
+    (output,) = llm.generate([{"prompt_token_ids": PROMPT}], SHORT, use_tqdm=False)
     assert list(output.outputs[0].token_ids) == plain()
     assert llm.model_info.threads.startswith("2 ranks of ")
     assert os.sched_getaffinity(0) == cpus
 
 
 def test_a_rank_that_cannot_load_is_told_of(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = processes.started
-    monkeypatch.setattr(processes, "started", lambda module, files: started("tests.ranks.broken_rank", files))
+    started = local_ranks.started
+    monkeypatch.setattr(local_ranks, "started", lambda module, files: started("tests.ranks.broken_rank", files))
     with pytest.raises(ModelError, match=r"all ranks: rank 1 ended with exit code 1: no luck"):
         engine_of(llama)
 
@@ -241,7 +233,7 @@ def test_a_vocabulary_that_ranks_cannot_divide_has_zeros_at_its_end(is_tied: boo
     odd = type(model)(config).eval()
     odd.save_pretrained(tmp_path)
     engine = engine_of(str(tmp_path))
-    assert greedy(engine) == zoo.plain_greedy(odd, PROMPT["prompt_token_ids"], 20)
+    assert greedy(engine) == zoo.plain_greedy(odd, PROMPT, 20)
     assert engine.model_info.is_recorded
     assert engine.model_info.vocab_size == 257
 

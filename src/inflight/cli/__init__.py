@@ -17,6 +17,7 @@ from inflight.cli.info import info
 from inflight.cli.profile import profile
 from inflight.cli.quantize import quantize
 from inflight.cli.race import race
+from inflight.cli.rank import rank
 from inflight.cli.serve import serve
 from inflight.cli.show import show
 from inflight.cli.simulate import simulate
@@ -24,7 +25,7 @@ from inflight.cli.trace import trace
 from inflight.garbage_collection import end_without_garbage_collection
 
 HEADINGS = {
-    "Run a model": ("generate", "batch", "chat", "serve", "info", "quantize", "cache"),
+    "Run a model": ("generate", "batch", "chat", "serve", "rank", "info", "quantize", "cache"),
     "See how it works": ("demo", "show", "race", "trace"),
     "Measure and plan": ("bench", "profile", "simulate", "census"),
 }
@@ -47,6 +48,7 @@ COMMANDS = (
     generate,
     batch,
     serve,
+    rank,
     chat,
     info,
     quantize,

@@ -24,8 +24,8 @@ from inflight.cli.options import (
     engine_values,
     model_option,
     quiet_libraries,
+    rank_options,
     replicas_option,
-    tensor_parallel_option,
 )
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError
 from inflight.garbage_collection import spare_what_stays
@@ -60,7 +60,7 @@ CHANGE_RESULTS = (
 @click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
 @model_option
 @replicas_option
-@tensor_parallel_option
+@rank_options
 @engine_options
 def batch(
     requests: Path,

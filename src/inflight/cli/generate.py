@@ -19,10 +19,10 @@ from inflight.cli.options import (
     engine_values,
     model_option,
     quiet_libraries,
+    rank_options,
     replicas_option,
     sampling_options,
     sampling_values,
-    tensor_parallel_option,
 )
 from inflight.cli.prompts import PromptLine, read_prompts
 from inflight.contracts.errors import InvalidRequestError
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 @model_option
 @sampling_options
 @replicas_option
-@tensor_parallel_option
+@rank_options
 @engine_options
 def generate(
     prompts: tuple[str, ...],

@@ -14,9 +14,9 @@ from inflight.cli.options import (
     engine_values,
     model_argument,
     quiet_libraries,
+    rank_options,
     replicas_option,
     size,
-    tensor_parallel_option,
     values_for,
 )
 from inflight.contracts.config import ROUTINGS
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 @click.option("--traces-endpoint", help="An OpenTelemetry collector's URL for traces (OTLP over HTTP).")
 @model_argument
 @replicas_option
-@tensor_parallel_option
+@rank_options
 @engine_options
 def serve(model: str | None, host: str, port: int, served_model_names: tuple[str, ...], **options: Any) -> None:
     """Serve a model over HTTP, with OpenAI's API. MODEL means the same as --model MODEL."""

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from inflight.engine.process.protocol import Commands, Event, read_command, read_load, to_frame
 from inflight.engine.python_process import take_over_standard_streams
-from inflight.engine.ranks.processes import start_early
+from inflight.engine.ranks.local_ranks import start_early
 from inflight.garbage_collection import end_without_garbage_collection, garbage_collection_paused, spare_what_stays
 
 SECONDS_TO_SAVE = 4.5
@@ -39,7 +39,7 @@ def main() -> int:
     threading.Thread(target=_listen, args=(incoming, commands, seconds_to_save), daemon=True).start()
 
     with garbage_collection_paused():  # this takes long; the thread notices meanwhile if the caller dies
-        if asked.config.tensor_parallel_size > 1:
+        if asked.config.tensor_parallel_size > 1 and asked.config.rank_address is None:
             start_early(asked.config.tensor_parallel_size)
         from inflight.engine.engine import Engine
         from inflight.engine.process.loop import serve

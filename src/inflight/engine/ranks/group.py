@@ -1,28 +1,54 @@
-"""`RankGroup`: the other ranks of a model as rank 0 has them: their processes, their steps, their ends.
+"""`RankGroup`: the other ranks of a model as rank 0 has them: what they run, and that they end.
 
 If one rank ends, none can go on: those that wait for it raise, and the others end with rank 0.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
-from subprocess import Popen
+from typing import Protocol
 
-from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
+from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError, RankLostError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.plan import StepPlan
-from inflight.engine.python_process import ending
-from inflight.engine.ranks.messages import Failed, Message, Part, Prepared, Step, read_message, to_frame
-from inflight.engine.ranks.processes import rank_processes
+from inflight.engine.ranks.links import Link
+from inflight.engine.ranks.local_ranks import local_ranks
+from inflight.engine.ranks.messages import Failed, InMemory, Message, OnNetwork, Part, Prepared, Step
+from inflight.engine.ranks.remote_ranks import RemoteRanks
 from inflight.execution.ranks.rank import Rank, has_heard_of_an_end
-from inflight.machine import Placement, usable_memory
+
+SECONDS_TO_NOTICE = 10.0
+"""How long it may take from a rank's end, of which a meeting tells, until its link tells how it ended."""
+GIVEN_UP = "a step failed, and ranks on several machines cannot go on after that"
+
+
+class OtherRanks(Protocol):
+    """Ranks 1 and up, here or elsewhere.
+
+    Attributes:
+        links: to each of them.
+    """
+
+    links: list[Link]
+
+    def config_of_each(self, config: EngineConfig) -> EngineConfig:
+        """Each rank's own, rank 0's included, from that of all together."""
+
+    def place_of(self, number: int) -> InMemory | OnNetwork:
+        """Where a rank meets the others."""
+
+    def first(self) -> Rank:
+        """Rank 0."""
+
+    def end(self) -> None:
+        """End all of them."""
 
 
 class RankGroup:
-    """Starts ranks 1 and up, each on cores of its own.
+    """Starts the ranks, or waits until they have joined.
 
     Args:
         model: a hub id or a folder.
@@ -35,23 +61,23 @@ class RankGroup:
 
     def __init__(self, model: str, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
-        self._started = rank_processes(size)
-        self.config = _config_of_rank(config, self._started.placements)
+        address = config.rank_address
+        self._others: OtherRanks = local_ranks(size) if address is None else RemoteRanks(size, address)
+        self.config = replace(self._others.config_of_each(config), device="cpu")
+        self._links: Sequence[Link] = self._others.links
         self._number = 0
         self._loss: str | None = None
         self._has_lost = threading.Event()
         self._is_ending = False
         self._when_lost: Callable[[RankLostError], None] = lambda error: None
-        self._said: list[SimpleQueue[Message | None]] = [SimpleQueue() for _ in self._started.processes]
-        file, lifeline = self._started.file, self._started.lifeline
+        self._said: list[SimpleQueue[Message | None]] = [SimpleQueue() for _ in self._links]
         try:
-            self.rank = Rank(0, size, file)
-            for number, process in enumerate(self._started.processes, 1):
-                cpus = self._started.placements[number].cpus
-                threading.Thread(
-                    target=self._listen, args=(number,), name=f"inflight: rank {number}", daemon=True
-                ).start()
-                self._send(process, Part(model, self.config, number, size, cpus, file, lifeline))
+            for number, link in enumerate(self._links, 1):
+                link.send(Part(model, self.config, number, size, self._others.place_of(number)))
+            self.rank = self._others.first()
+            for number in range(1, size):
+                name = f"inflight: rank {number}"
+                threading.Thread(target=self._listen, args=(number,), name=name, daemon=True).start()
         except BaseException:
             self.end()
             raise
@@ -65,8 +91,7 @@ class RankGroup:
         except Exception as error:
             if not has_heard_of_an_end(error):
                 raise
-            self._has_lost.wait()
-            raise ModelError(f"the model could not be loaded by all ranks: {self._loss}") from error
+            raise ModelError(f"the model could not be loaded by all ranks: {self._lost(error)}") from error
 
     def check(self, info: ModelInfo) -> None:
         """Wait until all ranks are prepared. Raises `ModelError` if one is not, or has found out other things about the
@@ -76,24 +101,39 @@ class RankGroup:
             if not isinstance(message, Prepared):
                 self._has_lost.wait()
                 raise ModelError(f"the model could not be loaded by all ranks: {self._loss}")
-            if message.info != info:
-                raise ModelError(f"ranks 0 and {number} have not prepared the same model: {info}, {message.info}")
+            others = replace(message.info, num_threads=info.num_threads)
+            if others != info:
+                raise ModelError(f"ranks 0 and {number} have not prepared the same model: {info}, {others}")
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
         """Inside, rank 0 runs this plan; the others do, too. Raises `RankLostError` if one of them has ended."""
+        if not self.rank.can_go_on:
+            raise RankLostError(self._loss or GIVEN_UP)
         self._number += 1
         message = Step(self._number, replace(plan, assignments=()))
-        for process in self._started.processes:
-            self._send(process, message)
+        try:
+            for link in self._links:
+                link.send(message)
+        except OSError as error:
+            raise self._lost(error) from error
         self.rank.begin(self._number)
         try:
             yield
         except BaseException as error:
             self.rank.give_up()
-            if self._loss is None or not isinstance(error, Exception):
+            if not isinstance(error, Exception):
                 raise
-            raise RankLostError(self._loss) from error
+            if has_heard_of_an_end(error):
+                raise self._lost(error) from error
+            if not self.rank.can_go_on or self._loss is not None:
+                raise RankLostError(self._loss or GIVEN_UP) from error
+            raise
+
+    def _lost(self, error: Exception) -> RankLostError:
+        """What an error means that comes of another rank's end, which has been noticed, or is about to be."""
+        self._has_lost.wait(SECONDS_TO_NOTICE)
+        return RankLostError(self._loss or str(error))
 
     def when_lost(self, call: Callable[[RankLostError], None]) -> None:
         """Call this, in another thread, when one of the ranks ends; or now, if one has."""
@@ -104,40 +144,21 @@ class RankGroup:
     def end(self) -> None:
         """End all ranks but this one."""
         self._is_ending = True
-        self._started.end()
-
-    def _send(self, process: "Popen[bytes]", message: Message) -> None:
-        assert process.stdin is not None
-        try:
-            process.stdin.write(to_frame(message))
-            process.stdin.flush()
-        except OSError as error:
-            self._has_lost.wait()  # its end has been noticed, or is about to be
-            raise RankLostError(self._loss) from error
+        self._others.end()
 
     def _listen(self, number: int) -> None:
         """Take in what a rank says, and at last that it has ended."""
-        process, said = self._started.processes[number - 1], self._said[number - 1]
-        assert process.stdout is not None
+        link, said = self._links[number - 1], self._said[number - 1]
         failure = ""
-        while (message := read_message(process.stdout)) is not None:
+        while (message := link.receive()) is not None:
             if isinstance(message, Failed):
                 failure = f": {message.message}"
             said.put(message)
-        code = process.wait()
+        ending = link.ending()
         if not self._is_ending and self._loss is None:
-            self._loss = f"rank {number} {ending(code)}{failure}"
+            self._loss = f"rank {number} {ending}{failure}"
         self._has_lost.set()
         self.rank.end()
         said.put(None)
         if not self._is_ending:
             self._when_lost(RankLostError(self._loss))
-
-
-def _config_of_rank(config: EngineConfig, placements: list[Placement]) -> EngineConfig:
-    """Of each rank: it has its share of the cache."""
-    memory = config.kv_cache_memory
-    if config.num_blocks is None:
-        memory = (memory or int(usable_memory() * CACHE_SHARE_OF_HOST)) // len(placements)
-    num_threads = config.num_threads or min(each.num_threads for each in placements)
-    return replace(config, device="cpu", num_threads=num_threads, kv_cache_memory=memory)

@@ -1,33 +1,48 @@
-"""What rank 0 and the others say to each other, over the standard streams of the others' processes."""
+"""What rank 0 and the others say to each other."""
 
-import pickle
 from dataclasses import dataclass
-from typing import IO, TypeAlias
+from typing import TypeAlias
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.plan import StepPlan
-from inflight.engine.frames import framed, read_frame
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """Ranks of one machine meet in memory that they share.
+
+    Attributes:
+        file: the descriptor of the file, which the rank has inherited.
+        lifeline: the descriptor of a pipe that ends with rank 0.
+        cpus: where the rank may run.
+    """
+
+    file: int
+    lifeline: int
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OnNetwork:
+    """Ranks of several machines meet over a network.
+
+    Attributes:
+        port: of the store where they find each other, on rank 0's machine.
+    """
+
+    port: int
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The first message to a rank: what it is to load.
-
-    Attributes:
-        number, size: which rank it is, of how many.
-        cpus: where it may run.
-        file: the descriptor of the file through which ranks meet.
-        lifeline: the descriptor of a pipe that ends with rank 0.
-    """
+    """The first message to a rank: what it is to load, which rank it is, of how many, and where they meet."""
 
     model: str
     config: EngineConfig
     number: int
     size: int
-    cpus: tuple[int, ...]
-    file: int
-    lifeline: int
+    place: InMemory | OnNetwork
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +68,3 @@ class Failed:
 
 
 Message: TypeAlias = Part | Step | Prepared | Failed
-
-
-def to_frame(message: Message) -> bytes:
-    """A message as a frame."""
-    return framed(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-
-def read_message(stream: IO[bytes]) -> Message | None:
-    """The next message, from a process that we have started or that has started us; None at the end of the stream."""
-    frame = read_frame(stream)
-    if frame is None:
-        return None
-    message: Message = pickle.loads(frame)
-    return message

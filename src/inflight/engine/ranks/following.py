@@ -1,0 +1,34 @@
+"""`follow`: what a rank that is not the first does: it computes what rank 0 tells it to."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from inflight.engine.ranks.links import Link
+from inflight.engine.ranks.messages import Failed, Part, Prepared, Step
+from inflight.execution.model_runner import ModelRunner
+from inflight.execution.ranks.rank import Rank
+from inflight.garbage_collection import spare_what_stays
+
+
+def follow(part: Part, make_rank: Callable[[], Rank], link: Link) -> str | None:
+    """Load a part of a model and run its steps until rank 0 ends. Returns why that came before its time; None: it did
+    not."""
+    try:
+        rank = make_rank()
+        rank.begin(0)
+        runner = ModelRunner(part.model, part.config, rank)
+        spare_what_stays()
+        link.send(Prepared(runner.info))
+        while isinstance(step := link.receive(), Step):
+            rank.begin(step.number)
+            try:
+                runner.compute(step.plan)
+            except Exception:
+                if not rank.is_given_up:
+                    raise
+        return None
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        with suppress(OSError):  # rank 0 has ended, which may be the reason
+            link.send(Failed(reason))
+        return reason

@@ -19,8 +19,8 @@ from typing import Any, Literal, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.config import RANKS_ARE_BUSY, EngineConfig
+from inflight.contracts.errors import InvalidRequestError, ModelError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import refuse_unknown_options
 from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta
@@ -93,8 +93,10 @@ class LLM:
 
         Raises:
             RuntimeError: a stream has not ended.
-            ModelError: the model cannot be loaded; the old one stays.
+            ModelError: the model cannot be loaded; the old one stays. Or its ranks are on other machines.
         """
+        if self.engine.config.rank_address is not None:
+            raise ModelError(RANKS_ARE_BUSY)
         with self._turn:
             self._check_caller()
             self._drop_abandoned()

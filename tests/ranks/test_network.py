@@ -67,6 +67,9 @@ def test_when_a_rank_leaves_its_engine_ends_and_the_next_waits_for_another_one(l
     async def work() -> None:
         with rank_at(address) as rank:
             async with AsyncLLM(llama, rank_address=address, **OPTIONS) as llm:
+                assert await tokens(llm, PROMPT, 20) == plain()
+                with pytest.raises(ModelError, match="the weights cannot be reloaded"):
+                    await llm.reload_weights()
                 (message,) = await messages_after(rank.kill, llm, PROMPT)
                 assert re.search(r"rank 1 on 127\.[0-9.]* has left", message)
                 with rank_at(address):

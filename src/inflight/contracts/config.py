@@ -36,9 +36,9 @@ class EngineConfig:
         dtype: of weights, activations and cache. "auto" is the checkpoint's own; but on a CPU a checkpoint of 16 bits
             runs in bfloat16 if the CPU has instructions for it (AVX512-BF16, AMX), else in float32. A loaded model
             keeps its own. With such instructions "bfloat16" is up to twice as fast as "float32", and not exact.
-        num_threads: how many threads compute a step on a CPU; None: as many as torch has (`OMP_NUM_THREADS`), but no
-            more than there are physical cores that this process may use, or than a quota of CPU time (a container's)
-            keeps running. Results do not depend on it.
+        num_threads: how many threads compute a step on a CPU, in each rank; None: as many as torch has
+            (`OMP_NUM_THREADS`), but no more than there are physical cores that this process may use, or than a quota of
+            CPU time (a container's) keeps running. Results do not depend on it.
         tensor_parallel_size: how many processes run the model together on a CPU, its *ranks*: each has a part of every
             weight and of the cache, on cores (`num_threads` of them) and, where there are several NUMA nodes, in memory
             of its own. Results are the same bits in any company, but depend on this number as on a CPU: sums are added
@@ -98,8 +98,9 @@ class EngineConfig:
         block_size: tokens in a block of the cache.
         num_blocks: blocks in the cache; None: as many as `kv_cache_memory` holds. A sequence takes one for each
             `block_size` tokens, and in a model with sliding windows one in each cache group.
-        kv_cache_memory: bytes for keys and values; None: 90 % of what is free on a CUDA device, else up to a quarter
-            of the machine's memory, which a CPU only touches as needed. Ignored if `num_blocks` is given.
+        kv_cache_memory: bytes for keys and values, of all ranks together; None: 90 % of what is free on a CUDA device,
+            else up to a quarter of the machine's memory, which a CPU only touches as needed. Ignored if `num_blocks` is
+            given.
         seed: for requests without a seed of their own, and for dummy weights.
     """
 

@@ -165,6 +165,22 @@ def test_a_grouped_weight_is_a_parameter_like_any_other() -> None:
     assert not isinstance(torch.cat([grouped(random_groups(LAYOUTS["a minimum"], (33, 96)))] * 2), GroupedWeight)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("in_another_order", [False, True])
+def test_a_part_of_a_weight_keeps_its_numbers_where_whole_groups_come_into_it(
+    layout: GroupedLayout, in_another_order: bool
+) -> None:
+    """Elsewhere it is expanded: half of 300 outputs is no number of whole panels, half of 704 inputs none of runs."""
+    for shape, dim in (((128, 1024), 0), ((64, 1024), 1), ((300, 256), 0), ((64, 704), 1)):
+        weight = grouped(random_groups(layout, shape, in_another_order=in_another_order))
+        step = (CHUNK, layout.coarse)[dim]
+        keeps = shape[dim] // 2 % step == 0 and not (dim == 1 and in_another_order)
+        for given, along in ((weight, dim), (weight.mT, 1 - dim), (torch.stack([weight, weight]), dim + 1)):
+            for part, expected in zip(given.chunk(2, along), given.values().chunk(2, along), strict=True):
+                assert isinstance(part, GroupedWeight) == keeps
+                assert torch.equal(part.values() if isinstance(part, GroupedWeight) else part, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_place_a_kernel_multiplies_with_the_same_values(dtype: torch.dtype) -> None:
     weight = grouped(random_groups(LAYOUTS["a minimum"], (70, 96)), dtype)

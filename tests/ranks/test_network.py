@@ -11,7 +11,7 @@ from itertools import count
 
 import pytest
 
-from inflight import AsyncLLM, SamplingParams
+from inflight import LLM, AsyncLLM, SamplingParams
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.engine.engine import Engine
@@ -117,6 +117,9 @@ def test_without_a_key_nobody_joins(llama: str, address: str, monkeypatch: pytes
         assert rank.wait() == 2
 
 
-def test_an_address_is_for_several_ranks(address: str) -> None:
+def test_an_address_is_for_the_ranks_of_one_engine(llama: str, address: str) -> None:
+    for front in (AsyncLLM, LLM):
+        with pytest.raises(ValueError, match="there are 2 replicas, but ranks join only one"):
+            front(llama, replicas=2, tensor_parallel_size=2, rank_address=address)
     with pytest.raises(ValueError, match="there is a rank_address, but tensor_parallel_size is 1"):
         EngineConfig(rank_address=address)

@@ -74,7 +74,7 @@ def generate(
         _check_batch(lines, [*sampling, *(["chat"] if chat else []), *(["record"] if record else [])])
     for option, name in (("--replicas", "replicas"), ("--tensor-parallel-size", "tensor_parallel_size")):
         if record is not None and options[name] not in (None, 1):
-            raise click.UsageError(f"--record writes what an engine in this process does, not with {option}")
+            raise click.UsageError(f"--record writes what one process does; it cannot be given with {option}")
     out = _open(output)
     quiet_libraries()
     if is_batch:

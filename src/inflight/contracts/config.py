@@ -22,6 +22,7 @@ CACHE_SHARE_OF_HOST = 0.25
 ROUTINGS = ("prefix", "least-loaded", "round-robin")
 """How one of several engines is chosen for a request; see `replicas.router`."""
 MAX_RANKS = 64
+"""Processes that may run a model together; `kernels/exchange.cpp` has the same number."""
 RANKS_ARE_BUSY = "with a rank_address the weights cannot be reloaded: the ranks serve until the engine is stopped"
 BACKGROUND = 2**31 - 1
 """The lowest priority. Whatever the policy, requests of it run in the background: in steps that no others need."""

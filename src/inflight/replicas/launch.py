@@ -61,12 +61,17 @@ def _full_name(name: str) -> str:
 class Launches:
     """What starts the processes of so many replicas.
 
+    Raises:
+        ValueError: several replicas would wait for ranks at one address.
+
     Attributes:
         connects: for each replica, what starts its process.
         after: for each replica, the one that must be loaded before; None: it starts at once (see `Fleet`).
     """
 
     def __init__(self, load: Load, number: int) -> None:
+        if number > 1 and load.config.rank_address is not None:
+            raise ValueError(f"there are {number} replicas, but ranks join only one at {load.config.rank_address}")
         self.connects: list[Callable[[], Connection]] = []
         self.after: list[int | None] = []
         self._weights_files: dict[int, _WeightsFile] = {}  # by node, where several replicas share one

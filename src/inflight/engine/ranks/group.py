@@ -6,7 +6,7 @@ If one rank ends, none can go on: those that wait for it raise, and the others e
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from inflight.execution.ranks.rank import Rank, has_heard_of_an_end
 
 SECONDS_TO_NOTICE = 10.0
 """How long it may take from a rank's end, of which a meeting tells, until its link tells how it ended."""
+NOT_BY_ALL = "the model could not be loaded by all ranks"
 GIVEN_UP = "a step failed, and ranks on several machines cannot go on after that"
 
 
@@ -73,7 +74,10 @@ class RankGroup:
         self._said: list[SimpleQueue[Message | None]] = [SimpleQueue() for _ in self._links]
         try:
             for number, link in enumerate(self._links, 1):
-                link.send(Part(model, self.config, number, size, self._others.place_of(number)))
+                try:
+                    link.send(Part(model, self.config, number, size, self._others.place_of(number)))
+                except OSError as error:
+                    raise ModelError(f"{NOT_BY_ALL}: rank {number} {link.ending()} before that") from error
             self.rank = self._others.first()
             for number in range(1, size):
                 name = f"inflight: rank {number}"
@@ -91,7 +95,7 @@ class RankGroup:
         except Exception as error:
             if not has_heard_of_an_end(error):
                 raise
-            raise ModelError(f"the model could not be loaded by all ranks: {self._lost(error)}") from error
+            raise ModelError(f"{NOT_BY_ALL}: {self._lost(error)}") from error
 
     def check(self, info: ModelInfo) -> None:
         """Wait until all ranks are prepared. Raises `ModelError` if one is not, or has found out other things about the
@@ -100,10 +104,11 @@ class RankGroup:
             message = said.get()
             if not isinstance(message, Prepared):
                 self._has_lost.wait()
-                raise ModelError(f"the model could not be loaded by all ranks: {self._loss}")
-            others = replace(message.info, num_threads=info.num_threads)
-            if others != info:
-                raise ModelError(f"ranks 0 and {number} have not prepared the same model: {info}, {others}")
+                raise ModelError(f"{NOT_BY_ALL}: {self._loss}")
+            own, its = (asdict(each) | {"num_threads": None} for each in (info, message.info))
+            differences = [f"{name} is {own[name]!r} and {its[name]!r}" for name in own if own[name] != its[name]]
+            if differences:
+                raise ModelError(f"ranks 0 and {number} run the model in other ways: {'; '.join(differences)}")
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:

@@ -27,14 +27,6 @@ constexpr int kLooksInTurn = 16;  // between two looks at the clock
 constexpr int64_t kAlignment = 4096, kLeastBytes = 1 << 16;  // of a place; of a thread's part of a copy
 constexpr int64_t kMostRanks = 64;
 
-void rest() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 template <class Value>
 void add_places(const char* const* places, int64_t num_places, int64_t begin, int64_t end, Value* sums) {
   int64_t i = begin;

@@ -45,14 +45,6 @@ class Signal {
   alignas(64) std::atomic<uint32_t> number_{0};
 };
 
-void rest() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 template <class Condition>
 bool look_for(std::chrono::microseconds time, const Condition& has_come) {
   const auto end = Clock::now() + time;

@@ -12,6 +12,15 @@
 
 namespace inflight {
 
+// For whoever looks again and again: leaves the core's other thread more of it meanwhile.
+inline void rest() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 // Whether what this thread calls from now on runs on our threads instead of torch's.
 void use_own_threads(bool are_used);
 bool uses_own_threads();

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from inflight.contracts.config import BACKGROUND, RANKS_ARE_BUSY, ROUTINGS
 from inflight.contracts.errors import InvalidRequestError, ModelError
+from inflight.contracts.live import LiveState
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import MAX_FLOAT, check_choice, check_number, refuse_unknown_options
 from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta, TokenScore
@@ -34,6 +35,7 @@ from inflight.engine.process.supervisor import RESTART_DELAYS
 from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
 from inflight.replicas.fleet import Fleet
 from inflight.replicas.launch import Launches, load_of
+from inflight.replicas.looking import RequestNames, looks
 from inflight.replicas.placement import check_replicas
 from inflight.sources import engine_config, load_tokenizer, model_source
 from inflight.text.collector import Collector
@@ -137,6 +139,7 @@ class AsyncLLM:
             raise
         self._ready: Ready | None = None
         self._calls: dict[str, _Call] = {}
+        self._names = RequestNames()
         self._numbers = count()
         self._seeds = Seeds(config.seed)
         weakref.finalize(self, self._fleet.stop)  # an engine must not outlive its front
@@ -208,6 +211,23 @@ class AsyncLLM:
                 case TimeoutError():
                     of_number[number] = None
         return of_number
+
+    async def watch(
+        self, interval: float = 0.1, record_to: RecordTo | None = None
+    ) -> AsyncGenerator[dict[int, LiveState], None]:
+        """Look at each engine that is running, by its number from 0, again and again without an end. Starts none.
+
+        Engines that nobody watches make no records; a look at one costs it about as much as a request for its stats. An
+        engine in a step that takes more than a second is missing until it is over.
+
+        Args:
+            interval: seconds from one look to the next.
+            record_to: where steps are recorded while somebody watches; see the constructor's.
+        """
+        check_number("interval", interval, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
+        async with aclosing(looks(self._fleet.sessions, self._names, interval, record_to)) as states:
+            async for state in states:
+                yield state
 
     def is_ready(self) -> bool:
         """Whether the engine is loaded and running, or one of several is. Starts it if it is not, without waiting.
@@ -348,14 +368,15 @@ class AsyncLLM:
             await self._session()  # it may have died meanwhile
             is_background = request.priority == BACKGROUND
             with self._fleet.deliver(checked, salt, params.n, in_background=is_background) as delivery:
-                address = delivery.mailbox.address
-                delivery.session.send(Generate(address, checked, params, request.priority, salt, deadline))
-                call.reach(delivery.session, address)
+                session, address = delivery.session, delivery.mailbox.address
+                session.send(Generate(address, checked, params, request.priority, salt, deadline))
+                call.reach(session, address)
                 try:
-                    while not collector.output.finished:
-                        news = _merged(await delivery.mailbox.read())
-                        delivery.begin()
-                        yield collector, await _taken_in(collector, news)
+                    with self._names.named(session, address, call.request_id):
+                        while not collector.output.finished:
+                            news = _merged(await delivery.mailbox.read())
+                            delivery.begin()
+                            yield collector, await _taken_in(collector, news)
                 finally:
                     if not collector.output.finished:
                         call.abort()

@@ -57,6 +57,12 @@ def usable_memory(system: Path = SYSTEM) -> int:
     return min(memory, int(limit)) if limit.isdigit() else memory
 
 
+def resident_bytes(system: Path = SYSTEM) -> int:
+    """Bytes of memory that this process has now; 0 where the system does not say."""
+    pages = (_text(system / "proc/self/statm") or "").split()
+    return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if len(pages) > 1 else 0
+
+
 def place(number: int, system: Path = SYSTEM) -> list[Placement]:
     """Places for so many processes. They share no core while there is one for each, and none spans two NUMA nodes: what
     it reads then lies in memory that is close to it."""

@@ -104,7 +104,7 @@ class Engine:
             block_store=self._store,
         )
         self.prefill_limit: PrefillLimit | None = None
-        self.observer: Callable[[StepRecord], None] | None = None
+        self._observer: Callable[[StepRecord], None] | None = None
         self._constraints: Constraints | None = None
         self._admission = Admission(config, info, tokenizer)
         self._reporter = Reporter(self.scheduler, tokenizer)
@@ -127,6 +127,16 @@ class Engine:
     def outbox(self) -> deque[SequenceOutput]:
         """The outputs of steps that were not taken yet, in order."""
         return self._reporter.outbox
+
+    @property
+    def observer(self) -> Callable[[StepRecord], None] | None:
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: Callable[[StepRecord], None] | None) -> None:
+        if self._observer is None:
+            self._watch.start_over()  # what it has not seen, it cannot know
+        self._observer = observer
 
     @property
     def is_torn(self) -> bool:

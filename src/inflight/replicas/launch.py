@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +18,7 @@ from inflight.contracts.watching import Watching
 from inflight.engine.process.connection import Connection, ProcessConnection
 from inflight.engine.process.protocol import Load
 from inflight.machine import Placement, place, usable_memory
+from inflight.replicas.looking import recording_of
 from inflight.sources import is_loaded_model, is_loaded_tokenizer
 
 if TYPE_CHECKING:
@@ -108,8 +108,7 @@ class _WeightsFile:
 def _load_of(load: Load, replica: int, placement: Placement, number: int) -> Load:
     record_to, kv_events = load.watching.record_to, load.watching.kv_events
     if record_to is not None:
-        path = Path(record_to.path)
-        record_to = replace(record_to, path=str(path.with_name(f"{path.stem}-{replica}{path.suffix}")))
+        record_to = replace(record_to, path=recording_of(record_to.path, replica))
     watching = Watching(record_to=record_to, kv_events=kv_events and kv_events.of_replica(replica))
     config = _config_of(load.config, placement, number)
     return msgspec.structs.replace(load, config=config, watching=watching, cpus=placement.cpus)

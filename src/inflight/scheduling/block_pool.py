@@ -143,6 +143,14 @@ class BlockPool:
         """How many tables name this block."""
         return self._num_references[block]
 
+    def holders(self) -> bytes:
+        """A byte for each block: 0 if it is free, 1 if it is cached, else one more than there are tables that name it,
+        at most 255."""
+        states = bytearray(number and min(number + 1, 255) for number in self._num_references)
+        for block in self._cached:
+            states[block] = 1
+        return bytes(states)
+
     def num_times_taken(self, block: int) -> int:
         """How often this block was taken for new content: as long as that stays the same, so does a full block. Any
         thread may ask."""

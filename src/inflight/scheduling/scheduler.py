@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import Self
 
 from inflight.contracts.block_store import BlockStore
@@ -194,6 +195,11 @@ class Scheduler:
         """All unfinished sequences, running ones first, each group in the order in which it is served."""
         for group in (self._running.values(), [*self._waiting, *self.persistence.parked()]):
             yield from sorted(group, key=lambda sequence: self._order.rank(sequence, self.num_steps))
+
+    def first_waiting(self, number: int) -> list[Sequence]:
+        """The first of the sequences without a slot, in the order in which they are served."""
+        waiting = [*self._waiting, *self.persistence.parked()]
+        return nsmallest(number, waiting, key=lambda sequence: self._order.rank(sequence, self.num_steps))
 
     def running(self, sequence_id: int) -> Sequence:
         """The running sequence of this id. Raises `KeyError` if it is not running."""

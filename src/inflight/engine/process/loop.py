@@ -14,15 +14,18 @@ from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.watching import Watching
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.engine import Engine
+from inflight.engine.live_feed import LiveFeed
 from inflight.engine.prefill_limit import PrefillLimit
 from inflight.engine.process.protocol import (
     Abort,
+    AskLive,
     AskStats,
     Command,
     Commands,
     Event,
     Failed,
     Generate,
+    Live,
     Outputs,
     Ready,
     Refused,
@@ -90,6 +93,7 @@ class _Loop:
         self.commands = commands
         self.send = send
         self._tell_watchers = tell_watchers
+        self._feed = LiveFeed(engine)
         engine.prefill_limit = PrefillLimit()  # callers wait for every token
         engine.when_lost(lambda error: commands.put(lambda: _raise(error)))
         self._pool = ThreadPoolExecutor(NUM_COMPILING, "inflight: compiling")
@@ -106,6 +110,7 @@ class _Loop:
                 self._tell(self.engine.step())
                 self._tell_watchers()
         finally:
+            self._feed.close()
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _arrived(self) -> Iterator[Command | Callable[[], None] | None]:
@@ -125,6 +130,8 @@ class _Loop:
                 self._tell(self.engine.abort(command.request_id))
             case AskStats():
                 self.send(Stats(command.request_id, self.engine.stats()))
+            case AskLive():
+                self.send(Live(command.request_id, self._feed.look(command.record_to)))
             case _:
                 command()
 

@@ -12,10 +12,11 @@ from typing import IO, Any, TypeAlias
 import msgspec
 
 from inflight.contracts.config import EngineConfig
+from inflight.contracts.live import LiveState
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import EngineStats
+from inflight.contracts.record import EngineStats, RecordTo
 from inflight.contracts.watching import Watching
 from inflight.engine.frames import framed, read_frame
 
@@ -55,6 +56,13 @@ class AskStats(msgspec.Struct, tag=True, frozen=True):
     request_id: str
 
 
+class AskLive(msgspec.Struct, tag=True, frozen=True):
+    """Answer with `Live` of the same `request_id`. While somebody asks, steps are recorded in `record_to`."""
+
+    request_id: str
+    record_to: RecordTo | None = None
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The engine is loaded."""
 
@@ -75,6 +83,13 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats
 
 
+class Live(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `AskLive`."""
+
+    request_id: str
+    state: LiveState
+
+
 class Refused(msgspec.Struct, tag=True, frozen=True):
     """A request was refused; `error` is the name of the class to raise."""
 
@@ -90,8 +105,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     is_model_error: bool = False
 
 
-Command: TypeAlias = Generate | Abort | AskStats
-Event: TypeAlias = Ready | Outputs | Stats | Refused | Failed
+Command: TypeAlias = Generate | Abort | AskStats | AskLive
+Event: TypeAlias = Ready | Outputs | Stats | Live | Refused | Failed
 Commands: TypeAlias = "SimpleQueue[Command | Callable[[], None] | None]"
 """What an engine's loop does next: commands, and calls that it has put off itself; None: it ends."""
 

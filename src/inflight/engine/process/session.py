@@ -18,7 +18,18 @@ from typing import Any
 from inflight.contracts import errors
 from inflight.contracts.errors import EngineDeadError, ModelError
 from inflight.engine.process.connection import SECONDS_TO_END, Connection
-from inflight.engine.process.protocol import Abort, AskStats, Command, Event, Failed, Outputs, Ready, Refused, Stats
+from inflight.engine.process.protocol import (
+    Abort,
+    AskStats,
+    Command,
+    Event,
+    Failed,
+    Live,
+    Outputs,
+    Ready,
+    Refused,
+    Stats,
+)
 from inflight.engine.process.watchdog import Watchdog
 
 logger = logging.getLogger("inflight.engine")
@@ -226,6 +237,8 @@ class Session:
                     self._watchdog.answered()
             case Stats():
                 self._post([(event.request_id, event.stats)])
+            case Live():
+                self._post([(event.request_id, event.state)])
             case Ready():
                 self.ready = event
                 self._watch()

@@ -1,0 +1,101 @@
+"""Looking at running engines: `looks` asks each of them now and again; `RequestNames` knows what their callers call the
+requests, which have addresses there."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from inflight.contracts.live import LiveState
+from inflight.contracts.record import RecordTo
+from inflight.engine.process.protocol import AskLive
+from inflight.engine.process.session import Session
+
+MOST_ENDED = 256
+"""How many requests that have ended are still known by their names: engines tell of their last steps a little later."""
+
+SECONDS_TO_ANSWER = 1.0
+"""An engine that takes longer is in a long step, and is missing from the look."""
+
+
+class RequestNames:
+    """Callers' names of requests, by session and address."""
+
+    def __init__(self) -> None:
+        self._names: dict[Session, dict[str, str]] = {}
+        self._ended: deque[tuple[Session, str]] = deque()
+
+    @contextmanager
+    def named(self, session: Session, address: str, name: str) -> Iterator[None]:
+        """The request at this address has this name until the block ends, and for a while after that."""
+        self._names.setdefault(session, {})[address] = name
+        try:
+            yield
+        finally:
+            self._ended.append((session, address))
+            if len(self._ended) > MOST_ENDED:
+                self._forget(*self._ended.popleft())
+
+    def of(self, session: Session) -> dict[str, str]:
+        """The names of a session's requests, by address."""
+        return self._names.get(session, {})
+
+    def _forget(self, session: Session, address: str) -> None:
+        names = self._names[session]
+        del names[address]
+        if not names:
+            del self._names[session]
+
+
+async def looks(
+    sessions: Callable[[], Mapping[int, Session]],
+    names: RequestNames,
+    interval: float,
+    record_to: RecordTo | None = None,
+) -> AsyncGenerator[dict[int, LiveState], None]:
+    """Look at all engines that run, again and again, by their numbers. An engine in a long step is missing until then.
+
+    Args:
+        sessions: the engines that run now.
+        interval: seconds from one look to the next; more, where engines take longer to answer.
+        record_to: see `AsyncLLM.watch`.
+    """
+    asked: dict[Session, asyncio.Task[LiveState]] = {}
+    try:
+        while True:
+            pause = asyncio.ensure_future(asyncio.sleep(interval))
+            running = sessions()
+            for number, session in running.items():
+                if session not in asked:
+                    asked[session] = asyncio.ensure_future(_look(session, _numbered(record_to, number, len(running))))
+            if asked:
+                await asyncio.wait(asked.values(), timeout=max(interval, SECONDS_TO_ANSWER))
+            seen: dict[int, LiveState] = {}
+            for number, session in running.items():
+                if asked[session].done() and asked[session].exception() is None:
+                    seen[number] = asked[session].result().renamed(names.of(session))
+            asked = {session: task for session, task in asked.items() if not task.done()}
+            yield seen
+            await pause
+    finally:
+        for task in asked.values():
+            task.cancel()
+
+
+async def _look(session: Session, record_to: RecordTo | None) -> LiveState:
+    with session.mailbox() as mailbox:
+        session.send(AskLive(mailbox.address, record_to))
+        state: LiveState = (await mailbox.read())[0]
+    return state
+
+
+def recording_of(path: str, number: int) -> str:
+    """The file in which one of several engines records its steps."""
+    full = Path(path)
+    return str(full.with_name(f"{full.stem}-{number}{full.suffix}"))
+
+
+def _numbered(record_to: RecordTo | None, number: int, of: int) -> RecordTo | None:
+    return record_to if record_to is None or of == 1 else replace(record_to, path=recording_of(record_to.path, number))

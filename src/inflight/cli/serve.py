@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 @click.option("--max-requests", type=int, help="Most HTTP requests served at once; more are refused.")
 @click.option("--grace-period", type=float, help="Seconds that running requests have to finish after SIGTERM.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="For people, or one JSON object per line.")
+@click.option("--ui/--no-ui", default=None, help="Whether / answers with the live page.")
 @click.option("--log-text", is_flag=True, default=None, help="Log prompts and answers, too.")
 @click.option(
     "--cors-origin", "cors_origins", multiple=True, help="Allow calls from web pages of this origin; may be repeated."
@@ -123,7 +124,9 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
             click.echo(f"inflight: {name} is served at {address}")
 
     try:
-        serve_until_told(llm, settings, operator_settings, listener, tell_ready, os.environ.get(KEYS_VARIABLE))
+        serve_until_told(
+            llm, settings, operator_settings, listener, tell_ready, os.environ.get(KEYS_VARIABLE), record_to
+        )
     except EngineDeadError as error:
         raise click.ClickException(str(error)) from error
 

@@ -127,10 +127,13 @@ class LiveFeed:
         return self._queue
 
     def _blocks(self, now: float) -> bytes | None:
+        """What is looked at, and written, only now and then."""
         if now < self._blocks_due:
             return None
         pool = self._engine.scheduler.block_pool
         self._blocks_due = now + max(1.0, pool.num_blocks / BLOCKS_PER_SECOND)
+        if self._recorder is not None:
+            self._recorder.flush()
         return pool.holders()
 
 

@@ -42,10 +42,17 @@ class RotatingRecorder:
         if self._recorder is not None:
             self._trying(lambda: self._see(record))
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Write what is still buffered."""
         if self._recorder is not None:
+            self._trying(self._recorder.flush)
+            self._last_flush = self._clock()
+
+    def close(self) -> None:
+        """Write what is still buffered, and nothing after that."""
+        if self._recorder is not None:
             self._trying(self._recorder.close)
+            self._recorder = None
 
     def _see(self, record: StepRecord) -> None:
         recorder = self._recorder
@@ -55,8 +62,7 @@ class RotatingRecorder:
             recorder.close()
             self._begin()
         elif self._clock() - self._last_flush >= SECONDS_BETWEEN_FLUSHES:
-            recorder.flush()
-            self._last_flush = self._clock()
+            self.flush()
 
     def _begin(self) -> None:
         """Begin a file; the ones before it move on, and the oldest goes."""

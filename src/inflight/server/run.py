@@ -13,8 +13,11 @@ import uvicorn
 
 from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError, ModelError
+from inflight.contracts.record import RecordTo
 from inflight.garbage_collection import spare_what_stays
 from inflight.server.app import create_app
+from inflight.server.live.endpoint import add_live_page
+from inflight.server.live.view import LiveView
 from inflight.server.operations.heads import limited_to
 from inflight.server.operations.lifecycle import Drain, DrainingServer
 from inflight.server.operations.model_reload import ModelReload
@@ -33,6 +36,7 @@ def serve_until_told(
     listener: socket.socket,
     tell_ready: Callable[[], None],
     environment_keys: str | None = None,
+    record_to: RecordTo | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. SIGHUP reads API keys anew, SIGUSR1 loads the model anew.
 
@@ -40,6 +44,7 @@ def serve_until_told(
         listener: a listening socket; see `operations.listener`.
         tell_ready: called when the engine is loaded. Requests are accepted before that, and wait.
         environment_keys: more API keys, separated by commas.
+        record_to: where `llm` records its steps, for the live page.
 
     Raises:
         ModelError: the model cannot be loaded, or could not be loaded again.
@@ -62,10 +67,21 @@ def serve_until_told(
             losses.append(error)
             operations.drain.begin()
 
+    view: LiveView | None = None
+    if operator_settings.ui:
+        view = LiveView(llm, record_to, lambda: operations.drain.is_draining, shows_texts=operator_settings.log_text)
     operations = Operations(
-        operator_settings, settings.model_name, llm.replica_stats, abort_all, environment_keys, lambda: llm.num_crashes
+        operator_settings,
+        settings.model_name,
+        llm.replica_stats,
+        abort_all,
+        environment_keys,
+        lambda: llm.num_crashes,
+        [] if view is None else [view.history],
     )
     app = create_app(llm, settings, operations, end)
+    if view is not None:
+        add_live_page(app, view)
     app.add_api_route("/metrics", operations.metrics.endpoint, summary="Metrics for Prometheus.")
     app.add_api_route("/metrics", operations.metrics.endpoint, methods=["HEAD"], include_in_schema=False)
     config = uvicorn.Config(
@@ -84,6 +100,8 @@ def serve_until_told(
             runner.run(_serve(server, operations.drain, llm, listener, is_ready))
         finally:
             runner.run(operations.close())
+            if view is not None:
+                view.close()
     if losses:
         raise losses[0]
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inflight.contracts.outputs import RequestOutput
 from inflight.server.operations.answered import run_watched
 from inflight.server.operations.middleware import Middleware
-from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
+from inflight.server.operations.paths import is_work, path_of
 from inflight.server.serving.observer import EndReason, RequestObserver
 
 logger = logging.getLogger("inflight.access")
@@ -79,7 +79,7 @@ class AccessLog(Middleware, RequestObserver):
 
 
 def _write(scope: Scope, status: int, seconds: float, generated: _Generated) -> None:
-    level = logging.DEBUG if path_of(scope) in OPERATOR_PATHS else logging.INFO
+    level = logging.INFO if is_work(path_of(scope)) else logging.DEBUG
     if not logger.isEnabledFor(level):
         return
     # The path as received, without the query; characters that could break the line stay percent-encoded.

@@ -8,13 +8,14 @@ compared to their end, always all of them, whichever one matches.
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight.server.operations.middleware import Middleware
-from inflight.server.operations.refusals import OPERATOR_PATHS, header_of, path_of, refuse
+from inflight.server.operations.paths import needs_no_key, path_of
+from inflight.server.operations.refusals import header_of, refuse
 
 KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 """The environment variable for keys, separated by commas."""
@@ -64,15 +65,15 @@ class ApiKeys(Middleware):
 
     Args:
         keys: at least one key.
-        open_paths: paths that need no key.
+        is_open: says of a path whether it needs no key.
     """
 
     SCOPES = ("http", "websocket")
 
-    def __init__(self, keys: Iterable[str], open_paths: Set[str] = OPERATOR_PATHS) -> None:
+    def __init__(self, keys: Iterable[str], is_open: Callable[[str], bool] = needs_no_key) -> None:
         self._secret = secrets.token_bytes(32)
         self._digests: list[bytes] = []
-        self._open_paths = open_paths
+        self._is_open = is_open
         self.replace(keys)
 
     def replace(self, keys: Iterable[str]) -> None:
@@ -94,7 +95,7 @@ class ApiKeys(Middleware):
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """See `Middleware`."""
-        if path_of(scope) in self._open_paths:
+        if self._is_open(path_of(scope)):
             await app(scope, receive, send)
             return
         key = _key_of(scope)

@@ -17,7 +17,8 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.server.operations.middleware import Middleware
-from inflight.server.operations.refusals import HEALTH_PATH, OPERATOR_PATHS, path_of, refuse, start_answer
+from inflight.server.operations.paths import HEALTH_PATH, OPERATOR_PATHS, path_of
+from inflight.server.operations.refusals import refuse, start_answer
 
 SECONDS_TO_LEAVE = 2
 """How long aborted requests, and after them closed connections, may take to end before they are cut."""

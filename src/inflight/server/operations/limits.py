@@ -13,7 +13,8 @@ from contextlib import suppress
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.server.operations.middleware import Middleware
-from inflight.server.operations.refusals import OPERATOR_PATHS, error_body, header_of, path_of, refuse, start_answer
+from inflight.server.operations.paths import is_work, path_of
+from inflight.server.operations.refusals import error_body, header_of, refuse, start_answer
 
 STREAMED_PATHS = frozenset({"/v1/files"})
 
@@ -96,7 +97,8 @@ class BodyLimit(Middleware):
 
 
 class ConcurrencyLimit(Middleware):
-    """Refuses requests (429, with `Retry-After`) while `max_requests` are being served. Operators' paths do not count.
+    """Refuses requests (429, with `Retry-After`) while `max_requests` are being served. Operators' paths and the live
+    page's do not count.
 
     Args:
         max_requests: most requests served at once; each counts until the last byte of its answer.
@@ -109,7 +111,7 @@ class ConcurrencyLimit(Middleware):
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """See `Middleware`."""
-        if path_of(scope) in OPERATOR_PATHS:
+        if not is_work(path_of(scope)):
             await app(scope, receive, send)
             return
         if self._num_inside >= self._max_requests:

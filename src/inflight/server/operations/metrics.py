@@ -25,7 +25,7 @@ from inflight.server.operations.answered import run_watched
 from inflight.server.operations.batch_metrics import BatchMetrics
 from inflight.server.operations.engine_metrics import EngineMetrics, ReadStats
 from inflight.server.operations.middleware import Middleware
-from inflight.server.operations.refusals import OPERATOR_PATHS, path_of
+from inflight.server.operations.paths import OPERATOR_PATHS, path_of
 from inflight.server.serving.observer import EndReason, RequestObserver
 
 SECONDS_FOR_ENGINE = 1.0

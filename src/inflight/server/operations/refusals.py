@@ -1,4 +1,4 @@
-"""How this package's middlewares refuse a request, in the envelope that its client expects; and the operators' paths.
+"""How this package's middlewares refuse a request, in the envelope that its client expects.
 
 Does not know why requests are refused.
 """
@@ -8,17 +8,9 @@ from collections.abc import Iterable
 
 from starlette.types import Scope, Send
 
-HEALTH_PATH = "/health"
-OPERATOR_PATHS = frozenset({HEALTH_PATH, "/metrics", "/version"})
-"""For probes and scrapers: they need no key, have no limits, and are logged at debug level only."""
+from inflight.server.operations.paths import path_of
 
 Header = tuple[bytes, bytes]
-
-
-def path_of(scope: Scope) -> str:
-    """Return the path as the application routes it: without the prefix of a proxy in front of the server."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
 
 
 def header_of(scope: Scope, name: bytes) -> bytes | None:

@@ -24,6 +24,7 @@ class OperatorSettings:
         log_format: "text" for people or "json" for log collectors.
         log_text: whether prompts and answers are logged.
         cors_origins: origins whose web pages may call the server; "*" means all.
+        ui: whether `/` answers with the live page.
         traces_endpoint: an OpenTelemetry collector's URL for traces (OTLP over HTTP); None: no traces.
     """
 
@@ -36,6 +37,7 @@ class OperatorSettings:
     log_text: bool = False
     cors_origins: tuple[str, ...] = ()
     traces_endpoint: str | None = None
+    ui: bool = True
 
     def __post_init__(self) -> None:
         options.check_integer("max_body_size", self.max_body_size, 1)
@@ -46,6 +48,7 @@ class OperatorSettings:
         )
         options.check_choice("log_format", self.log_format, LOG_FORMATS)
         options.check_switch("log_text", self.log_text)
+        options.check_switch("ui", self.ui)
         endpoint = self.traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ValueError(

@@ -7,7 +7,7 @@ refusals with CORS headers; then the drain; then API keys, so that strangers get
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +44,7 @@ class Operations(RequestObserver):
         abort_all: ends all running requests; see `Drain`.
         environment_keys: more API keys from an environment variable, separated by commas.
         count_crashes: see `Metrics`.
+        observers: who else hears of the server's requests.
 
     Attributes:
         drain: for `DrainingServer`.
@@ -61,6 +62,7 @@ class Operations(RequestObserver):
         abort_all: Callable[[], Awaitable[None]] | None = None,
         environment_keys: str | None = None,
         count_crashes: Callable[[], int] = lambda: 0,
+        observers: Iterable[RequestObserver] = (),
     ) -> None:
         self.drain = Drain(settings.grace_period, abort_all)
         self.metrics = Metrics(model_name, read_stats, count_crashes)
@@ -70,7 +72,7 @@ class Operations(RequestObserver):
         self._read_keys = partial(read_api_keys, settings.api_keys, file, environment_keys)
         keys = self._read_keys()
         self._api_keys = ApiKeys(keys) if keys else None
-        self._observers: list[RequestObserver] = [self._access_log, self.metrics]
+        self._observers: list[RequestObserver] = [self._access_log, self.metrics, *observers]
         self._provider: TracerProvider | None = None
         self._tracing: Tracing | None = None
         if settings.traces_endpoint is not None:

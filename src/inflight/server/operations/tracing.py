@@ -15,7 +15,8 @@ from inflight import __version__
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 from inflight.server.operations.middleware import Middleware
-from inflight.server.operations.refusals import header_of, path_of
+from inflight.server.operations.paths import path_of
+from inflight.server.operations.refusals import header_of
 from inflight.server.serving.observer import EndReason, RequestObserver
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from inflight.contracts.errors import InvalidRequestError, QueueFullError
 from inflight.contracts.outputs import FinishReason, RequestOutput, TextDelta
 from inflight.contracts.params import SamplingParams
 from inflight.server.serving.observer import EndReason
+from inflight.server.serving.running import RunningRequest
 from inflight.server.serving.service import Service
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.client import Client
@@ -101,20 +102,22 @@ async def _follow(
     observer = service.observer
     output: RequestOutput | None = None
     reason: EndReason = "error"
-    service.running.add(request_id)
+    params, priority = generation.params, generation.priority
+    prompt = generation.prompts[prompt_index]
+    texts: list[list[str]] | None = [[] for _ in range(params.n)] if service.keeps_texts else None
+    running = service.running[request_id] = RunningRequest(prompt, params, priority, texts)
     observer.started(request_id, generation.params.n, generation.params)
     try:
-        params, priority = generation.params, generation.priority
         if service.in_background:
             priority = BACKGROUND
             params = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
-        stream = service.llm.stream(
-            generation.prompts[prompt_index], params, request_id, priority=priority, cache_salt=generation.cache_salt
-        )
+        stream = service.llm.stream(prompt, params, request_id, priority=priority, cache_salt=generation.cache_salt)
         async with aclosing(stream) as deltas:
             async for delta in deltas:
                 if delta.token_ids:
-                    observer.produced(request_id, len(delta.token_ids), time.monotonic())
+                    now = time.monotonic()
+                    running.see(delta, now)
+                    observer.produced(request_id, len(delta.token_ids), now)
                 if delta.output is not None:
                     output = delta.output
                     reason = output.outputs[0].finish_reason or "error"
@@ -128,7 +131,7 @@ async def _follow(
         reason = "timeout" if client.is_too_late else "abort"
         raise
     finally:
-        service.running.discard(request_id)
+        del service.running[request_id]
         observer.finished(request_id, output, reason)
     assert output is not None
     return output

@@ -14,6 +14,7 @@ from inflight.contracts.params import SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.inputs import Prompt, read_prompt, written_chat
 from inflight.server.serving.observer import RequestObserver
+from inflight.server.serving.running import RunningRequest
 from inflight.server.serving.settings import ANY_NAME, ServerSettings
 from inflight.server.tools.fields import ToolFields
 from inflight.server.tools.tool_use import ToolUse, tool_use
@@ -29,7 +30,8 @@ class Service:
 
     Attributes:
         start_time: when serving began, in seconds of Unix time; the model's `created`.
-        running: ids of the requests that `llm` has received and that have not ended.
+        running: the requests that `llm` has received and that have not ended, by their ids.
+        keeps_texts: whether `running` has what they have generated.
         in_background: whether all its requests run in the background, whatever they say, each with a seed that was
             drawn for it if it has none: an engine draws the same seeds after every start, and a job goes on over many.
     """
@@ -47,7 +49,8 @@ class Service:
         self.settings = settings
         self.observer = observer or RequestObserver()
         self.start_time = start_time
-        self.running: set[str] = set()
+        self.running: dict[str, RunningRequest] = {}
+        self.keeps_texts = False
 
     async def abort_all(self) -> None:
         """Abort all running requests: streams end with an error event, other requests are answered with a 503."""

@@ -1,0 +1,107 @@
+"""`Broadcast`: one look at the engines for all pages that are open, at most ten times a second.
+
+Engines are watched while a page is open, and not before or after. A page that reads slowly gets fewer messages: each
+has the whole state, so none is missed.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from inflight.async_llm import AsyncLLM
+from inflight.contracts.live import LiveState
+from inflight.contracts.record import RecordTo
+from inflight.machine import resident_bytes
+from inflight.server.live.history import LoadHistory
+from inflight.server.wire.json_route import to_json
+
+INTERVAL = 0.1
+"""Seconds between two messages."""
+
+SECONDS_BETWEEN_SAME = 2.0
+"""Where nothing happens, messages are as far apart as this."""
+
+
+class Broadcast:
+    """What pages are told.
+
+    Args:
+        record_to: where engines record their steps while a page is open; None: nowhere, or always.
+        is_ending: whether the server is about to end; streams end then.
+        interval: seconds between two messages.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        history: LoadHistory,
+        record_to: RecordTo | None,
+        is_ending: Callable[[], bool],
+        interval: float = INTERVAL,
+    ) -> None:
+        self._llm, self._history, self._record_to, self._is_ending = llm, history, record_to, is_ending
+        self._interval = interval
+        self._looking: asyncio.Task[None] | None = None
+        self._num_readers = 0
+        self._news = asyncio.Event()
+        self._message = b""
+        self._states: dict[int, LiveState] = {}
+        self._blocks: dict[int, bytes] = {}
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a page is open."""
+        return self._num_readers > 0
+
+    async def messages(self) -> AsyncGenerator[bytes, None]:
+        """The state now, and again whenever it has changed, as JSON objects, until the server is about to end."""
+        self._num_readers += 1
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look())
+        elif self._states:
+            yield self._whole()
+        try:
+            while not self._is_ending():
+                news = self._news
+                await news.wait()
+                yield self._message
+        finally:
+            self._num_readers -= 1
+            if not self._num_readers:
+                self._looking.cancel()
+                self._looking, self._states = None, {}
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        last_sent = float("-inf")
+        async with aclosing(self._llm.watch(self._interval, self._record_to)) as states:
+            async for state in states:
+                now = loop.time()
+                is_same = not any(each.num_steps for each in state.values()) and _queues(state) == _queues(self._states)
+                self._states = state
+                self._blocks.update((number, each.blocks) for number, each in state.items() if each.blocks is not None)
+                if is_same and now - last_sent < SECONDS_BETWEEN_SAME and not self._is_ending():
+                    continue
+                last_sent = now
+                self._message = self._written(state)
+                news, self._news = self._news, asyncio.Event()
+                news.set()
+
+    def _whole(self) -> bytes:
+        """The message for a page that has just come: it has not seen the blocks."""
+        return self._written({n: replace(each, blocks=self._blocks.get(n)) for n, each in self._states.items()})
+
+    def _written(self, states: dict[int, LiveState]) -> bytes:
+        message: dict[str, Any] = {
+            "engines": states,
+            "latencies": self._history.recent(),
+            "resident_bytes": resident_bytes(),
+            "is_ending": self._is_ending(),
+        }
+        return to_json(message)
+
+
+def _queues(states: dict[int, LiveState]) -> list[tuple[object, ...]]:
+    return [(number, each.running, each.waiting, each.stats.num_waiting) for number, each in states.items()]

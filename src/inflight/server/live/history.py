@@ -1,0 +1,146 @@
+"""`LoadHistory`: what the server did in the last hour, in pieces of ten seconds. Knows no engine: an observer of the
+server's requests, which runs for every step of every request and so does as little as possible."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.params import SamplingParams
+from inflight.server.live.latencies import Latencies
+from inflight.server.serving.observer import EndReason, RequestObserver
+
+SECONDS = 10
+NUM_PIECES = 360
+PERCENTILES = (0.5, 0.9, 0.99)
+
+
+class Piece:
+    """Ten seconds.
+
+    Attributes:
+        number: so many pieces after the clock's beginning.
+        most_running: the most requests that were running at a time.
+        num_failed: requests that ended in an error, or ran out of time.
+    """
+
+    __slots__ = (
+        "between_tokens",
+        "most_running",
+        "num_aborted",
+        "num_ended",
+        "num_failed",
+        "num_output_tokens",
+        "num_prompt_tokens",
+        "num_refused",
+        "num_started",
+        "number",
+        "to_first_token",
+    )
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.num_started = self.num_ended = self.num_failed = self.num_aborted = self.num_refused = 0
+        self.num_prompt_tokens = self.num_output_tokens = self.most_running = 0
+        self.to_first_token, self.between_tokens = Latencies(), Latencies()
+
+
+COUNTS = ("num_started", "num_ended", "num_failed", "num_aborted", "num_refused", "most_running")
+
+
+class LoadHistory(RequestObserver):
+    """The last hour.
+
+    Args:
+        clock: seconds of a monotonic clock.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._running: dict[str, tuple[float, float, int]] = {}  # start, time of the last token (0: none), sequences
+        self._pieces: deque[Piece] = deque([Piece(int(clock() // SECONDS))], maxlen=NUM_PIECES)
+
+    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
+        """A request is about to go to the engine."""
+        now = self._clock()
+        self._running[request_id] = now, 0.0, num_sequences
+        piece = self._piece(now)
+        piece.num_started += 1
+        piece.most_running = max(piece.most_running, len(self._running))
+
+    def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
+        """Tokens have come; those of several sequences count as if they had come to each at the same pace."""
+        known = self._running.get(request_id)
+        if known is None:
+            return
+        start, last, num_sequences = known
+        piece = self._pieces[-1] if self._pieces[-1].number == now // SECONDS else self._piece(now)
+        piece.num_output_tokens += num_new_tokens
+        if last:
+            piece.between_tokens.see((now - last) * num_sequences / num_new_tokens, num_new_tokens)
+        else:
+            piece.to_first_token.see(now - start)
+        self._running[request_id] = start, now, num_sequences
+
+    def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
+        """A request has ended."""
+        self._running.pop(request_id, None)
+        piece = self._piece(self._clock())
+        if output is not None:
+            piece.num_prompt_tokens += len(output.prompt_token_ids)
+        match reason:
+            case "stop" | "length":
+                piece.num_ended += 1
+            case "abort":
+                piece.num_aborted += 1
+            case "refused":
+                piece.num_refused += 1
+            case _:
+                piece.num_failed += 1
+
+    def recent(self) -> dict[str, Any]:
+        """Percentiles of the current piece and the one before it, in seconds; None: nothing has come."""
+        to_first_token, between_tokens, now = Latencies(), Latencies(), self._clock() // SECONDS
+        for piece in list(self._pieces)[-2:]:
+            if piece.number >= now - 1:
+                to_first_token.add(piece.to_first_token)
+                between_tokens.add(piece.between_tokens)
+        return {"to_first_token": _percentiles(to_first_token), "between_tokens": _percentiles(between_tokens)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole hour by columns, one value for each piece; percentiles are None where nothing came.
+
+        `age` is how many seconds ago each piece began; pieces in which nothing happened are left out.
+        """
+        now, pieces = self._clock(), list(self._pieces)
+        columns: dict[str, Any] = {name: [getattr(piece, name) for piece in pieces] for name in COUNTS}
+        for name in ("num_prompt_tokens", "num_output_tokens"):
+            columns[name] = [getattr(piece, name) for piece in pieces]
+        for name in ("to_first_token", "between_tokens"):
+            columns[name] = [_percentiles(getattr(piece, name)) for piece in pieces]
+        total_first, total_between = Latencies(), Latencies()
+        for piece in pieces:
+            total_first.add(piece.to_first_token)
+            total_between.add(piece.between_tokens)
+        return {
+            "seconds": SECONDS,
+            "age": [now - piece.number * SECONDS for piece in pieces],
+            **columns,
+            "whole": {"to_first_token": _percentiles(total_first), "between_tokens": _percentiles(total_between)},
+        }
+
+    def _piece(self, now: float) -> Piece:
+        """The piece of this time; what is late belongs to the newest."""
+        number = int(now // SECONDS)
+        if self._pieces[-1].number < number:
+            piece = Piece(number)
+            piece.most_running = len(self._running)
+            self._pieces.append(piece)
+            while self._pieces[0].number <= number - NUM_PIECES:
+                self._pieces.popleft()
+        return self._pieces[-1]
+
+
+def _percentiles(latencies: Latencies) -> list[float | None]:
+    return [latencies.percentile(share) for share in PERCENTILES]

@@ -1,0 +1,56 @@
+// The way to the server. A key, where one is needed, is kept for this tab alone.
+import { createParser } from "./vendor/eventsource-parser.js";
+
+const KEY = "inflight-api-key";
+const ROOT = new URL(".", document.baseURI);
+
+export class ServerError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function setKey(key) {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+export function address(path) {
+  return new URL(path, ROOT).href;
+}
+
+async function ask(path, options = {}) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = { ...options.headers };
+  if (key) headers["Authorization"] = `Bearer ${key}`;
+  if (options.body) headers["Content-Type"] = "application/json";
+  const response = await fetch(address(path), { ...options, headers });
+  if (!response.ok) {
+    const said = await response.json().catch(() => null);
+    throw new ServerError(response.status, said?.error?.message ?? `${response.status} ${response.statusText}`);
+  }
+  return response;
+}
+
+export async function get(path) {
+  return (await ask(path)).json();
+}
+
+export async function post(path, body) {
+  return (await ask(path, { method: "POST", body: JSON.stringify(body) })).json();
+}
+
+// Calls `onEvent` with the data of each server-sent event, until the stream ends. Raises `ServerError`.
+export async function stream(path, { body, signal, onEvent, onOpen }) {
+  const options = body ? { method: "POST", body: JSON.stringify(body), signal } : { signal };
+  const response = await ask(path, options);
+  onOpen?.(response);
+  const parser = createParser({ onEvent: (event) => onEvent(event.data) });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    parser.feed(value);
+  }
+}

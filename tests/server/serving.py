@@ -19,7 +19,9 @@ from inflight.batches.batch import Batch
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 from inflight.server.app import create_app
-from inflight.server.serving.observer import EndReason, RequestObserver
+from inflight.server.live.endpoint import add_live_page
+from inflight.server.live.view import LiveView
+from inflight.server.serving.observer import EndReason, Observers, RequestObserver
 from inflight.server.serving.settings import ServerSettings
 
 HELLO = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -78,18 +80,23 @@ class RunningServer:
     Attributes:
         url: the server's address.
         http: a client whose paths are relative to the address.
+        view: what its live page shows.
+        is_ending: what the page is told of the server's end.
     """
 
-    def __init__(self, llm: AsyncLLM, send_buffer: int | None = None, **settings: Any) -> None:
+    def __init__(self, llm: AsyncLLM, send_buffer: int | None = None, port: int = 0, **settings: Any) -> None:
         self.llm = llm
         self.observer = RecordedRequests()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self._listener = socket.create_server(("127.0.0.1", port), backlog=2048)
         self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as the server's event loop sets it
         if send_buffer is not None:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.app = create_app(llm, ServerSettings(**settings), self.observer)
+        self.is_ending = False
+        self.view = LiveView(llm, is_ending=lambda: self.is_ending)
+        self.app = create_app(llm, ServerSettings(**settings), Observers([self.observer, self.view.history]))
+        add_live_page(self.app, self.view)
         config = uvicorn.Config(self.app, http="httptools", log_config=None, timeout_graceful_shutdown=5)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve([self._listener])))
@@ -103,8 +110,10 @@ class RunningServer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.http.close()
+        self.is_ending = True
         self._server.should_exit = True
         self._thread.join(60)
+        self.view.close()
         assert not self._thread.is_alive()
 
     @property

@@ -173,7 +173,7 @@ def test_the_command_can_be_ended_while_the_model_loads() -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
-            if "Started server process" in line:
+            if "loading inflight-demo" in line:
                 break
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)

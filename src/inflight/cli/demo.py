@@ -1,13 +1,21 @@
 """`inflight demo`: streams a dozen prompts at once through the embedded model, with a live view of the slots; then runs
 a short race against what continuous batching replaces."""
 
+import json
+import os
+import sys
+import threading
 import time
+import urllib.request
+import webbrowser
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import click
 
 from inflight.cli.help import Command
 from inflight.cli.options import quiet_libraries
+from inflight.cli.serve import serve, serve_model
 from inflight.demo_model import DEMO_MODEL
 
 PROMPTS = (
@@ -34,12 +42,20 @@ PROMPTS = (
 @click.command(cls=Command)
 @click.option("--slots", type=click.IntRange(min=1), default=5, help="Sequences that run at once.")
 @click.option("--slow", is_flag=True, help="Pause a little after each step, to watch it.")
-def demo(slots: int, slow: bool) -> None:
+@click.option(
+    "--web", is_flag=True, help="Watch them in a browser: a server runs, and gets the prompts again and again."
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Of that server; 0: any free port.")
+@click.option("--browser/--no-browser", default=True, help="Whether the page is opened, or only named.")
+def demo(slots: int, slow: bool, web: bool, port: int, browser: bool) -> None:
     """Watch a dozen prompts run at once, live, then a short race.
 
     The prompts have different lengths and run through the embedded model. The race puts the same number of requests
     through static waves, padded and ragged batches, and the engine.
     """
+    if web:
+        _serve(slots, port, browser)
+        return
     quiet_libraries()
     from rich.console import Console
     from rich.live import Live
@@ -90,3 +106,37 @@ def demo(slots: int, slow: bool) -> None:
     setting = Setting(str(DEMO_MODEL), replace(llm.engine.config, dtype="float32"))
     requests = mixed_requests(len(texts), 100, info.vocab_size, seed=0)
     console.print(run_race(setting.methods, requests, slots, console))
+
+
+SECONDS_BETWEEN_DOZENS = 2.0
+
+
+def _serve(slots: int, port: int, opens_browser: bool) -> None:
+    """Serve the embedded model, open its page, and send it the prompts until it is told to stop."""
+    options = serve.make_context("serve", ["--port", str(port), "--max-num-seqs", str(slots)]).params
+
+    def begin(address: str) -> None:
+        click.echo(f"inflight: watch it at {address}; Ctrl-C ends it")
+        threading.Thread(target=_send_prompts, args=(address,), daemon=True).start()
+        if opens_browser and _has_screen():
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+
+    named = {name: options.pop(name) for name in ("model", "host", "port", "served_model_names")}
+    serve_model(**named, options=options, when_ready=begin)
+
+
+def _has_screen() -> bool:
+    """Whether a browser would have a window: on a terminal alone, one could take it over."""
+    return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def _send_prompts(address: str) -> None:
+    def send(text: str, max_tokens: int) -> None:
+        body = {"prompt": text, "max_tokens": max_tokens, "temperature": 0.8, "ignore_eos": True}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode(), headers)
+        urllib.request.urlopen(request).close()
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        while all(future.exception() is None for future in [pool.submit(send, *prompt) for prompt in PROMPTS]):
+            time.sleep(SECONDS_BETWEEN_DOZENS)

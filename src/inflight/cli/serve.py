@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,23 @@ if TYPE_CHECKING:
 @engine_options
 def serve(model: str | None, host: str, port: int, served_model_names: tuple[str, ...], **options: Any) -> None:
     """Serve a model over HTTP, with OpenAI's API. MODEL means the same as --model MODEL."""
+    serve_model(model, host, port, served_model_names, options)
+
+
+def serve_model(
+    model: str | None,
+    host: str,
+    port: int,
+    served_model_names: tuple[str, ...],
+    options: dict[str, Any],
+    when_ready: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Run the server until it is told to stop.
+
+    Args:
+        options: the command's other parameters.
+        when_ready: called with the server's address when the model is loaded.
+    """
     quiet_libraries()
     if not options["trust_remote_code"]:  # a tokenizer of somebody else's may need it
         _do_without_torch()
@@ -122,6 +140,7 @@ def serve(model: str | None, host: str, port: int, served_model_names: tuple[str
             logging.getLogger("inflight.server").info("%s is served at %s", name, address)
         else:
             click.echo(f"inflight: {name} is served at {address}")
+        when_ready(address)
 
     try:
         serve_until_told(

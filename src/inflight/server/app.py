@@ -6,6 +6,7 @@ all run in the background, take as long as they take, and are no part of what op
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -30,6 +31,8 @@ from inflight.server.serving.readiness import keep_running
 from inflight.server.serving.service import Service
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import add_error_handlers
+
+logger = logging.getLogger("inflight.server")
 
 ENDPOINTS = (completions, chat, responses)
 """Those that lines of batch files may name, and more."""
@@ -61,6 +64,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        logger.info("loading %s", settings.model_name)
         if llm.tokenizer is not None:
             llm.tokenizer.encode("warm")  # its first call sets things up, which two threads must not do at once
         keeper = asyncio.create_task(keep_running(llm, on_loss))

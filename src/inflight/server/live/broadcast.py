@@ -98,7 +98,6 @@ class Broadcast:
             "engines": states,
             "latencies": self._history.recent(),
             "resident_bytes": resident_bytes(),
-            "is_ending": self._is_ending(),
         }
         return to_json(message)
 

@@ -62,6 +62,7 @@ def set_up_logging(*, as_json: bool, level: str = "INFO") -> None:
     handler.setFormatter(JsonLines() if as_json else TextLines())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger("uvicorn.access").propagate = False
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the rest is said by others, in better words
 
 
 def _standard_error_for_json() -> TextIO:

@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from inflight.batches.batch import Batch
-from inflight.contracts.outputs import RequestOutput
-from inflight.contracts.params import SamplingParams
 from inflight.server.operations.access_log import AccessLog
 from inflight.server.operations.api_keys import ApiKeys, read_api_keys
 from inflight.server.operations.engine_metrics import ReadStats
@@ -27,7 +24,7 @@ from inflight.server.operations.metrics import Metrics
 from inflight.server.operations.request_ids import RequestIds
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.tracing import Tracing, exporting_provider
-from inflight.server.serving.observer import EndReason, RequestObserver
+from inflight.server.serving.observer import Observers, RequestObserver
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("inflight.server")
 
 
-class Operations(RequestObserver):
+class Operations(Observers):
     """The operations around one server. Must be registered as the observer of the server's requests.
 
     Args:
@@ -72,13 +69,13 @@ class Operations(RequestObserver):
         self._read_keys = partial(read_api_keys, settings.api_keys, file, environment_keys)
         keys = self._read_keys()
         self._api_keys = ApiKeys(keys) if keys else None
-        self._observers: list[RequestObserver] = [self._access_log, self.metrics, *observers]
+        super().__init__([self._access_log, self.metrics, *observers])
         self._provider: TracerProvider | None = None
         self._tracing: Tracing | None = None
         if settings.traces_endpoint is not None:
             self._provider = exporting_provider(settings.traces_endpoint)
             self._tracing = Tracing(model_name, self._provider)
-            self._observers.append(self._tracing)
+            self.observers.append(self._tracing)
 
     def surround(self, app: ASGIApp) -> ASGIApp:
         """Return the application with all operations around it."""
@@ -119,23 +116,3 @@ class Operations(RequestObserver):
         """Send the remaining traces. Await it when the server has ended."""
         if self._provider is not None:
             await asyncio.to_thread(self._provider.shutdown)
-
-    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
-        """Notify all observers."""
-        for observer in self._observers:
-            observer.started(request_id, num_sequences, params)
-
-    def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
-        """Notify all observers."""
-        for observer in self._observers:
-            observer.produced(request_id, num_new_tokens, now)
-
-    def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
-        """Notify all observers."""
-        for observer in self._observers:
-            observer.finished(request_id, output, reason)
-
-    def saw_batch(self, batch: Batch) -> None:
-        """Notify all observers."""
-        for observer in self._observers:
-            observer.saw_batch(batch)

@@ -1,6 +1,7 @@
 """`RequestObserver`: hears of every request that runs, and of batch jobs, for logs, metrics and traces. Knows neither
 HTTP nor metrics."""
 
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 from inflight.batches.batch import Batch
@@ -29,3 +30,34 @@ class RequestObserver:
 
     def saw_batch(self, batch: Batch) -> None:
         """Something of a batch job has changed."""
+
+
+class Observers(RequestObserver):
+    """Tells several observers, in order.
+
+    Attributes:
+        observers: the observers.
+    """
+
+    def __init__(self, observers: Iterable[RequestObserver]) -> None:
+        self.observers = list(observers)
+
+    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
+        """Tell all of them."""
+        for observer in self.observers:
+            observer.started(request_id, num_sequences, params)
+
+    def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
+        """Tell all of them."""
+        for observer in self.observers:
+            observer.produced(request_id, num_new_tokens, now)
+
+    def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
+        """Tell all of them."""
+        for observer in self.observers:
+            observer.finished(request_id, output, reason)
+
+    def saw_batch(self, batch: Batch) -> None:
+        """Tell all of them."""
+        for observer in self.observers:
+            observer.saw_batch(batch)

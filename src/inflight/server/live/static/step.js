@@ -102,8 +102,8 @@ export function Step({ about }) {
     <h3>Step ${whole(step.step)} <span class="faint">${rate(step.duration * 1000)} ms; one row of ${whole(queries)} tokens from ${views.length} sequences; ${whole(step.num_waiting)} wait</span></h3>
     <p class="controls">
       ${engines.size > 1 && html`<label>replica <select value=${engine.number} onChange=${(e) => { setNumber(Number(e.target.value)); setHeld(null); }}>${[...engines.keys()].map((each) => html`<option key=${each} value=${each}>${each}</option>`)}</select></label>`}
-      <button type="button" onClick=${() => go(-1)}>‹ before</button>
-      <button type="button" onClick=${() => go(1)}>after ›</button>
+      <button type="button" onClick=${() => go(-1)}>before</button>
+      <button type="button" onClick=${() => go(1)}>after</button>
       <label class="slider">of the last ${steps.length} that were sent
         <input type="range" min="0" max=${steps.length - 1} value=${place < 0 ? 0 : place} onInput=${(e) => setHeld(steps[Number(e.target.value)])} /></label>
       <button type="button" aria-pressed=${held ? "false" : "true"} onClick=${() => setHeld(null)}>follow the last</button>

@@ -1,0 +1,1 @@
+"""The live page in a real Chromium; `make test-browser` installs one."""

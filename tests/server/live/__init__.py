@@ -1,0 +1,1 @@
+"""The live page, without a browser."""

@@ -228,7 +228,8 @@ import logging, sys
 from inflight.server.operations.logs import set_up_logging
 
 set_up_logging(as_json=sys.argv[1] == "json")
-logging.getLogger("uvicorn.error").info("listening to %s", "many")
+logging.getLogger("uvicorn.error").warning("listening to %s", "many")
+logging.getLogger("uvicorn.error").info("not told")
 logging.getLogger("uvicorn.access").info("not told")
 logging.getLogger("inflight").debug("not told")
 try:
@@ -249,7 +250,7 @@ def test_all_loggers_of_a_process_use_the_same_format() -> None:
     assert (broke["level"], broke["message"]) == ("error", "it broke")
     assert "KeyError: 'lost'" in broke["exception"]
     first, second, *rest = stderr("text")
-    assert first.endswith("INFO listening to many")
+    assert first.endswith("WARNING listening to many")
     assert second.endswith("ERROR it broke")
     assert rest[-1] == "KeyError: 'lost'"
 

@@ -135,7 +135,8 @@ function Engine({ engine, title, slots, about, opened, onOpen }) {
   return html`<section class="engine" aria-label=${title}>
     ${title && html`<h2>${title}</h2>`}
     <div class="columns">
-      <section class="card wide">
+      <div class="wide stack">
+      <section class="card">
         <h3>Slots <span class="faint">${stats.num_running} of ${slots} run; ${rate(state.num_steps ? (state.busy_seconds / state.num_steps) * 1000 : null)} ms a step</span></h3>
         <ol class="lanes" start="0">
           ${Array.from({ length: Math.max(1, Math.min(slots, Math.max(8, Math.max(-1, ...lanes.keys()) + 1))) }, (_, slot) => {
@@ -149,6 +150,12 @@ function Engine({ engine, title, slots, about, opened, onOpen }) {
         ${opened && opened.engine === engine.number && html`<${RequestPanel} id=${opened.id} index=${opened.index} lane=${open} shows=${about?.shows_texts} onClose=${() => onOpen(null)} />`}
       </section>
       <section class="card">
+        <h3>Tokens a second <span class="faint">the last minute</span></h3>
+        <${Chart} data=${data} height=${150} label="Generated and prefilled tokens a second in the last minute" value=${rate}
+          lines=${[{ label: "generated", colour: "decode" }, { label: "prefilled", colour: "prefill" }]} />
+      </section>
+      </div>
+      <section class="card">
         <h3>Queue <span class="faint">${whole(stats.num_waiting)} wait</span></h3>
         <ol class="queue">${state.waiting.map((each) => html`<li key=${keyOf(each[SEQUENCE.id], each[SEQUENCE.index])}>
           <code>${each[SEQUENCE.id]}</code> <span class="faint">${whole(each[SEQUENCE.tokens])} tokens${each[SEQUENCE.preemptions] ? ", preempted" : ""}</span></li>`)}
@@ -158,11 +165,6 @@ function Engine({ engine, title, slots, about, opened, onOpen }) {
         <${Canvas} height=${110} draw=${drawBlocks(blocks)} label=${`Cache: ${stats.num_blocks_used} blocks used, ${shared} of them shared, ${stats.num_blocks_cached} cached, ${stats.num_blocks_free} free`} />
         <p class="legend"><span><i class="swatch decode"></i>used ${whole(stats.num_blocks_used - shared)}</span><span><i class="swatch shared"></i>shared ${whole(shared)}</span>
           <span><i class="swatch cached"></i>cached ${whole(stats.num_blocks_cached)}</span><span><i class="swatch lane"></i>free ${whole(stats.num_blocks_free)}</span></p>
-      </section>
-      <section class="card wide">
-        <h3>Tokens a second <span class="faint">the last minute</span></h3>
-        <${Chart} data=${data} height=${150} label="Generated and prefilled tokens a second in the last minute" value=${rate}
-          lines=${[{ label: "generated", colour: "decode" }, { label: "prefilled", colour: "prefill" }]} />
       </section>
     </div>
   </section>`;

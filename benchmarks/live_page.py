@@ -1,0 +1,125 @@
+"""What an open live page costs: tokens a second that clients get, without a page, with one that reads, and with a browser.
+
+python -m benchmarks.live_page --model qwen3-0.6b --dtype bfloat16 --rounds 7
+python -m benchmarks.live_page                                            # the embedded model: the shortest steps
+
+One server (`inflight serve`) gets the same requests over HTTP again and again, as many at once as it has slots, while in
+turn nobody, a reader of `/live/events`, or a headless Chromium with the page watches. Reader, browser, clients and
+engine share the cores, so a browser's own work is in its figure. Last, two servers, with and without `--no-ui`, take
+turns, and nobody watches either. Weights are random but for the embedded model's.
+"""
+
+import argparse
+import asyncio
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import aiohttp
+
+from benchmarks.compare import describe_machine
+from benchmarks.peers.models import model_folder
+
+NUM_TOKENS = 64
+
+
+@contextmanager
+def served(options: argparse.Namespace, *more: str) -> Iterator[str]:
+    """A server; its address."""
+    command = [sys.executable, "-m", "inflight", "serve", "--port", "0", "--max-num-seqs", str(options.slots)]
+    command += ["--speculation", "off", "--no-prefix-caching", *more]
+    if options.model is not None:
+        command += ["-m", str(model_folder(options.model)), "--load-format", "dummy", "--dtype", options.dtype]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout is not None
+        match = next(filter(None, (re.search(r"served at (\S+)", line) for line in server.stdout)))
+        try:
+            yield match[1]
+        finally:
+            server.terminate()
+
+
+@contextmanager
+def reader(address: str) -> Iterator[None]:
+    """Another process reads what a page is told."""
+    command = ["curl", "--silent", "--no-buffer", "--output", "/dev/null", f"{address}/live/events"]
+    with subprocess.Popen(command) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def chromium(address: str) -> Iterator[None]:
+    """A browser shows the page."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(address)
+        page.wait_for_selector(".status.open")
+        try:
+            yield
+        finally:
+            browser.close()
+
+
+async def tokens_per_second(address: str, options: argparse.Namespace) -> float:
+    """What clients get that ask for as many answers at once as there are slots, for some seconds."""
+    body = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True, "temperature": 0}
+    num_tokens, end = 0, time.monotonic() + options.seconds
+
+    async def client(session: aiohttp.ClientSession, number: int) -> None:
+        nonlocal num_tokens
+        while time.monotonic() < end:
+            prompt = [100 + number] * options.prompt
+            async with session.post("/v1/completions", json=body | {"prompt": prompt}) as answer:
+                async for line in answer.content:
+                    num_tokens += line.startswith(b'data: {"id"')
+
+    start = time.monotonic()
+    async with aiohttp.ClientSession(address, timeout=aiohttp.ClientTimeout(None)) as session:
+        await asyncio.gather(*(client(session, number) for number in range(options.slots)))
+    return num_tokens / (time.monotonic() - start)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="default: the embedded model")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each turn")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-browser", action="store_true")
+    options = parser.parse_args()
+    print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
+    watchers = {"nobody": None, "a reader": reader} | ({} if options.no_browser else {"a browser": chromium})
+    with served(options) as address, served(options, "--no-ui") as other:
+        rates: dict[str, list[float]] = {name: [] for name in (*watchers, "nobody, --no-ui")}
+        asyncio.run(tokens_per_second(other, options))
+        asyncio.run(tokens_per_second(address, options))
+        for number in range(options.rounds):
+            turns = list(rates) if number % 2 else list(rates)[::-1]
+            for name in turns:
+                watch = watchers.get(name)
+                with suppress() if watch is None else watch(address):
+                    measured = asyncio.run(tokens_per_second(other if "no-ui" in name else address, options))
+                    rates[name].append(measured)
+    plain = statistics.median(rates["nobody"])
+    for name, found in rates.items():
+        median = statistics.median(found)
+        spread = f"{min(found):.1f} to {max(found):.1f}"
+        print(f"{name:16} {median:8.1f} tokens/s ({spread}), {median / plain - 1:+.1%} to nobody")
+
+
+if __name__ == "__main__":
+    main()

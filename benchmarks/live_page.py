@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 
 import aiohttp
 
@@ -111,7 +111,7 @@ def main() -> None:
             turns = list(rates) if number % 2 else list(rates)[::-1]
             for name in turns:
                 watch = watchers.get(name)
-                with suppress() if watch is None else watch(address):
+                with nullcontext() if watch is None else watch(address):
                     measured = asyncio.run(tokens_per_second(other if "no-ui" in name else address, options))
                     rates[name].append(measured)
     plain = statistics.median(rates["nobody"])

@@ -42,7 +42,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 docs: $(READY)            ## the documents as a site in site/; a link that leads nowhere is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 notebook: $(READY)        ## run the example notebook, and store it with its outputs (a minute on two cores)
 	$(BIN)/python -m tools.store_notebook

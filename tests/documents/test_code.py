@@ -130,7 +130,7 @@ def check_command(words: list[str]) -> None:
 
 
 def test_commands_are_found_among_others() -> None:
-    text = "A=1 inflight info  # what\ntaskset -c 0-5 inflight serve \\\n  --port $A &\necho | inflight chat > f\nx inflight"
+    text = "A=1 inflight info  # x\ntaskset -c 0-5 inflight serve \\\n  --port $A &\necho | inflight chat > f\nx"
     assert list(commands_of(text)) == [["info"], ["serve", "--port", "1"], ["chat"]]
 
 

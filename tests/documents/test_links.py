@@ -33,3 +33,16 @@ def test_the_readme_says_how_long_the_walk_is_as_the_walk_does() -> None:
     assert said[1] == exact[1]
     lines, exact_lines = (int(each[0].replace(",", "")) for each in (said, exact))
     assert lines == pytest.approx(exact_lines, rel=0.03)
+
+
+def test_all_results_of_benchmarks_are_listed_with_a_date() -> None:
+    rows = [row for row in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").split("\n") if "](" in row]
+    listed = {
+        name: re.findall(r"\d{4}-\d\d-\d\d", row) for row in rows for name in re.findall(r"results/([^)]+\.md)", row)
+    }
+    folder = ROOT / "benchmarks" / "results"
+    assert set(listed) == {str(path.relative_to(folder)) for path in folder.rglob("*.md")}
+    for name, dates in listed.items():
+        assert len(dates) == 1, name
+        said = re.findall(r"\b20\d\d-\d\d-\d\d\b", (folder / name).read_text(encoding="utf-8"))
+        assert not said or dates[0] in said, name

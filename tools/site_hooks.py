@@ -3,7 +3,7 @@
 The front page is `README.md`; `CHANGELOG.md`, `CONTRIBUTING.md` and `SECURITY.md` are pages, too. Documents link to
 other files of the repository as they do in a clone (`../examples/deploy/Dockerfile`). Each such file becomes a page
 that shows it, and each folder a page that lists it. A link to a file that does not exist stays as it is, so that a
-strict build refuses it.
+strict build refuses it. The page of the command line gets the help of all commands.
 """
 
 import json
@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+
+from inflight.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -30,6 +33,10 @@ IMAGES = (".png", ".svg")
 HIDDEN = ("__pycache__",)
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 """At the top of a page that the search leaves out."""
+
+COMMANDS = "[commands]: #"
+"""Begins the line in whose place the help of all commands stands."""
+HELP_WIDTH = 100
 
 _LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s#:]+)(?=[)#])")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -65,7 +72,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match["target"]
         return posixpath.relpath(_site_path(target), posixpath.dirname(page.file.src_uri) or ".")
 
-    return "\n".join(line if in_code else _LINK.sub(moved, line) for line, in_code in _lines(markdown))
+    lines = (line if in_code else _LINK.sub(moved, line) for line, in_code in _lines(markdown))
+    context = click.Context(app, info_name="inflight", **app.context_settings)
+    return "\n".join(help_of_all(app, context) if line.startswith(COMMANDS) else line for line in lines)
+
+
+def help_of_all(command: click.Command, context: click.Context) -> str:
+    """A section for a command; for a group, one for each command in it, in the order of their names."""
+    if not isinstance(command, click.Group):
+        return f"## {context.command_path}\n\n```text\n{command.get_help(context)}\n```"
+    inner = (
+        help_of_all(each, click.Context(each, parent=context, info_name=name, terminal_width=HELP_WIDTH))
+        for name, each in sorted(command.commands.items())
+    )
+    return "\n\n".join(inner)
 
 
 def _lines(text: str) -> Iterator[tuple[str, bool]]:

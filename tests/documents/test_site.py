@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
@@ -17,7 +18,7 @@ from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
 import inflight
-from inflight.cli import COMMANDS
+from inflight.cli import app
 from tests.documents.pages import ROOT
 
 
@@ -51,8 +52,13 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 def test_every_command_is_in_the_reference(site: Path) -> None:
     text = (site / "reference" / "command-line.html").read_text(encoding="utf-8")
-    for command in COMMANDS:
-        assert f'id="inflight-{command.name}"' in text or f'id="{command.name}"' in text, command.name
+    groups = {name: command for name, command in app.commands.items() if isinstance(command, click.Group)}
+    names = app.commands.keys() - groups.keys() | {
+        f"{name} {each}" for name in groups for each in groups[name].commands
+    }
+    for name in names:
+        assert f'id="inflight-{name.replace(" ", "-")}"' in text, name
+    assert "Cache:\n" in text
     assert "--max-num-batched-tokens" in text
 
 

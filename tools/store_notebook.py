@@ -2,9 +2,11 @@
 
 python -m tools.store_notebook
 
-It is run with this interpreter, from this tree. Execution times are left out, so that only what changed differs.
+It is run with this interpreter, from this tree, on one thread: other processes on the machine then disturb the methods
+about equally. Execution times are left out, so that only what changed differs.
 """
 
+import os
 from pathlib import Path
 
 import nbformat
@@ -15,6 +17,7 @@ NOTEBOOK = Path(__file__).parents[1] / "examples" / "continuous_batching.ipynb"
 
 def main() -> None:
     """Run and store it."""
+    os.environ["OMP_NUM_THREADS"] = "1"
     notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
     NotebookClient(
         notebook,

@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test test-browser soak check format figures census wheel demo-model clean
+.PHONY: demo test test-browser soak check format docs figures notebook census wheel demo-model clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "inflight needs Python 3.11 or newer"'
@@ -46,6 +46,12 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(READY)            ## the documents as a site in site/; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+notebook: $(READY)        ## run the example notebook, and store it with its outputs (a minute on two cores)
+	$(BIN)/python -m tools.store_notebook
+
 figures: $(READY)         ## draw the figures of docs/how-it-works.md anew (four minutes on two cores)
 	$(BIN)/python -m tools.make_figures
 
@@ -63,4 +69,4 @@ demo-model: $(READY)      ## train the embedded model anew (about half an hour o
 	$(BIN)/python tools/train_demo_model.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site

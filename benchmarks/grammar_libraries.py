@@ -386,7 +386,7 @@ def report(all_found: list[Findings]) -> str:
 
 
 def escaped(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("\n", "\\n")
+    return cell.replace("|", "\\|").replace("[", "\\[").replace("\n", "\\n")
 
 
 def machine() -> str:

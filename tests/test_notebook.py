@@ -1,4 +1,5 @@
-"""The notebook in `examples/` runs from top to bottom with this interpreter and prints what it should."""
+"""The notebook in `examples/` runs from top to bottom with this interpreter, prints what it should, and is stored with
+what it prints."""
 
 import sys
 from pathlib import Path
@@ -76,8 +77,30 @@ def test_steps_and_timelines_are_drawn(cells: dict[str, Any]) -> None:
         assert any("image/png" in output.get("data", {}) for output in cells[name].outputs), name
 
 
-def test_the_notebook_is_stored_without_outputs() -> None:
+@pytest.fixture(scope="module")
+def stored() -> dict[str, Any]:
+    """The notebook's cells by id, as they are in the tree."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert code
-    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    return {cell.id: cell for cell in notebook.cells}
+
+
+def test_the_notebook_is_stored_with_the_outputs_of_one_run(stored: dict[str, Any]) -> None:
+    code = [cell for cell in stored.values() if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert {output.output_type for cell in code for output in cell.outputs} == {"stream", "execute_result"}
+    assert not any(output.get("name") == "stderr" for cell in code for output in cell.outputs)
+    assert NOTEBOOK.stat().st_size < 2**20
+
+
+def test_what_is_stored_is_of_the_kinds_that_the_cells_give(stored: dict[str, Any], cells: dict[str, Any]) -> None:
+    def kinds(cell: Any) -> tuple[bool, list[list[str]]]:
+        return bool(printed(cell)), [sorted(output.data) for output in cell.outputs if "data" in output]
+
+    for name, cell in stored.items():
+        if cell.cell_type == "code":
+            assert kinds(cell) == kinds(cells[name]), name
+
+
+@pytest.mark.parametrize("name", ["requests", "static", "engine", "texts", "chunks", "prefix"])
+def test_stored_texts_are_what_the_code_prints(name: str, stored: dict[str, Any], cells: dict[str, Any]) -> None:
+    assert printed(stored[name]) == printed(cells[name])

@@ -57,7 +57,7 @@ class AsyncLLM:
     everything that waits for it raises `EngineDeadError`, and the next call starts it again.
 
     Args:
-        model: a hub id or a local folder; None is the small embedded model.
+        model: a hub id, a local folder or a GGUF file; None is the small embedded model.
         tokenizer: a hub id or a folder; None: the one in the model's folder or repository.
         in_process: run the engine in a thread of this process instead of a process of its own. Then `model` and
             `tokenizer` may be loaded ones, as for `LLM`.

@@ -43,10 +43,10 @@ class LLM:
     """A model that generates for many prompts at once. Threads may share it: their calls run in one batch.
 
     Args:
-        model: a hub id, a local folder, or a loaded `PreTrainedModel`; None is the small embedded model. Once it is
-            loaded, nothing that happens to its files changes anything, except for what `inflight quantize` wrote: that
-            stays in its file. A loaded model stays the caller's; when its
-            weights are changed, requests are refused until `reload_weights`.
+        model: a hub id, a local folder, a GGUF file, or a loaded `PreTrainedModel`; None is the small embedded model.
+            Once it is loaded, nothing that happens to its files changes anything, except for what `inflight quantize`
+            wrote: that stays in its file. A loaded model stays the caller's; when its weights are changed, requests are
+            refused until `reload_weights`.
         tokenizer: a hub id, a folder, or a loaded tokenizer; None: the one in the model's folder or repository. Without
             a tokenizer (a loaded model has none) prompts are token ids, and texts stay empty.
         replicas: how many engines run, each with all of the model, in a process and on cores of its own; "auto": one

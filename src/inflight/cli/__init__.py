@@ -40,7 +40,8 @@ HEADINGS = {
 def app() -> None:
     """Continuous batching for Hugging Face causal language models.
 
-    Where a command runs a model, `-m MODEL` names it: a hub id or a folder; without it the small embedded model runs.
+    Where a command runs a model, `-m MODEL` names it: a hub id, a folder or a GGUF file; without it the small embedded
+    model runs.
     """
 
 

@@ -289,7 +289,7 @@ def model_option(command: Command) -> Command:
         "-m",
         cls=Option,
         heading=MODEL,
-        help="Hub id or folder of the model.  [default: the small embedded model]",
+        help="Hub id, folder or GGUF file of the model.  [default: the small embedded model]",
     )(command)
 
 

@@ -27,7 +27,7 @@ FOREIGN_NAMES = {
     "swap_space": _NO_SWAPPING,
     "cpu_offload_gb": _NO_SWAPPING,
     "pipeline_parallel_size": _ONE_DEVICE,
-    "data_parallel_size": _ONE_DEVICE,
+    "data_parallel_size": "replicas says how many engines there are",
     "device_map": _ONE_DEVICE,
     "max_batched_tokens": _BUDGET,
     "max_batch_tokens": _BUDGET,

@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test soak check format figures census wheel demo-model clean
+.PHONY: demo test package-test soak check format figures census wheel demo-model clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "inflight needs Python 3.11 or newer"'
@@ -19,6 +19,9 @@ demo: $(READY)            ## a dozen prompts through the embedded model at once,
 
 test: $(READY)            ## the whole test suite
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+
+package-test: $(READY)    ## the package and its extras from package indexes, in empty environments (a minute, and torch's download)
+	INFLIGHT_TEST_REGISTRY=1 $(BIN)/python -m pytest tests/packaging
 
 soak: $(READY)            ## the bookkeeping in random worlds and broken at every line, guesses, stored prefixes, killed jobs, replicas and nodes of Ray, operators under a sanitizer (90 minutes)
 	$(BIN)/python -m tests.properties.soak --seed 1 --operations 1_000_000

@@ -1,4 +1,4 @@
-"""Fresh environments to install the package into, which see nothing but what the package declares.
+"""The package, built, and fresh environments to install it into, which see nothing but what it declares.
 
 `declared` takes the dependencies from the environment that runs the tests, in a second and without a network: a package
 is there only if the wheel asks for it, itself or by way of what it asks for. `registry` is what a user gets: uv finds
@@ -12,12 +12,26 @@ from collections.abc import Iterable
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 UV_NAMES = {"PIP_FIND_LINKS": "UV_FIND_LINKS", "PIP_EXTRA_INDEX_URL": "UV_EXTRA_INDEX_URL", "PIP_CERT": "SSL_CERT_FILE"}
 """What uv calls settings of pip."""
+
+needs_registry = pytest.mark.skipif(
+    "INFLIGHT_TEST_REGISTRY" not in os.environ, reason="installs from package indexes: see `make package-test`"
+)
+
+
+def build(source: Path, kind: str, to: Path) -> Path:
+    """Builds "--wheel" or "--sdist" into a new folder."""
+    command = [sys.executable, "-m", "build", "--no-isolation", kind, "--outdir", str(to), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (archive,) = to.iterdir()
+    return archive
 
 
 def uv(*arguments: str | Path) -> str:

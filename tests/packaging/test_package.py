@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 import tarfile
 import zipfile
 from email.message import Message
@@ -14,33 +13,11 @@ import httpx2
 import pytest
 
 import inflight
-from tests.packaging.environments import ROOT, declared, registry, uv, with_dependencies
+from tests.packaging.environments import ROOT, build, declared, needs_registry, registry, uv, with_dependencies
 from tests.server.test_serve_command import READY
 
 SOURCES = ROOT / "src"
 DEPLOY = ROOT / "examples" / "deploy"
-needs_registry = pytest.mark.skipif(
-    "INFLIGHT_TEST_REGISTRY" not in os.environ, reason="installs from package indexes: see `make package-test`"
-)
-
-
-def build(source: Path, *kinds: str, to: Path) -> list[Path]:
-    command = [sys.executable, "-m", "build", "--no-isolation", *kinds, "--outdir", str(to), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return sorted(to.iterdir())
-
-
-@pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (archive,) = build(ROOT, "--sdist", to=tmp_path_factory.mktemp("sdist"))
-    return archive
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (archive,) = build(ROOT, "--wheel", to=tmp_path_factory.mktemp("wheel"))
-    return archive
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +54,7 @@ def test_the_sdist_makes_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()
-    (again,) = build(source, "--wheel", to=tmp_path / "dist")
+    again = build(source, "--wheel", to=tmp_path / "dist")
     assert again.name == wheel.name
     assert again.read_bytes() == wheel.read_bytes()
     assert (source / "tools" / "wheel_kernels.py").exists()  # so that it also makes one with kernels

@@ -22,7 +22,7 @@ COMPOSE = shutil.which("docker-compose", path=sysconfig.get_path("scripts"))
 def services(**variables: str) -> dict[str, Any]:
     """The services, as Docker Compose understands the file."""
     command = [str(COMPOSE), "--file", str(DEPLOY / "compose.yaml"), "config", "--format", "json"]
-    environment = {name: os.environ[name] for name in ("PATH", "HOME")} | variables
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ} | variables
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     found: dict[str, Any] = json.loads(done.stdout)["services"]

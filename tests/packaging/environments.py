@@ -52,7 +52,8 @@ def declared(folder: Path, wheel: Path, requirements: Iterable[str]) -> Path:
     (site,) = folder.glob("lib/python*/site-packages")
     for each in with_dependencies(requirements):
         for name in {file.parts[0] for file in each.files or ()} - {"..", "__pycache__", "/"}:
-            (site / name).exists() or (site / name).symlink_to(each.locate_file(name))
+            if not (site / name).exists():  # several share a folder of a namespace
+                (site / name).symlink_to(each.locate_file(name))
     uv("pip", "install", "--offline", "--no-deps", "--python", python, wheel)
     return python.parent
 

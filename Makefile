@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test test-browser soak check format docs figures notebook census wheel demo-model clean
+.PHONY: demo test browser test-browser package-test soak check format docs figures notebook census wheel demo-model clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "inflight needs Python 3.11 or newer"'
@@ -20,10 +20,15 @@ demo: $(READY)            ## a dozen prompts through the embedded model at once,
 test: $(READY)            ## the whole test suite
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
-test-browser: $(READY)    ## the live page in a real Chromium; installs Debian's, or else Playwright's, if there is none
+browser: $(READY)         ## a Chromium for the tests of the live page: Debian's, or else Playwright's
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium \
 		>/dev/null) || $(BIN)/playwright install --with-deps chromium
+
+test-browser: browser     ## the live page in a real Chromium, which is installed if there is none
 	$(BIN)/python -m pytest tests/browser
+
+package-test: $(READY)    ## the package and its extras from package indexes, in empty environments (a minute, and torch's download)
+	INFLIGHT_TEST_REGISTRY=1 $(BIN)/python -m pytest tests/packaging
 
 soak: $(READY)            ## the bookkeeping in random worlds and broken at every line, guesses, stored prefixes, killed jobs, replicas and nodes of Ray, operators under a sanitizer (90 minutes)
 	$(BIN)/python -m tests.properties.soak --seed 1 --operations 1_000_000

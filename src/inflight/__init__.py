@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from inflight.llm import LLM
     from inflight.quantization import QuantizedWeight, quantize
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "llm",

@@ -30,6 +30,7 @@ from tests.coroutines import run
 from tests.server.operations.serving import client_of
 from tests.test_engine_process import INFO
 
+BLOCK_STATES = ("used", "cached", "free")
 SOURCES = ("local_cache_hit", "local_compute")
 
 Samples = dict[str, float]
@@ -252,6 +253,8 @@ def test_an_engine_that_does_not_answer_keeps_its_gauges_and_one_that_does_not_r
             for each in seen
         ]
         assert state == [(1, 3, 0.25), (0, 3, 0.25), (0, 0, 0)]
+        blocks = [[each[f"inflight:cache_blocks{{state={state}}}"] for state in BLOCK_STATES] for each in seen]
+        assert blocks == [[25, 25, 50], [25, 25, 50], [0, 0, 0]]
         assert {each["vllm:prompt_tokens_total"] for each in seen} == {10}
 
     run(check())

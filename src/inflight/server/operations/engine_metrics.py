@@ -50,6 +50,8 @@ class EngineMetrics:
             self._gauge(name, "Share of the cache's blocks that sequences hold; 1 means all.")
             for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the latter in older dashboards
         ]
+        what = "Blocks of the cache: used by sequences, cached for prefixes to come, or free."
+        self._blocks = Gauge("inflight:cache_blocks", what, [*LABELS, "state"], registry=registry)
         self._counters = [(field, self._counter(name, what)) for name, field, what in ENGINE_COUNTERS]
         what = "Prompt tokens of admitted sequences, by where their keys and values came from."
         self._by_source = Counter("vllm:prompt_tokens_by_source", what, [*LABELS, "source"], registry=registry)
@@ -87,6 +89,7 @@ class EngineMetrics:
             elif number not in stats:
                 for gauge in (self._num_running, self._num_waiting, *self._cache_usage):
                     self._labelled(gauge, number).set(0)
+                self._set_blocks(number, 0, 0, 0)
         if num_crashes > self._num_crashes_seen:
             self._num_crashes.inc(num_crashes - self._num_crashes_seen)
             self._num_crashes_seen = num_crashes
@@ -97,6 +100,7 @@ class EngineMetrics:
         num_blocks = stats.num_blocks_used + stats.num_blocks_cached + stats.num_blocks_free
         for gauge in self._cache_usage:
             self._labelled(gauge, number).set(stats.num_blocks_used / max(1, num_blocks))
+        self._set_blocks(number, stats.num_blocks_used, stats.num_blocks_cached, stats.num_blocks_free)
         before = self._last.get(number)
         if before is not None and _is_another_engine(before, stats):
             before = None
@@ -109,6 +113,10 @@ class EngineMetrics:
         for source, num_tokens in (("local_cache_hit", num_cached), ("local_compute", num_prompt - num_cached)):
             self._by_source.labels(self._model_name, str(number), source).inc(num_tokens)
         self._last[number] = stats
+
+    def _set_blocks(self, number: int, *counts: int) -> None:
+        for state, count in zip(("used", "cached", "free"), counts, strict=True):
+            self._blocks.labels(self._model_name, str(number), state).set(count)
 
     def _labelled(self, gauge: Gauge, number: int) -> Gauge:
         return gauge.labels(self._model_name, str(number))

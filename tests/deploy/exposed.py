@@ -1,0 +1,41 @@
+"""`/metrics` of a server to which everything has happened once."""
+
+import asyncio
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from inflight import SamplingParams
+from inflight.server.operations.metrics import Metrics
+from tests.deploy.promql import Exposed
+from tests.server.operations.serving import client_of
+from tests.server.operations.test_metrics import output_of, scripted, stats_of
+from tests.test_engine_process import INFO
+
+ENDS = ("stop", "length", "abort", "timeout", "error", "refused")
+STATUSES = (200, 400, 429, 503)
+
+
+async def _answer(request: Request) -> Response:
+    return Response(status_code=int(request.headers["wanted"]))
+
+
+async def _metrics() -> Exposed:
+    metrics = Metrics("tiny", scripted(stats_of(10, num_crashes=1)), lambda: 1)
+    metrics.engines.describe_cache(INFO, 1)
+    for end in ENDS:
+        metrics.started("a", 1, SamplingParams())
+        metrics.produced("a", 1, 1.0)
+        metrics.finished("a", output_of(2), end)
+    app = Starlette(routes=[Route("/v1/completions", _answer, methods=["POST"])])
+    async with client_of(metrics.middleware(app)) as client:
+        for status in STATUSES:
+            await client.post("/v1/completions", headers={"wanted": str(status)})
+    return Exposed((await metrics.scrape()).decode())
+
+
+def exposed() -> Exposed:
+    """What `/metrics` says then."""
+    return asyncio.run(_metrics())

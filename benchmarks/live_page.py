@@ -1,12 +1,12 @@
-"""What an open live page costs: tokens a second that clients get, without a page, with one that reads, and with a browser.
+"""What an open live page costs: tokens a second that clients get, without a page, with a reader, and with a browser.
 
 python -m benchmarks.live_page --model qwen3-0.6b --dtype bfloat16 --rounds 7
 python -m benchmarks.live_page                                            # the embedded model: the shortest steps
 
-One server (`inflight serve`) gets the same requests over HTTP again and again, as many at once as it has slots, while in
-turn nobody, a reader of `/live/events`, or a headless Chromium with the page watches. Reader, browser, clients and
-engine share the cores, so a browser's own work is in its figure. Last, two servers, with and without `--no-ui`, take
-turns, and nobody watches either. Weights are random but for the embedded model's.
+One server (`inflight serve`) gets the same requests over HTTP again and again, as many at once as it has slots. In turn
+nobody watches, a reader of `/live/events`, or a headless Chromium with the page. Reader, browser, clients and engine
+share the cores, so a browser's own work is in its figure. A second server has no page (`--no-ui`) and takes its turn, too.
+Weights are random but for the embedded model's.
 """
 
 import argparse

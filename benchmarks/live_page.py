@@ -5,8 +5,8 @@ python -m benchmarks.live_page                                            # the 
 
 One server (`inflight serve`) gets the same requests over HTTP again and again, as many at once as it has slots. In turn
 nobody watches, a reader of `/live/events`, or a headless Chromium with the page. Reader, browser, clients and engine
-share the cores, so a browser's own work is in its figure. A second server has no page (`--no-ui`) and takes its turn, too.
-Weights are random but for the embedded model's.
+share the cores, so a browser's own work is in its figure. A second server, without a page (`--no-ui`), takes its turn,
+too. Weights are random but for the embedded model's.
 """
 
 import argparse

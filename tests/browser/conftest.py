@@ -31,14 +31,14 @@ def executable() -> str | None:
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     with RunningServer(AsyncLLM(max_num_seqs=4, restart_delays=(0.0, 0.0))) as running:
         assert running.http.get("/v1/models").status_code == 200
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while Playwright runs, no other event loop can, and the next tests need some
 def browser() -> "Iterator[sync_api.Browser]":
     options = [*QUIET, *(["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else [])]
     with sync_api.sync_playwright() as playwright:

@@ -46,6 +46,22 @@ def test_a_rung_gives_the_tokens_of_the_plain_model(rung: str, name: str) -> Non
     assert RUNGS[rung](model, requests, NUM_SLOTS).token_ids == expected
 
 
+@pytest.mark.parametrize("rung", RUNGS)
+def test_no_request_runs_before_it_has_arrived(rung: str) -> None:
+    model, arrivals = zoo.build("llama"), (0, 2, 2, 3, 60, 61)
+    requests = [
+        LessonRequest(each.prompt_token_ids, each.max_new_tokens, arrival)
+        for each, arrival in zip(requests_of(seed=4), arrivals, strict=False)
+    ]
+    run = RUNGS[rung](model, requests, NUM_SLOTS)
+    expected = [zoo.plain_greedy(model, list(each.prompt_token_ids), each.max_new_tokens) for each in requests]
+    assert run.token_ids == expected
+    began = {lane.request: number for number, step in reversed([*enumerate(run.steps)]) for lane in step.values()}
+    assert all(began[number] >= arrival for number, arrival in enumerate(arrivals))
+    assert began[4] == 60, "nobody else was there"
+    assert not run.steps[59]
+
+
 def test_the_ragged_lesson_refuses_windows_that_its_mask_does_not_support() -> None:
     with pytest.raises(ValueError, match="MistralForCausalLM has sliding windows"):
         ragged_batching.run(zoo.build("mistral"), requests_of(seed=1), NUM_SLOTS)

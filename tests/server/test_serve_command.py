@@ -53,6 +53,9 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
         if (maps := Path(f"/proc/{process.pid}/maps")).exists():
             assert "libtorch" not in maps.read_text()  # only the engine's process needs it
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 401
+        assert client.get("/live/about").status_code == 401
+        for path in ("/", "/docs", "/ui/app.js"):  # the page itself is the same for everybody
+            assert client.get(path).status_code == 200
         client.headers["Authorization"] = "Bearer sk-two"
         keys.write_text("sk-three\n")
         process.send_signal(signal.SIGHUP)
@@ -80,8 +83,12 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
         with client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGTERM)  # the running request is finished
-            assert [line for line in lines if line][-1] == "data: [DONE]"
+            with client.stream("GET", "/live/events") as page:  # which holds up nothing
+                seen = page.iter_lines()
+                assert next(seen)
+                process.send_signal(signal.SIGTERM)  # the running request is finished
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+                assert len(list(seen)) > 0
         output, errors = process.communicate(timeout=60)
         assert process.returncode == 0
         logged = list(map(json.loads, errors.splitlines()))  # nothing but JSON
@@ -184,9 +191,11 @@ def test_the_command_can_be_ended_while_the_model_loads() -> None:
 def test_two_replicas_are_served_as_one_and_loaded_anew_on_a_signal(tmp_path: Path) -> None:
     model = shutil.copytree(DEMO_MODEL, tmp_path / "mine")
     record = tmp_path / "steps.jsonl"
-    options = ("--replicas", "2", "--routing", "round-robin", "--num-blocks", "200", "--record", str(record))
+    options = ("--no-ui", "--replicas", "2", "--routing", "round-robin", "--num-blocks", "200", "--record", str(record))
     with served(str(model), *options) as (process, client):
         assert process.stderr is not None
+        for path in ("/", "/docs", "/ui/app.js", "/live/about", "/live/events"):
+            assert client.get(path).status_code == 404, path
 
         def wait_for(text: str) -> None:
             assert process.stderr is not None

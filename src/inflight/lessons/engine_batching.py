@@ -1,5 +1,6 @@
 """Rung 4, the engine: rung 3 with a paged cache, chunked prefill and preemption, reported in the same account."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Unpack
 
@@ -24,17 +25,24 @@ def run(engine: Engine, requests: Sequence[LessonRequest], **options: Unpack[Opt
             spans[span.slot] = (request, span.length, span.start + span.length)
         account.ragged(spans)
 
-    before, engine.observer = engine.observer, see
-    for number, request in enumerate(requests):
+    def submit(number: int) -> None:
         params = SamplingParams(
             temperature=0,
-            max_tokens=request.max_new_tokens,
+            max_tokens=requests[number].max_new_tokens,
             ignore_eos=True,
             stop_token_ids=list(account.eos_token_ids),
         )
-        engine.submit(engine.accept(str(number), request.prompt_token_ids, params))
+        engine.submit(engine.accept(str(number), requests[number].prompt_token_ids, params))
+
+    before, engine.observer = engine.observer, see
+    queue = deque(range(len(requests)))
     try:
-        while engine.has_unfinished_requests:
+        while queue or engine.has_unfinished_requests:
+            for number in account.take_arrived(queue, len(queue)):
+                submit(number)
+            if not engine.has_unfinished_requests:
+                account.wait()
+                continue
             for news in engine.step():
                 for token in news.new_token_ids:
                     account.add(int(news.request_id), token)

@@ -49,17 +49,18 @@ def run(model: PreTrainedModel, requests: Sequence[LessonRequest], num_slots: in
     free_slots = list(range(num_slots))
     batch: Batch | None = None
     while queue or batch:
-        if queue and free_slots:
-            admitted = [queue.popleft() for _ in range(min(len(queue), len(free_slots)))]
+        if admitted := account.take_arrived(queue, len(free_slots)):
             fresh = init_batch(model, account, admitted, [free_slots.pop(0) for _ in admitted])
             generate_next_token(model, fresh, account)
             if batch is not None:
                 merged = merge_batches(batch, fresh)
                 log_picture(account, "merge", [batch, fresh], merged)
             batch = fresh if batch is None else merged
-        else:
-            assert batch is not None
+        elif batch is not None:
             generate_next_token(model, batch, account)
+        else:
+            account.wait()
+            continue
         before = batch
         batch, removed = filter_batch(batch, account)
         if removed:

@@ -43,11 +43,13 @@ def run(model: PreTrainedModel, requests: Sequence[LessonRequest], num_slots: in
     queue = deque(range(len(requests)))
     slots: dict[int, Stream] = {}
     while queue or slots:
-        for slot in range(num_slots):
-            if queue and slot not in slots:
-                request = queue.popleft()
-                account.admit(request, slot)
-                slots[slot] = Stream(request, list(requests[request].prompt_token_ids))
+        free = [slot for slot in range(num_slots) if slot not in slots]
+        for slot, request in zip(free, account.take_arrived(queue, len(free)), strict=False):
+            account.admit(request, slot)
+            slots[slot] = Stream(request, list(requests[request].prompt_token_ids))
+        if not slots:
+            account.wait()
+            continue
         account.ragged({slot: (s.request, len(s.pending), s.num_past + len(s.pending)) for slot, s in slots.items()})
         next_ids = forward_ragged(model, list(slots.values()))
         for (slot, stream), token in zip(list(slots.items()), next_ids, strict=True):

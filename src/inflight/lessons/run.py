@@ -1,6 +1,7 @@
 """What all rungs share: their requests, and the account that they keep of their steps."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
@@ -13,10 +14,15 @@ MOST_LOGGED, MOST_LOGGED_IDS = 60, 10
 
 @dataclass(frozen=True, slots=True)
 class LessonRequest:
-    """A prompt and how many tokens to generate for it, greedily."""
+    """A prompt and how many tokens to generate for it, greedily.
+
+    Attributes:
+        arrival: the first step in which it may run.
+    """
 
     prompt_token_ids: Sequence[int]
     max_new_tokens: int
+    arrival: int = 0
 
 
 @dataclass(slots=True)
@@ -80,6 +86,17 @@ class Run:
     def token_ids(self) -> list[list[int]]:
         """The generated tokens, one list for each request."""
         return [answer.token_ids for answer in self.answers]
+
+    def take_arrived(self, queue: deque[int], most: int) -> list[int]:
+        """Take those of the first requests of a queue that have arrived by now, at most so many."""
+        taken: list[int] = []
+        while queue and len(taken) < most and self.requests[queue[0]].arrival <= len(self.steps):
+            taken.append(queue.popleft())
+        return taken
+
+    def wait(self) -> None:
+        """Record a step in which nobody had anything to do."""
+        self._step({})
 
     def admit(self, request: int, slot: int) -> None:
         """Record that a request takes a slot."""

@@ -4,6 +4,7 @@ This is what a plain `model.generate` over a batch does. A request that is done 
 done (its row goes on computing unused tokens), and waiting requests wait for the longest request of the wave.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Unpack
 
@@ -18,12 +19,17 @@ from inflight.lessons.run import LessonRequest, Options, Run
 def run(model: PreTrainedModel, requests: Sequence[LessonRequest], num_slots: int, **options: Unpack[Options]) -> Run:
     """Generate greedily for all requests, in waves of `num_slots`."""
     account = Run(requests, **options)
-    for number, first in enumerate(range(0, len(requests), num_slots)):
-        wave = range(first, min(first + num_slots, len(requests)))
+    queue, number = deque(range(len(requests))), 0
+    while queue:
+        wave = account.take_arrived(queue, num_slots)
+        if not wave:
+            account.wait()
+            continue
         for slot, request in enumerate(wave):
             account.admit(request, slot)
         run_wave(model, wave, account)
         account.log(f"--- barrier: wave {number} is done ---")
+        number += 1
     return account
 
 

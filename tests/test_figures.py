@@ -10,7 +10,8 @@ pytest.importorskip("matplotlib")
 
 from tools.make_figures import FIGURES, FOLDER
 
-DETERMINISTIC = ("static-waves", "padding", "ladder", "mask", "paging", "preemption", "routing")
+WITHOUT_TIMES = ("routing", "merging", "guessing")
+DETERMINISTIC = ("static-waves", "merging", "padding", "ladder", "mask", "paging", "preemption", "routing")
 TEXT = "".join((FOLDER.parent / name).read_text(encoding="utf-8") for name in ("how-it-works.md", "replicas.md"))
 STORED: dict[str, Any] = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in FIGURES}
 
@@ -62,14 +63,19 @@ def test_routing_by_prefix_brings_the_first_token_in_half_the_time(numbers: dict
 
 
 def test_the_stored_numbers_are_those_of_the_code(numbers: dict[str, Any]) -> None:
-    for name in ("static-waves", "padding", "ladder", "preemption", "routing"):
+    for name in ("static-waves", "merging", "padding", "ladder", "preemption", "routing"):
         assert {**STORED[name], "machine": None} == {**numbers[name], "machine": None}
 
 
+def test_right_guesses_save_their_steps() -> None:
+    guessing = STORED["guessing"]
+    assert guessing["steps"] + guessing["right"] == guessing["tokens"]
+    assert guessing["right"] < guessing["guessed"]
+    assert 2 < guessing["tokens"] / guessing["steps"] < 4, "the text says a third"
+
+
 def test_the_stored_figures_were_drawn_on_one_machine_with_kernels() -> None:
-    machines = {
-        json.dumps(figure["machine"]) for name, figure in STORED.items() if name != "routing"
-    }  # which is simulated
+    machines = {json.dumps(figure["machine"]) for name, figure in STORED.items() if name not in WITHOUT_TIMES}
     assert len(machines) == 1
     assert STORED["ladder"]["machine"]["CPU kernels"]
 

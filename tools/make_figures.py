@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tools.figures import batching, memory, prefill, routing, step
+from tools.figures import batching, guessing, memory, merging, prefill, routing, step
 from tools.figures.drawing import Drawing
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "figures"
 FIGURES: Mapping[str, Callable[[], Drawing]] = {
     "decode-step": batching.decode_step,
     "static-waves": batching.static_waves,
+    "merging": merging.merging,
     "padding": batching.padding,
     "ladder": batching.ladder,
     "latency": batching.latency,
@@ -29,6 +30,7 @@ FIGURES: Mapping[str, Callable[[], Drawing]] = {
     "chunked-prefill": prefill.chunked_prefill,
     "preemption": memory.preemption,
     "prefix-sharing": memory.prefix_sharing,
+    "guessing": guessing.guessing,
     "routing": routing.routing,
 }
 

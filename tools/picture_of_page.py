@@ -1,6 +1,6 @@
 """Takes the picture of the live page in `docs/live-page.md`: of the demo, in a headless Chromium.
 
-    python -m tools.picture_of_page                     # docs/figures/live-page.png
+    python -m tools.picture_of_page                     # docs/assets/live-page.png
 
 Needs Playwright and a Chromium (`make test-browser` installs them).
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "figures" / "live-page.png"
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "assets" / "live-page.png"
 SIZE = {"width": 1240, "height": 720}
 FILLED = "() => [...document.querySelectorAll('.lane .words')].some((each) => parseInt(each.textContent.slice(6)) > 60)"
 """Whether a lane has some tokens."""

@@ -3,13 +3,16 @@
 The front page is `README.md`; `CHANGELOG.md`, `CONTRIBUTING.md` and `SECURITY.md` are pages, too. Documents link to
 other files of the repository as they do in a clone (`../examples/deploy/Dockerfile`). Each such file becomes a page
 that shows it, and each folder a page that lists it. A link to a file that does not exist stays as it is, so that a
-strict build refuses it. The page of the command line gets the help of all commands.
+strict build refuses it. The page of the command line gets the help of all commands, and each figure says from which
+commit it comes.
 """
 
 import json
 import posixpath
 import re
+import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ COMMANDS = "[commands]: #"
 """Begins the line in whose place the help of all commands stands."""
 HELP_WIDTH = 100
 
+_DRAWN = re.compile(r"!\[[^\]]*\]\([\w./-]*figures/(?P<name>[\w-]+\.png)\)")
 _LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s#:]+)(?=[)#])")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _FENCE = re.compile(r"^ *(```|~~~)")
@@ -72,9 +76,21 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match["target"]
         return posixpath.relpath(_site_path(target), posixpath.dirname(page.file.src_uri) or ".")
 
-    lines = (line if in_code else _LINK.sub(moved, line) for line, in_code in _lines(markdown))
+    lines = (line if in_code else _LINK.sub(moved, _DRAWN.sub(_dated, line)) for line, in_code in _lines(markdown))
     context = click.Context(app, info_name="inflight", **app.context_settings)
     return "\n".join(help_of_all(app, context) if line.startswith(COMMANDS) else line for line in lines)
+
+
+def _dated(match: re.Match[str]) -> str:
+    """A figure with the commit from which it comes, which shows when one points to it."""
+    return f'{match[0]}{{ title="{_commit(match["name"])}" }}'
+
+
+@cache
+def _commit(figure: str) -> str:
+    """The commit that last changed a figure, and its date; empty outside of a clone."""
+    command = ["git", "-C", str(ROOT), "log", "-1", "--format=commit %h, %cs", "--", f"docs/figures/{figure}"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def help_of_all(command: click.Command, context: click.Context) -> str:

@@ -5,10 +5,12 @@ import json
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +241,20 @@ def test_demo_runs_to_its_end_without_a_terminal(command: Command) -> None:
     assert done.returncode == 0
     assert "tokens/s" in done.stdout
     assert "occupied" in done.stdout
+
+
+def test_the_demo_can_be_watched_in_a_browser() -> None:
+    command = [sys.executable, "-m", "inflight", "demo", "--web", "--no-browser", "--slots", "3"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            match = next(filter(None, (re.search(r"watch it at (\S+);", line) for line in process.stdout)), None)
+            assert match, process.stderr.read()
+            with urllib.request.urlopen(f"{match[1]}/live/events", timeout=60) as events:
+                messages = (json.loads(line[6:]) for line in events if line.startswith(b"data: "))
+                assert any(len(engine["running"]) == 3 for each in messages for engine in each["engines"].values())
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0

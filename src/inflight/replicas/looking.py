@@ -63,9 +63,10 @@ async def looks(
         record_to: see `AsyncLLM.watch`.
     """
     asked: dict[Session, asyncio.Task[LiveState]] = {}
+    loop = asyncio.get_running_loop()
     try:
         while True:
-            pause = asyncio.ensure_future(asyncio.sleep(interval))
+            next_look = loop.time() + interval
             running = sessions()
             for number, session in running.items():
                 if session not in asked:
@@ -78,7 +79,7 @@ async def looks(
                     seen[number] = asked[session].result().renamed(names.of(session))
             asked = {session: task for session, task in asked.items() if not task.done()}
             yield seen
-            await pause
+            await asyncio.sleep(next_look - loop.time())
     finally:
         for task in asked.values():
             task.cancel()

@@ -89,6 +89,21 @@ def test_the_engine_is_watched_only_while_a_page_is_open(server: RunningServer) 
         next(messages)
 
 
+def test_pages_end_when_engines_cannot_be_watched_and_may_come_again(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> bytes:
+        raise ArithmeticError("told")
+
+    with messages_of(server) as messages:
+        next(messages)
+        monkeypatch.setattr(server.view.broadcast, "_written", broken)
+        assert len(list(messages)) < 10
+    monkeypatch.undo()
+    with messages_of(server) as messages:
+        assert next(messages)["engines"]
+
+
 def test_streams_end_when_the_server_is_about_to(server: RunningServer) -> None:
     with messages_of(server) as messages:
         next(messages)
@@ -134,6 +149,9 @@ def test_other_settings_are_simulated_with_what_was_recorded(
             if answer.status_code == 200 and answer.json()["as_set"]["num_output_tokens"] >= 80:
                 break
         assert answer.json()["as_set"] == answer.json()["changed"]
+        with monkeypatch.context() as patched:
+            patched.setattr(server.view.simulating, "locked", lambda: True)
+            assert simulated().status_code == 429
         changed = simulated(max_num_seqs=1, policy="priority", enable_prefix_caching=False).json()
         assert changed["as_set"]["num_cached_tokens"] > changed["changed"]["num_cached_tokens"] == 0
         refused = simulated(num_blocks=1)

@@ -5,6 +5,7 @@ has the whole state, so none is missed.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,6 +17,8 @@ from inflight.contracts.record import RecordTo
 from inflight.machine import resident_bytes
 from inflight.server.live.history import LoadHistory
 from inflight.server.wire.json_route import to_json
+
+logger = logging.getLogger("inflight.server")
 
 INTERVAL = 0.1
 """Seconds between two messages."""
@@ -56,22 +59,33 @@ class Broadcast:
         return self._num_readers > 0
 
     async def messages(self) -> AsyncGenerator[bytes, None]:
-        """The state now, and again whenever it has changed, as JSON objects, until the server is about to end."""
+        """The state now, and again whenever it has changed, as JSON objects, until the server is about to end, or
+        looking fails (then ask again)."""
         self._num_readers += 1
         if self._looking is None:
-            self._looking = asyncio.create_task(self._look())
+            self._looking = asyncio.create_task(self._watch())
         elif self._states:
             yield self._whole()
         try:
-            while not self._is_ending():
+            while True:
                 news = self._news
                 await news.wait()
+                if self._looking is None or self._is_ending():
+                    break
                 yield self._message
         finally:
             self._num_readers -= 1
-            if not self._num_readers:
+            if not self._num_readers and self._looking is not None:
                 self._looking.cancel()
                 self._looking, self._states = None, {}
+
+    async def _watch(self) -> None:
+        try:
+            await self._look()
+        except Exception:
+            logger.exception("engines cannot be watched")
+            self._looking, self._states = None, {}
+            self._tell()
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
@@ -86,8 +100,11 @@ class Broadcast:
                     continue
                 last_sent = now
                 self._message = self._written(state)
-                news, self._news = self._news, asyncio.Event()
-                news.set()
+                self._tell()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
     def _whole(self) -> bytes:
         """The message for a page that has just come: it has not seen the blocks."""

@@ -146,8 +146,11 @@ async def simulate(body: WhatIf, request: Request) -> Response:
     recording = view.recording(body.engine)
     if not recording.is_file() or recording.stat().st_size == 0:
         raise ApiError(409, "nothing is recorded yet: steps are recorded while this page is open", code="not_recorded")
-    own = await simulate_recording(recording, [])
-    changed = await simulate_recording(recording, options) if (options := body.options()) else own
+    if view.simulating.locked():
+        raise ApiError(429, "another simulation is running; try again", code="simulating", headers={"Retry-After": "2"})
+    async with view.simulating:
+        own = await simulate_recording(recording, [])
+        changed = await simulate_recording(recording, options) if (options := body.options()) else own
     return _json({"as_set": own, "changed": changed})
 
 

@@ -1,5 +1,6 @@
 """`LiveView`: all that the live page's endpoints work with, for one server."""
 
+import asyncio
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class LiveView:
     Attributes:
         history: must be one of the server's observers.
         broadcast: what pages are told.
+        simulating: held by the one simulation that may run.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class LiveView:
             )
         self._path = record_to.path
         self.records_always = to_file is None
+        self.simulating = asyncio.Lock()
         self.history = LoadHistory()
         self.broadcast = Broadcast(llm, self.history, to_file, is_ending)
 

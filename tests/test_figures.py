@@ -170,3 +170,16 @@ def test_every_figure_is_in_the_tree_and_in_the_text(name: str) -> None:
 def test_the_text_shows_only_figures_that_the_tool_draws() -> None:
     assert TEXT.count("(figures/") == len(FIGURES)
     assert {path.stem for path in Path(FOLDER).iterdir()} == set(FIGURES)
+
+
+def test_the_ladder_to_play_with_shows_what_the_text_says() -> None:
+    script = (FOLDER.parent / "assets" / "ladder-runs.js").read_text(encoding="utf-8")
+    runs = json.loads(script.partition(" = ")[2].rstrip().removesuffix(";"))["runs"]
+    assert len(runs) == 18
+    for run in runs:
+        steps = {name: len(method["tokens"]) for name, method in run["methods"].items()}
+        assert steps["static"] >= steps["padded"] >= steps["ragged"] == steps["engine"]
+        if (run["lengths"], run["arrivals"]) == ("all alike", "all at once"):
+            assert len(set(steps.values())) == 1
+        if run["lengths"] == "one very long" and run["slots"] > 2:
+            assert steps["engine"] == 96 == max(length for _, length, _ in run["requests"])

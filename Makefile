@@ -36,7 +36,7 @@ soak: $(READY)            ## the bookkeeping in random worlds and broken at ever
 	$(BIN)/python -m tests.prefix_store.soak --seed 1 --requests 1_000
 	$(BIN)/python -m tests.batches.soak --seed 1 --kills 200
 	$(BIN)/python -m tests.replicas.soak --seed 1 --minutes 10
-	INFLIGHT_TEST_RAY_LONG=1 $(BIN)/python -m pytest tests/scale -k "killed or scales"
+	INFLIGHT_TEST_RAY_LONG=1 $(BIN)/python -m pytest tests/scale -k "killed or scales or goes_on"
 	INFLIGHT_TEST_EVERY_LINE=1 $(BIN)/python -m pytest tests/test_torn_engines.py
 	$(BIN)/python -m tests.execution.fuzz_operators --calls 10_000 --sanitize
 	$(BIN)/python -m tests.gguf.mutations --number 100_000

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import aiohttp
 
@@ -26,6 +26,7 @@ from benchmarks.compare import describe_machine
 from benchmarks.peers.models import model_folder
 
 NUM_TOKENS = 64
+SECONDS_TO_OPEN = 2.0
 
 
 @contextmanager
@@ -45,30 +46,25 @@ def served(options: argparse.Namespace, *more: str) -> Iterator[str]:
 
 
 @contextmanager
-def reader(address: str) -> Iterator[None]:
-    """Another process reads what a page is told."""
-    command = ["curl", "--silent", "--no-buffer", "--output", "/dev/null", f"{address}/live/events"]
-    with subprocess.Popen(command) as process:
+def running(*command: str) -> Iterator[None]:
+    """Another process, until the block ends."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        time.sleep(SECONDS_TO_OPEN)
         try:
             yield
         finally:
             process.terminate()
 
 
-@contextmanager
-def chromium(address: str) -> Iterator[None]:
-    """A browser shows the page."""
-    from playwright.sync_api import sync_playwright
+def reader(address: str) -> AbstractContextManager[None]:
+    """Somebody reads what a page is told."""
+    return running("curl", "--silent", "--no-buffer", "--output", "/dev/null", f"{address}/live/events")
 
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page()
-        page.goto(address)
-        page.wait_for_selector(".status.open")
-        try:
-            yield
-        finally:
-            browser.close()
+
+def chromium(address: str) -> AbstractContextManager[None]:
+    """A browser shows the page."""
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
+    return running(shutil.which("chromium") or "chromium", *options, "--remote-debugging-port=0", address)
 
 
 async def tokens_per_second(address: str, options: argparse.Namespace) -> float:

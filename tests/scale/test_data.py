@@ -170,6 +170,7 @@ processor(ray.data.read_parquet(source)).write_json(folder)
 """
 
 
+@long
 def test_a_job_goes_on_where_it_was_after_its_end(llm: LLM, tmp_path: Path) -> None:
     number, folder = 200, tmp_path / "answers"
     source = tmp_path / "rows.parquet"

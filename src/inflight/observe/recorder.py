@@ -17,6 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.model_info import ModelInfo
@@ -74,9 +76,8 @@ class Recorder:
         self._block_size = config.block_size
         self._key = os.urandom(16) if key is None else key
         self.num_bytes = 0
-        self._encode = json.JSONEncoder(separators=(",", ":")).encode
         try:
-            self._file = path.open("w", encoding="utf-8", buffering=MANY_BYTES)
+            self._file = path.open("wb", buffering=MANY_BYTES)
         except OSError as error:
             raise self._failure(error) from error
         if model is not None:
@@ -113,7 +114,7 @@ class Recorder:
 
     def _write(self, line: dict[str, Any]) -> None:
         try:
-            self.num_bytes += self._file.write(self._encode(line) + "\n")  # (all of it is ASCII)
+            self.num_bytes += self._file.write(msgspec.json.encode(line) + b"\n")
         except OSError as error:
             raise self._failure(error) from error
 

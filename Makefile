@@ -57,7 +57,7 @@ docs: $(READY)            ## the documents as a site in site/; a link that leads
 notebook: $(READY)        ## run the example notebook, and store it with its outputs (a minute on two cores)
 	$(BIN)/python -m tools.store_notebook
 
-figures: $(READY)         ## draw the figures of the documents anew, and record the runs to play with (nine minutes on two cores)
+figures: $(READY)         ## draw the figures of the documents anew, and record the runs to play with (five minutes on two cores)
 	$(BIN)/python -m tools.make_figures
 	$(BIN)/python -m tools.figures.ladder_runs
 	$(BIN)/python -m tools.picture_of_page || echo "the picture of the live page needs a browser: make browser"

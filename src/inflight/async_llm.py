@@ -35,7 +35,7 @@ from inflight.engine.process.supervisor import RESTART_DELAYS
 from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
 from inflight.replicas.fleet import Fleet
 from inflight.replicas.launch import Launches, load_of
-from inflight.replicas.looking import RequestNames, looks
+from inflight.replicas.looking import RequestNames, looks, recording_of
 from inflight.replicas.placement import check_replicas
 from inflight.sources import engine_config, load_tokenizer, model_source
 from inflight.text.collector import Collector
@@ -225,7 +225,11 @@ class AsyncLLM:
             record_to: where steps are recorded while somebody watches; see the constructor's.
         """
         check_number("interval", interval, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
-        async with aclosing(looks(self._fleet.sessions, self._names, interval, record_to)) as states:
+
+        def recording(number: int) -> RecordTo | None:
+            return None if record_to is None else recording_of(record_to, number, self.num_replicas)
+
+        async with aclosing(looks(self._fleet.sessions, self._names, interval, recording)) as states:
             async for state in states:
                 yield state
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from inflight import LLM, AsyncLLM, EngineDeadError, InvalidRequestError, SamplingParams
 from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.record import RecordTo
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine.process.connection import ProcessConnection
 from inflight.machine import place
@@ -99,6 +100,29 @@ def test_engines_of_one_node_have_one_copy_of_the_weights(llm: AsyncLLM) -> None
             assert not first | second
 
     run(check())
+
+
+def test_each_engine_can_be_watched_by_its_number(llm: AsyncLLM, tmp_path: Path) -> None:
+    async def check() -> None:
+        await all_loaded(llm)
+        steps, states = [0, 0], llm.watch(0.01, RecordTo(path=str(tmp_path / "steps.jsonl")))
+
+        async def ask() -> None:
+            while not all(steps):
+                await asyncio.gather(*(last(llm, prompt, SHORT) for prompt in PROMPTS))
+
+        asking = asyncio.create_task(ask())
+        async for looks in states:
+            for number, state in looks.items():
+                steps[number] += state.num_steps
+                assert all(each.request_id.startswith("request-") for each in (*state.running, *state.waiting))
+            if asking.done():
+                break
+        await states.aclose()
+        await asking
+
+    run(check())
+    assert {path.name for path in tmp_path.iterdir()} == {"steps-0.jsonl", "steps-1.jsonl"}
 
 
 def test_if_one_is_killed_its_requests_fail_and_all_others_are_served(llm: AsyncLLM) -> None:

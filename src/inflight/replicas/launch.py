@@ -108,7 +108,7 @@ class _WeightsFile:
 def _load_of(load: Load, replica: int, placement: Placement, number: int) -> Load:
     record_to, kv_events = load.watching.record_to, load.watching.kv_events
     if record_to is not None:
-        record_to = replace(record_to, path=recording_of(record_to.path, replica))
+        record_to = recording_of(record_to, replica, number)
     watching = Watching(record_to=record_to, kv_events=kv_events and kv_events.of_replica(replica))
     config = _config_of(load.config, placement, number)
     return msgspec.structs.replace(load, config=config, watching=watching, cpus=placement.cpus)

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from inflight.contracts.live import LiveState
 from inflight.contracts.record import RecordTo
@@ -21,10 +22,10 @@ SECONDS_TO_ANSWER = 1.0
 
 
 class RequestNames:
-    """Callers' names of requests, by session and address."""
+    """Callers' names of requests, by session and address. Any thread may call its methods."""
 
     def __init__(self) -> None:
-        self._names: dict[Session, dict[str, str]] = {}
+        self._names: WeakKeyDictionary[Session, dict[str, str]] = WeakKeyDictionary()
         self._ended: deque[tuple[Session, str]] = deque()
 
     @contextmanager
@@ -36,31 +37,26 @@ class RequestNames:
         finally:
             self._ended.append((session, address))
             if len(self._ended) > MOST_ENDED:
-                self._forget(*self._ended.popleft())
+                old_session, old_address = self._ended.popleft()
+                self._names.get(old_session, {}).pop(old_address, None)
 
     def of(self, session: Session) -> dict[str, str]:
         """The names of a session's requests, by address."""
         return self._names.get(session, {})
-
-    def _forget(self, session: Session, address: str) -> None:
-        names = self._names[session]
-        del names[address]
-        if not names:
-            del self._names[session]
 
 
 async def looks(
     sessions: Callable[[], Mapping[int, Session]],
     names: RequestNames,
     interval: float,
-    record_to: RecordTo | None = None,
+    record_to: Callable[[int], RecordTo | None],
 ) -> AsyncGenerator[dict[int, LiveState], None]:
     """Look at all engines that run, again and again, by their numbers. An engine in a long step is missing until then.
 
     Args:
         sessions: the engines that run now.
         interval: seconds from one look to the next; more, where engines take longer to answer.
-        record_to: see `AsyncLLM.watch`.
+        record_to: where each engine records its steps while it is watched.
     """
     asked: dict[Session, asyncio.Task[LiveState]] = {}
     loop = asyncio.get_running_loop()
@@ -70,7 +66,7 @@ async def looks(
             running = sessions()
             for number, session in running.items():
                 if session not in asked:
-                    asked[session] = asyncio.ensure_future(_look(session, _numbered(record_to, number, len(running))))
+                    asked[session] = asyncio.ensure_future(_look(session, record_to(number)))
             if asked:
                 await asyncio.wait(asked.values(), timeout=max(interval, SECONDS_TO_ANSWER))
             seen: dict[int, LiveState] = {}
@@ -92,11 +88,9 @@ async def _look(session: Session, record_to: RecordTo | None) -> LiveState:
     return state
 
 
-def recording_of(path: str, number: int) -> str:
-    """The file in which one of several engines records its steps."""
-    full = Path(path)
-    return str(full.with_name(f"{full.stem}-{number}{full.suffix}"))
-
-
-def _numbered(record_to: RecordTo | None, number: int, of: int) -> RecordTo | None:
-    return record_to if record_to is None or of == 1 else replace(record_to, path=recording_of(record_to.path, number))
+def recording_of(record_to: RecordTo, number: int, num_engines: int) -> RecordTo:
+    """Where one of so many engines records its steps: of several, each has a file of its own."""
+    if num_engines == 1:
+        return record_to
+    path = Path(record_to.path)
+    return replace(record_to, path=str(path.with_name(f"{path.stem}-{number}{path.suffix}")))

@@ -11,6 +11,7 @@ import httpx2
 import pytest
 
 from inflight import AsyncLLM
+from inflight.contracts.record import RecordTo
 from inflight.server.live.endpoint import STATIC
 from tests.server.serving import RunningServer
 
@@ -138,7 +139,7 @@ def test_other_settings_are_simulated_with_what_was_recorded(
         return server.http.post("/live/simulate", json=body)
 
     with monkeypatch.context() as patched:
-        patched.setattr(server.view, "_path", "/nowhere/steps.jsonl")
+        patched.setattr(server.view, "_recorded_in", RecordTo(path="/nowhere/steps.jsonl"))
         assert simulated().json()["error"]["code"] == "not_recorded"
     with messages_of(server) as messages:
         next(messages)

@@ -50,7 +50,7 @@ class LiveView:
             record_to = to_file = RecordTo(
                 path=str(Path(self._folder.name) / "steps.jsonl"), max_bytes=MAX_RECORDED_BYTES, num_files=2
             )
-        self._path = record_to.path
+        self._recorded_in = record_to
         self.records_always = to_file is None
         self.simulating = asyncio.Lock()
         self.history = LoadHistory()
@@ -58,7 +58,7 @@ class LiveView:
 
     def recording(self, engine: int) -> Path:
         """The file with the last recorded steps of an engine."""
-        return Path(self._path if self._llm.num_replicas == 1 else recording_of(self._path, engine))
+        return Path(recording_of(self._recorded_in, engine, self._llm.num_replicas).path)
 
     def close(self) -> None:
         """Remove what was recorded for pages."""

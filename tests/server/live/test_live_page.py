@@ -50,8 +50,8 @@ def messages_of(server: RunningServer) -> Iterator[Iterator[dict[str, Any]]]:
 
 @contextmanager
 def running_request(server: RunningServer, **body: Any) -> Iterator[str]:
-    """The id of a request that runs until the block ends."""
-    asked = TEXT | {"max_tokens": 900, "ignore_eos": True, "stream": True} | body
+    """The id of a request that runs until the block ends, and for a minute if it does not."""
+    asked = TEXT | {"max_tokens": 900, "n": 64, "ignore_eos": True, "stream": True} | body
     with server.http.stream("POST", "/v1/completions", json=asked) as response:
         lines = (line for line in response.iter_lines() if line.startswith("data: "))
         request_id = json.loads(next(lines).removeprefix("data: "))["id"]
@@ -119,7 +119,7 @@ def test_a_request_is_described_without_its_text_unless_texts_are_logged(server:
             path = f"/live/requests/{request_id}"
             wait_until(lambda path=path: server.http.get(path).json()["num_output_tokens"] > 2)  # type: ignore[misc]
             about = server.http.get(path).json()
-            assert (about["max_tokens"], about["top_k"], about["seed"], about["n"]) == (900, 5, 3, 1)
+            assert (about["max_tokens"], about["top_k"], about["seed"], about["n"]) == (900, 5, 3, 64)
             assert about["num_prompt_tokens"] > 2
             assert about["seconds_to_first_token"] <= about["seconds"]
             assert ("prompt" in about, "texts" in about) == (shows, shows)

@@ -21,14 +21,14 @@ from inflight.scheduling.sequence import Sequence
 SECONDS_TO_ASK_AGAIN = 5.0
 """A watcher that does not ask for so long has gone."""
 
-MOST_STEPS = 6
+MOST_STEPS = 12
 """How many steps of those since the last look are shown."""
 
 MOST_WAITING = 32
 """How many waiting sequences are shown."""
 
 LONG_QUEUE = 512
-"""So many waiting sequences are not put in order ten times a second."""
+"""So many waiting sequences are not put in order at each look."""
 
 BLOCKS_PER_SECOND = 16_384
 """How many blocks are looked at in a second, on average."""

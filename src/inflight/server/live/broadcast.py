@@ -1,4 +1,4 @@
-"""`Broadcast`: one look at the engines for all pages that are open, at most ten times a second.
+"""`Broadcast`: one look at the engines for all pages that are open, at most five times a second.
 
 Engines are watched while a page is open, and not before or after. A page that reads slowly gets fewer messages: each
 has the whole state, so none is missed.
@@ -20,8 +20,9 @@ from inflight.server.wire.json_route import to_json
 
 logger = logging.getLogger("inflight.server")
 
-INTERVAL = 0.1
-"""Seconds between two messages."""
+INTERVAL = 0.2
+"""Seconds between two messages. With few cores each of them holds up a step: whoever sends, reads and draws it needs a
+core that the engine computes on."""
 
 SECONDS_BETWEEN_SAME = 2.0
 """Where nothing happens, messages are as far apart as this."""

@@ -66,7 +66,7 @@ def _view(request: Request) -> LiveView:
 
 @router.get("/events")
 async def events(request: Request) -> Response:
-    """What the engines do, as server-sent events, at most ten a second. Each has the whole state."""
+    """What the engines do, as server-sent events, at most five a second. Each has the whole state."""
     view, settings = _view(request), service_of(request).settings
 
     async def send(client: Client, write: Write) -> None:

@@ -1,6 +1,6 @@
 """`simulate_recording`: what the real scheduler would have done with the recorded minutes, had it been set otherwise.
 
-`inflight simulate` runs in processes of its own, with the lowest priority: a simulation is pure Python, and neither the
+`inflight simulate` runs in processes of its own, with a low priority: a simulation is pure Python, and neither the
 server's event loop nor the engines may wait for it.
 """
 
@@ -14,10 +14,11 @@ from typing import Any
 
 from inflight.server.wire.api_errors import ApiError
 
-SECONDS = 60.0
+SECONDS = 120.0
 """After that a simulation is given up."""
 
-LOWEST_PRIORITY = 19
+NICENESS = 10
+"""Of these processes: beside busy engines they get a tenth of a core's time. With more they would get almost none."""
 
 
 async def simulate_recording(recording: Path, options: list[str]) -> dict[str, Any]:
@@ -30,7 +31,7 @@ async def simulate_recording(recording: Path, options: list[str]) -> dict[str, A
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=pipe, stderr=pipe)
     if hasattr(os, "setpriority"):
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST_PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
     try:
         async with asyncio.timeout(SECONDS):
             out, err = await process.communicate()

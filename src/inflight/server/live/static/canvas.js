@@ -6,8 +6,9 @@ export const colours = () => {
   return (name) => style.getPropertyValue(`--${name}`).trim();
 };
 
-// `draw(context, width, height, colour)`; everything in pixels of the page.
-export function Canvas({ draw, height, label, ...rest }) {
+// `draw(context, width, height, colour)`; everything in pixels of the page. With a `version` it is drawn anew only when
+// that changes (or its size, or the colours), else each time.
+export function Canvas({ draw, height, label, version, ...rest }) {
   const ref = useRef(null);
   const latest = useRef(draw);
   latest.current = draw;
@@ -25,11 +26,15 @@ export function Canvas({ draw, height, label, ...rest }) {
     context.clearRect(0, 0, width, height);
     latest.current(context, width, height, colours());
   };
-  useEffect(paint);
+  useEffect(paint, version === undefined ? undefined : [version]);
   useEffect(() => {
     const observer = new ResizeObserver(paint);
     observer.observe(ref.current);
-    return () => observer.disconnect();
+    window.addEventListener("theme", paint);
+    return () => {
+      observer.disconnect();
+      window.removeEventListener("theme", paint);
+    };
   }, []);
   const described = label ? { role: "img", "aria-label": label } : { "aria-hidden": "true" };
   return html`<canvas ref=${ref} style=${{ height: `${height}px` }} ...${described} ...${rest}></canvas>`;

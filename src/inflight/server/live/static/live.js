@@ -3,7 +3,7 @@ import { ServerError, stream } from "./server.js";
 import { useEffect, useState } from "./html.js";
 
 const MOST_STEPS = 400;
-const MOST_SAMPLES = 600; // a minute at ten a second
+const MOST_SAMPLES = 300; // a minute at five a second
 const SECONDS_BETWEEN_TRIES = [0.5, 1, 2, 4, 8];
 
 // The order of the fields of a sequence, of a lane's work and of a span in messages.
@@ -20,7 +20,7 @@ class Lane {
     this.index = sequence[SEQUENCE.index];
     this.sequence = sequence;
     this.outputs = [];
-    this.lastWork = null;
+    this.version = 0; // grows with what is drawn
   }
 
   add(kind, number) {
@@ -42,7 +42,8 @@ class Lane {
       this.add("accepted", accepted);
       this.add("rejected", work[WORK.rejected]);
     }
-    this.lastWork = work;
+    const [tokens, computed] = [SEQUENCE.tokens, SEQUENCE.computed];
+    if (work || sequence[tokens] !== this.sequence[tokens] || sequence[computed] !== this.sequence[computed]) this.version += 1;
     this.sequence = sequence;
   }
 }
@@ -53,6 +54,7 @@ class Engine {
     this.lanes = new Map(); // by slot
     this.steps = [];
     this.blocks = null;
+    this.blocksVersion = 0;
     this.samples = []; // [time, tokens/s, prefilled tokens/s, running, waiting]
     this.state = null;
   }
@@ -60,7 +62,7 @@ class Engine {
   see(state) {
     const before = this.state;
     this.state = state;
-    if (state.blocks !== null) this.blocks = Uint8Array.from(atob(state.blocks), (char) => char.charCodeAt(0));
+    if (state.blocks !== null) this.blocksVersion += 1, this.blocks = Uint8Array.from(atob(state.blocks), (char) => char.charCodeAt(0));
     const work = new Map(state.work.map((each) => [keyOf(each[WORK.id], each[WORK.index]), each]));
     const lanes = new Map();
     for (const sequence of state.running) {
@@ -155,7 +157,7 @@ class Live {
       if (!this.engines.has(number)) this.engines.set(number, new Engine(number));
       this.engines.get(number).see(state);
     }
-    this.tell({});
+    if (!document.hidden) this.tell({}); // a browser may share its cores with the engine
   }
 
   pause(isPaused) {

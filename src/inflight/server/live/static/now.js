@@ -1,5 +1,5 @@
 // What the engines do at this moment: slots as lanes, the queue, the cache, and the numbers that matter.
-import { html, useEffect, useRef, useState } from "./html.js";
+import { html, useEffect, useMemo, useRef, useState } from "./html.js";
 import { Canvas } from "./canvas.js";
 import { Chart } from "./chart.js";
 import { SEQUENCE, keyOf, useLive } from "./live.js";
@@ -8,6 +8,7 @@ import { get } from "./server.js";
 import { textOf } from "./own_requests.js";
 
 const CELL = 5; // pixels of a token
+const CHARTS_PER_SECOND = 2;
 const LANE_HEIGHT = 22;
 const PROMPT_SHARE = 0.25; // of a lane's width, at most
 
@@ -58,7 +59,7 @@ function LaneRow({ slot, lane, isOpen, onOpen }) {
   return html`<li><button type="button" class="lane" disabled=${!lane} aria-expanded=${isOpen ? "true" : "false"} aria-label=${about} onClick=${onOpen}>
     <span class="slot">${slot}</span>
     <span class="words">${wordsOf(lane)}</span>
-    <${Canvas} height=${LANE_HEIGHT} draw=${drawLane(lane)} />
+    <${Canvas} height=${LANE_HEIGHT} draw=${drawLane(lane)} version=${lane ? `${lane.id} ${lane.index} ${lane.version}` : "idle"} />
   </button></li>`;
 }
 
@@ -130,7 +131,10 @@ function Engine({ engine, title, slots, about, opened, onOpen }) {
   const { state, lanes, blocks, samples } = engine, { stats } = state;
   const shared = blocks ? blocks.reduce((sum, each) => sum + (each > 2), 0) : 0;
   const end = samples.at(-1)?.[0] ?? 0;
-  const data = [samples.map((each) => each[0] - end), samples.map((each) => each[1]), samples.map((each) => each[2])];
+  const data = useMemo(
+    () => [samples.map((each) => each[0] - end), samples.map((each) => each[1]), samples.map((each) => each[2])],
+    [Math.floor(end * CHARTS_PER_SECOND)],
+  );
   const open = opened && [...lanes.values()].find((each) => keyOf(each.id, each.index) === opened.key);
   return html`<section class="engine" aria-label=${title}>
     ${title && html`<h2>${title}</h2>`}
@@ -162,7 +166,7 @@ function Engine({ engine, title, slots, about, opened, onOpen }) {
         </ol>
         ${stats.num_waiting > state.waiting.length && html`<p class="faint">and ${whole(stats.num_waiting - state.waiting.length)} more</p>`}
         <h3>Cache <span class="faint">${whole(stats.num_blocks_used + stats.num_blocks_cached + stats.num_blocks_free)} blocks</span></h3>
-        <${Canvas} height=${110} draw=${drawBlocks(blocks)} label=${`Cache: ${stats.num_blocks_used} blocks used, ${shared} of them shared, ${stats.num_blocks_cached} cached, ${stats.num_blocks_free} free`} />
+        <${Canvas} height=${110} draw=${drawBlocks(blocks)} version=${engine.blocksVersion} label=${`Cache: ${stats.num_blocks_used} blocks used, ${shared} of them shared, ${stats.num_blocks_cached} cached, ${stats.num_blocks_free} free`} />
         <p class="legend"><span><i class="swatch decode"></i>used ${whole(stats.num_blocks_used - shared)}</span><span><i class="swatch shared"></i>shared ${whole(shared)}</span>
           <span><i class="swatch cached"></i>cached ${whole(stats.num_blocks_cached)}</span><span><i class="swatch lane"></i>free ${whole(stats.num_blocks_free)}</span></p>
       </section>

@@ -52,6 +52,13 @@ def pixels_of(page: Page, selector: str) -> str:
     return shown
 
 
+def playground(server: RunningServer, opened: Page, kind: str) -> "sync_api.Page":
+    """The playground, for chats or completions."""
+    opened.open(f"{server.url}/#playground")
+    opened.page.get_by_label(kind).check()
+    return opened.page
+
+
 def test_lanes_move_while_requests_run_and_stand_still_when_paused(server: RunningServer, opened: Page) -> None:
     opened.open(server.url)
     page = opened.page
@@ -67,8 +74,10 @@ def test_lanes_move_while_requests_run_and_stand_still_when_paused(server: Runni
         page.get_by_role("button", name="Pause").click()
         words = page.locator("button.lane .words").first
         shown, before = words.inner_text(), pixels_of(opened, lane)
-        num_messages = page.evaluate("async () => { const r = await fetch('live/history'); return r.status }")
-        assert num_messages == 200
+        with server.http.stream("GET", "/live/events") as events:  # meanwhile others are told of more
+            told = (line for line in events.iter_lines() if line.startswith("data: "))
+            for _ in range(4):
+                next(told)
         assert (words.inner_text(), pixels_of(opened, lane)) == (shown, before)
         page.get_by_role("button", name="Go on").click()
         page.wait_for_function("shown => document.querySelector('button.lane .words').textContent !== shown", arg=shown)
@@ -105,9 +114,7 @@ def test_steps_are_drawn_and_can_be_gone_through(server: RunningServer, opened: 
 
 
 def test_prompts_are_answered_side_by_side_with_log_probabilities(server: RunningServer, opened: Page) -> None:
-    opened.open(f"{server.url}/#playground")
-    page = opened.page
-    page.get_by_label("completion").check()
+    page = playground(server, opened, "completion")
     page.locator("input[name=max_tokens]").fill("12")
     page.locator("input[name=temperature]").fill("0")
     page.locator("input[name=logprobs]").check()
@@ -127,12 +134,16 @@ def test_prompts_are_answered_side_by_side_with_log_probabilities(server: Runnin
     assert "temperature=0" in written
     page.get_by_role("button", name="as curl").click()
     expect(page.locator("pre.code")).to_contain_text("/v1/completions")
+    page.locator("input[name=stop_token_ids]").fill("2, 5")
+    page.locator("input[name=logit_bias]").fill('{"42": -5}')
+    page.locator("textarea[name=bad_words]").fill("fox\nowl")
+    page.get_by_role("button", name="as curl").click()
+    for text in ('"stop_token_ids": [\n  2,\n  5\n ]', '"42": -5', '"owl"'):
+        expect(page.locator("pre.code")).to_contain_text(text)
 
 
 def test_a_chat_goes_on_and_an_output_can_have_a_form(server: RunningServer, opened: Page) -> None:
-    opened.open(f"{server.url}/#playground")
-    page = opened.page
-    page.get_by_label("chat").check()
+    page = playground(server, opened, "chat")
     page.locator("input[name=max_tokens]").fill("40")
     page.get_by_text("Form of the output").click()
     page.locator("select[name=form]").select_option("choice")
@@ -149,9 +160,7 @@ def test_a_chat_goes_on_and_an_output_can_have_a_form(server: RunningServer, ope
 
 
 def test_tools_are_answered_by_hand(server: RunningServer, opened: Page) -> None:
-    opened.open(f"{server.url}/#playground")
-    page = opened.page
-    page.get_by_label("chat").check()
+    page = playground(server, opened, "chat")
     page.locator("input[name=max_tokens]").fill("60")
     page.get_by_text("Tools", exact=True).click()
     page.get_by_role("button", name="an example").click()
@@ -171,9 +180,7 @@ def test_tools_are_answered_by_hand(server: RunningServer, opened: Page) -> None
 
 
 def test_hostile_texts_stay_text(server: RunningServer, opened: Page) -> None:
-    opened.open(f"{server.url}/#playground")
-    page = opened.page
-    page.get_by_label("completion").check()
+    page = playground(server, opened, "completion")
     page.get_by_text("Form of the output").click()
     page.locator("select[name=form]").select_option("choice")
     page.locator("textarea[name=pattern]").fill(HOSTILE)
@@ -188,9 +195,7 @@ def test_hostile_texts_stay_text(server: RunningServer, opened: Page) -> None:
 
 
 def test_a_request_of_this_page_is_shown_with_its_text(server: RunningServer, opened: Page) -> None:
-    opened.open(f"{server.url}/#playground")
-    page = opened.page
-    page.get_by_label("completion").check()
+    page = playground(server, opened, "completion")
     for name, value in {"max_tokens": "900", "min_tokens": "900", "n": "64"}.items():  # it runs for a minute
         page.locator(f"input[name={name}]").fill(value)
     page.locator("textarea.prompt").fill("One morning")

@@ -243,6 +243,13 @@ def test_demo_runs_to_its_end_without_a_terminal(command: Command) -> None:
     assert "occupied" in done.stdout
 
 
+def test_options_of_the_demo_that_do_nothing_are_refused(command: Command) -> None:
+    for options in (("--port", "8001"), ("--no-browser",), ("--web", "--slow")):
+        done = command("demo", *options)
+        assert done.returncode == 2
+        assert "--web" in done.stderr
+
+
 def test_the_demo_can_be_watched_in_a_browser() -> None:
     command = [sys.executable, "-m", "inflight", "demo", "--web", "--no-browser", "--slots", "3"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -6,8 +6,6 @@ import os
 import sys
 import threading
 import time
-import urllib.request
-import webbrowser
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -54,8 +52,12 @@ def demo(slots: int, slow: bool, web: bool, port: int, browser: bool) -> None:
     through static waves, padded and ragged batches, and the engine.
     """
     if web:
+        if slow:
+            raise click.UsageError("--slow is for the view in a terminal; it cannot be given with --web")
         _serve(slots, port, browser)
         return
+    if port or not browser:
+        raise click.UsageError("--port and --no-browser are for --web")
     quiet_libraries()
     from rich.console import Console
     from rich.live import Live
@@ -113,6 +115,8 @@ SECONDS_BETWEEN_DOZENS = 2.0
 
 def _serve(slots: int, port: int, opens_browser: bool) -> None:
     """Serve the embedded model, open its page, and send it the prompts until it is told to stop."""
+    import webbrowser
+
     options = serve.make_context("serve", ["--port", str(port), "--max-num-seqs", str(slots)]).params
 
     def begin(address: str) -> None:
@@ -131,6 +135,8 @@ def _has_screen() -> bool:
 
 
 def _send_prompts(address: str) -> None:
+    import urllib.request  # takes longer to import than all commands together need
+
     def send(text: str, max_tokens: int) -> None:
         body = {"prompt": text, "max_tokens": max_tokens, "temperature": 0.8, "ignore_eos": True}
         headers = {"Content-Type": "application/json"}

@@ -3,7 +3,8 @@ server's requests, which runs for every step of every request and so does as lit
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from inflight.contracts.outputs import RequestOutput
@@ -16,6 +17,7 @@ NUM_PIECES = 360
 PERCENTILES = (0.5, 0.9, 0.99)
 
 
+@dataclass(slots=True)
 class Piece:
     """Ten seconds.
 
@@ -23,30 +25,24 @@ class Piece:
         number: so many pieces after the clock's beginning.
         most_running: the most requests that were running at a time.
         num_failed: requests that ended in an error, or ran out of time.
+        to_first_token, between_tokens: of what came in these seconds.
     """
 
-    __slots__ = (
-        "between_tokens",
-        "most_running",
-        "num_aborted",
-        "num_ended",
-        "num_failed",
-        "num_output_tokens",
-        "num_prompt_tokens",
-        "num_refused",
-        "num_started",
-        "number",
-        "to_first_token",
-    )
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.num_started = self.num_ended = self.num_failed = self.num_aborted = self.num_refused = 0
-        self.num_prompt_tokens = self.num_output_tokens = self.most_running = 0
-        self.to_first_token, self.between_tokens = Latencies(), Latencies()
+    number: int
+    most_running: int = 0
+    num_started: int = 0
+    num_ended: int = 0
+    num_failed: int = 0
+    num_aborted: int = 0
+    num_refused: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    to_first_token: Latencies = field(default_factory=Latencies)
+    between_tokens: Latencies = field(default_factory=Latencies)
 
 
-COUNTS = ("num_started", "num_ended", "num_failed", "num_aborted", "num_refused", "most_running")
+LATENCIES = ("to_first_token", "between_tokens")
+COUNTS = tuple(each.name for each in fields(Piece) if each.name not in ("number", *LATENCIES))
 
 
 class LoadHistory(RequestObserver):
@@ -99,14 +95,10 @@ class LoadHistory(RequestObserver):
             case _:
                 piece.num_failed += 1
 
-    def recent(self) -> dict[str, Any]:
+    def recent(self) -> dict[str, list[float | None]]:
         """Percentiles of the current piece and the one before it, in seconds; None: nothing has come."""
-        to_first_token, between_tokens, now = Latencies(), Latencies(), self._clock() // SECONDS
-        for piece in list(self._pieces)[-2:]:
-            if piece.number >= now - 1:
-                to_first_token.add(piece.to_first_token)
-                between_tokens.add(piece.between_tokens)
-        return {"to_first_token": _percentiles(to_first_token), "between_tokens": _percentiles(between_tokens)}
+        now = self._clock() // SECONDS
+        return _of([piece for piece in list(self._pieces)[-2:] if piece.number >= now - 1])
 
     def as_dict(self) -> dict[str, Any]:
         """The whole hour by columns, one value for each piece; percentiles are None where nothing came.
@@ -115,20 +107,10 @@ class LoadHistory(RequestObserver):
         """
         now, pieces = self._clock(), list(self._pieces)
         columns: dict[str, Any] = {name: [getattr(piece, name) for piece in pieces] for name in COUNTS}
-        for name in ("num_prompt_tokens", "num_output_tokens"):
-            columns[name] = [getattr(piece, name) for piece in pieces]
-        for name in ("to_first_token", "between_tokens"):
+        for name in LATENCIES:
             columns[name] = [_percentiles(getattr(piece, name)) for piece in pieces]
-        total_first, total_between = Latencies(), Latencies()
-        for piece in pieces:
-            total_first.add(piece.to_first_token)
-            total_between.add(piece.between_tokens)
-        return {
-            "seconds": SECONDS,
-            "age": [now - piece.number * SECONDS for piece in pieces],
-            **columns,
-            "whole": {"to_first_token": _percentiles(total_first), "between_tokens": _percentiles(total_between)},
-        }
+        age = [now - piece.number * SECONDS for piece in pieces]
+        return {"seconds": SECONDS, "age": age, **columns, "whole": _of(pieces)}
 
     def _piece(self, now: float) -> Piece:
         """The piece of this time; what is late belongs to the newest."""
@@ -140,6 +122,15 @@ class LoadHistory(RequestObserver):
             while self._pieces[0].number <= number - NUM_PIECES:
                 self._pieces.popleft()
         return self._pieces[-1]
+
+
+def _of(pieces: Sequence[Piece]) -> dict[str, list[float | None]]:
+    """The percentiles of some pieces together."""
+    totals: dict[str, Latencies] = {name: Latencies() for name in LATENCIES}
+    for piece in pieces:
+        for name, total in totals.items():
+            total.add(getattr(piece, name))
+    return {name: _percentiles(total) for name, total in totals.items()}
 
 
 def _percentiles(latencies: Latencies) -> list[float | None]:

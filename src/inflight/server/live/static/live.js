@@ -20,11 +20,13 @@ class Lane {
     this.index = sequence[SEQUENCE.index];
     this.sequence = sequence;
     this.outputs = [];
+    this.numOutputs = 0; // tokens in them and in those that were dropped
     this.version = 0; // grows with what is drawn
   }
 
   add(kind, number) {
     if (!number) return;
+    if (kind !== "rejected") this.numOutputs += number;
     const last = this.outputs.at(-1);
     if (last && last[0] === kind) last[1] += number;
     else this.outputs.push([kind, number]);
@@ -35,8 +37,7 @@ class Lane {
     if (!this.outputs.length && !work) this.add("decode", sequence[SEQUENCE.tokens] - sequence[SEQUENCE.prompt]);
     if (work) {
       // A look has as many new tokens as the sequence has grown by; the rest was its prompt, or wrong.
-      const known = this.outputs.reduce((sum, [kind, n]) => (kind === "rejected" ? sum : sum + n), 0);
-      const grown = Math.max(0, sequence[SEQUENCE.tokens] - sequence[SEQUENCE.prompt] - known);
+      const grown = Math.max(0, sequence[SEQUENCE.tokens] - sequence[SEQUENCE.prompt] - this.numOutputs);
       const accepted = Math.min(work[WORK.accepted], grown);
       this.add("decode", grown - accepted);
       this.add("accepted", accepted);
@@ -55,14 +56,17 @@ class Engine {
     this.steps = [];
     this.blocks = null;
     this.blocksVersion = 0;
-    this.samples = []; // [time, tokens/s, prefilled tokens/s, running, waiting]
+    this.samples = []; // [time, generated tokens/s, prefilled tokens/s]
     this.state = null;
   }
 
   see(state) {
     const before = this.state;
     this.state = state;
-    if (state.blocks !== null) this.blocksVersion += 1, this.blocks = Uint8Array.from(atob(state.blocks), (char) => char.charCodeAt(0));
+    if (state.blocks !== null) {
+      this.blocks = Uint8Array.from(atob(state.blocks), (char) => char.charCodeAt(0));
+      this.blocksVersion += 1;
+    }
     const work = new Map(state.work.map((each) => [keyOf(each[WORK.id], each[WORK.index]), each]));
     const lanes = new Map();
     for (const sequence of state.running) {
@@ -75,28 +79,28 @@ class Engine {
     this.lanes = lanes;
     this.steps.push(...state.steps);
     if (this.steps.length > MOST_STEPS) this.steps.splice(0, this.steps.length - MOST_STEPS);
-    if (before && state.stats.num_steps < before.stats.num_steps) this.samples = [], this.steps = [...state.steps]; // a new engine
-    else if (before && state.time > before.time) {
+    if (before && state.stats.num_steps < before.stats.num_steps) {
+      this.samples = []; // it is a new engine
+      this.steps = [...state.steps];
+    } else if (before && state.time > before.time) {
       const gone = state.time - before.time;
       const prefilled = state.work.reduce((sum, each) => sum + each[WORK.prefilled], 0);
       this.samples.push([
         state.time,
         (state.stats.num_generated_tokens - before.stats.num_generated_tokens) / gone,
         prefilled / gone,
-        state.stats.num_running,
-        state.stats.num_waiting,
       ]);
       if (this.samples.length > MOST_SAMPLES) this.samples.shift();
     }
   }
 
-  // The mean of a column of the samples of the last `seconds`.
-  recent(column, seconds = 2) {
+  // Generated tokens a second, in the last so many seconds.
+  tokensPerSecond(seconds) {
     const samples = this.samples, end = samples.at(-1)?.[0] ?? 0;
     let sum = 0, time = 0;
     for (let i = samples.length - 1; i > 0 && samples[i][0] > end - seconds; i--) {
       const gone = samples[i][0] - samples[i - 1][0];
-      sum += samples[i][column] * gone;
+      sum += samples[i][1] * gone;
       time += gone;
     }
     return time ? sum / time : 0;
@@ -105,7 +109,7 @@ class Engine {
 
 class Live {
   constructor() {
-    this.status = "connecting"; // "open", "waiting", "needs a key", "ending"
+    this.status = "connecting"; // then "open", "waiting" or "needs a key"
     this.error = "";
     this.engines = new Map();
     this.message = null;

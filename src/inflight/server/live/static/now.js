@@ -191,7 +191,7 @@ export function Now({ about }) {
     });
   return html`
     <div class="tiles">
-      <${Tile} label="tokens/s" value=${rate(sum((each) => each.recent(1)))} more="generated" />
+      <${Tile} label="tokens/s" value=${rate(sum((each) => each.tokensPerSecond(1)))} more="generated" />
       <${Tile} label="running" value=${whole(sum((each) => each.state.stats.num_running))} more=${`${whole(sum((each) => each.state.stats.num_waiting))} waiting`} />
       <${Tile} label="TTFT" value=${seconds(firsts[0])} more=${`p90 ${seconds(firsts[1])}`} />
       <${Tile} label="ITL" value=${seconds(betweens[0])} more=${`p90 ${seconds(betweens[1])}`} />

@@ -16,6 +16,7 @@ const NUMBERS = [
   ["frequency_penalty", "frequency penalty", "0"],
   ["repetition_penalty", "repetition penalty", "1"],
   ["min_tokens", "min tokens", "0"],
+  ["truncate_prompt_tokens", "last tokens of the prompt", "all"],
   ["priority", "priority", "0"],
 ];
 
@@ -45,6 +46,13 @@ function bodyOf(settings, mode) {
   for (const [name] of NUMBERS) if (settings[name] !== "") body[name] = Number(settings[name]);
   const stops = settings.stop.split("\n").filter((line) => line);
   if (stops.length) body.stop = stops;
+  const bad = settings.bad_words.split("\n").filter((line) => line);
+  if (bad.length) body.bad_words = bad;
+  const ids = settings.stop_token_ids.split(/[\s,]+/).filter((each) => each);
+  if (ids.length) body.stop_token_ids = ids.map(Number);
+  if (settings.logit_bias.trim()) body.logit_bias = parsed(settings.logit_bias, "the logit bias");
+  if (settings.cache_salt) body.cache_salt = settings.cache_salt;
+  if (settings.ignore_eos) body.ignore_eos = true;
   if (settings.logprobs) Object.assign(body, mode === "chat" ? { logprobs: true, top_logprobs: 4 } : { logprobs: 4 });
   if (!settings.speculation) body.speculation = false;
   if (settings.form === "json_object") body.structured_outputs = { json_object: true };
@@ -157,7 +165,7 @@ function Answer({ answer, onResult }) {
 let nextNumber = 0;
 const newColumn = (text = "") => ({ number: nextNumber++, text, messages: [], answers: {}, controller: null });
 
-const EMPTY = { ...Object.fromEntries(NUMBERS.map(([name]) => [name, ""])), stop: "", logprobs: false, speculation: true, form: "none", pattern: "", tools: "", tool_choice: "auto", system: "" };
+const EMPTY = { ...Object.fromEntries(NUMBERS.map(([name]) => [name, ""])), stop: "", bad_words: "", stop_token_ids: "", logit_bias: "", cache_salt: "", ignore_eos: false, logprobs: false, speculation: true, form: "none", pattern: "", tools: "", tool_choice: "auto", system: "" };
 
 // What is on this page stays while other tabs are shown.
 const kept = { mode: null, settings: { ...EMPTY, max_tokens: "120" }, columns: [newColumn(STARTS[0])] };
@@ -284,6 +292,10 @@ export function Playground({ about }) {
       <details open><summary>Sampling</summary><div class="numbers">
         ${NUMBERS.map(([name, label, unset]) => html`<label key=${name} class="field">${label}<input type="number" step="any" name=${name} placeholder=${unset} value=${settings[name]} onInput=${(e) => set(name, e.target.value)} /></label>`)}
         <label class="field full">stop strings, one a line<textarea rows="1" name="stop" value=${settings.stop} onInput=${(e) => set("stop", e.target.value)} /></label>
+        <label class="field full">words that never come, one a line<textarea rows="1" name="bad_words" value=${settings.bad_words} onInput=${(e) => set("bad_words", e.target.value)} /></label>
+        ${[["stop_token_ids", "stop token ids", "2, 5"], ["logit_bias", "logit bias", '{"42": -5}'], ["cache_salt", "cache salt", "none"]].map(
+          ([name, label, example]) => html`<label key=${name} class="field">${label}<input name=${name} placeholder=${example} value=${settings[name]} onInput=${(e) => set(name, e.target.value)} /></label>`)}
+        <label><input type="checkbox" name="ignore_eos" checked=${settings.ignore_eos} onChange=${(e) => set("ignore_eos", e.target.checked)} /> go on past the end</label>
         <label><input type="checkbox" name="logprobs" checked=${settings.logprobs} onChange=${(e) => set("logprobs", e.target.checked)} /> log-probabilities</label>
         <label><input type="checkbox" name="speculation" checked=${settings.speculation} onChange=${(e) => set("speculation", e.target.checked)} /> guess tokens</label>
       </div></details>

@@ -10,10 +10,13 @@ const SEQUENCE_COLOURS = ["s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"];
 const letters = (number) => (number >= 26 ? letters(Math.floor(number / 26) - 1) : "") + String.fromCharCode(65 + (number % 26));
 
 // Letters and colours stay with a sequence from step to step.
+const MOST_KNOWN = 10_000;
 const numbers = new Map();
+let nextNumber = 0;
 function numberOf(span) {
   const key = keyOf(span[SPAN.id], span[SPAN.index]);
-  if (!numbers.has(key)) numbers.set(key, numbers.size);
+  if (!numbers.has(key)) numbers.set(key, nextNumber++);
+  if (numbers.size > MOST_KNOWN) numbers.delete(numbers.keys().next().value);
   return numbers.get(key);
 }
 
@@ -54,7 +57,14 @@ function drawRow(views) {
   };
 }
 
-function drawMask(views, window) {
+// The first key that a query sees: as in `CacheGroup.first_visible`.
+const firstVisible = (query, { window, chunk }) =>
+  Math.max(0, window ? query - window + 1 : 0, chunk ? Math.floor(query / chunk) * chunk : 0);
+
+const wordsOf = ({ window, chunk }) =>
+  [window && `a window of ${window}`, chunk && `chunks of ${chunk}`].filter((each) => each).join(", ") || "the whole past";
+
+function drawMask(views, group) {
   return (context, width, height, colour) => {
     context.fillStyle = colour("lane");
     context.fillRect(0, 0, width, height);
@@ -67,7 +77,7 @@ function drawMask(views, window) {
       const lines = Math.min(view.length, Math.max(1, Math.ceil(h)));
       for (let line = 0; line < lines; line++) {
         const query = view.start + Math.floor(((line + 0.5) * view.length) / lines);
-        const first = window === null ? 0 : Math.max(0, query + 1 - window);
+        const first = firstVisible(query, group);
         const top = y + (h * line) / lines, thick = Math.max(0.5, h / lines);
         context.globalAlpha = 0.45;
         if (first < view.start) context.fillRect(keyAt(first), top, before - keyAt(first), thick);
@@ -83,7 +93,7 @@ const labelOf = (view) => `${view.kind === "prefill" ? "PREFILL" : view.kind}(${
 
 export function Step({ about }) {
   const { engines } = useLive();
-  const [held, setHeld] = useState(null); // { engine, step } or null: the last
+  const [held, setHeld] = useState(null); // a step; null: the last one
   const [number, setNumber] = useState(0);
   const engine = engines.get(number) ?? [...engines.values()][0];
   if (!engine || (!engine.steps.length && !held)) return html`<p class="card">No step has run since this page was opened. <a href="#playground">Send a request.</a></p>`;
@@ -91,8 +101,7 @@ export function Step({ about }) {
   const step = held ?? steps.at(-1);
   const views = viewsOf(step);
   const queries = views.reduce((sum, each) => sum + each.length, 0), keys = views.reduce((sum, each) => sum + each.keys, 0);
-  const windows = [...new Set((about?.info.cache_groups ?? []).map((group) => group.window ?? null))];
-  const masks = windows.length ? windows : [null];
+  const groups = about?.info.cache_groups ?? [{}];
   const place = steps.findIndex((each) => each.step === step.step);
   const go = (by) => {
     const next = steps[Math.max(0, Math.min(steps.length - 1, (place < 0 ? steps.length : place) + by))];
@@ -111,9 +120,9 @@ export function Step({ about }) {
     </p>
     <h4>The row <span class="faint">each part is one sequence's; guessed tokens have a mark</span></h4>
     <${Canvas} height=${34} draw=${drawRow(views)} label=${`The packed row: ${views.map((each) => `${each.letter} ${labelOf(each)}`).join(", ")}`} />
-    ${masks.map((window) => html`<div key=${window ?? "all"}>
-      <h4>Who attends to what <span class="faint">${window === null ? "the whole past" : `a window of ${window}`}; ${whole(queries)} queries (down) over ${whole(keys)} keys (across); pale: keys that were in the cache</span></h4>
-      <${Canvas} height=${Math.max(120, Math.min(420, 14 * views.length + queries * 2))} draw=${drawMask(views, window)} label="The mask: every sequence sees its own past, and nothing of the others" />
+    ${groups.map((group) => html`<div key=${wordsOf(group)}>
+      <h4>Who attends to what <span class="faint">${wordsOf(group)}; ${whole(queries)} queries (down) over ${whole(keys)} keys (across); pale: keys that were in the cache</span></h4>
+      <${Canvas} height=${Math.max(120, Math.min(420, 14 * views.length + queries * 2))} draw=${drawMask(views, group)} label="The mask: every sequence sees its own past, and nothing of the others" />
     </div>`)}
     <div class="scroll"><table><thead><tr><th></th><th>request</th><th>slot</th><th>this step</th><th>cached before</th><th>tokens now</th></tr></thead>
       <tbody>${views.map((view) => html`<tr key=${view.letter}><td><i class="swatch ${view.colour}"></i> ${view.letter}</td><td><code>${view.span[SPAN.id]}</code></td>

@@ -5,6 +5,7 @@ import copy
 import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -16,6 +17,7 @@ from inflight.contracts.plan import StepPlan
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.engine import Engine
 from inflight.grammar import matcher
+from inflight.grammar.constraints import Constraints
 from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level
 
@@ -223,6 +225,28 @@ def test_other_requests_run_while_one_is_compiled_which_may_be_aborted(
 
     monkeypatch.setattr(Engine, "compile", slow)
     asyncio.run(run())
+
+
+def test_the_first_requests_may_be_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads get the same `Constraints`, though another thread asks for it while the first one makes it."""
+    llm, is_being_made, may_be_made = LLM(), threading.Event(), threading.Event()
+    make = Constraints.__init__
+
+    def make_slowly(self: Constraints, *args: Any) -> None:
+        is_being_made.set()
+        assert may_be_made.wait(60)
+        make(self, *args)
+
+    monkeypatch.setattr(Constraints, "__init__", make_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lambda: llm.engine.constraints)
+        assert is_being_made.wait(60)
+        is_being_made.clear()
+        second = pool.submit(lambda: llm.engine.constraints)
+        is_made_twice = is_being_made.wait(0.2)  # it never comes, so waiting longer would show nothing more
+        may_be_made.set()
+    assert not is_made_twice
+    assert first.result() is second.result() is llm.engine.constraints
 
 
 def test_submitting_an_accepted_request_does_not_compile_its_grammar_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,19 @@ def test_steps_are_drawn_and_can_be_gone_through(server: RunningServer, opened: 
         page.get_by_role("button", name="follow the last").click()
 
 
+def test_the_playground_waits_until_it_knows_whether_the_model_can_chat(server: RunningServer, opened: Page) -> None:
+    """Otherwise a completion would become a chat while somebody writes it."""
+    held: list[sync_api.Route] = []
+    opened.page.route("**/live/about", lambda route: held.append(route))
+    opened.open(f"{server.url}/#playground")
+    while not held:
+        opened.page.wait_for_timeout(10)
+    expect(opened.page.get_by_text("asking the server")).to_be_visible()
+    expect(opened.page.get_by_label("completion")).to_have_count(0)
+    held[0].continue_()
+    expect(opened.page.get_by_label("chat")).to_be_checked()
+
+
 def test_prompts_are_answered_side_by_side_with_log_probabilities(server: RunningServer, opened: Page) -> None:
     page = playground(server, opened, "completion")
     page.locator("input[name=max_tokens]").fill("12")

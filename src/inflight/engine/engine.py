@@ -18,6 +18,7 @@ Knows requests in tokens. Its callers turn prompts into tokens and tokens into t
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from bisect import bisect_left
@@ -106,6 +107,7 @@ class Engine:
         self.prefill_limit: PrefillLimit | None = None
         self._observer: Callable[[StepRecord], None] | None = None
         self._constraints: Constraints | None = None
+        self._constraints_lock = threading.Lock()
         self._admission = Admission(config, info, tokenizer)
         self._reporter = Reporter(self.scheduler, tokenizer)
         self._deadlines = Deadlines()
@@ -206,12 +208,13 @@ class Engine:
 
     @property
     def constraints(self) -> Constraints:
-        """The grammars of this engine's sequences. Their library is loaded with the first of them."""
-        if self._constraints is None:
-            from inflight.grammar.constraints import Constraints
+        """The grammars of this engine's sequences. Their library is loaded with the first of them. Thread-safe."""
+        with self._constraints_lock:
+            if self._constraints is None:
+                from inflight.grammar.constraints import Constraints
 
-            self._constraints = Constraints(self.tokenizer, self.model_info)
-        return self._constraints
+                self._constraints = Constraints(self.tokenizer, self.model_info)
+            return self._constraints
 
     def check_room(self, accepted: AcceptedRequest) -> None:
         """Raise `QueueFullError` if too many sequences wait already. Those in the background do not count."""

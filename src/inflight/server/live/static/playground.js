@@ -1,5 +1,5 @@
 // Chats and completions, several at once side by side, so that batching is seen.
-import { html, useEffect, useRef, useState } from "./html.js";
+import { html, useRef, useState } from "./html.js";
 import { ServerError, address, stream } from "./server.js";
 import { addText, remember } from "./own_requests.js";
 import { rate, seconds } from "./numbers.js";
@@ -171,16 +171,14 @@ const EMPTY = { ...Object.fromEntries(NUMBERS.map(([name]) => [name, ""])), stop
 const kept = { mode: null, settings: { ...EMPTY, max_tokens: "120" }, columns: [newColumn(STARTS[0])] };
 
 export function Playground({ about }) {
-  const [mode, setMode] = useState(kept.mode ?? "completion");
+  const [picked, setPicked] = useState(kept.mode);
+  const mode = picked ?? (about?.can_chat ? "chat" : "completion");
   const [settings, setSettings] = useState(kept.settings);
   const [, redraw] = useState(0);
   const [shown, setShown] = useState(null); // a request as curl or Python
   const [error, setError] = useState("");
   const columns = useRef(kept.columns);
   const frame = useRef(0);
-  useEffect(() => {
-    if (kept.mode === null && about?.can_chat) setMode("chat");
-  }, [about]);
   Object.assign(kept, { mode: kept.mode, settings, columns: columns.current });
   const set = (name, value) => setSettings((before) => ({ ...before, [name]: value }));
   const changed = () => {
@@ -190,7 +188,7 @@ export function Playground({ about }) {
   const choose = (chosen) => {
     kept.mode = chosen;
     for (const column of columns.current) Object.assign(column, { messages: [], answers: {} });
-    setMode(chosen);
+    setPicked(chosen);
   };
 
   const requestOf = (column, messages) => {
@@ -275,7 +273,7 @@ export function Playground({ about }) {
     try {
       const messages = [...column.messages, ...(column.said ? [column.said] : []), ...(column.text ? [{ role: "user", content: column.text }] : [])];
       const body = { ...requestOf(column, messages), stream: true };
-      setShown(how === "curl" ? asCurl(mode, body) : asPython(mode, body, about?.model ?? "model"));
+      setShown(how === "curl" ? asCurl(mode, body) : asPython(mode, body, about.model));
       setError("");
     } catch (wrong) {
       setError(wrong.message);
@@ -283,10 +281,12 @@ export function Playground({ about }) {
   };
   const runs = columns.current.some((column) => column.controller);
 
+  // Its fields do not change once they are shown.
+  if (!about) return html`<p class="faint">asking the server what its model can do …</p>`;
   return html`<div class="playground">
     <form class="card settings" onSubmit=${(event) => { event.preventDefault(); sendAll(); }}>
       <fieldset><legend>Kind</legend>
-        ${["chat", "completion"].map((each) => html`<label key=${each}><input type="radio" name="mode" value=${each} checked=${mode === each} disabled=${each === "chat" && about && !about.can_chat} onChange=${() => choose(each)} /> ${each}</label>`)}
+        ${["chat", "completion"].map((each) => html`<label key=${each}><input type="radio" name="mode" value=${each} checked=${mode === each} disabled=${each === "chat" && !about.can_chat} onChange=${() => choose(each)} /> ${each}</label>`)}
       </fieldset>
       ${mode === "chat" && html`<label class="field">system message<textarea rows="2" value=${settings.system} onInput=${(e) => set("system", e.target.value)} /></label>`}
       <details open><summary>Sampling</summary><div class="numbers">

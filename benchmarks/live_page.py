@@ -5,10 +5,11 @@ python -m benchmarks.live_page                                            # the 
 
 One server (`inflight serve`) gets the same requests over HTTP again and again, as many at once as it has slots, and
 what arrives is counted from the moment on at which all of them decode. In turn nobody watches, a reader of
-`/live/events`, or a headless Chromium with the page. Reader, browser, clients and engine share the cores, so a browser's
-own work is in its figure. A second server, without a page (`--no-ui`), takes its turn, too. The turns are short and
-many, and each is compared with the one of the same round in which nobody watches: what else a shared machine does
-meanwhile is mostly in both. Weights are random but for the embedded model's.
+`/live/events`, or a headless Chromium with the page. Reader, browser, clients and engine share the cores, so what a
+browser does is in its figure. Two other servers take their turns, too: one without a page (`--no-ui`), and one like the
+first, because two processes that do the same are not equally fast. The turns are short and many, and each is compared
+with the one of the same round in which nobody watches the first: what else a shared machine does meanwhile is mostly in
+both. Weights are random but for the embedded model's.
 """
 
 import argparse
@@ -119,17 +120,17 @@ def main() -> None:
     options = parser.parse_args()
     print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
     watchers = {"nobody": None, "a reader": reader} | ({} if options.no_browser else {"a browser": chromium})
-    with served(options) as address, served(options, "--no-ui") as other:
-        rates: dict[str, list[float]] = {name: [] for name in (*watchers, "nobody, --no-ui")}
-        asyncio.run(tokens_per_second(other, options))
-        asyncio.run(tokens_per_second(address, options))
+    with served(options) as address, served(options, "--no-ui") as without, served(options) as twin:
+        others = {"nobody, --no-ui": without, "nobody, another": twin}
+        rates: dict[str, list[float]] = {name: [] for name in (*watchers, *others)}
+        for server in (without, twin, address):
+            asyncio.run(tokens_per_second(server, options))
         for number in range(options.rounds):
             turns = list(rates) if number % 2 else list(rates)[::-1]
             for name in turns:
                 watch = watchers.get(name)
                 with nullcontext() if watch is None else watch(address):
-                    measured = asyncio.run(tokens_per_second(other if "no-ui" in name else address, options))
-                    rates[name].append(measured)
+                    rates[name].append(asyncio.run(tokens_per_second(others.get(name, address), options)))
     for name, found in rates.items():
         print(
             f"{name:16} {statistics.median(found):8.1f} tokens/s ({min(found):.1f} to {max(found):.1f})",

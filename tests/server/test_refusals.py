@@ -149,7 +149,7 @@ def test_a_field_is_refused_by_name(server: RunningServer, field: str, value: An
         ({"functions": [{"name": "f"}]}, "functions is"),
         ({"modalities": ["text", "audio"]}, "modalities is"),
         ({"add_special_tokens": True}, "add_special_tokens is True; this server does not support it"),
-        ({"reasoning_effort": "high"}, "reasoning_effort is 'high'"),
+        ({"reasoning_effort": 3}, "reasoning_effort is 3"),
         ({"chat_template": "{{ 1 }}"}, "this server takes only the model's own (--trust-request-chat-template)"),
         ({"chat_template_kwargs": {"tokenize": False}}, "has 'tokenize', which is not a variable of the template"),
         ({"chat_template_kwargs": {"messages": []}}, "has 'messages', which is not a variable of the template"),

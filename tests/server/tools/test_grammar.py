@@ -10,15 +10,16 @@ import pytest
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.demo_model import DEMO_MODEL
 from inflight.grammar import GrammarCompiler
-from inflight.server.tools.call_format import HERMES, LLAMA3, MISTRAL, PLAIN, CallFormat
+from inflight.server.answers.call_format import HERMES, LLAMA3, MISTRAL, PLAIN, CallFormat, format_of_template
+from inflight.server.answers.call_parser import CallParser
+from inflight.server.serving.answer_form import AnswerForm, answer_form
 from inflight.server.tools.fields import ToolFields
 from inflight.server.tools.grammar import calls_grammar, schema_of
-from inflight.server.tools.tool_use import ToolUse, tool_use
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_files import read_tokenizer
 from tests.grammar.helpers import compiler, spelled, walk, write
-from tests.server.tools.test_call_parser import put_together
+from tests.server.answers.test_call_parser import put_together
 
 WEATHER = {
     "type": "object",
@@ -62,8 +63,7 @@ def grammar(call_format: CallFormat, **options: Any) -> StructuredOutput:
 
 
 def read(call_format: CallFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
-    use = ToolUse(call_format, tuple(SCHEMAS), True, grammar(call_format), False)
-    parser = use.parser()
+    parser = CallParser(call_format, tuple(SCHEMAS), is_guaranteed=True)
     return put_together([*parser.feed(text), *parser.finish()])
 
 
@@ -143,24 +143,26 @@ def test_text_is_unconstrained_up_to_a_call(
 def test_a_marker_can_be_written_as_a_single_token(special: bool, template: str, choice: str) -> None:
     tokenizer = with_markers(special)
     asked = ToolFields(tools=[tool("weather", WEATHER, strict=True)], tool_choice=choice)  # type: ignore[list-item,arg-type]
-    use = tool_use(asked, None, tokenizer, template)
+    call_format = format_of_template(template)
+    assert call_format is not None
+    use = answer_form(asked, None, tokenizer, "", template)
     assert use is not None
     assert use.structured_output is not None
     assert use.shows_special_tokens == special
-    text = CALL[use.call_format.name]
+    text = CALL[call_format.name]
     token_ids = tokenizer.inner.encode(text, add_special_tokens=False)
-    assert tokenizer.inner.convert_tokens_to_ids(use.call_format.begin) == token_ids[0]
+    assert tokenizer.inner.convert_tokens_to_ids(call_format.begin) == token_ids[0]
     matcher = compiler(tokenizer).compile(use.structured_output)
     assert all(matcher.accept(token_id) for token_id in token_ids)
     assert matcher.may_stop
     shown = tokenizer.decode(token_ids, skip_special_tokens=not use.shows_special_tokens)
-    parser = use.parser()
+    parser = use.make_reader()
     assert put_together([*parser.feed(shown), *parser.finish()]) == ("", [("weather", '{"city": "Rome"}')])
 
 
-def use_of(tokenizer: Tokenizer, content: StructuredOutput | None = None, **fields: Any) -> ToolUse | None:
+def form_of(tokenizer: Tokenizer, content: StructuredOutput | None = None, **fields: Any) -> AnswerForm | None:
     template = fields.pop("template", "<tool_call> {{ tools }}")
-    return tool_use(ToolFields(**fields), content, tokenizer, template)
+    return answer_form(ToolFields(**fields), content, tokenizer, "", template)
 
 
 def test_which_requests_are_constrained(tokenizer: Tokenizer) -> None:
@@ -168,20 +170,27 @@ def test_which_requests_are_constrained(tokenizer: Tokenizer) -> None:
     unenforceable = tool("f", {"not": {}})
 
     def is_guaranteed(**fields: Any) -> bool:
-        use = use_of(tokenizer, **fields)
-        assert use is not None
-        return use.is_guaranteed
+        form = form_of(tokenizer, **fields)
+        assert form is not None
+        return form.structured_output is not None
 
     assert not is_guaranteed(tools=[free])
     assert not is_guaranteed(tools=[unenforceable])
     assert is_guaranteed(tools=[free, strict])
     assert is_guaranteed(tools=[free], tool_choice="required")
     assert is_guaranteed(tools=[tool("f", {"not": {}}, strict=False)], tool_choice="required")
-    assert use_of(tokenizer, tools=[free], tool_choice="none") is None
-    assert use_of(tokenizer, tools=[]) is None
-    named = use_of(tokenizer, tools=[free, strict], tool_choice={"type": "function", "function": {"name": "g"}})
-    assert named is not None
-    assert (named.names, named.is_parallel) == (("g",), False)
+    assert form_of(tokenizer, tools=[free], tool_choice="none") is None
+    assert form_of(tokenizer, tools=[]) is None
+
+
+def test_only_the_named_tool_is_called_and_only_once(tokenizer: Tokenizer) -> None:
+    tools = [tool("f", WEATHER), tool("g", WEATHER)]
+    form = form_of(tokenizer, tools=tools, tool_choice={"type": "function", "function": {"name": "g"}})
+    assert form is not None
+    call = '<tool_call>\n{"name": "%s", "arguments": {"city": "Rome"}}\n</tool_call>'
+    for name, calls in (("f", []), ("g", [("g", '{"city": "Rome"}')])):
+        reader = form.make_reader()
+        assert put_together([*reader.feed(2 * (call % name)), *reader.finish()])[1] == calls
 
 
 @pytest.mark.parametrize(
@@ -212,7 +221,7 @@ def test_which_requests_are_constrained(tokenizer: Tokenizer) -> None:
 )
 def test_invalid_tool_requests_are_refused(tokenizer: Tokenizer, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ApiError) as refused:
-        use_of(tokenizer, **fields)
+        form_of(tokenizer, **fields)
     assert message in str(refused.value)
     assert refused.value.status == 400
     assert refused.value.param in ("tools", "tool_choice")

@@ -187,7 +187,7 @@ def test_blocks_are_converted_to_messages() -> None:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
-            "messages[0].content[0]: the type is 'thinking'; this server takes parts of type 'text' or 'tool_use' or",
+            "messages[0] is of the role 'user', which has no blocks of type 'thinking'",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},

@@ -155,7 +155,7 @@ def test_calls_follow_the_text_of_their_message(hermes: RunningServer) -> None:
         ({"tool_choice": "required"}, "a tool must be called, but tools has no tools", "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]: the type is 'web_search'; this server takes tools", None),
         ({"tools": [{**TOOLS[0], "strict": 1}]}, "tools[0].strict is 1; it should be a valid boolean", None),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "input[0]: the type is 'reasoning'; this server", None),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input: a chat needs at least one message", "input"),
         (
             {"input": [{"type": "function_call_output", "output": "a"}]},
             "input[0].call_id is missing",

@@ -14,6 +14,7 @@ from inflight.contracts.params import SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, TextPart, text_of
 from inflight.server.openai.sampling_fields import MAX_STOP_STRINGS
+from inflight.server.serving.thinking import AS_THE_MODEL_WANTS, MAX_EFFORT, Thinking
 from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
 from inflight.server.tools.in_templates import with_names
 from inflight.server.wire.api_errors import ApiError
@@ -63,25 +64,42 @@ class ToolResultBlock(StrictModel):
     cache_control: CacheControl | None = None
 
 
+class ThinkingBlock(StrictModel):
+    """What the assistant thought in an earlier turn. Most chat templates leave it out unless calls follow it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+    cache_control: CacheControl | None = None
+
+
 Block = Annotated[
     Annotated[TextBlock, Tag("#text")]
+    | Annotated[ThinkingBlock, Tag("#thinking")]
     | Annotated[ToolUseBlock, Tag("#tool_use")]
     | Annotated[ToolResultBlock, Tag("#tool_result")],
     by_type("text"),
 ]
-BLOCKS_OF = {"user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ToolUseBlock), "system": (TextBlock,)}
+BLOCKS_OF = {
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
+    "system": (TextBlock,),
+}
 """The blocks that messages of each role may contain."""
 
 
-NO_THOUGHTS = leaving_out("content", lambda kind: kind in ("thinking", "redacted_thinking"))
-"""What another model has thought in an earlier turn, which templates would leave out, too."""
+NO_SECRETS = leaving_out("content", lambda kind: kind == "redacted_thinking")
+"""What another model has thought in an earlier turn, in a form that only its provider can read."""
 
 
 class Turn(StrictModel):
     """A message of a chat."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[Many[Annotated[Block, of_type("parts", "text", "tool_use", "tool_result")]], NO_THOUGHTS]
+    content: (
+        str
+        | Annotated[Many[Annotated[Block, of_type("parts", "text", "thinking", "tool_use", "tool_result")]], NO_SECRETS]
+    )
 
     def for_template(self, where: str) -> Iterator[dict[str, Any]]:
         """Yield each block as a message of its own. Raises `ApiError` for blocks that the role cannot have."""
@@ -94,6 +112,8 @@ class Turn(StrictModel):
             match block:
                 case TextBlock():
                     yield {"role": self.role, "content": block.text}
+                case ThinkingBlock():
+                    yield {"role": self.role, "content": "", "reasoning_content": block.thinking}
                 case ToolUseBlock():
                     function = {"name": block.name, "arguments": block.input}
                     call = {"id": block.id, "type": "function", "function": function}
@@ -112,6 +132,8 @@ def _merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             merged.append(message)
             continue
         last["content"] = "\n".join(filter(None, (last["content"], message["content"])))
+        if thoughts := [each["reasoning_content"] for each in (last, message) if "reasoning_content" in each]:
+            last["reasoning_content"] = "\n\n".join(thoughts)
         if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
             last["tool_calls"] = calls
     return merged
@@ -192,10 +214,25 @@ class JsonFormat(TypedDict):  # not a model, because models have a method `schem
 class OutputConfig(StrictModel):
     """The form that the answer must have."""
 
-    NOT_SUPPORTED: ClassVar = {"effort": ()}
-    IGNORED: ClassVar = {"effort", "task_budget"}
+    IGNORED: ClassVar = {"task_budget"}
 
+    effort: Annotated[str, Field(max_length=MAX_EFFORT)] | None = None
     format: JsonFormat | None = None
+
+
+class ThinkingConfig(StrictModel):
+    """Whether the model is to think, if its chat template can tell it, and whether the answer has its thoughts.
+
+    Attributes:
+        type: "adaptive" and "between_tools": as the chat template has it.
+        display: "omitted": blocks of thoughts are empty.
+    """
+
+    NOT_SUPPORTED: ClassVar = {"budget_tokens": ()}
+    IGNORED: ClassVar = {"budget_tokens"}
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class CountRequest(StrictModel):
@@ -212,12 +249,11 @@ class CountRequest(StrictModel):
         "inference_geo": (),
         "mcp_servers": ([],),
         "speed": ("standard",),
-        "thinking": ({"type": "disabled"},),
         "user_profile_id": (),
         "workspace_id": (),
     }
     IGNORED: ClassVar = {
-        *("betas", "context_management", "diagnostics", "inference_geo", "speed", "thinking", "user_profile_id"),
+        *("betas", "context_management", "diagnostics", "inference_geo", "speed", "user_profile_id"),
         "workspace_id",
     }
     MAY_HAVE_MORE = True
@@ -230,6 +266,15 @@ class CountRequest(StrictModel):
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
+    thinking: ThinkingConfig | None = None
+
+    @property
+    def wanted_thinking(self) -> Thinking:
+        """What the request says about thoughts."""
+        kind = None if self.thinking is None else self.thinking.type
+        is_wanted = {"enabled": True, "disabled": False}.get(kind or "")
+        effort = None if self.output_config is None else self.output_config.effort
+        return AS_THE_MODEL_WANTS if is_wanted is None and effort is None else Thinking(is_wanted, effort, "thinking")
 
     @property
     def tool_fields(self) -> ToolFields:

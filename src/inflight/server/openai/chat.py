@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +12,16 @@ from starlette.responses import Response
 
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
+from inflight.server.answers.message import delta_of, finish_reason_of, message_of
+from inflight.server.answers.pieces import Piece, Thought
 from inflight.server.openai import logprobs
 from inflight.server.openai.chat_request import ChatRequest
 from inflight.server.openai.chunks import ChunkWriter
 from inflight.server.openai.usage import size_of_answer, usage_of
+from inflight.server.serving.answer_form import AnswerForm
 from inflight.server.serving.generation import Generation, generate
 from inflight.server.serving.service import Service, service_of
 from inflight.server.serving.streaming import stream
-from inflight.server.tools.answer import delta_of, finish_reason_of, message_of
-from inflight.server.tools.tool_use import ToolUse
 from inflight.server.wire.client import attended
 from inflight.server.wire.json_route import JsonRoute, to_json
 from inflight.server.wire.off_loop import off_loop
@@ -48,21 +50,36 @@ class _PreparedChat:
     """A chat request that is ready to run.
 
     Attributes:
-        tools: how tool calls are read, if tools may be called.
+        form: how thoughts and tool calls are read, if there may be any.
         head: the fields that the answer and each of its chunks begin with, except `object`.
     """
 
     body: ChatRequest
     generation: Generation
     tokenizer: Tokenizer | None
-    tools: ToolUse | None
+    form: AnswerForm | None
     head: dict[str, Any]
+
+    def shown(self, pieces: list[Piece]) -> list[Piece]:
+        """The pieces that the client wants to see."""
+        if self.body.include_reasoning is not False:
+            return pieces
+        return [piece for piece in pieces if not isinstance(piece, Thought)]
+
+    def usage_of(self, output: RequestOutput, thoughts: list[str]) -> dict[str, Any]:
+        """Return `usage`. Tokens of thoughts are counted by encoding their text once more."""
+        num_thought_tokens = None
+        if self.form is not None and self.tokenizer is not None:
+            encode = self.tokenizer.encode
+            num_thought_tokens = sum(len(encode(text, add_special_tokens=False)) for text in thoughts if text)
+        is_predicted = self.body.prediction is not None
+        return usage_of([output], is_predicted=is_predicted, num_thought_tokens=num_thought_tokens)
 
 
 def _prepare(body: ChatRequest, service: Service, info: ModelInfo) -> _PreparedChat:
     body.check(service.settings)
-    chat = body.for_template(service.settings)
-    tools = service.tool_use(body, body.structured_output, body.chat_template)
+    text, token_ids = service.written(body.for_template(service.settings), info, "messages", body.thinking)
+    form = service.answer_form(body, body.structured_output, text, body.chat_template)
     params = body.sampling_params(
         service.llm.get_default_sampling_params(),
         service.settings,
@@ -70,10 +87,9 @@ def _prepare(body: ChatRequest, service: Service, info: ModelInfo) -> _PreparedC
         max_tokens=body.most_tokens,
         logprobs=body.num_logprobs,
         prediction=body.predicted_text,
-        **({} if tools is None else tools.sampling_options),
+        **({} if form is None else form.sampling_options),
     )
     service.check_num_sequences(1, params.n, "n")
-    token_ids = service.token_ids(chat, info, "messages")
     prompt = service.fitted(token_ids, info, "messages", body.truncate_prompt_tokens)
     service.check_num_scores([prompt], params)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -81,7 +97,7 @@ def _prepare(body: ChatRequest, service: Service, info: ModelInfo) -> _PreparedC
         body,
         Generation(request_id, [prompt], params, body.priority or 0, body.cache_salt),
         service.llm.tokenizer,
-        tools,
+        form,
         {"id": request_id, "created": int(time.time()), "model": service.settings.model_name},
     )
 
@@ -90,11 +106,17 @@ def _prepare(body: ChatRequest, service: Service, info: ModelInfo) -> _PreparedC
 
 
 def _answer(prepared: _PreparedChat, output: RequestOutput) -> Response:
+    choices, thoughts = list[Raw](), list[str]()
+    for completion in output.outputs:
+        pieces, finish_reason = _read(prepared, completion)
+        choice = _choice(prepared, completion, message_of(prepared.shown(pieces)), finish_reason)
+        choices.append(Raw(to_json(choice)))  # encoded one at a time
+        thoughts.append("".join(piece.text for piece in pieces if isinstance(piece, Thought)))
     answer = {
         **prepared.head,
         "object": "chat.completion",
-        "choices": [Raw(to_json(_choice(prepared, completion))) for completion in output.outputs],  # one at a time
-        "usage": usage_of([output], is_predicted=prepared.body.prediction is not None),
+        "choices": choices,
+        "usage": prepared.usage_of(output, thoughts),
         "system_fingerprint": None,
     }
     if prepared.body.prompt_logprobs is not None:
@@ -104,13 +126,18 @@ def _answer(prepared: _PreparedChat, output: RequestOutput) -> Response:
     return Response(to_json(answer), media_type="application/json")
 
 
-def _choice(prepared: _PreparedChat, completion: CompletionOutput) -> dict[str, Any]:
-    message: dict[str, Any] = {"content": completion.text}
-    finish_reason: str | None = completion.finish_reason
-    if prepared.tools is not None:
-        parser = prepared.tools.parser()
-        message = message_of([*parser.feed(completion.text), *parser.finish()])
-        finish_reason = finish_reason_of(parser, completion.finish_reason)
+def _read(prepared: _PreparedChat, completion: CompletionOutput) -> tuple[list[Piece], str | None]:
+    """Return what a text consists of, and the finish reason to report."""
+    if prepared.form is None:
+        return [completion.text], completion.finish_reason
+    reader = prepared.form.make_reader()
+    pieces = [*reader.feed(completion.text), *reader.finish()]
+    return pieces, finish_reason_of(reader, completion.finish_reason)
+
+
+def _choice(
+    prepared: _PreparedChat, completion: CompletionOutput, message: dict[str, Any], finish_reason: str | None
+) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": completion.index,
         "message": {"role": "assistant", "refusal": None, **message},
@@ -144,18 +171,22 @@ class _Chunks(ChunkWriter):
         if body.return_token_ids:
             head["prompt_token_ids"] = prompt
         self._prepared = prepared
-        super().__init__(head, body.stream_options, len(prompt), is_predicted=body.prediction is not None)
+        super().__init__(head, body.stream_options, len(prompt))
         self._is_plain = body.num_logprobs is None and not body.return_token_ids
         self._has_begun = [False] * prepared.generation.params.n
-        self._parsers = [] if prepared.tools is None else [prepared.tools.parser() for _ in self._has_begun]
+        self._readers = [] if prepared.form is None else [prepared.form.make_reader() for _ in self._has_begun]
+        self._thoughts = [""] * len(self._has_begun)
+
+    def usage_of(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return self._prepared.usage_of(outputs[0], self._thoughts)
 
     def events_of(self, delta: TextDelta) -> bytes:
         """Return a choice's events: the role first, then what is new, then the finish reason once it has ended."""
         events = b""
         if not self._has_begun[delta.index]:
             self._has_begun[delta.index] = True
-            events = self._event(delta.index, {"role": "assistant", "content": None if self._parsers else ""})
-        if self._parsers:
+            events = self._event(delta.index, {"role": "assistant", "content": None if self._readers else ""})
+        if self._readers:
             events += self._events_of_pieces(delta)
         elif not self._is_plain:
             events += self._event(delta.index, {"content": delta.text}, **self._extras(delta))
@@ -168,12 +199,13 @@ class _Chunks(ChunkWriter):
         return events
 
     def _events_of_pieces(self, delta: TextDelta) -> bytes:
-        """Return the new content and tool calls. What belongs to tokens, not to text, goes with the first event."""
-        parser = self._parsers[delta.index]
-        pieces = parser.feed(delta.text)
+        """Return what is new. What belongs to tokens, not to text, goes with the first event."""
+        reader = self._readers[delta.index]
+        pieces = reader.feed(delta.text)
         if delta.finish_reason is not None:
-            pieces += parser.finish()
-        deltas = list(map(delta_of, pieces))
+            pieces += reader.finish()
+        self._thoughts[delta.index] += "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+        deltas = list(map(delta_of, self._prepared.shown(pieces)))
         if self._is_plain:
             return b"".join(self._event(delta.index, each) for each in deltas)
         first, *others = deltas or [{}]
@@ -181,9 +213,9 @@ class _Chunks(ChunkWriter):
         return events + b"".join(self._event(delta.index, each) for each in others)
 
     def _reason(self, delta: TextDelta) -> str | None:
-        if not self._parsers:
+        if not self._readers:
             return delta.finish_reason
-        return finish_reason_of(self._parsers[delta.index], delta.finish_reason)
+        return finish_reason_of(self._readers[delta.index], delta.finish_reason)
 
     def _extras(self, delta: TextDelta) -> dict[str, Any]:
         extras: dict[str, Any] = {"logprobs": _logprobs(self._prepared, delta)}

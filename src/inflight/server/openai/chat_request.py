@@ -10,6 +10,7 @@ from pydantic import Field
 
 from inflight.server.openai.sampling_fields import IGNORED, NOT_SUPPORTED_YET, SamplingFields
 from inflight.server.serving.settings import ServerSettings
+from inflight.server.serving.thinking import MAX_EFFORT, Thinking, thinking_of_effort
 from inflight.server.tools.fields import ToolFields
 from inflight.server.tools.in_templates import call_for_template, with_names
 from inflight.server.wire.api_errors import ApiError
@@ -68,6 +69,8 @@ class Message(StrictModel):
     """A message of a chat.
 
     Attributes:
+        reasoning_content, reasoning: what the assistant has thought, under either name; most chat templates leave it
+            out unless tool calls follow it.
         parsed: the content again, as `openai`'s client sends it back; ignored.
     """
 
@@ -75,8 +78,6 @@ class Message(StrictModel):
         "annotations": ([],),
         "audio": (),
         "function_call": (),
-        "reasoning": ("",),
-        "reasoning_content": ("",),
         "refusal": ("",),
         "type": ("text", "message"),  # an evaluation harness sends it with every message
     }
@@ -86,6 +87,8 @@ class Message(StrictModel):
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     parsed: Any = None
 
     def for_template(self, where: str) -> dict[str, Any]:
@@ -98,6 +101,8 @@ class Message(StrictModel):
         }
         if self.name is not None:
             message["name"] = self.name
+        if self.role == "assistant" and (thoughts := self.reasoning_content or self.reasoning):
+            message["reasoning_content"] = thoughts
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
@@ -181,6 +186,8 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
         top_logprobs: how many of the likeliest tokens are returned in addition at each position.
         max_completion_tokens, max_tokens: two names for one limit; if both are given, the first counts. Null: until a
             stop or the end of the context.
+        reasoning_effort: how much the model is to think, if its chat template can tell it; "none": not at all.
+        include_reasoning: whether the answer has what the model thought; null: yes.
     """
 
     NOT_SUPPORTED: ClassVar = {
@@ -192,18 +199,16 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
         "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
-        "include_reasoning": (True, False),
         "mm_processor_kwargs": (),
         "modalities": (["text"],),
         "moderation": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": ("in_memory", "in-memory"),
-        "reasoning_effort": ("none",),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
     IGNORED: ClassVar = IGNORED | {
-        *("include_reasoning", "moderation", "reasoning_effort", "verbosity"),
+        *("moderation", "verbosity"),
         *("prompt_cache_options", "prompt_cache_retention"),
     }
     MAY_HAVE_MORE = True
@@ -215,6 +220,13 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: int | None = None
     prediction: Prediction | None = None
+    reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT)] | None = None
+    include_reasoning: bool | None = None
+
+    @property
+    def thinking(self) -> Thinking:
+        """What the request says about thoughts."""
+        return thinking_of_effort(self.reasoning_effort, "reasoning_effort")
 
     @property
     def predicted_text(self) -> str | None:

@@ -21,7 +21,6 @@ class ChunkWriter(ABC):
         head: the fields that all chunks begin with.
         num_prompt_tokens: prompt tokens, summed over all prompts.
         num_left_out: how many tokens of each sequence are not counted.
-        is_predicted: whether the usage tells how many tokens were predicted.
     """
 
     def __init__(
@@ -30,8 +29,6 @@ class ChunkWriter(ABC):
         options: StreamOptions | None,
         num_prompt_tokens: int,
         num_left_out: int = 0,
-        *,
-        is_predicted: bool = False,
     ) -> None:
         self._head = b"data: " + to_json(head)[:-1] + b',"choices":['
         options = options or StreamOptions()
@@ -41,7 +38,6 @@ class ChunkWriter(ABC):
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = 0
         self._num_left_out = num_left_out
-        self._is_predicted = is_predicted
 
     def of(self, deltas: Sequence[TextDelta]) -> bytes:
         """Return the events for these deltas, whose tokens count from now on."""
@@ -55,6 +51,10 @@ class ChunkWriter(ABC):
     def events_of(self, delta: TextDelta) -> bytes:
         """Return the events for one delta; each endpoint has its own."""
 
+    def usage_of(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return the usage at the end."""
+        return usage_of(outputs, self._num_left_out)
+
     def chunk(self, choice: bytes) -> bytes:
         """Return an event with one choice, which is an encoded JSON object."""
         return self._head + choice + self._tail
@@ -63,5 +63,5 @@ class ChunkWriter(ABC):
         """Return the events after the last choice."""
         if not self._is_usage_wanted:
             return DONE
-        whole = to_json(usage_of(outputs, self._num_left_out, is_predicted=self._is_predicted))
+        whole = to_json(self.usage_of(outputs))
         return self._head + b'],"usage":' + whole + b"}\n\n" + DONE

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
+from inflight.server.answers.blocks import Block, Blocks, CallBlock, TextBlock, ThoughtBlock
 from inflight.server.openai import logprobs
 from inflight.server.responses.request import Chat, ResponsesRequest
+from inflight.server.serving.answer_form import AnswerForm
 from inflight.server.serving.generation import Generation
-from inflight.server.tools.blocks import Block, TextBlock
 from inflight.server.tools.in_templates import call_for_template
-from inflight.server.tools.tool_use import ToolUse
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 
@@ -22,7 +22,7 @@ class PreparedResponse:
 
     Attributes:
         chat: the conversation that it continues, without instructions.
-        tools: how tool calls are read, if tools may be called.
+        form: how thoughts and tool calls are read, if there may be any.
         created_at: seconds of Unix time.
     """
 
@@ -31,8 +31,12 @@ class PreparedResponse:
     chat: Chat
     tokenizer: Tokenizer | None
     model_name: str
-    tools: ToolUse | None
+    form: AnswerForm | None
     created_at: int
+
+    def blocks(self) -> Blocks:
+        """What an answer that begins is divided into."""
+        return Blocks(None if self.form is None else self.form.make_reader())
 
 
 def running(prepared: PreparedResponse) -> dict[str, Any]:
@@ -40,10 +44,13 @@ def running(prepared: PreparedResponse) -> dict[str, Any]:
     return _response(prepared, "in_progress")
 
 
-def finished(prepared: PreparedResponse, output: RequestOutput, blocks: Sequence[Block]) -> dict[str, Any]:
+def finished(prepared: PreparedResponse, output: RequestOutput, read: Blocks) -> dict[str, Any]:
     """Return the finished response, with one output item for each block."""
     (completion,) = output.outputs
-    is_cut = completion.finish_reason == "length"
+    is_cut, blocks = completion.finish_reason == "length", read.blocks
+    num_thought_tokens = 0
+    if prepared.form is not None and prepared.tokenizer is not None:
+        num_thought_tokens = read.num_thought_tokens(prepared.tokenizer)
     token_logprobs = new_logprobs(prepared, completion)
     items = [item(block, "completed", token_logprobs) for block in blocks]
     if is_cut:
@@ -54,7 +61,7 @@ def finished(prepared: PreparedResponse, output: RequestOutput, blocks: Sequence
         incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         completed_at=None if is_cut else int(time.time()),
         output=items,
-        usage=_usage_of(output),
+        usage=_usage_of(output, num_thought_tokens),
     )
 
 
@@ -67,11 +74,12 @@ def failed(prepared: PreparedResponse, error: ApiError) -> dict[str, Any]:
 
 def item_id(block: Block) -> str:
     """Return the id of the block's output item."""
-    return f"msg_{block.key}" if isinstance(block, TextBlock) else f"fc_{block.key}"
+    prefix = {TextBlock: "msg", ThoughtBlock: "rs", CallBlock: "fc"}[type(block)]
+    return f"{prefix}_{block.key}"
 
 
 def item(block: Block, status: str, token_logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Return a message or a tool call as an output item.
+    """Return a message, a thought or a tool call as an output item.
 
     Args:
         token_logprobs: the log-probabilities of a message's tokens.
@@ -79,6 +87,8 @@ def item(block: Block, status: str, token_logprobs: Sequence[dict[str, Any]] = (
     head = {"id": item_id(block), "status": status}
     if isinstance(block, TextBlock):
         return {**head, "type": "message", "role": "assistant", "content": [part(block.text, token_logprobs)]}
+    if isinstance(block, ThoughtBlock):
+        return {**head, "type": "reasoning", "summary": [], "content": [thought_part(block.text)]}
     return {
         **head,
         "type": "function_call",
@@ -93,10 +103,17 @@ def part(text: str, token_logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, 
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": token_logprobs}
 
 
+def thought_part(text: str) -> dict[str, Any]:
+    """Return the content of a thought."""
+    return {"type": "reasoning_text", "text": text}
+
+
 def message_of(block: Block) -> dict[str, Any]:
-    """Return a message or a tool call as templates expect it when the conversation continues."""
+    """Return a message, a thought or a tool call as templates expect it when the conversation continues."""
     if isinstance(block, TextBlock):
         return {"role": "assistant", "content": block.text}
+    if isinstance(block, ThoughtBlock):
+        return {"role": "assistant", "content": "", "reasoning_content": block.text}
     call = call_for_template(block.call_id, block.name, block.arguments)
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
@@ -133,7 +150,7 @@ def _response(prepared: PreparedResponse, status: str, **others: Any) -> dict[st
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,
@@ -150,12 +167,12 @@ def _response(prepared: PreparedResponse, status: str, **others: Any) -> dict[st
     }
 
 
-def _usage_of(output: RequestOutput) -> dict[str, Any]:
+def _usage_of(output: RequestOutput, num_thought_tokens: int) -> dict[str, Any]:
     num_input, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     return {
         "input_tokens": num_input,
         "input_tokens_details": {"cached_tokens": output.metrics.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": num_output,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_thought_tokens},
         "total_tokens": num_input + num_output,
     }

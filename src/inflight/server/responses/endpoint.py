@@ -5,7 +5,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,15 +14,15 @@ from starlette.responses import JSONResponse, Response
 
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import RequestOutput
+from inflight.server.answers.blocks import Blocks
 from inflight.server.openai.usage import size_of_answer
 from inflight.server.responses.answer import PreparedResponse, finished, message_of
 from inflight.server.responses.events import ResponseEvents
 from inflight.server.responses.request import Chat, ResponsesRequest
 from inflight.server.responses.store import ResponseStore, StoredResponse
 from inflight.server.serving.generation import Generation, generate
-from inflight.server.serving.service import Service, service_of
+from inflight.server.serving.service import Service, WrittenChat, service_of
 from inflight.server.serving.streaming import stream
-from inflight.server.tools.blocks import Block, Blocks
 from inflight.server.tools.in_templates import with_calls_joined, with_names
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.client import attended
@@ -105,33 +105,38 @@ def _earlier(body: ResponsesRequest, store: ResponseStore) -> StoredResponse | N
 
 def _prepare(body: ResponsesRequest, earlier: Chat, service: Service, info: ModelInfo) -> PreparedResponse:
     body.check(service.settings)
-    tools = service.tool_use(body.tool_fields, body.structured_output)
-    options = {} if tools is None else tools.sampling_options
-    params = body.sampling_params(service.llm.get_default_sampling_params(), **options)
     chat = (*earlier, *body.messages)
-    prompt = _prompt(body, chat, service, info)
+    text, token_ids = _prompt(body, chat, service, info)
+    form = service.answer_form(body.tool_fields, body.structured_output, text)
+    options = {} if form is None else form.sampling_options
+    params = body.sampling_params(service.llm.get_default_sampling_params(), **options)
     response_id = f"resp_{uuid.uuid4().hex}"
     return PreparedResponse(
         body=body,
-        generation=Generation(response_id, [service.fitted(prompt, info, "input")], params),
+        generation=Generation(response_id, [service.fitted(token_ids, info, "input")], params),
         chat=chat,
         tokenizer=service.llm.tokenizer,
         model_name=service.settings.model_name,
-        tools=tools,
+        form=form,
         created_at=int(time.time()),
     )
 
 
-def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInfo) -> list[int]:
-    """Return the token ids of the conversation; if it is too long and `truncation` allows it, of its later turns."""
+def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInfo) -> WrittenChat:
+    """Return the conversation as the model gets it; if it is too long and `truncation` allows it, its later turns."""
     system: Chat = () if body.instructions is None else ({"role": "system", "content": body.instructions},)
     tools = [tool.for_template() for tool in body.tool_fields.usable_tools]
     whole = (*system, *chat)
+
+    def write(messages: Chat) -> WrittenChat:
+        prompt = {"messages": with_names(with_calls_joined(messages)), "add_generation_prompt": True}
+        return service.written({**prompt, "tools": tools} if tools else prompt, info, "input", body.thinking)
+
     if body.truncation != "auto":
-        return _tokens(whole, tools, service, info)
-    tokens = _tokens_unless_long(whole, tools, service, info)
-    if tokens is not None and len(tokens) < info.max_model_len:
-        return tokens
+        return write(whole)
+    written = _unless_long(write, whole)
+    if written is not None and len(written.token_ids) < info.max_model_len:
+        return written
     most = info.max_model_len - info.max_model_len // SHARE_FOR_OUTPUT
     begins = [i for i, message in enumerate(chat) if message["role"] == "user"]
     first, last = 1, len(begins) - 1  # finds the first turn from which the rest fits, else the last turn
@@ -139,22 +144,18 @@ def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInf
         middle = (first + last) // 2
         kept = tuple(message for message in chat[: begins[middle]] if message["role"] == "system")
         whole = (*system, *kept, *chat[begins[middle] :])
-        tokens = _tokens_unless_long(whole, tools, service, info)
+        written = _unless_long(write, whole)
         if first == last:
             break
-        first, last = (first, middle) if tokens is not None and len(tokens) <= most else (middle + 1, last)
-    return _tokens(whole, tools, service, info) if tokens is None else tokens
+        fits = written is not None and len(written.token_ids) <= most
+        first, last = (first, middle) if fits else (middle + 1, last)
+    return write(whole) if written is None else written
 
 
-def _tokens(chat: Chat, tools: list[dict[str, Any]], service: Service, info: ModelInfo) -> list[int]:
-    prompt = {"messages": with_names(with_calls_joined(chat)), "add_generation_prompt": True}
-    return service.token_ids({**prompt, "tools": tools} if tools else prompt, info, "input")
-
-
-def _tokens_unless_long(chat: Chat, tools: list[dict[str, Any]], service: Service, info: ModelInfo) -> list[int] | None:
-    """Return the token ids; None for a text that is so long that they need not even be counted."""
+def _unless_long(write: Callable[[Chat], WrittenChat], chat: Chat) -> WrittenChat | None:
+    """Return the chat; None for one whose text is so long that its tokens need not even be counted."""
     try:
-        return _tokens(chat, tools, service, info)
+        return write(chat)
     except ApiError as error:
         if error.code != "context_length_exceeded":
             raise
@@ -163,19 +164,17 @@ def _tokens_unless_long(chat: Chat, tools: list[dict[str, Any]], service: Servic
 
 def _answer(prepared: PreparedResponse, output: RequestOutput) -> tuple[bytes, StoredResponse]:
     """Return the finished response in JSON, and as it would be stored."""
-    blocks = Blocks(prepared.tools)
+    blocks = prepared.blocks()
     blocks.feed(output.outputs[0].text, is_last=True)
-    answer = to_json(finished(prepared, output, blocks.blocks))
-    return answer, StoredResponse(answer, _chat_with(prepared, blocks.blocks))
+    answer = to_json(finished(prepared, output, blocks))
+    return answer, StoredResponse(answer, _chat_with(prepared, blocks))
 
 
-def _chat_with(prepared: PreparedResponse, blocks: Sequence[Block]) -> Chat:
-    return (*prepared.chat, *map(message_of, blocks))
+def _chat_with(prepared: PreparedResponse, blocks: Blocks) -> Chat:
+    return (*prepared.chat, *map(message_of, blocks.blocks))
 
 
-def _kept(
-    prepared: PreparedResponse, output: RequestOutput, blocks: Sequence[Block], store: ResponseStore
-) -> dict[str, Any]:
+def _kept(prepared: PreparedResponse, output: RequestOutput, blocks: Blocks, store: ResponseStore) -> dict[str, Any]:
     """Return the finished response, and store it unless the request declines."""
     answer = finished(prepared, output, blocks)
     if prepared.body.store is not False:

@@ -4,8 +4,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from inflight.contracts.outputs import RequestOutput, TextDelta
-from inflight.server.responses.answer import PreparedResponse, failed, item, item_id, new_logprobs, part, running
-from inflight.server.tools.blocks import Block, Blocks, CallBlock, Growth
+from inflight.server.answers.blocks import Block, Blocks, CallBlock, Growth, TextBlock, ThoughtBlock
+from inflight.server.responses.answer import (
+    PreparedResponse,
+    failed,
+    item,
+    item_id,
+    new_logprobs,
+    part,
+    running,
+    thought_part,
+)
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import to_json
 
@@ -17,15 +26,13 @@ class ResponseEvents:
         finish: makes the response object from what was generated.
     """
 
-    def __init__(
-        self, prepared: PreparedResponse, finish: Callable[[RequestOutput, Sequence[Block]], dict[str, Any]]
-    ) -> None:
+    def __init__(self, prepared: PreparedResponse, finish: Callable[[RequestOutput, Blocks], dict[str, Any]]) -> None:
         self._prepared = prepared
         self._finish = finish
-        self._blocks = Blocks(prepared.tools)
+        self._blocks = prepared.blocks()
         self._number = 0
         self._logprobs: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still to come
-        self._is_call = False  # the latest item
+        self._has_logprobs = True  # whether the latest item may have some
         self._head = b""  # what each delta event of the latest item begins with
 
     def of(self, deltas: list[TextDelta]) -> bytes:
@@ -39,7 +46,7 @@ class ResponseEvents:
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Return the last events, which repeat as a whole what was sent in pieces."""
         events = self._added("") if self._logprobs else b""
-        response = self._finish(outputs[0], self._blocks.blocks)
+        response = self._finish(outputs[0], self._blocks)
         events += self._ended(response["output"][-1])
         return events + self._event(f"response.{response['status']}", response=response)
 
@@ -63,23 +70,25 @@ class ResponseEvents:
         return events + self._added(growth.added) if growth.added else events
 
     def _begun(self, index: int, block: Block) -> bytes:
-        self._is_call = isinstance(block, CallBlock)
+        self._has_logprobs = isinstance(block, TextBlock)
         place = {"item_id": item_id(block), "output_index": index}
-        nothing: dict[str, Any] = {"arguments": ""} if self._is_call else {"content": []}
+        nothing: dict[str, Any] = {"arguments": ""} if isinstance(block, CallBlock) else {"content": []}
         begun = {**item(block, "in_progress"), **nothing}
         events = self._event("response.output_item.added", output_index=index, item=begun)
         kind = "response.function_call_arguments.delta"
-        if not self._is_call:
+        if not isinstance(block, CallBlock):
             place["content_index"] = 0
-            events += self._event("response.content_part.added", **place, part=part(""))
-            kind = "response.output_text.delta"
+            is_thought = isinstance(block, ThoughtBlock)
+            begun_part = thought_part("") if is_thought else part("")
+            events += self._event("response.content_part.added", **place, part=begun_part)
+            kind = f"response.{'reasoning' if is_thought else 'output'}_text.delta"
         self._head = b"event: %b\ndata: %b," % (kind.encode(), to_json({"type": kind, **place})[:-1])
         return events
 
     def _added(self, text: str) -> bytes:
         """Return the event that adds `text` to the latest item."""
         token_logprobs, self._logprobs = self._logprobs, []
-        logprobs = b"" if self._is_call else b',"logprobs":%b' % to_json(token_logprobs)
+        logprobs = b',"logprobs":%b' % to_json(token_logprobs) if self._has_logprobs else b""
         event = self._head + b'"sequence_number":%d,"delta":%b%b}\n\n' % (self._number, to_json(text), logprobs)
         self._number += 1
         return event
@@ -94,7 +103,10 @@ class ResponseEvents:
         else:
             (text,) = ended["content"]
             place["content_index"] = 0
-            events = self._event("response.output_text.done", **place, text=text["text"], logprobs=text["logprobs"])
+            if ended["type"] == "reasoning":
+                events = self._event("response.reasoning_text.done", **place, text=text["text"])
+            else:
+                events = self._event("response.output_text.done", **place, text=text["text"], logprobs=text["logprobs"])
             events += self._event("response.content_part.done", **place, part=text)
         return events + self._event("response.output_item.done", output_index=index, item=ended)
 

@@ -16,6 +16,7 @@ from inflight.contracts.structured_output import StructuredOutput
 from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, text_of
 from inflight.server.openai.sampling_fields import MAX_METADATA
 from inflight.server.serving.settings import ServerSettings
+from inflight.server.serving.thinking import MAX_EFFORT, Thinking, thinking_of_effort
 from inflight.server.tools.fields import (
     MAX_TOOLS,
     NO_OTHER_TOOLS,
@@ -28,7 +29,7 @@ from inflight.server.tools.fields import (
 from inflight.server.tools.in_templates import call_for_template
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import to_json
-from inflight.server.wire.strict_model import Many, StrictModel, by_type, leaving_out, of_type
+from inflight.server.wire.strict_model import Many, StrictModel, by_type, of_type
 
 Chat: TypeAlias = tuple[Mapping[str, Any], ...]
 """Messages with a role and a content, as templates expect them."""
@@ -108,17 +109,37 @@ class CallOutputItem(Item):
         return {"role": "tool", "content": text_of(self.output), "tool_call_id": self.call_id}
 
 
+class ThoughtText(StrictModel):
+    """A part of a thought, or of its summary."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Item):
+    """What the model thought in an earlier turn. Most chat templates leave it out unless calls follow it."""
+
+    NOT_SUPPORTED: ClassVar = {"encrypted_content": ()}
+    IGNORED: ClassVar = {"encrypted_content"}
+
+    type: Literal["reasoning"]
+    summary: Many[ThoughtText] | None = None
+    content: Many[ThoughtText] | None = None
+
+    def for_template(self, where: str) -> dict[str, Any]:
+        """Return the thought as a message without text."""
+        thought = "\n\n".join(part.text for part in self.content or self.summary or ())
+        return {"role": "assistant", "content": "", **({"reasoning_content": thought} if thought else {})}
+
+
 InputItem = Annotated[
     Annotated[MessageItem, Tag("#message")]
+    | Annotated[ReasoningItem, Tag("#reasoning")]
     | Annotated[CallItem, Tag("#function_call")]
     | Annotated[CallOutputItem, Tag("#function_call_output")],
     by_type("message"),
-    of_type("items", "message", "function_call", "function_call_output", absent="message"),
+    of_type("items", "message", "reasoning", "function_call", "function_call_output", absent="message"),
 ]
-
-
-NO_REASONING = leaving_out("input", lambda kind: kind == "reasoning")
-"""What another model has thought, in a form that only its provider can read."""
 
 
 class FunctionTool(FunctionDefinition):
@@ -205,6 +226,19 @@ Addition: TypeAlias = Literal[
 """What a request may want to be included in the answer."""
 
 
+class Reasoning(StrictModel):
+    """How the model is to think.
+
+    Attributes:
+        effort: how much, if its chat template can tell it; "none": not at all.
+    """
+
+    NOT_SUPPORTED: ClassVar = {"summary": (), "generate_summary": (), "context": ("auto",), "mode": ("standard",)}
+    IGNORED: ClassVar = set(NOT_SUPPORTED)
+
+    effort: Annotated[str, Field(max_length=MAX_EFFORT)] | None = None
+
+
 class ResponsesRequest(StrictModel):
     """The body of a request.
 
@@ -231,18 +265,17 @@ class ResponsesRequest(StrictModel):
         "prompt": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": ("in_memory", "in-memory"),
-        "reasoning": ({}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None}),
         "service_tier": ("auto", "default"),
     }
     IGNORED: ClassVar = {
-        *("access_programs", "client_metadata", "context_management", "max_tool_calls", "moderation", "reasoning"),
+        *("access_programs", "client_metadata", "context_management", "max_tool_calls", "moderation"),
         *("prompt_cache_options", "prompt_cache_retention", "service_tier"),
     }
     MAY_HAVE_MORE = True
     OF_OTHERS: ClassVar = FIELDS_OF_CHATS
 
     model: str | None = None
-    input: str | Annotated[Many[InputItem], Field(min_length=1, max_length=MAX_MESSAGES), NO_REASONING]
+    input: str | Annotated[Many[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS), NO_OTHER_TOOLS] | None = None
@@ -252,6 +285,7 @@ class ResponsesRequest(StrictModel):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    reasoning: Reasoning | None = None
     text: TextConfig | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -269,7 +303,13 @@ class ResponsesRequest(StrictModel):
         """The input as messages, without instructions. Raises `ApiError`."""
         if isinstance(self.input, str):
             return ({"role": "user", "content": self.input},)
-        return tuple(item.for_template(f"input[{i}]") for i, item in enumerate(self.input))
+        messages = (item.for_template(f"input[{i}]") for i, item in enumerate(self.input))
+        return tuple(message for message in messages if message.keys() - {"role"} != {"content"} or message["content"])
+
+    @property
+    def thinking(self) -> Thinking:
+        """What the request says about thoughts."""
+        return thinking_of_effort(None if self.reasoning is None else self.reasoning.effort, "reasoning")
 
     @property
     def tool_fields(self) -> ToolFields:

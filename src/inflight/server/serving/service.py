@@ -4,6 +4,7 @@ Decides which names the model answers to and what fits into its context. Knows n
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from fastapi import Request
 
@@ -13,16 +14,25 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.inputs import Prompt, read_prompt, written_chat
+from inflight.server.answers.answer_template import answer_template_of, chat_template_of
+from inflight.server.serving.answer_form import AnswerForm, answer_form
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.running import RunningRequest
 from inflight.server.serving.settings import ANY_NAME, ServerSettings
+from inflight.server.serving.thinking import AS_THE_MODEL_WANTS, Thinking
 from inflight.server.tools.fields import ToolFields
-from inflight.server.tools.tool_use import ToolUse, tool_use
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 
 MAX_SCORES = 2**19
 """Most log-probabilities of prompts in one answer, which are about 20 MB of JSON and 200 MB while it is made."""
+
+
+class WrittenChat(NamedTuple):
+    """A chat as the chat template writes it, and its token ids."""
+
+    text: str
+    token_ids: list[int]
 
 
 class Service:
@@ -69,13 +79,12 @@ class Service:
             raise ApiError(400, "this model has no tokenizer; it takes and gives token ids only")
         return self.llm.tokenizer
 
-    def tool_use(
-        self, fields: ToolFields, content: StructuredOutput | None, chat_template: str | None = None
-    ) -> ToolUse | None:
-        """Return what a request needs so that the model can call tools; None: it can call none. See `tool_use`."""
-        if not fields.tools and not fields.is_call_required:
-            return None
-        return tool_use(fields, content, self.tokenizer, chat_template, self.settings.tool_call_parser)
+    def answer_form(
+        self, fields: ToolFields, content: StructuredOutput | None, prompt: str, chat_template: str | None = None
+    ) -> AnswerForm | None:
+        """Return how a chat's answers are written and read; None: their text is content as it is. See `answer_form`."""
+        parser_name = self.settings.tool_call_parser
+        return answer_form(fields, content, self.tokenizer, prompt, chat_template, parser_name)
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` (404) unless `name` is one of the model's names; None means any model."""
@@ -97,22 +106,51 @@ class Service:
         """
         try:
             if isinstance(prompt, Mapping) and "messages" in prompt:
-                text, add_special_tokens = written_chat(prompt, self.llm.tokenizer), False
-            elif isinstance(prompt, str) and prompt:
-                text = prompt
-            else:
+                return self.written(prompt, info, param).token_ids
+            if not isinstance(prompt, str) or not prompt:
                 return list(read_prompt(prompt, self.llm.tokenizer)[1])
-            most = self.tokenizer.most_characters(info.max_model_len)
-            if len(text) > most:
-                raise ApiError(
-                    400,
-                    f"{param} has {len(text)} characters; {_context(info)}, and no text of more than {most} fits",
-                    param=param,
-                    code="context_length_exceeded",
-                )
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self._encoded(prompt, info, param, add_special_tokens=add_special_tokens)
         except InvalidRequestError as error:
             raise ApiError(400, f"{param}: {error}", param=param) from error
+
+    def written(
+        self, chat: Mapping[str, Any], info: ModelInfo, param: str, thinking: Thinking = AS_THE_MODEL_WANTS
+    ) -> WrittenChat:
+        """Return a chat as text and as token ids; see `token_ids`.
+
+        A model that is not to think, and whose chat template cannot be told so, begins with an empty thought. What the
+        request itself tells the chat template counts more than `thinking`.
+        """
+        try:
+            if thinking is AS_THE_MODEL_WANTS or self.llm.tokenizer is None:
+                text = written_chat(chat, self.llm.tokenizer)
+            else:
+                text = self._written_with(chat, self.llm.tokenizer, thinking)
+        except InvalidRequestError as error:
+            raise ApiError(400, f"{param}: {error}", param=param) from error
+        return WrittenChat(text, self._encoded(text, info, param, add_special_tokens=False))
+
+    def _written_with(self, chat: Mapping[str, Any], tokenizer: Tokenizer, thinking: Thinking) -> str:
+        template = chat.get("chat_template") or chat_template_of(tokenizer)
+        own, variables = chat.get("chat_template_kwargs", {}), thinking.variables(template)
+        text = written_chat({**chat, "chat_template_kwargs": {**variables, **own}}, tokenizer)
+        known = answer_template_of(tokenizer, template)
+        if variables or thinking.is_wanted is not False or known is None or not known.has_thoughts:
+            return text
+        if (empty := known.empty_thought(text)) is None:
+            raise thinking.refusal()
+        return text + empty
+
+    def _encoded(self, text: str, info: ModelInfo, param: str, *, add_special_tokens: bool) -> list[int]:
+        most = self.tokenizer.most_characters(info.max_model_len)
+        if len(text) > most:
+            raise ApiError(
+                400,
+                f"{param} has {len(text)} characters; {_context(info)}, and no text of more than {most} fits",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def fitted(
         self, token_ids: list[int], info: ModelInfo, param: str, truncate_prompt_tokens: int | None = None

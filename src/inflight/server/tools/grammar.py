@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
-from inflight.server.tools.call_format import CallFormat
-from inflight.server.tools.call_parser import head_of
+from inflight.server.answers.call_format import CallFormat
+from inflight.server.answers.call_parser import head_of
 
 Schema: TypeAlias = Mapping[str, Any]
 """A schema that was checked and, as far as the check shows, can be enforced."""

@@ -16,12 +16,15 @@ def call_for_template(call_id: str | None, name: str, arguments: str) -> dict[st
 
 
 def with_calls_joined(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat's messages; consecutive calls, and the assistant's text before them, become one message."""
+    """Return a chat's messages; the assistant's consecutive calls, the text before them, and the thought before all
+    become one message."""
     joined: list[dict[str, Any]] = []
     for message in messages:
-        if "tool_calls" in message and joined and joined[-1]["role"] == "assistant":
-            last = joined[-1]
+        last = joined[-1] if joined and joined[-1]["role"] == message["role"] == "assistant" else None
+        if last is not None and "tool_calls" in message:
             joined[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), *message["tool_calls"]]}
+        elif last is not None and last.keys() == {"role", "content", "reasoning_content"} and not last["content"]:
+            joined[-1] = {**last, "content": message["content"]}
         else:
             joined.append(dict(message))
     return joined

@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.server.tools.call_format import HERMES, LLAMA3, MISTRAL, PLAIN, CallFormat, format_of_template
-from inflight.server.tools.call_parser import CallDelta, CallParser, Piece, head_of
+from inflight.server.answers.call_format import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    PLAIN,
+    CallFormat,
+    format_of_template,
+    new_call_id,
+)
+from inflight.server.answers.call_parser import CallParser, head_of
+from inflight.server.answers.pieces import CallDelta, Piece
 from tests.server.tools.scripted import cut
 
 NAMES = ("weather", "send_mail")
@@ -265,9 +274,9 @@ def test_only_the_first_call_is_reported_without_parallel_calls() -> None:
 
 
 def test_call_ids_fit_the_template_of_the_family() -> None:
-    assert HERMES.new_call_id().startswith("call_")
-    assert len(MISTRAL.new_call_id()) == 9
-    assert MISTRAL.new_call_id().isalnum()
+    assert new_call_id(HERMES.call_id_length).startswith("call_")
+    assert len(new_call_id(MISTRAL.call_id_length)) == 9
+    assert new_call_id(MISTRAL.call_id_length).isalnum()
 
 
 @pytest.mark.parametrize(

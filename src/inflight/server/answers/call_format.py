@@ -37,10 +37,12 @@ class CallFormat:
     is_begin_optional: bool = False
     call_id_length: int | None = None
 
-    def new_call_id(self) -> str:
-        if self.call_id_length is None:
-            return f"call_{secrets.token_hex(12)}"
-        return "".join(secrets.choice(_LETTERS_AND_DIGITS) for _ in range(self.call_id_length))
+
+def new_call_id(length: int | None) -> str:
+    """Return so many letters and digits; None: an id in OpenAI's form."""
+    if length is None:
+        return f"call_{secrets.token_hex(12)}"
+    return "".join(secrets.choice(_LETTERS_AND_DIGITS) for _ in range(length))
 
 
 HERMES = CallFormat(name="hermes", begin="<tool_call>", end="</tool_call>", opening="\n", closing="\n")

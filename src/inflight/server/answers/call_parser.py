@@ -10,34 +10,14 @@ is complete: until then it may turn out not to be one, and what was sent cannot 
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import TypeAlias
 
 import msgspec
 
-from inflight.server.tools.call_format import CallFormat
+from inflight.server.answers.call_format import CallFormat, new_call_id
+from inflight.server.answers.pieces import CallDelta, Piece
 
 _OUTSIDE_STRINGS = re.compile(r'["{}\[\]]')
 _INSIDE_STRINGS = re.compile(r'["\\]')
-
-
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """A piece of a call. The first piece of each call has the id and the name.
-
-    Attributes:
-        index: the call's number within the text.
-        arguments: what to append to the arguments; the pieces together are JSON.
-    """
-
-    index: int
-    arguments: str = ""
-    call_id: str | None = None
-    name: str | None = None
-
-
-Piece: TypeAlias = str | CallDelta
-"""Content, or a piece of a call."""
 
 
 class CallParser:
@@ -198,7 +178,7 @@ class CallParser:
         self._opened = ""
         self.num_calls += 1
         if self._is_reported:
-            self._pieces.append(CallDelta(self.num_calls - 1, "", self._format.new_call_id(), name))
+            self._pieces.append(CallDelta(self.num_calls - 1, "", new_call_id(self._format.call_id_length), name))
 
     def _give_arguments(self, text: str) -> None:
         if text and self._is_reported:

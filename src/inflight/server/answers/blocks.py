@@ -1,4 +1,4 @@
-"""`Blocks`: an answer as a sequence of texts and tool calls, the form of Anthropic's messages and OpenAI's responses.
+"""`Blocks`: an answer as thoughts, texts and tool calls in order, as in Anthropic's messages and OpenAI's responses.
 
 Decides where one block ends and the next begins. Knows no transport.
 """
@@ -7,8 +7,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from inflight.server.tools.call_parser import Piece
-from inflight.server.tools.tool_use import ToolUse
+from inflight.server.answers.pieces import Piece, Reader, Thought
+from inflight.text.tokenizer import Tokenizer
 
 
 def _new_key() -> str:
@@ -24,6 +24,14 @@ class TextBlock:
 
 
 @dataclass(slots=True)
+class ThoughtBlock:
+    """A thought; `key` is unique to the block."""
+
+    text: str = ""
+    key: str = field(default_factory=_new_key)
+
+
+@dataclass(slots=True)
 class CallBlock:
     """A tool call with its arguments in JSON; `key` is unique to the block."""
 
@@ -33,11 +41,11 @@ class CallBlock:
     key: str = field(default_factory=_new_key)
 
 
-Block: TypeAlias = TextBlock | CallBlock
+Block: TypeAlias = TextBlock | ThoughtBlock | CallBlock
 
 
 class Growth(NamedTuple):
-    """What was added to the last block: text or a part of its arguments. A new block ends those before it."""
+    """What was added to the last block: text, or a part of its arguments. A new block ends those before it."""
 
     number: int
     block: Block
@@ -49,38 +57,44 @@ class Blocks:
     """Splits one answer into blocks.
 
     Args:
-        tools: how tool calls are read, if tools may be called.
+        reader: finds thoughts and calls; None: there are none.
 
     Attributes:
         blocks: the blocks so far.
     """
 
-    def __init__(self, tools: ToolUse | None) -> None:
+    def __init__(self, reader: Reader | None) -> None:
         self.blocks: list[Block] = []
-        self._parser = None if tools is None else tools.parser()
+        self._reader = reader
 
     @property
     def has_calls(self) -> bool:
         return any(isinstance(block, CallBlock) for block in self.blocks)
 
+    def num_thought_tokens(self, tokenizer: Tokenizer) -> int:
+        """How many tokens the thoughts have, which are encoded once more to count them."""
+        texts = [block.text for block in self.blocks if isinstance(block, ThoughtBlock)]
+        return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+
     def feed(self, text: str, *, is_last: bool) -> list[Growth]:
-        """Add `text` to the answer and return how its blocks grew. A finished answer has at least one block."""
-        if self._parser is None:
+        """Add `text` to the answer and return how its blocks grew. A finished answer has at least one block that is not
+        a thought."""
+        if self._reader is None:
             pieces: list[Piece] = [text] if text else []
         else:
-            pieces = self._parser.feed(text)
+            pieces = self._reader.feed(text)
             if is_last:
-                pieces += self._parser.finish()
-        if is_last and not pieces and not self.blocks:
-            pieces = [""]
+                pieces += self._reader.finish()
+        if is_last and all(isinstance(each, Thought | ThoughtBlock) for each in (*self.blocks, *pieces)):
+            pieces.append("")
         return list(map(self._grow, pieces))
 
     def _grow(self, piece: Piece) -> Growth:
         last, num_before = self.blocks[-1] if self.blocks else None, len(self.blocks)
-        if isinstance(piece, str):
-            added = piece
-            if not isinstance(last, TextBlock):
-                last = TextBlock()
+        if isinstance(piece, str | Thought):
+            kind, added = (TextBlock, piece) if isinstance(piece, str) else (ThoughtBlock, piece.text)
+            if not isinstance(last, kind):
+                last = kind()
                 self.blocks.append(last)
             last.text += added
         else:

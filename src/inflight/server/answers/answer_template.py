@@ -1,0 +1,221 @@
+"""`AnswerTemplate`: what a model's answers consist of, and how they are read.
+
+Decides where that is known from: the response template that a tokenizer brings, else the family of its chat template.
+What a template says about tool calls is applied to the text of one call at a time, when it is complete, so a call that
+does not keep to it harms nothing else.
+"""
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser, parse_response
+from transformers.utils.chat_parsing import response_templates as hf
+
+from inflight.server.answers.call_format import new_call_id
+from inflight.server.answers.families import ResponseTemplate, family_of
+from inflight.server.answers.template_reader import ReadCall, TemplateReader
+from inflight.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""The names of a field of thoughts; the first is the one that chat templates read."""
+CALLS = "tool_calls"
+_STREAMED = ("text", "int", "float", "bool")
+
+
+class AnswerTemplate:
+    """A response template of `transformers`.
+
+    Args:
+        template: see `transformers.utils.chat_parsing`.
+        call_id_length: letters and digits of a call's id; None: ids in OpenAI's form.
+
+    Raises:
+        ValueError: it is not one.
+    """
+
+    def __init__(self, template: ResponseTemplate, call_id_length: int | None = None) -> None:
+        self._template = dict(template)
+        self._call_id_length = call_id_length
+        self._exact = hf.load_response_template(self._template)
+        self._lax = hf.load_response_template(_as_texts(self._template))
+        self._without_calls = hf.load_response_template(_as_texts(self._template, without=CALLS))
+
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether its models may think."""
+        return any(name in self._exact.fields for name in THOUGHTS)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether it says how tools are called."""
+        return CALLS in self._exact.fields
+
+    def special_token_ids(self, tokenizer: Tokenizer) -> set[int]:
+        """The special tokens among the marks of thoughts, content and calls."""
+        patterns = []
+        for field in self._exact.fields.values():
+            if field.open_re is not None:
+                patterns += [field.open_re, field.close_re]
+        return {
+            token_id
+            for token_id, token in tokenizer.inner.added_tokens_decoder.items()
+            if token.special and any(_may_begin(pattern, token.content) for pattern in filter(None, patterns))
+        }
+
+    def reader(
+        self,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        names: Collection[str],
+        *,
+        is_parallel: bool = True,
+    ) -> TemplateReader:
+        """Return a reader for one answer.
+
+        Args:
+            prompt: the text that the answer continues; it may have begun the first thought.
+            tools: the tools that the model was told about, in OpenAI's form; None: what looks like a call is content.
+            names: the names of those that may be called; a call of another is content.
+            is_parallel: whether there may be several calls; if not, all but the first are dropped.
+        """
+        template = self._without_calls if tools is None else self._lax
+
+        def read(text: str) -> list[ReadCall] | None:
+            return _read_calls(text, self._template, list(tools or ()), names)
+
+        return TemplateReader(
+            template,
+            self._begun(prompt),
+            thoughts=THOUGHTS,
+            calls=CALLS,
+            joins={name: field.join for name, field in self._exact.fields.items() if field.join},
+            is_whole_when_open=not self.has_calls or self._exact.fields[CALLS].content == "json",
+            read_calls=read,
+            new_call_id=lambda: new_call_id(self._call_id_length),
+            is_parallel=is_parallel,
+        )
+
+    def begins_with_a_thought(self, prompt: str) -> bool:
+        """Whether a prompt ends within a thought."""
+        parser = ResponseParser(self._without_calls, prefix=self._begun(prompt))
+        opened = [event["field"] for event in parser.initial_events if event["type"] == "region_open"]
+        closed = [event for event in parser.initial_events if event["type"] == "region_close"]
+        return len(opened) > len(closed) and opened[-1] in THOUGHTS
+
+    def empty_thought(self, prompt: str) -> str | None:
+        """What to put behind a prompt so that the model does not think; None: that is not known."""
+        field = next(field for name, field in self._exact.fields.items() if name in THOUGHTS)
+        if not field.open_literals or not field.close_literals:
+            return None
+        begin = "" if self.begins_with_a_thought(prompt) else f"{field.open_literals[0]}\n"
+        return f"{begin}\n{field.close_literals[0]}\n\n"
+
+    def _begun(self, prompt: str) -> str:
+        """The part of the answer that the prompt has already. Where answers begin is not known of all families; then it
+        is at most the mark of a thought."""
+        ends = [match.end() for match in self._exact.start_anchor_re.finditer(prompt)]
+        if ends:
+            return prompt[ends[-1] :]
+        end = prompt.rstrip()
+        for name in THOUGHTS:
+            field = self._exact.fields.get(name)
+            for mark in (field.open_literals or ()) if field is not None else ():
+                if end.endswith(mark):
+                    return str(mark)
+        return ""
+
+
+def answer_template_of(tokenizer: Tokenizer, chat_template: str) -> AnswerTemplate | None:
+    """Return how a model's answers are read; None: they are plain text, as far as is known.
+
+    Args:
+        chat_template: in Jinja; a request may have its own.
+    """
+    own = getattr(tokenizer.inner, "response_template", None)
+    if own is not None and chat_template == chat_template_of(tokenizer):
+        return _own_template(_Held(own))
+    family = family_of(chat_template)
+    return None if family is None else _template_of_family(family.name, chat_template)
+
+
+def chat_template_of(tokenizer: Tokenizer) -> str:
+    """The chat template that a tokenizer brings; "" without one."""
+    template = tokenizer.inner.chat_template or ""
+    if isinstance(template, dict):  # several by name; "tool_use" is the one for tools
+        template = template.get("tool_use") or template.get("default") or ""
+    return str(template)
+
+
+class _Held:
+    """A template as the key of a cache, by identity."""
+
+    def __init__(self, template: Any) -> None:
+        self.template = template
+
+    def __hash__(self) -> int:
+        return id(self.template)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and other.template is self.template
+
+
+@lru_cache(maxsize=8)
+def _own_template(held: _Held) -> AnswerTemplate | None:
+    try:
+        return AnswerTemplate(held.template)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        logger.warning("the tokenizer's response template cannot be used, so answers are not parsed: %s", error)
+        return None
+
+
+@lru_cache(maxsize=8)
+def _template_of_family(name: str, chat_template: str) -> AnswerTemplate:
+    family = family_of(chat_template)
+    assert family is not None
+    fields = family.template["fields"]
+    if "open" in (thoughts := fields[THOUGHTS[0]]) and thoughts["open"] not in chat_template:
+        fields = {field: written for field, written in fields.items() if field != THOUGHTS[0]}  # it does not think
+    return AnswerTemplate({**family.template, "fields": fields}, family.call_id_length)
+
+
+def _as_texts(template: Mapping[str, Any], without: str | None = None) -> dict[str, Any]:
+    """Return a template that finds the same fields and takes each for text, whatever is in it."""
+    lax = deepcopy(dict(template))
+    lax["fields"] = {name: field for name, field in lax["fields"].items() if name != without}
+    for field in lax["fields"].values():
+        for name in ("join", "optional", "transform_each", "content_args"):
+            field.pop(name, None)
+        field.update(content="text", repeats=True)
+        if "transform" in field:  # names of groups are allowed only beside one
+            field["transform"] = "{content}"
+    return lax
+
+
+def _may_begin(pattern: Any, text: str) -> bool:
+    """Whether a compiled mark is, or begins with, this text."""
+    match = pattern.search(text, partial=True)
+    return match is not None and match.end() - match.start() == len(text)
+
+
+def _read_calls(
+    text: str, template: ResponseTemplate, tools: list[Any], names: Collection[str]
+) -> list[ReadCall] | None:
+    """Read the text of calls, marks included; None: it has none that can be made."""
+    try:
+        parsed = parse_response(text, dict(template), prefix="", tools=tools)
+        calls = []
+        for each in parsed.get(CALLS) or []:
+            function = each.get("function", each)
+            name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
+            if name not in names or not isinstance(arguments, dict):
+                return None
+            calls.append(ReadCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
+    except Exception:  # the patterns are the checkpoint's, and the text is the model's: they may fail anyhow
+        return None
+    return calls or None

@@ -1,0 +1,104 @@
+"""`AnswerForm`: what one request needs so that its model's answers can be written and read as it asks.
+
+Decides how thoughts and calls are found in a text: by the model's answer template; by the notation that an operator
+chose, or that is all that is known; and by that of a grammar, where one guarantees calls. Knows no API.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.contracts.structured_output import StructuredOutput
+from inflight.server.answers.answer_template import AnswerTemplate, answer_template_of, chat_template_of
+from inflight.server.answers.call_format import CALL_FORMATS, PLAIN, CallFormat, format_of_template
+from inflight.server.answers.call_parser import CallParser
+from inflight.server.answers.pieces import Reader
+from inflight.server.answers.thoughts_first import ThoughtsFirst
+from inflight.server.tools.fields import ToolFields
+from inflight.server.tools.tool_use import check_free_choice, form_of_calls, marker_tokens
+from inflight.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How a request's texts are written and read.
+
+    Attributes:
+        make_reader: makes a reader for one text.
+        structured_output: the form that the text must have, calls included; None: it is free.
+        shows_special_tokens: whether marks are special tokens, so that the text must include special tokens.
+    """
+
+    make_reader: Callable[[], Reader]
+    structured_output: StructuredOutput | None
+    shows_special_tokens: bool
+
+    @property
+    def sampling_options(self) -> dict[str, Any]:
+        """The `SamplingParams` options that the request needs."""
+        shown = {"skip_special_tokens": False} if self.shows_special_tokens else {}
+        return {"structured_output": self.structured_output, **shown}
+
+
+def answer_form(
+    fields: ToolFields,
+    content: StructuredOutput | None,
+    tokenizer: Tokenizer,
+    prompt: str,
+    chat_template: str | None = None,
+    parser_name: str | None = None,
+) -> AnswerForm | None:
+    """Return what a request with these fields needs; None if its text is content as it is.
+
+    Args:
+        content: the form that the request wants for text that is not a call.
+        prompt: the chat as text.
+        chat_template: the request's own, instead of the tokenizer's.
+        parser_name: the notation of calls that the operator chose, one of `CALL_FORMATS`.
+
+    Raises:
+        ApiError: this model cannot do it, or a schema is invalid.
+        InvalidRequestError: the schema of `content` is invalid.
+    """
+    fields.check_tools()
+    written = chat_template_of(tokenizer) if chat_template is None else chat_template
+    template = answer_template_of(tokenizer, written)
+    if not fields.callable_tools:
+        if template is None or not template.has_thoughts:
+            return None
+        return AnswerForm(
+            lambda: template.reader(prompt, None, ()), content, bool(template.special_token_ids(tokenizer))
+        )
+    call_format = format_of_template(written) if parser_name is None else CALL_FORMATS[parser_name]
+    reads_calls = parser_name is None and template is not None and template.has_calls
+    if not fields.is_call_required:
+        check_free_choice(written, is_known=reads_calls or call_format is not None)
+    form = form_of_calls(fields, content, call_format or PLAIN, tokenizer)
+    if template is not None and reads_calls and form is None:
+        return AnswerForm(_by_template(template, prompt, fields), None, bool(template.special_token_ids(tokenizer)))
+    tokens = marker_tokens(tokenizer, call_format or PLAIN).values()
+    return AnswerForm(
+        _by_format(template, prompt, fields, call_format or PLAIN, is_guaranteed=form is not None),
+        form,
+        not all(map(tokenizer.has_text, tokens)),
+    )
+
+
+def _by_template(template: AnswerTemplate, prompt: str, fields: ToolFields) -> Callable[[], Reader]:
+    tools = [tool.for_template() for tool in fields.usable_tools]
+    names = [tool.function.name for tool in fields.callable_tools]
+    return lambda: template.reader(prompt, tools, names, is_parallel=fields.may_call_several)
+
+
+def _by_format(
+    template: AnswerTemplate | None, prompt: str, fields: ToolFields, call_format: CallFormat, *, is_guaranteed: bool
+) -> Callable[[], Reader]:
+    names = [tool.function.name for tool in fields.callable_tools]
+
+    def make() -> Reader:
+        calls = CallParser(call_format, names, is_guaranteed=is_guaranteed, is_parallel=fields.may_call_several)
+        if template is None or not template.has_thoughts:
+            return calls
+        return ThoughtsFirst(template.reader(prompt, None, ()), calls)
+
+    return make

@@ -5,7 +5,7 @@ Decides nothing about grammars: `inflight.grammar` says whether a schema, a rege
 
 from dataclasses import dataclass
 
-from inflight.contracts.options import check_switch, is_text, strict_options
+from inflight.contracts.options import check_integer, check_switch, is_text, strict_options
 
 MAX_CHARACTERS = 2**18
 """The longest description that is accepted. The cost of compiling it has limits of its own."""
@@ -16,8 +16,34 @@ _KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Thoughts:
+    """What a model may write before what its output must be.
+
+    Attributes:
+        end: the text or token behind its thoughts, such as "</think>".
+        begin: the text or token before them; "": the prompt has it already.
+        otherwise: what stands in their place if the model does not think.
+        max_tokens: how many tokens they may have; then the end comes. It must begin with a token of its own.
+    """
+
+    end: str
+    begin: str = ""
+    otherwise: str = ""
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("end", "begin", "otherwise"):
+            _check_text(name, getattr(self, name))
+        if not self.end:
+            raise ValueError("end is ''; thoughts must have an end")
+        if self.max_tokens is not None:
+            check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+
+
+@strict_options
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """What the whole output of a sequence must be. Exactly one of these is given, and `exact_schema` if wanted.
+    """What the whole output of a sequence must be. Exactly one kind is given; or none, if only thoughts have limits.
 
     Attributes:
         json_schema: JSON that this JSON schema (its text) accepts.
@@ -28,6 +54,7 @@ class StructuredOutput:
         exact_schema: whether an object whose schema says nothing about `additionalProperties` may have any, as the
             standard says. By default it has only the properties that are named, as with other servers.
         grammar: text of this context-free grammar, in Lark's notation or GBNF's (`root ::= ...`).
+        thoughts: what may come before it.
     """
 
     json_schema: str | None = None
@@ -36,12 +63,15 @@ class StructuredOutput:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     exact_schema: bool = False
+    thoughts: Thoughts | None = None
 
     def __post_init__(self) -> None:
         check_switch("json_object", self.json_object)
         check_switch("exact_schema", self.exact_schema)
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        if self.thoughts is not None and not isinstance(self.thoughts, Thoughts):
+            raise ValueError(f"thoughts is {self.thoughts!r}; it must be Thoughts")
+        if len(given) != 1 and (given or self.thoughts is None):
             raise ValueError(
                 f"structured output needs exactly one of {', '.join(_KINDS)}; "
                 f"{' and '.join(given) + ' are' if given else 'none is'} given"
@@ -65,8 +95,8 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """The name of the field that is given."""
-        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+        """The name of the field that is given; "thoughts" if what follows them is free."""
+        return next((name for name in _KINDS if getattr(self, name) not in (None, False)), "thoughts")
 
     @property
     def num_characters(self) -> int:

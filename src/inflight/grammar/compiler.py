@@ -10,7 +10,7 @@ every token that the grammar allows, and a special token is never generated for 
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import cached_property
 from threading import Lock, Thread, stack_size
@@ -21,8 +21,9 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.structured_output import StructuredOutput
+from inflight.contracts.structured_output import StructuredOutput, Thoughts
 from inflight.grammar.json_schema import checked_schema
+from inflight.grammar.marks import opaque_tokens, pieces_of, written_mark
 from inflight.grammar.matcher import GrammarError, GrammarMatcher, reason
 from inflight.grammar.vocabulary import Vocabulary
 from inflight.text.tokenizer import Tokenizer
@@ -33,7 +34,8 @@ MAX_GRAMMAR_CHARACTERS = 2**16
 MAX_GBNF_CHARACTERS = 2**13  # GBNF is converted in Python, in quadratic time
 MAX_SECONDS = 3.0
 MAX_LATE = 2
-_OUTER = '%llguidance {"no_forcing": true}\nstart: @asked'
+_OPTIONS = '%llguidance {"no_forcing": true}'
+_SPACE = r"/[ \n\r\t]{0,4}/"
 
 # In the library's units: about 50,000 of fuel or 20,000 items per millisecond, and half a kilobyte per state.
 _LIMITS = LLParserLimits(
@@ -81,7 +83,7 @@ class GrammarCompiler:
             self._late = [each for each in self._late if each.is_alive()]
             if len(self._late) >= MAX_LATE:
                 raise InvalidRequestError("structured outputs that take long are being compiled; try again later")
-        made = self._in_time(lambda: _build(output, vocabulary))
+        made = self._in_time(lambda: _build(output, vocabulary, opaque_tokens(self._tokenizer)))
         with self._lock:
             self._kept[output] = made
             try:
@@ -124,8 +126,9 @@ class GrammarCompiler:
         return Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
 
 
-def _build(output: StructuredOutput, vocabulary: Vocabulary) -> GrammarMatcher:
-    grammars = [{"lark_grammar": _OUTER}, {"name": "asked", **_written(output)}]
+def _build(output: StructuredOutput, vocabulary: Vocabulary, tokens: Mapping[str, int]) -> GrammarMatcher:
+    outer = ["start: @asked"] if output.thoughts is None else _after(output.thoughts, output.kind == "thoughts", tokens)
+    grammars = [{"lark_grammar": "\n".join([_OPTIONS, *outer])}, {"name": "asked", **_written(output)}]
     inner = LLMatcher(vocabulary.table, json.dumps({"grammars": grammars}), log_level=0, limits=_LIMITS)
     if inner.is_error():
         raise _refusal(output, reason(inner))
@@ -146,8 +149,41 @@ def _settle(future: "Future[GrammarMatcher]", work: Callable[[], GrammarMatcher]
         future.set_exception(error)
 
 
+def _after(thoughts: Thoughts, is_free: bool, tokens: Mapping[str, int]) -> list[str]:
+    """Return the rules for thoughts and what follows them.
+
+    Args:
+        is_free: whether what follows is any text; then it must not begin as thoughts do.
+        tokens: the ids of marks that are single tokens to grammars.
+
+    Raises `InvalidRequestError` if the thoughts cannot be limited.
+    """
+    first = pieces_of(thoughts.end, tokens)[0]
+    begin, end = written_mark(thoughts.begin, tokens), written_mark(thoughts.end, tokens)
+    limit = "" if thoughts.max_tokens is None else f"[max_tokens={thoughts.max_tokens}]"
+    rules = [f"thoughts: {f'SPACE {begin}' if begin else ''} text {end} SPACE", f"SPACE: {_SPACE}"]
+    if isinstance(first, int):
+        rules += [f"text{limit}: TEXT" if limit else f"text: (TEXT | <[^{first}]>)*", r"TEXT: /(.|\n)*/"]
+    elif limit:
+        raise InvalidRequestError(
+            f"thoughts cannot have at most {thoughts.max_tokens} tokens: {thoughts.end!r} does not begin with a token "
+            "of its own"
+        )
+    else:
+        rules = [f"thoughts: {f'SPACE {begin}' if begin else ''} ended SPACE", f"SPACE: {_SPACE}"]
+        rules += [f"ended[lazy]: TEXT {end}", r"TEXT: /(.|\n)*/"]
+    if not begin:
+        return ["start: thoughts @asked", *rules]
+    begun = pieces_of(thoughts.begin, tokens)[0]
+    if not is_free or not isinstance(begun, int):
+        return [f"start: thoughts @asked | {written_mark(thoughts.otherwise, tokens)} @asked", *rules]
+    return [f"start: thoughts @asked | (OTHER | <[^{begun}]>) @asked |", r"OTHER: /\s*[^\s](.|\n)*/", *rules]
+
+
 def _written(output: StructuredOutput) -> dict[str, Any]:
     """Return the structured output as a grammar of the library."""
+    if output.kind == "thoughts":
+        return {"lark_grammar": "start: (TEXT | <[*]>)*\nTEXT: /(.|\\n)*/"}
     if output.json_schema is not None:
         return {"json_schema": checked_schema(output.json_schema, is_exact=output.exact_schema)}
     if output.json_object:

@@ -78,7 +78,7 @@ class Constraints:
         if not self._model_info.eos_token_ids:
             raise InvalidRequestError("structured output ends with an EOS token, and this model has none")
         for name in ("ignore_eos", "min_tokens", "stop", "stop_token_ids", "bad_words"):
-            if getattr(params, name):
+            if getattr(params, name) and output.kind != "thoughts":
                 raise InvalidRequestError(
                     f"{name} is {getattr(params, name)!r}; it cannot be combined with structured output, which ends "
                     "only where its grammar ends"

@@ -9,15 +9,18 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 from transformers.utils.chat_parsing import response_templates as hf
 
+from inflight.contracts.structured_output import Thoughts
 from inflight.server.answers.call_format import new_call_id
-from inflight.server.answers.families import ResponseTemplate, family_of
+from inflight.server.answers.families import Family, ResponseTemplate, family_of
 from inflight.server.answers.template_reader import ReadCall, TemplateReader
+from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -33,15 +36,15 @@ class AnswerTemplate:
 
     Args:
         template: see `transformers.utils.chat_parsing`.
-        call_id_length: letters and digits of a call's id; None: ids in OpenAI's form.
+        family: the family that it was taken from, or whose chat template it comes with.
 
     Raises:
         ValueError: it is not one.
     """
 
-    def __init__(self, template: ResponseTemplate, call_id_length: int | None = None) -> None:
+    def __init__(self, template: ResponseTemplate, family: Family | None = None) -> None:
         self._template = dict(template)
-        self._call_id_length = call_id_length
+        self._family = family
         self._exact = hf.load_response_template(self._template)
         self._lax = hf.load_response_template(_as_texts(self._template))
         self._without_calls = hf.load_response_template(_as_texts(self._template, without=CALLS))
@@ -97,7 +100,7 @@ class AnswerTemplate:
             joins={name: field.join for name, field in self._exact.fields.items() if field.join},
             is_whole_when_open=not self.has_calls or self._exact.fields[CALLS].content == "json",
             read_calls=read,
-            new_call_id=lambda: new_call_id(self._call_id_length),
+            new_call_id=lambda: new_call_id(None if self._family is None else self._family.call_id_length),
             is_parallel=is_parallel,
         )
 
@@ -108,13 +111,50 @@ class AnswerTemplate:
         closed = [event for event in parser.initial_events if event["type"] == "region_close"]
         return len(opened) > len(closed) and opened[-1] in THOUGHTS
 
-    def empty_thought(self, prompt: str) -> str | None:
-        """What to put behind a prompt so that the model does not think; None: that is not known."""
+    def thoughts_first(self, prompt: str, max_tokens: int | None = None) -> Thoughts | None:
+        """What may come before that which a grammar asks for; None: nothing.
+
+        Args:
+            prompt: the text that the answer continues.
+            max_tokens: how many tokens a thought may have.
+        """
+        if not self.has_thoughts or (marks := self._marks) is None:
+            return None
+        if self.begins_with_a_thought(prompt):
+            return replace(marks, begin="", max_tokens=max_tokens)
+        if marks.end in self._begun(prompt):  # it has thought, or is not to
+            return None
+        return replace(marks, max_tokens=max_tokens)
+
+    @property
+    def content_begin(self) -> str:
+        """The mark before content. Raises `ApiError` if there is one that is not known."""
+        content = self._exact.fields.get("content")
+        if content is None or content.open_re is None:
+            return ""
+        if self._family is not None and self._family.content_begin:
+            return self._family.content_begin
+        if content.open_literals:
+            return str(content.open_literals[0])
+        message = "it is not known how this model begins its answer, so no form of it can be enforced"
+        raise ApiError(400, message, code="unsupported_value")
+
+    @property
+    def _marks(self) -> Thoughts | None:
+        """The marks around a thought; None: they are patterns."""
+        if self._family is not None and self._family.thoughts is not None:
+            return self._family.thoughts
         field = next(field for name, field in self._exact.fields.items() if name in THOUGHTS)
         if not field.open_literals or not field.close_literals:
             return None
-        begin = "" if self.begins_with_a_thought(prompt) else f"{field.open_literals[0]}\n"
-        return f"{begin}\n{field.close_literals[0]}\n\n"
+        return Thoughts(begin=field.open_literals[0], end=field.close_literals[0])
+
+    def empty_thought(self, prompt: str) -> str | None:
+        """What to put behind a prompt so that the model does not think; None: that is not known."""
+        if (marks := self._marks) is None or self.content_begin:
+            return None
+        begin = "" if self.begins_with_a_thought(prompt) else f"{marks.begin}\n"
+        return f"{begin}\n{marks.end}\n\n"
 
     def _begun(self, prompt: str) -> str:
         """The part of the answer that the prompt has already. Where answers begin is not known of all families; then it
@@ -139,9 +179,8 @@ def answer_template_of(tokenizer: Tokenizer, chat_template: str) -> AnswerTempla
     """
     own = getattr(tokenizer.inner, "response_template", None)
     if own is not None and chat_template == chat_template_of(tokenizer):
-        return _own_template(_Held(own))
-    family = family_of(chat_template)
-    return None if family is None else _template_of_family(family.name, chat_template)
+        return _own_template(_Held(own), chat_template)
+    return _template_of_family(chat_template)
 
 
 def chat_template_of(tokenizer: Tokenizer) -> str:
@@ -166,22 +205,22 @@ class _Held:
 
 
 @lru_cache(maxsize=8)
-def _own_template(held: _Held) -> AnswerTemplate | None:
+def _own_template(held: _Held, chat_template: str) -> AnswerTemplate | None:
     try:
-        return AnswerTemplate(held.template)
+        return AnswerTemplate(held.template, family_of(chat_template))
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         logger.warning("the tokenizer's response template cannot be used, so answers are not parsed: %s", error)
         return None
 
 
 @lru_cache(maxsize=8)
-def _template_of_family(name: str, chat_template: str) -> AnswerTemplate:
-    family = family_of(chat_template)
-    assert family is not None
+def _template_of_family(chat_template: str) -> AnswerTemplate | None:
+    if (family := family_of(chat_template)) is None:
+        return None
     fields = family.template["fields"]
     if "open" in (thoughts := fields[THOUGHTS[0]]) and thoughts["open"] not in chat_template:
         fields = {field: written for field, written in fields.items() if field != THOUGHTS[0]}  # it does not think
-    return AnswerTemplate({**family.template, "fields": fields}, family.call_id_length)
+    return AnswerTemplate({**family.template, "fields": fields}, family)
 
 
 def _as_texts(template: Mapping[str, Any], without: str | None = None) -> dict[str, Any]:

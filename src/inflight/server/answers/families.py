@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from inflight.contracts.structured_output import Thoughts
+
 ResponseTemplate: TypeAlias = Mapping[str, Any]
 """See `transformers.utils.chat_parsing`."""
 
@@ -31,6 +33,8 @@ class Family:
         foreign_marks: none of these is in them.
         template: how answers are written.
         call_id_length: letters and digits of a call's id; None: ids in OpenAI's form.
+        thoughts: the marks around a thought that something else must follow; None: those of the template.
+        content_begin: the mark before content.
     """
 
     name: str
@@ -38,6 +42,8 @@ class Family:
     template: ResponseTemplate
     foreign_marks: Sequence[str] = ()
     call_id_length: int | None = None
+    thoughts: Thoughts | None = None
+    content_begin: str = ""
 
     def has(self, chat_template: str) -> bool:
         """Whether this chat template (Jinja) is one of the family's."""
@@ -80,6 +86,8 @@ HARMONY = Family(
             },
         },
     },
+    thoughts=Thoughts(begin="<|channel|>analysis<|message|>", end="<|end|><|start|>assistant"),
+    content_begin="<|channel|>final<|message|>",
 )
 
 GEMMA4 = Family(

@@ -81,7 +81,7 @@ class _PreparedMessage:
 
 def _prepare(body: MessagesRequest, service: Service, info: ModelInfo) -> _PreparedMessage:
     text, token_ids = service.written(body.for_template(), info, "messages", body.wanted_thinking)
-    form = service.answer_form(body.tool_fields, body.structured_output, text)
+    form = service.answer_form(body.tool_fields, body.structured_output, text, body.wanted_thinking)
     options = {} if form is None else form.sampling_options
     params = body.sampling_params(service.llm.get_default_sampling_params(), **options)
     prompt = service.fitted(token_ids, info, "messages")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, Tag, with_config
 from typing_extensions import TypedDict
 
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.params import MAX_COUNT, SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, TextPart, text_of
 from inflight.server.openai.sampling_fields import MAX_STOP_STRINGS
@@ -225,13 +225,12 @@ class ThinkingConfig(StrictModel):
 
     Attributes:
         type: "adaptive" and "between_tools": as the chat template has it.
+        budget_tokens: how many tokens a thought may have.
         display: "omitted": blocks of thoughts are empty.
     """
 
-    NOT_SUPPORTED: ClassVar = {"budget_tokens": ()}
-    IGNORED: ClassVar = {"budget_tokens"}
-
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -274,7 +273,10 @@ class CountRequest(StrictModel):
         kind = None if self.thinking is None else self.thinking.type
         is_wanted = {"enabled": True, "disabled": False}.get(kind or "")
         effort = None if self.output_config is None else self.output_config.effort
-        return AS_THE_MODEL_WANTS if is_wanted is None and effort is None else Thinking(is_wanted, effort, "thinking")
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if is_wanted is None and effort is None:
+            return AS_THE_MODEL_WANTS
+        return Thinking(is_wanted, effort, budget, "thinking")
 
     @property
     def tool_fields(self) -> ToolFields:

@@ -79,7 +79,7 @@ class _PreparedChat:
 def _prepare(body: ChatRequest, service: Service, info: ModelInfo) -> _PreparedChat:
     body.check(service.settings)
     text, token_ids = service.written(body.for_template(service.settings), info, "messages", body.thinking)
-    form = service.answer_form(body, body.structured_output, text, body.chat_template)
+    form = service.answer_form(body, body.structured_output, text, body.thinking, body.chat_template)
     params = body.sampling_params(
         service.llm.get_default_sampling_params(),
         service.settings,

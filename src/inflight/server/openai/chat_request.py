@@ -8,9 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from inflight.contracts.params import MAX_COUNT
 from inflight.server.openai.sampling_fields import IGNORED, NOT_SUPPORTED_YET, SamplingFields
 from inflight.server.serving.settings import ServerSettings
-from inflight.server.serving.thinking import MAX_EFFORT, Thinking, thinking_of_effort
+from inflight.server.serving.thinking import MAX_EFFORT, Thinking, thinking_of_effort, with_budget
 from inflight.server.tools.fields import ToolFields
 from inflight.server.tools.in_templates import call_for_template, with_names
 from inflight.server.wire.api_errors import ApiError
@@ -187,6 +188,7 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
         max_completion_tokens, max_tokens: two names for one limit; if both are given, the first counts. Null: until a
             stop or the end of the context.
         reasoning_effort: how much the model is to think, if its chat template can tell it; "none": not at all.
+        thinking_token_budget: how many tokens a thought may have; 0: the model is not to think.
         include_reasoning: whether the answer has what the model thought; null: yes.
     """
 
@@ -221,12 +223,16 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
     max_completion_tokens: int | None = None
     prediction: Prediction | None = None
     reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     include_reasoning: bool | None = None
 
     @property
     def thinking(self) -> Thinking:
         """What the request says about thoughts."""
-        return thinking_of_effort(self.reasoning_effort, "reasoning_effort")
+        thinking = thinking_of_effort(self.reasoning_effort, "reasoning_effort")
+        if self.thinking_token_budget is None:
+            return thinking
+        return with_budget(thinking, self.thinking_token_budget, "thinking_token_budget")
 
     @property
     def predicted_text(self) -> str | None:

@@ -107,7 +107,7 @@ def _prepare(body: ResponsesRequest, earlier: Chat, service: Service, info: Mode
     body.check(service.settings)
     chat = (*earlier, *body.messages)
     text, token_ids = _prompt(body, chat, service, info)
-    form = service.answer_form(body.tool_fields, body.structured_output, text)
+    form = service.answer_form(body.tool_fields, body.structured_output, text, body.thinking)
     options = {} if form is None else form.sampling_options
     params = body.sampling_params(service.llm.get_default_sampling_params(), **options)
     response_id = f"resp_{uuid.uuid4().hex}"

@@ -5,7 +5,7 @@ chose, or that is all that is known; and by that of a grammar, where one guarant
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from inflight.contracts.structured_output import StructuredOutput
@@ -14,6 +14,7 @@ from inflight.server.answers.call_format import CALL_FORMATS, PLAIN, CallFormat,
 from inflight.server.answers.call_parser import CallParser
 from inflight.server.answers.pieces import Reader
 from inflight.server.answers.thoughts_first import ThoughtsFirst
+from inflight.server.serving.thinking import AS_THE_MODEL_WANTS, Thinking
 from inflight.server.tools.fields import ToolFields
 from inflight.server.tools.tool_use import check_free_choice, form_of_calls, marker_tokens
 from inflight.text.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ def answer_form(
     prompt: str,
     chat_template: str | None = None,
     parser_name: str | None = None,
+    thinking: Thinking = AS_THE_MODEL_WANTS,
 ) -> AnswerForm | None:
     """Return what a request with these fields needs; None if its text is content as it is.
 
@@ -55,6 +57,7 @@ def answer_form(
         prompt: the chat as text.
         chat_template: the request's own, instead of the tokenizer's.
         parser_name: the notation of calls that the operator chose, one of `CALL_FORMATS`.
+        thinking: limits the model's thoughts.
 
     Raises:
         ApiError: this model cannot do it, or a schema is invalid.
@@ -67,7 +70,9 @@ def answer_form(
         if template is None or not template.has_thoughts:
             return None
         return AnswerForm(
-            lambda: template.reader(prompt, None, ()), content, bool(template.special_token_ids(tokenizer))
+            lambda: template.reader(prompt, None, ()),
+            _after_thoughts(content, template, prompt, thinking, template.content_begin if content else ""),
+            bool(template.special_token_ids(tokenizer)),
         )
     call_format = format_of_template(written) if parser_name is None else CALL_FORMATS[parser_name]
     reads_calls = parser_name is None and template is not None and template.has_calls
@@ -75,13 +80,35 @@ def answer_form(
         check_free_choice(written, is_known=reads_calls or call_format is not None)
     form = form_of_calls(fields, content, call_format or PLAIN, tokenizer)
     if template is not None and reads_calls and form is None:
-        return AnswerForm(_by_template(template, prompt, fields), None, bool(template.special_token_ids(tokenizer)))
+        return AnswerForm(
+            _by_template(template, prompt, fields),
+            _after_thoughts(None, template, prompt, thinking),
+            bool(template.special_token_ids(tokenizer)),
+        )
     tokens = marker_tokens(tokenizer, call_format or PLAIN).values()
     return AnswerForm(
         _by_format(template, prompt, fields, call_format or PLAIN, is_guaranteed=form is not None),
-        form,
+        form if template is None else _after_thoughts(form, template, prompt, thinking),
         not all(map(tokenizer.has_text, tokens)),
     )
+
+
+def _after_thoughts(
+    form: StructuredOutput | None, template: AnswerTemplate, prompt: str, thinking: Thinking, mark: str = ""
+) -> StructuredOutput | None:
+    """Return a form to which the model keeps after it has thought; None: free text, and thoughts of any length.
+
+    Args:
+        mark: what must stand before the text of this form.
+    """
+    if form is None and thinking.most_tokens is None:
+        return None
+    thoughts = template.thoughts_first(prompt, thinking.most_tokens)
+    if thoughts is not None and mark:
+        thoughts = replace(thoughts, end=thoughts.end + mark, otherwise=mark)
+    if form is not None:
+        return replace(form, thoughts=thoughts)
+    return None if thoughts is None else StructuredOutput(thoughts=thoughts)
 
 
 def _by_template(template: AnswerTemplate, prompt: str, fields: ToolFields) -> Callable[[], Reader]:

@@ -80,11 +80,16 @@ class Service:
         return self.llm.tokenizer
 
     def answer_form(
-        self, fields: ToolFields, content: StructuredOutput | None, prompt: str, chat_template: str | None = None
+        self,
+        fields: ToolFields,
+        content: StructuredOutput | None,
+        prompt: str,
+        thinking: Thinking = AS_THE_MODEL_WANTS,
+        chat_template: str | None = None,
     ) -> AnswerForm | None:
         """Return how a chat's answers are written and read; None: their text is content as it is. See `answer_form`."""
         parser_name = self.settings.tool_call_parser
-        return answer_form(fields, content, self.tokenizer, prompt, chat_template, parser_name)
+        return answer_form(fields, content, self.tokenizer, prompt, chat_template, parser_name, thinking)
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` (404) unless `name` is one of the model's names; None means any model."""

@@ -5,7 +5,7 @@ Knows no API: each has its own fields.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from inflight.server.wire.api_errors import ApiError
@@ -30,11 +30,13 @@ class Thinking:
     Attributes:
         is_wanted: whether the model is to think; None: as its chat template has it.
         effort: how much, in the model's own words, such as "low"; None: as its chat template has it.
+        most_tokens: how many tokens a thought may have, where its marks are known; None: any number.
         param: the request's field, for error messages.
     """
 
     is_wanted: bool | None = None
     effort: str | None = None
+    most_tokens: int | None = None
     param: str = "reasoning_effort"
 
     def variables(self, chat_template: str) -> Mapping[str, Any]:
@@ -67,3 +69,10 @@ def thinking_of_effort(effort: str | None, param: str) -> Thinking:
     if effort is None:
         return AS_THE_MODEL_WANTS
     return Thinking(is_wanted=effort != "none", effort=effort, param=param)
+
+
+def with_budget(thinking: Thinking, num_tokens: int, param: str) -> Thinking:
+    """Return the same with a limit of the tokens of a thought; without any, the model is not to think."""
+    if num_tokens:
+        return replace(thinking, most_tokens=num_tokens)
+    return Thinking(is_wanted=False, param=param)

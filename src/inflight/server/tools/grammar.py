@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
+from inflight.grammar.marks import quoted, written_mark
 from inflight.server.answers.call_format import CallFormat
 from inflight.server.answers.call_parser import head_of
 
@@ -54,7 +55,7 @@ def calls_grammar(
     Raises ValueError if the grammar is too large.
     """
     # A model that may omit the marker is never forced to write it.
-    begin = "" if call_format.is_begin_optional else _marker(call_format.begin, tokens)
+    begin = "" if call_format.is_begin_optional else written_mark(call_format.begin, tokens)
     group = f"{begin} calls"
     is_repeated = is_parallel and call_format.between_objects is None and not call_format.is_begin_optional
     groups = f'{group} ("\\n" {group})*' if is_repeated else group
@@ -89,31 +90,18 @@ def _calls(
     """Return the rules for what follows a marker."""
     calls = "call"
     if is_parallel and call_format.between_objects is not None:
-        calls = f"call ({_quoted(call_format.between_objects)} call)*"
-    end = _marker(call_format.end, tokens)
+        calls = f"call ({quoted(call_format.between_objects)} call)*"
+    end = written_mark(call_format.end, tokens)
     rules = [
-        f"calls: {_quoted(call_format.opening)} {calls} {_quoted(call_format.closing)} {end}",
+        f"calls: {quoted(call_format.opening)} {calls} {quoted(call_format.closing)} {end}",
         f"call: {' | '.join(f'call_{number}' for number in range(len(schemas)))}",
     ]
     for number, (name, schema) in enumerate(schemas.items()):
-        rules.append(f'call_{number}: {_quoted(head_of(call_format, name))} arguments_{number} "}}"')
+        rules.append(f'call_{number}: {quoted(head_of(call_format, name))} arguments_{number} "}}"')
         rules.append(f"arguments_{number}: {_json(schema)}")
     return rules
 
 
-def _marker(marker: str, tokens: Mapping[str, int]) -> str:
-    return f"<[{tokens[marker]}]>" if marker in tokens else _quoted(marker)
-
-
 def _json(schema: Schema) -> str:
-    return f"%json {_written(schema)}"
-
-
-def _quoted(text: str) -> str:
-    """Return a string in the grammar's notation, which is JSON's; an empty string becomes nothing."""
-    return _written(text) if text else ""
-
-
-def _written(value: Any) -> str:
     # "::=" would be taken to mean that the grammar is in another notation.
-    return json.dumps(value, ensure_ascii=False).replace("::=", ":\\u003a=")
+    return "%json " + json.dumps(schema, ensure_ascii=False).replace("::=", ":\\u003a=")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
+from inflight.grammar.marks import opaque_tokens
 from inflight.server.answers.call_format import CallFormat
 from inflight.server.tools.fields import Tool, ToolFields
 from inflight.server.tools.grammar import Schema, any_object, calls_grammar, schema_of
@@ -41,11 +42,6 @@ def marker_tokens(tokenizer: Tokenizer, call_format: CallFormat) -> Mapping[str,
     }
 
 
-def _is_opaque(marker: str, token_id: int, tokenizer: Tokenizer) -> bool:
-    """Whether grammars treat the token as one without text: special tokens, and all that look like `<this>`."""
-    return not tokenizer.has_text(token_id) or (marker.startswith("<") and marker.endswith(">"))
-
-
 def form_of_calls(
     fields: ToolFields, content: StructuredOutput | None, call_format: CallFormat, tokenizer: Tokenizer
 ) -> StructuredOutput | None:
@@ -64,11 +60,7 @@ def form_of_calls(
     content_schema = None
     if content is not None and not fields.is_call_required:  # otherwise there is no content
         content_schema = _schema_of_content(content)
-    tokens = {
-        marker: token_id
-        for marker, token_id in marker_tokens(tokenizer, call_format).items()
-        if _is_opaque(marker, token_id, tokenizer)
-    }
+    tokens = opaque_tokens(tokenizer)
     schemas = {tool.function.name: _schema(tool, fields.is_call_required) for tool in tools}
     try:
         return calls_grammar(

@@ -19,16 +19,21 @@ class GrammarError(RuntimeError):
 
 
 class GrammarMatcher:
-    """Follows one sequence's output through its grammar. Not thread-safe."""
+    """Follows one sequence's output through its grammar. Not thread-safe.
 
-    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher) -> None:
+    Args:
+        has_limits: whether the grammar limits tokens. At such a limit the library cannot say what is forced, and fails.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, *, has_limits: bool = False) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
+        self._has_limits = has_limits
         self._is_ended = False  # by EOS, which is hidden from the library
 
     def clone(self) -> Self:
         """Return a matcher in the same state, for another sequence."""
-        twin = type(self)(self._vocabulary, self._matcher.deep_copy())
+        twin = type(self)(self._vocabulary, self._matcher.deep_copy(), has_limits=self._has_limits)
         twin._is_ended = self._is_ended
         return twin
 
@@ -53,9 +58,12 @@ class GrammarMatcher:
     def forced(self) -> list[int]:
         """The text that must come next, if there is only one, in tokens as a tokenizer divides it; nothing advances.
         Other tokens that spell the same text are allowed, too."""
-        if self._is_ended or self._matcher.is_stopped() or not self._matcher.compute_ff_bytes():
+        if self._is_ended or self._matcher.is_stopped():
             return []
-        return list(takewhile(self._vocabulary.has, self._matcher.compute_ff_tokens()))
+        matcher = self._matcher.deep_copy() if self._has_limits else self._matcher
+        if not matcher.compute_ff_bytes():
+            return []
+        return list(takewhile(self._vocabulary.has, matcher.compute_ff_tokens()))
 
     @property
     def may_stop(self) -> bool:

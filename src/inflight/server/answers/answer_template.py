@@ -107,9 +107,8 @@ class AnswerTemplate:
     def begins_with_a_thought(self, prompt: str) -> bool:
         """Whether a prompt ends within a thought."""
         parser = ResponseParser(self._without_calls, prefix=self._begun(prompt))
-        opened = [event["field"] for event in parser.initial_events if event["type"] == "region_open"]
-        closed = [event for event in parser.initial_events if event["type"] == "region_close"]
-        return len(opened) > len(closed) and opened[-1] in THOUGHTS
+        events = [*parser.initial_events, *parser.feed("x")]  # where a next letter would belong
+        return bool(events) and events[-1]["type"] == "region_chunk" and events[-1]["field"] in THOUGHTS
 
     def thoughts_first(self, prompt: str, max_tokens: int | None = None) -> Thoughts | None:
         """What may come before that which a grammar asks for; None: nothing.

@@ -85,7 +85,9 @@ def answer_form(
             _after_thoughts(None, template, prompt, thinking),
             bool(template.special_token_ids(tokenizer)),
         )
-    tokens = marker_tokens(tokenizer, call_format or PLAIN).values()
+    tokens = {*marker_tokens(tokenizer, call_format or PLAIN).values()}
+    if template is not None:
+        tokens |= template.special_token_ids(tokenizer)
     return AnswerForm(
         _by_format(template, prompt, fields, call_format or PLAIN, is_guaranteed=form is not None),
         form if template is None else _after_thoughts(form, template, prompt, thinking),

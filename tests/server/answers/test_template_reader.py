@@ -1,0 +1,347 @@
+"""Answers in the notations that families of models publish are divided into thoughts, content and calls.
+
+The texts are written after the families' own documents and chat templates. However a text is cut, the pieces are the
+same.
+"""
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.utils.chat_parsing import parse_response
+
+from inflight.server.answers import families
+from inflight.server.answers.answer_template import AnswerTemplate, answer_template_of
+from inflight.server.answers.families import Family, family_of
+from inflight.server.answers.pieces import CallDelta, Piece, Thought
+from inflight.text.tokenizer import Tokenizer
+from tests.text.tokenizers_for_tests import byte_level
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "exact": {"type": "boolean"}},
+            },
+        },
+    }
+    for name in ("get_weather", "get-time.v2")
+]
+NAMES = ["get_weather", "get-time.v2"]
+Call = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An answer and what is in it: thoughts, contents and calls in order; a call is its name and its arguments."""
+
+    family: Family
+    prompt: str
+    text: str
+    parts: tuple[Any, ...]
+
+
+T = Thought
+PARIS, ROME = ("get_weather", {"city": "Paris", "days": 2}), ("get_weather", {"city": "Rome"})
+RECORDED = {
+    "gpt-oss: a call": Recorded(
+        families.HARMONY,
+        "<|start|>user<|message|>Weather?<|end|><|start|>assistant",
+        "<|channel|>analysis<|message|>Need to use function get_weather.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city":"Paris","days":2}',
+        (T("Need to use function get_weather."), PARIS),
+    ),
+    "gpt-oss: the recipient before the channel": Recorded(
+        families.HARMONY,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>A.<|end|><|start|>assistant to=functions.get-time.v2<|channel|>commentary json"
+        '<|message|>{"city":"Rome"}<|call|>',
+        (T("A."), ("get-time.v2", {"city": "Rome"})),
+    ),
+    "gpt-oss: a preamble, and a thought in two parts": Recorded(
+        families.HARMONY,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>First.<|end|><|start|>assistant<|channel|>analysis<|message|>Second.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>**Plan**: look it up.<|end|><|start|>assistant<|channel|>"
+        'commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>',
+        (T("First.\n\nSecond."), "**Plan**: look it up.", ROME),
+    ),
+    "gpt-oss: an answer in JSON": Recorded(
+        families.HARMONY,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>"
+        '{"a": 1}',
+        (T("Hm."), '{"a": 1}'),
+    ),
+    "gemma 4": Recorded(
+        families.GEMMA4,
+        "<bos><|turn>user\nWeather?<turn|>\n<|turn>model\n",
+        '<|channel>thought\nLet me\nsee.<channel|>Sure.<|tool_call>call:get_weather{city:<|"|>Pa"ris: {x}<|"|>,days:2}'
+        "<tool_call|>",
+        (T("Let me\nsee."), "Sure.", ("get_weather", {"city": 'Pa"ris: {x}', "days": 2})),
+    ),
+    "gemma 4: behind a tool's result": Recorded(
+        families.GEMMA4,
+        "<|turn>model\n<|tool_call>call:f{}<tool_call|><|tool_response>response:f{value:3}<tool_response|>",
+        "It is 3.",
+        ("It is 3.",),
+    ),
+    "deepseek-r1": Recorded(
+        families.DEEPSEEK,
+        "<｜begin▁of▁sentence｜><｜User｜>Weather?<｜Assistant｜><think>\n",
+        "They want the weather.\n</think>\n\nOne moment.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function"
+        '<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris", "days": 2}\n```<｜tool▁call▁end｜>\n'
+        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": "Rome"}\n```<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        (T("They want the weather."), "One moment.", PARIS, ROME),
+    ),
+    "deepseek-v3.1": Recorded(
+        families.DEEPSEEK,
+        "<｜User｜>Weather?<｜Assistant｜></think>",
+        'One moment.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Rome"}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("One moment.", ROME),
+    ),
+    "qwen3": Recorded(
+        families.HERMES,
+        "<|im_start|>system\nCall <tool_call>{}</tool_call><|im_end|>\n<|im_start|>user\nWeather?<|im_end|>\n"
+        "<|im_start|>assistant\n",
+        '<think>\nParis, "then" Rome.\n\nYes.\n</think>\n\nSure.\n<tool_call>\n{"name": "get_weather", "arguments": '
+        '{"city": "Paris", "days": 2}}\n</tool_call>\n<tool_call>\n{"name": "get_weather", "arguments": '
+        '{"city": "Rome"}}\n</tool_call>',
+        (T('Paris, "then" Rome.\n\nYes.'), "Sure.", PARIS, ROME),
+    ),
+    "qwen3: not thinking": Recorded(
+        families.HERMES,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        "Two\n\nparagraphs, <b>.",
+        ("Two\n\nparagraphs, <b>.",),
+    ),
+    "qwen3: the prompt has begun the thought": Recorded(
+        families.HERMES,
+        "<|im_start|>assistant\n<think>\n",
+        "Hm.\n</think>\n\nHello.",
+        (T("Hm."), "Hello."),
+    ),
+    "qwen3: cut off in a thought": Recorded(
+        families.HERMES, "<|im_start|>assistant\n", "<think>\nHm, I", (T("Hm, I"),)
+    ),
+    "hermes 2 pro": Recorded(
+        families.HERMES,
+        "<|im_start|>assistant\n",
+        '<tool_call>\n{"arguments": {"city": "Rome"}, "name": "get_weather"}\n</tool_call>',
+        (ROME,),
+    ),
+    "hermes: calls that cannot be made are content": Recorded(
+        families.HERMES,
+        "<|im_start|>assistant\n",
+        'Use <tool_call> {"name": "other", "arguments": {}} </tool_call> or\n<tool_call>no JSON</tool_call>\nor '
+        '<tool_call>{"name": "get_weather", "arguments": [1]}</tool_call> or <tool_call>{"name": "get_w',
+        (
+            'Use <tool_call> {"name": "other", "arguments": {}} </tool_call> or\n<tool_call>no JSON</tool_call>\nor '
+            '<tool_call>{"name": "get_weather", "arguments": [1]}</tool_call> or <tool_call>{"name": "get_w',
+        ),
+    ),
+    "qwen3-coder": Recorded(
+        families.QWEN_XML,
+        "<|im_start|>assistant\n",
+        "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n  x\n</parameter>\n<parameter=days>"
+        "\n3\n</parameter>\n<parameter=exact>\ntrue\n</parameter>\n</function>\n</tool_call>",
+        ("I look.", ("get_weather", {"city": "Paris\n  x", "days": 3, "exact": True})),
+    ),
+    "qwen3-coder: cut off": Recorded(
+        families.QWEN_XML,
+        "<|im_start|>assistant\n",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=da",
+        ("<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=da",),
+    ),
+    "qwen3.5": Recorded(
+        families.QWEN_XML,
+        "<|im_start|>assistant\n<think>\n",
+        "Hm.\n</think>\n\n<tool_call>\n<function=get-time.v2>\n</function>\n</tool_call>",
+        (T("Hm."), ("get-time.v2", {})),
+    ),
+    "glm-4.5": Recorded(
+        families.GLM,
+        "[gMASK]<sop><|user|>\nWeather?<|assistant|>",
+        "\n<think>Both.</think>\n\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>get-time.v2\n</tool_call>",
+        (T("Both."), PARIS, ("get-time.v2", {})),
+    ),
+    "mistral small 3.2": Recorded(
+        families.MISTRAL,
+        "<s>[INST]Weather?[/INST]",
+        'Sure.[TOOL_CALLS]get_weather[CALL_ID]Xc3kPq9aB[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]get_weather[ARGS]'
+        '{"city": "Rome"}',
+        ("Sure.", PARIS, ROME),
+    ),
+    "magistral": Recorded(
+        families.MISTRAL,
+        "[SYSTEM_PROMPT]Think in [THINK]draft[/THINK].[/SYSTEM_PROMPT][INST]Hi[/INST]",
+        "[THINK]A greeting.[/THINK]Hello.",
+        (T("A greeting."), "Hello."),
+    ),
+    "others that think": Recorded(
+        families.THINKING, "user: hi\nassistant: <think>\n", "Hm.</think>Hello", (T("Hm."), "Hello")
+    ),
+}
+
+
+def read(recorded: Recorded, pieces: list[str], **options: Any) -> list[Piece]:
+    reader = AnswerTemplate(recorded.family.template, recorded.family).reader(recorded.prompt, TOOLS, NAMES, **options)
+    return [piece for text in [*pieces] for piece in reader.feed(text)] + reader.finish()
+
+
+def parts_of(pieces: list[Piece]) -> tuple[Any, ...]:
+    """Pieces put together."""
+    parts: list[Any] = []
+    for piece in pieces:
+        last = parts[-1] if parts else None
+        if isinstance(piece, CallDelta):
+            if piece.name is not None:
+                parts.append([piece.name, ""])
+            parts[-1][1] += piece.arguments
+        elif isinstance(piece, Thought) and isinstance(last, Thought):
+            parts[-1] = Thought(last.text + piece.text)
+        elif isinstance(piece, str) and isinstance(last, str):
+            parts[-1] = last + piece
+        else:
+            parts.append(piece)
+    return tuple((part[0], json.loads(part[1])) if isinstance(part, list) else part for part in parts)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_answers_are_divided_however_they_are_cut(name: str) -> None:
+    recorded = RECORDED[name]
+    text = recorded.text
+    assert parts_of(read(recorded, [text])) == recorded.parts
+    for place in range(1, len(text)):
+        assert parts_of(read(recorded, [text[:place], text[place:]])) == recorded.parts, text[:place]
+    assert parts_of(read(recorded, list(text))) == recorded.parts
+
+
+@pytest.mark.parametrize("name", [name for name, each in RECORDED.items() if name != "qwen3-coder: cut off"])
+def test_the_library_reads_the_same_calls_and_thoughts(name: str) -> None:
+    recorded = RECORDED[name]
+    try:
+        message = parse_response(recorded.text, dict(recorded.family.template), prefix=recorded.prompt, tools=TOOLS)
+    except ValueError:
+        assert "cannot be made" in name
+        return
+    calls = [(each["function"]["name"], each["function"]["arguments"]) for each in message.get("tool_calls", [])]
+    assert calls == [part for part in recorded.parts if isinstance(part, tuple)]
+    thoughts = [part.text for part in recorded.parts if isinstance(part, Thought)]
+    assert (message.get("reasoning_content") or "") == "".join(thoughts)
+
+
+def test_thoughts_and_content_are_given_as_they_come() -> None:
+    recorded = RECORDED["qwen3"]
+    reader = AnswerTemplate(recorded.family.template, recorded.family).reader(recorded.prompt, TOOLS, NAMES)
+    assert reader.feed("<think>\nPar") == [Thought("Par")]
+    assert reader.feed("is") == [Thought("is")]
+    assert reader.feed("</thi") == []
+    assert reader.feed("nk>\n\nSu") == ["Su"]
+    assert reader.feed("re.\n") == ["re."]
+
+
+def test_only_the_first_call_is_reported_without_parallel_calls() -> None:
+    recorded = RECORDED["qwen3"]
+    assert parts_of(read(recorded, [recorded.text], is_parallel=False)) == recorded.parts[:-1]
+
+
+@given(st.text(alphabet=st.sampled_from(' \nab<>/|[]{}"thinkcal_'), max_size=60), st.integers(0, 60))
+def test_a_text_without_marks_is_content_as_it_is(text: str, place: int) -> None:
+    recorded = Recorded(families.HERMES, "<|im_start|>assistant\n", text, ())
+    if "<think>" in text or "<tool_call>" in text:
+        return
+    assert "".join(map(str, read(recorded, [text[:place], text[place:]]))) == text
+
+
+# ------------------------------------------------------------------------------------- which template a model has
+
+
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [
+        ("<|start|>{{ role }}<|channel|>final<|message|>", families.HARMONY),
+        ("<|turn>model <|tool_call>call:", families.GEMMA4),
+        ("<｜Assistant｜><think>\\n", families.DEEPSEEK),
+        ("<tool_call>\n<function=", families.QWEN_XML),
+        ("<tool_call>{name}\n<arg_key>", families.GLM),
+        ("<tool_call>", families.HERMES),
+        ("[TOOL_CALLS]{{ name }}[ARGS]", families.MISTRAL),
+        ("[TOOL_CALLS] [{{ call }}]", None),
+        ("{{ x.split('</think>')[-1] }}", families.THINKING),
+        ("{{ messages }}", None),
+    ],
+)
+def test_the_family_is_recognised_from_the_chat_template(template: str, family: Family | None) -> None:
+    assert family_of(template) is family
+
+
+def test_models_of_a_family_that_do_not_think_have_no_thoughts() -> None:
+    tokenizer = byte_level()
+    thinking = answer_template_of(tokenizer, "<tool_call> {{ '<think>' }}")
+    plain = answer_template_of(tokenizer, "<tool_call>")
+    assert thinking is not None
+    assert plain is not None
+    assert (thinking.has_thoughts, plain.has_thoughts) == (True, False)
+
+
+def own(template: Any) -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.inner.chat_template = "{{ messages }}"
+    tokenizer.inner.response_template = template
+    return tokenizer
+
+
+def test_the_tokenizers_own_template_counts_before_the_familys() -> None:
+    template = {
+        "start_anchor": "A:",
+        "fields": {"thinking": {"open": "((", "close": "))"}, "content": {}, "tool_calls": {"open": "!", "close": "?"}},
+    }
+    known = answer_template_of(own(template), "{{ messages }}")
+    assert known is not None
+    reader = known.reader("A:((", None, ())
+    assert parts_of([*reader.feed("hm)) yes!"), *reader.finish()]) == (Thought("hm"), "yes!")
+    assert answer_template_of(own(template), "the request's own") is None
+
+
+def test_a_template_that_cannot_be_read_is_said_and_left(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert answer_template_of(own({"fields": {"a": {"open": 3}}}), "{{ messages }}") is None
+    assert "the tokenizer's response template cannot be used" in caplog.text
+
+
+def test_marks_that_are_special_tokens_are_found() -> None:
+    tokenizer = byte_level()
+    tokenizer.inner.add_tokens(["<|channel|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.inner.add_tokens(["<think>"], special_tokens=False)
+    channel = tokenizer.inner.convert_tokens_to_ids("<|channel|>")
+    for family, token_ids in ((families.HARMONY, {channel}), (families.HERMES, set()), (families.THINKING, set())):
+        assert AnswerTemplate(family.template, family).special_token_ids(tokenizer) == token_ids
+
+
+@pytest.mark.parametrize(
+    ("family", "prompt", "is_begun", "empty"),
+    [
+        (families.HERMES, "<|im_start|>assistant\n", False, "<think>\n\n</think>\n\n"),
+        (families.HERMES, "<think> <|im_start|>assistant\n<think>\n", True, "\n</think>\n\n"),
+        (families.HERMES, "<|im_start|>assistant\n<think>\n\n</think>\n\n", False, "<think>\n\n</think>\n\n"),
+        (families.THINKING, "assistant:<think>", True, "\n</think>\n\n"),
+        (families.THINKING, "<think> assistant:", False, "<think>\n\n</think>\n\n"),
+        (families.HARMONY, "<|start|>assistant<|channel|>analysis<|message|>", True, None),
+    ],
+)
+def test_where_the_prompt_ends(family: Family, prompt: str, is_begun: bool, empty: str | None) -> None:
+    template = AnswerTemplate(family.template, family)
+    assert template.begins_with_a_thought(prompt) == is_begun
+    assert template.empty_thought(prompt) == empty

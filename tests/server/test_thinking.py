@@ -1,0 +1,355 @@
+"""Models that think, through all APIs: the `openai` and `anthropic` clients, scripted answers, and real grammars."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message, TextBlock, ThinkingBlock, ToolUseBlock
+
+from inflight import AsyncLLM
+from inflight.demo_model import DEMO_MODEL
+from tests.server.serving import HELLO, RunningServer
+from tests.server.tools.scripted import CALL, ROME, TOOLS, Weather, cut_by_chance, prompt_of, say, scripted_server
+from tests.server.tools.test_messages_tools import TOOLS as ANTHROPIC_TOOLS
+
+TEMPLATE = """{{ bos_token }}{% if tools %}{{ tools | tojson }} answer in <tool_call>{% endif %}\
+{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+"""As Qwen 3 has it."""
+ALWAYS = "{% for message in messages %}{{ message.content }}{% endfor %}<|assistant|>{{ '<think>\\n' }}"
+HARMONY = "{% for message in messages %}{{ message.content }}{% endfor %}<|channel|><|message|>{{ reasoning_effort }}"
+
+THOUGHT, ANSWER = "A fox.\nA short one, then.", "Once there was a fox."
+TEXT = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
+BEHIND_A_CALL = f"<think>\n{THOUGHT}\n</think>\n\nLet me see.\n{CALL}"
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Iterator[RunningServer]:
+    with scripted_server(TEMPLATE, trust_request_chat_template=True) as server:
+        yield server
+
+
+@pytest.fixture
+def server(thinker: RunningServer) -> Iterator[RunningServer]:
+    say(thinker)
+    yield thinker
+    thinker.check_idle()
+
+
+# ------------------------------------------------------------------------------------- chats
+
+
+def chat(server: RunningServer, **fields: Any) -> dict[str, Any]:
+    response = server.http.post("/v1/chat/completions", json={"messages": HELLO, **fields})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def streamed(server: RunningServer, **fields: Any) -> tuple[dict[str, str], str]:
+    """The deltas of a stream, joined by their names, and the finish reason."""
+    asked: dict[str, Any] = {"model": "stories", "messages": HELLO, "stream": True, **fields}
+    joined: dict[str, str] = {}
+    reason = ""
+    for chunk in server.client.chat.completions.create(**asked):
+        for choice in chunk.choices:
+            for name, value in choice.delta.model_dump().items():
+                if isinstance(value, str):
+                    joined[name] = joined.get(name, "") + value
+            reason = choice.finish_reason or reason
+    return joined, reason
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_chat_has_thoughts_under_both_names(server: RunningServer, seed: int) -> None:
+    say(server, *cut_by_chance(TEXT, seed))
+    answer = chat(server)
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["reasoning"], message["content"]) == (THOUGHT, THOUGHT, ANSWER)
+    assert server.llm.tokenizer is not None
+    num_thought_tokens = len(server.llm.tokenizer.encode(THOUGHT, add_special_tokens=False))
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_thought_tokens}
+    deltas, reason = streamed(server)
+    assert deltas == {"role": "assistant", "reasoning": THOUGHT, "reasoning_content": THOUGHT, "content": ANSWER}
+    assert reason == "stop"
+
+
+def test_the_usage_of_a_stream_counts_thoughts(server: RunningServer) -> None:
+    say(server, *cut_by_chance(TEXT, 0))
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = server.client.chat.completions.create(model="stories", messages=HELLO, **options)  # type: ignore[call-overload]
+    assert last.usage.completion_tokens_details.reasoning_tokens > 5
+
+
+def test_thoughts_can_be_left_out(server: RunningServer) -> None:
+    say(server, TEXT)
+    message = chat(server, include_reasoning=False)["choices"][0]["message"]
+    assert message == {"role": "assistant", "refusal": None, "content": ANSWER}
+    assert streamed(server, extra_body={"include_reasoning": False})[0] == {"role": "assistant", "content": ANSWER}
+
+
+def test_calls_follow_thoughts(server: RunningServer) -> None:
+    say(server, *cut_by_chance(BEHIND_A_CALL, 1))
+    choice = chat(server, tools=TOOLS)["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning_content"] == THOUGHT
+    assert choice["message"]["content"] == "Let me see."
+    (call,) = choice["message"]["tool_calls"]
+    assert Weather.model_validate_json(call["function"]["arguments"]) == ROME
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_the_chat_template_gets_earlier_thoughts(server: RunningServer, name: str) -> None:
+    say(server, ANSWER)
+    chat(server, messages=[*HELLO, {"role": "assistant", "content": "Once.", name: "Hm."}, *HELLO])
+    assert "<think>\nHm.\n</think>\n\nOnce.<|im_end|>" in prompt_of(server)
+
+
+NOT_THINKING = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({}, "assistant\n"),
+        ({"reasoning_effort": "high"}, "assistant\n"),
+        ({"reasoning_effort": "none"}, NOT_THINKING),
+        ({"thinking_token_budget": 0}, NOT_THINKING),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, NOT_THINKING),
+        ({"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "none"}, "assistant\n"),
+        ({"chat_template": ALWAYS, "reasoning_effort": "low"}, "<think>\n"),
+        ({"chat_template": ALWAYS, "reasoning_effort": "none"}, "<think>\n\n</think>\n\n"),
+        ({"chat_template": HARMONY, "reasoning_effort": "low"}, "<|message|>low"),
+        ({"chat_template": "{{ 'x' }}", "reasoning_effort": "none"}, "x"),
+    ],
+)
+def test_the_model_is_told_whether_to_think(server: RunningServer, fields: dict[str, Any], end: str) -> None:
+    say(server, ANSWER)
+    chat(server, **fields)
+    assert prompt_of(server).endswith(end)
+
+
+def test_a_model_that_cannot_be_told_not_to_think_is_said_to_be_one(server: RunningServer) -> None:
+    body = {"messages": HELLO, "chat_template": HARMONY, "reasoning_effort": "none"}
+    response = server.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert "there is no way to tell it" in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "reasoning_effort"
+
+
+# ------------------------------------------------------------------------------------- messages
+
+
+def messages(server: RunningServer, **fields: Any) -> tuple[Message, Message]:
+    """The whole answer, and the answer that the client assembles from a stream."""
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    asked: dict[str, Any] = {"model": "stories", "messages": HELLO, "max_tokens": 300, **fields}
+    with client.messages.stream(**asked) as stream:
+        return client.messages.create(**asked), stream.get_final_message()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_messages_have_blocks_of_thoughts(server: RunningServer, seed: int) -> None:
+    say(server, *cut_by_chance(BEHIND_A_CALL, seed))
+    for answer in messages(server, thinking={"type": "adaptive"}, tools=ANTHROPIC_TOOLS):
+        thought, text, call = answer.content
+        assert isinstance(thought, ThinkingBlock)
+        assert (thought.thinking, bool(thought.signature)) == (THOUGHT, True)
+        assert isinstance(text, TextBlock)
+        assert text.text == "Let me see."
+        assert isinstance(call, ToolUseBlock)
+        assert answer.stop_reason == "tool_use"
+        assert answer.usage.output_tokens_details is not None
+        assert answer.usage.output_tokens_details.thinking_tokens > 5
+
+
+def test_thoughts_may_be_omitted_from_messages(server: RunningServer) -> None:
+    say(server, *cut_by_chance(TEXT, 4))
+    for answer in messages(server, thinking={"type": "adaptive", "display": "omitted"}):
+        thought, text = answer.content
+        assert isinstance(thought, ThinkingBlock)
+        assert thought.thinking == ""
+        assert isinstance(text, TextBlock)
+        assert text.text == ANSWER
+
+
+def test_an_answer_that_is_cut_off_in_a_thought_has_a_text(server: RunningServer) -> None:
+    say(server, "<think>\nHm")
+    for answer in messages(server):
+        assert [block.type for block in answer.content] == ["thinking", "text"]
+
+
+def test_the_chat_template_gets_thoughts_of_earlier_turns(server: RunningServer) -> None:
+    say(server, ANSWER)
+    turns = [
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": "x"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "Once."}, {"type": "redacted_thinking", "data": "y"}],
+        },
+    ]
+    messages(server, messages=[*HELLO, *turns, *HELLO])
+    assert "<|im_start|>assistant\n<think>\nHm.\n</think>\n\nOnce.<|im_end|>" in prompt_of(server)
+
+
+def test_messages_tell_the_model_not_to_think(server: RunningServer) -> None:
+    say(server, ANSWER)
+    messages(server, thinking={"type": "disabled"})
+    assert prompt_of(server).endswith(NOT_THINKING)
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    counted = [
+        client.messages.count_tokens(model="stories", messages=HELLO, thinking={"type": kind}).input_tokens  # type: ignore[arg-type,misc,typeddict-item]
+        for kind in ("disabled", "adaptive")
+    ]
+    assert counted[0] > counted[1]
+
+
+# ------------------------------------------------------------------------------------- responses
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_responses_have_reasoning_items(server: RunningServer, seed: int) -> None:
+    say(server, *cut_by_chance(TEXT, seed))
+    asked: dict[str, Any] = {"model": "stories", "input": "A story, please."}
+    with server.client.responses.stream(**asked) as stream:
+        events = list(stream)
+        final: Any = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == THOUGHT
+    assert len(deltas) > 1
+    for answer in (server.client.responses.create(**asked), final):
+        thought, message = answer.output
+        assert (thought.type, thought.status, thought.content[0].text) == ("reasoning", "completed", THOUGHT)
+        assert message.type == "message"
+        assert answer.output_text == ANSWER
+        assert answer.usage.output_tokens_details.reasoning_tokens > 5
+
+
+def test_a_response_is_continued_with_its_thoughts(server: RunningServer) -> None:
+    say(server, BEHIND_A_CALL)
+    tools: Any = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]
+    first = server.client.responses.create(model="stories", input="Warm?", tools=tools)
+    say(server, ANSWER)
+    call = first.output[-1]
+    assert call.type == "function_call"
+    result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "yes"}]
+    expected = f"<think>\n{THOUGHT}\n</think>\n\nLet me see.Weather<|im_end|>"
+    server.client.responses.create(model="stories", input=result, previous_response_id=first.id, tools=tools)
+    assert expected in prompt_of(server)
+    items: Any = [{"role": "user", "content": "Warm?"}, *(item.to_dict() for item in first.output), *result]
+    server.client.responses.create(model="stories", input=items, tools=tools)
+    assert expected in prompt_of(server)
+
+
+def test_responses_tell_the_model_not_to_think(server: RunningServer) -> None:
+    say(server, ANSWER)
+    answer = server.client.responses.create(model="stories", input="Hi", reasoning={"effort": "none"})
+    assert answer.reasoning is not None
+    assert answer.reasoning.effort == "none"
+    assert prompt_of(server).endswith(NOT_THINKING)
+
+
+# ------------------------------------------------------------------------------------- forms, behind thoughts
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "old": {"type": "boolean"}},
+    "required": ["name", "old"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def generating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The embedded model, with marks of thoughts for tokens that it seldom generates."""
+    folder = tmp_path_factory.mktemp("thinker") / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (DEMO_MODEL / name).read_text().replace('"eos_token": "</s>"', '"eos_token": "<|end|>"')
+        (folder / name).write_text(text.replace("<pad>", "<think>").replace("</s>", "</think>"))
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((DEMO_MODEL / name).read_text())
+        (folder / name).write_text(json.dumps({**config, "eos_token_id": 5, "pad_token_id": 5}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    llm = AsyncLLM(folder, num_blocks=500, in_process=True)
+    with RunningServer(llm, trust_request_chat_template=True) as server:
+        yield server
+
+
+OPEN = TEMPLATE.replace("{% if enable_thinking is", "<think>\n{% if enable_thinking is")
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_form_is_kept_to_after_the_thoughts(generating: RunningServer, seed: int, is_open: bool) -> None:
+    fields = {"chat_template": OPEN} if is_open else {}
+    budget = 12
+    answer = chat(
+        generating,
+        response_format=FORM,
+        seed=seed,
+        temperature=1.0,
+        max_tokens=200,
+        return_token_ids=True,
+        thinking_token_budget=budget,
+        **fields,
+    )
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    value = json.loads(choice["message"]["content"])
+    assert value.keys() == {"name", "old"}
+    assert generating.llm.tokenizer is not None
+    end = generating.llm.tokenizer.inner.convert_tokens_to_ids("</think>")
+    assert choice["token_ids"].count(end) == (1 if is_open or "reasoning" in choice["message"] else 0)
+    if is_open:
+        assert choice["token_ids"].index(end) <= budget
+
+
+def test_thoughts_before_free_text_have_a_limit(generating: RunningServer) -> None:
+    assert generating.llm.tokenizer is not None
+    end = generating.llm.tokenizer.inner.convert_tokens_to_ids("</think>")
+    for stop in (None, ["zebra"]):
+        answer = chat(
+            generating,
+            chat_template=OPEN,
+            max_tokens=40,
+            return_token_ids=True,
+            temperature=0,
+            stop=stop,
+            thinking_token_budget=7,
+        )
+        (choice,) = answer["choices"]
+        assert choice["token_ids"].index(end) == 7
+        assert choice["message"]["content"]
+
+
+def test_a_required_call_may_follow_thoughts(generating: RunningServer) -> None:
+    asked = {"chat_template": OPEN, "tools": TOOLS, "tool_choice": "required", "thinking_token_budget": 5}
+    (choice,) = chat(generating, **asked, max_tokens=200)["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning_content"]
+    for call in choice["message"]["tool_calls"]:
+        assert json.loads(call["function"]["arguments"])
+
+
+def test_a_limit_of_thoughts_whose_end_is_no_token_is_refused(server: RunningServer) -> None:
+    body = {"messages": HELLO, "thinking_token_budget": 5}
+    response = server.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert "'</think>' does not begin with a token of its own" in response.json()["error"]["message"]

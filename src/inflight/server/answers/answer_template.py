@@ -17,7 +17,7 @@ from transformers.utils.chat_parsing import ResponseParser, parse_response
 from transformers.utils.chat_parsing import response_templates as hf
 
 from inflight.contracts.structured_output import Thoughts
-from inflight.server.answers.call_format import new_call_id
+from inflight.server.answers.call_format import CallFormat, new_call_id
 from inflight.server.answers.families import Family, ResponseTemplate, family_of
 from inflight.server.answers.template_reader import ReadCall, TemplateReader
 from inflight.server.wire.api_errors import ApiError
@@ -58,6 +58,11 @@ class AnswerTemplate:
     def has_calls(self) -> bool:
         """Whether it says how tools are called."""
         return CALLS in self._exact.fields
+
+    @property
+    def call_format(self) -> CallFormat | None:
+        """How calls are written, for grammars; None: that is not known."""
+        return None if self._family is None else self._family.call_format
 
     def special_token_ids(self, tokenizer: Tokenizer) -> set[int]:
         """The special tokens among the marks of thoughts, content and calls."""
@@ -100,7 +105,7 @@ class AnswerTemplate:
             joins={name: field.join for name, field in self._exact.fields.items() if field.join},
             is_whole_when_open=not self.has_calls or self._exact.fields[CALLS].content == "json",
             read_calls=read,
-            new_call_id=lambda: new_call_id(None if self._family is None else self._family.call_id_length),
+            new_call_id=lambda: new_call_id(None if self.call_format is None else self.call_format.call_id_length),
             is_parallel=is_parallel,
         )
 

@@ -5,10 +5,12 @@ the chat template that the family publishes. What a family's chat template must 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from inflight.contracts.structured_output import Thoughts
+from inflight.server.answers import call_format
+from inflight.server.answers.call_format import CallFormat
 
 ResponseTemplate: TypeAlias = Mapping[str, Any]
 """See `transformers.utils.chat_parsing`."""
@@ -32,7 +34,7 @@ class Family:
         marks: each of these has one text that the chat templates of the family contain.
         foreign_marks: none of these is in them.
         template: how answers are written.
-        call_id_length: letters and digits of a call's id; None: ids in OpenAI's form.
+        call_format: how calls are written, for grammars.
         thoughts: the marks around a thought that something else must follow; None: those of the template.
         content_begin: the mark before content.
     """
@@ -41,7 +43,7 @@ class Family:
     marks: Sequence[Sequence[str]]
     template: ResponseTemplate
     foreign_marks: Sequence[str] = ()
-    call_id_length: int | None = None
+    call_format: CallFormat | None = None
     thoughts: Thoughts | None = None
     content_begin: str = ""
 
@@ -86,6 +88,7 @@ HARMONY = Family(
             },
         },
     },
+    call_format=call_format.HARMONY,
     thoughts=Thoughts(begin="<|channel|>analysis<|message|>", end="<|end|><|start|>assistant"),
     content_begin="<|channel|>final<|message|>",
 )
@@ -107,10 +110,11 @@ GEMMA4 = Family(
             "content": {"close": ["<turn|>", "<|tool_response>"]},
         },
     },
+    call_format=call_format.GEMMA4,
 )
 
 DEEPSEEK = Family(
-    "deepseek",
+    "deepseek-v3.1",
     [["<｜Assistant｜>"]],
     {
         "start_anchor": "<｜Assistant｜>",
@@ -127,6 +131,11 @@ DEEPSEEK = Family(
             "content": {"close": "<｜tool▁calls▁end｜>"},
         },
     },
+    call_format=call_format.DEEPSEEK,
+)
+
+DEEPSEEK_R1 = replace(
+    DEEPSEEK, name="deepseek-r1", marks=[*DEEPSEEK.marks, ["```json"]], call_format=call_format.DEEPSEEK_R1
 )
 
 QWEN_XML = Family(
@@ -146,6 +155,7 @@ QWEN_XML = Family(
             **_CONTENT,
         },
     },
+    call_format=call_format.QWEN_XML,
 )
 
 GLM = Family(
@@ -167,6 +177,7 @@ GLM = Family(
             **_CONTENT,
         },
     },
+    call_format=call_format.GLM,
 )
 
 HERMES = Family(
@@ -180,6 +191,7 @@ HERMES = Family(
             **_CONTENT,
         },
     },
+    call_format=call_format.HERMES,
 )
 
 MISTRAL = Family(
@@ -191,14 +203,14 @@ MISTRAL = Family(
             "reasoning_content": {"open": "[THINK]", "close": "[/THINK]"},
             "tool_calls": _calls(
                 r"\s*\[TOOL_CALLS\](?P<name>[^\[]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
-                r"(?=\[TOOL_CALLS\])|</s>",
+                r"(?=\[TOOL_CALLS\])",
                 "json",
                 _CALL,
             ),
             **_CONTENT,
         },
     },
-    call_id_length=9,
+    call_format=call_format.MISTRAL_ARGS,
 )
 
 THINKING = Family(
@@ -207,7 +219,7 @@ THINKING = Family(
     {**NO_ANCHOR, "fields": {"reasoning_content": _THOUGHTS, **_CONTENT}},
 )
 
-FAMILIES = (HARMONY, GEMMA4, DEEPSEEK, QWEN_XML, GLM, HERMES, MISTRAL, THINKING)
+FAMILIES = (HARMONY, GEMMA4, DEEPSEEK_R1, DEEPSEEK, QWEN_XML, GLM, HERMES, MISTRAL, THINKING)
 """The first that has a chat template counts."""
 
 

@@ -74,15 +74,19 @@ def answer_form(
             _after_thoughts(content, template, prompt, thinking, template.content_begin if content else ""),
             bool(template.special_token_ids(tokenizer)),
         )
-    call_format = format_of_template(written) if parser_name is None else CALL_FORMATS[parser_name]
     reads_calls = parser_name is None and template is not None and template.has_calls
+    call_format = format_of_template(written) if parser_name is None else CALL_FORMATS[parser_name]
+    content_begin = ""
+    if template is not None and reads_calls:
+        call_format, content_begin = template.call_format or call_format, template.content_begin
     if not fields.is_call_required:
         check_free_choice(written, is_known=reads_calls or call_format is not None)
-    form = form_of_calls(fields, content, call_format or PLAIN, tokenizer)
-    if template is not None and reads_calls and form is None:
+    form = form_of_calls(fields, content, call_format or PLAIN, tokenizer, content_begin)
+    is_object = call_format is None or not call_format.head
+    if template is not None and reads_calls and (form is None or not is_object):
         return AnswerForm(
             _by_template(template, prompt, fields),
-            _after_thoughts(None, template, prompt, thinking),
+            _after_thoughts(form, template, prompt, thinking),
             bool(template.special_token_ids(tokenizer)),
         )
     tokens = {*marker_tokens(tokenizer, call_format or PLAIN).values()}

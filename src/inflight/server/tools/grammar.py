@@ -1,18 +1,21 @@
 """The grammar that makes a model write tool calls in its family's notation, so that they are always valid.
 
-Decides how calls are written, to the character; `call_parser` recognises them by that. Markers that are single tokens
+Decides how calls are written, to the character; readers recognise them by that. Markers that are single tokens
 are named by their ids, because in a grammar their text would stand for other tokens.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
-from inflight.grammar.marks import quoted, written_mark
-from inflight.server.answers.call_format import CallFormat
+from inflight.grammar.marks import pieces_of, quoted, written_mark
+from inflight.server.answers.call_format import BareJson, CallFormat, MarkedArguments
 from inflight.server.answers.call_parser import head_of
+from inflight.server.tools.bare_arguments import BareArguments
+from inflight.server.tools.marked_arguments import marked_arguments
+from inflight.server.tools.rules import json_rule
 
 Schema: TypeAlias = Mapping[str, Any]
 """A schema that was checked and, as far as the check shows, can be enforced."""
@@ -42,6 +45,7 @@ def calls_grammar(
     is_required: bool,
     is_parallel: bool,
     content_schema: Schema | None = None,
+    content_begin: str = "",
 ) -> StructuredOutput:
     """Return the grammar of calls or, if no call is required, of content: JSON of a schema, or free text up to a call.
 
@@ -51,35 +55,40 @@ def calls_grammar(
         is_required: whether there must be a call.
         is_parallel: whether there may be several calls.
         content_schema: the schema of content that is not a call; None: free text.
+        content_begin: the mark before content.
 
     Raises ValueError if the grammar is too large.
     """
     # A model that may omit the marker is never forced to write it.
     begin = "" if call_format.is_begin_optional else written_mark(call_format.begin, tokens)
     group = f"{begin} calls"
-    is_repeated = is_parallel and call_format.between_objects is None and not call_format.is_begin_optional
-    groups = f'{group} ("\\n" {group})*' if is_repeated else group
+    may_repeat = call_format.between_objects is None and call_format.between_groups is not None
+    is_repeated = is_parallel and may_repeat and not call_format.is_begin_optional
+    groups = f"{group} ({quoted(call_format.between_groups or '')} {group})*" if is_repeated else group
+    content = written_mark(content_begin, tokens)
     if is_required:
         first = [f"start: {groups}"]
     elif content_schema is not None:
-        first = [f"start: content | {groups}", f"content: {_json(content_schema)}"]
+        first = [f"start: {content} content | {groups}", f"content: {json_rule(content_schema)}"]
+    elif content:
+        first = [f"start: {content} (TEXT | <[*]>)* | {groups}", r"TEXT: /(.|\n)*/"]
     elif not begin:
         first = ["start: TEXT | calls", r"TEXT: /[ \n\r\t]*([^{ \n\r\t](.|\n)*)?/"]
     else:
-        first = _free_text(begin, tokens.get(call_format.begin), "+" if is_repeated else "")
+        first = _free_text(begin, pieces_of(call_format.begin, tokens)[0], "+" if is_repeated else "")
     return StructuredOutput(grammar="\n".join([*first, *_calls(call_format, schemas, tokens, is_parallel), ""]))
 
 
-def _free_text(begin: str, token_id: int | None, repeated: str) -> list[str]:
-    """Return rules for any text up to a marker. If the marker is a token, the text may contain any other token (such
-    as those around thoughts)."""
-    if token_id is None:
+def _free_text(begin: str, first: str | int, repeated: str) -> list[str]:
+    """Return rules for any text up to a marker. If the marker begins with a token, the text may contain any other token
+    (such as those around thoughts)."""
+    if isinstance(first, str):
         rules = ["start: TEXT | (opener calls)" + repeated, f"opener[lazy]: TEXT {begin}"]
     else:
         rules = [
             "start: text | (opener calls)" + repeated,
             f"opener: text {begin}",
-            f"text: (TEXT | <[^{token_id}]>)*",
+            f"text: (TEXT | <[^{first}]>)*",
         ]
     return [*rules, r"TEXT: /(.|\n)*/"]
 
@@ -91,17 +100,28 @@ def _calls(
     calls = "call"
     if is_parallel and call_format.between_objects is not None:
         calls = f"call ({quoted(call_format.between_objects)} call)*"
+    opening, closing = written_mark(call_format.opening, tokens), written_mark(call_format.closing, tokens)
     end = written_mark(call_format.end, tokens)
     rules = [
-        f"calls: {quoted(call_format.opening)} {calls} {quoted(call_format.closing)} {end}",
+        f"calls: {opening} {calls} {closing} {end}",
         f"call: {' | '.join(f'call_{number}' for number in range(len(schemas)))}",
     ]
     for number, (name, schema) in enumerate(schemas.items()):
-        rules.append(f'call_{number}: {quoted(head_of(call_format, name))} arguments_{number} "}}"')
-        rules.append(f"arguments_{number}: {_json(schema)}")
+        head, tail = quoted(head_of(call_format, name)), '"}"'
+        if call_format.head:
+            before, _, behind = call_format.head.partition("{name}")
+            head = f"{written_mark(before, tokens)} {quoted(name)} {written_mark(behind, tokens)}"
+            tail = written_mark(call_format.tail, tokens)
+        rules.append(f"call_{number}: {head} arguments_{number} {tail}")
+        rules += _arguments(f"arguments_{number}", call_format, schema, tokens)
     return rules
 
 
-def _json(schema: Schema) -> str:
-    # "::=" would be taken to mean that the grammar is in another notation.
-    return "%json " + json.dumps(schema, ensure_ascii=False).replace("::=", ":\\u003a=")
+def _arguments(rule: str, call_format: CallFormat, schema: Schema, tokens: Mapping[str, int]) -> Iterable[str]:
+    match call_format.arguments:
+        case MarkedArguments():
+            return marked_arguments(rule, schema, call_format.arguments, tokens)
+        case BareJson():
+            return BareArguments(rule, schema, call_format.arguments.string_mark, tokens)
+        case None:
+            return [f"{rule}: {json_rule(schema)}"]

@@ -43,12 +43,17 @@ def marker_tokens(tokenizer: Tokenizer, call_format: CallFormat) -> Mapping[str,
 
 
 def form_of_calls(
-    fields: ToolFields, content: StructuredOutput | None, call_format: CallFormat, tokenizer: Tokenizer
+    fields: ToolFields,
+    content: StructuredOutput | None,
+    call_format: CallFormat,
+    tokenizer: Tokenizer,
+    content_begin: str = "",
 ) -> StructuredOutput | None:
     """Return the form that the text must have; None for free text in which calls are recognised (no strict tools).
 
     Args:
         content: the form that the request wants for text that is not a call.
+        content_begin: the mark before such text.
 
     Raises:
         ApiError: a schema is invalid, or the forms cannot be combined.
@@ -70,6 +75,7 @@ def form_of_calls(
             is_required=fields.is_call_required,
             is_parallel=fields.may_call_several,
             content_schema=content_schema,
+            content_begin=content_begin,
         )
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"tools: {error}", param="tools") from error

@@ -1,0 +1,27 @@
+"""What the notations of arguments have in common: rules for JSON in Lark's notation, and references in schemas."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Return what stands for JSON of a schema."""
+    # "::=" would be taken to mean that the grammar is in another notation.
+    return "%json " + json.dumps(schema, ensure_ascii=False).replace("::=", ":\\u003a=")
+
+
+def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Follow a schema's references within `root`, such as "#/$defs/city". Raises ValueError."""
+    seen = set()
+    while "$ref" in schema:
+        if schema["$ref"] in seen or not schema["$ref"].startswith("#"):
+            raise ValueError(f"the reference {schema['$ref']!r} cannot be followed")
+        seen.add(schema["$ref"])
+        found: Any = root
+        for step in schema["$ref"].lstrip("#/").split("/"):
+            found = found.get(step) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping):
+            raise ValueError(f"the reference {schema['$ref']!r} leads nowhere")
+        schema = found
+    return schema

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from inflight.contracts.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
     from inflight.contracts.params import SamplingParams
     from inflight.contracts.record import EngineStats
-    from inflight.contracts.structured_output import StructuredOutput
+    from inflight.contracts.structured_output import StructuredOutput, Thoughts
     from inflight.llm import LLM
     from inflight.quantization import QuantizedWeight, quantize
 
@@ -51,6 +51,7 @@ _HOMES = {
     "EngineGivenUpError": "contracts.errors",
     "EngineStats": "contracts.record",
     "StructuredOutput": "contracts.structured_output",
+    "Thoughts": "contracts.structured_output",
     "quantize": "quantization",
     "QuantizedWeight": "quantization",
 }
@@ -73,6 +74,7 @@ __all__ = [
     "SamplingParams",
     "StructuredOutput",
     "TextDelta",
+    "Thoughts",
     "__version__",
     "quantize",
 ]

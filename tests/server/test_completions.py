@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
-from tests.server.serving import RunningServer, read_until, send
+from tests.server.serving import HELLO, RunningServer, read_until, send
 from tests.stepper import Stepper
 
 PROMPT = "Once upon a time"
@@ -247,6 +247,32 @@ def test_best_of_returns_the_most_likely_sequences(server: RunningServer) -> Non
     assert [choice["index"] for choice in best["choices"]] == [0, 1]
     assert [choice["logprobs"] for choice in best["choices"]] == [None, None]
     assert best["usage"]["completion_tokens"] == sum(len(each["logprobs"]["tokens"]) for each in every)
+
+
+def test_prompt_logprobs_come_with_the_first_chunk_of_each_choice(server: RunningServer) -> None:
+    asked = {"prompt": [[0, 467, 496], [0, 467]], "prompt_logprobs": 2, "n": 2, **GREEDY, "temperature": 1}
+    whole = server.complete(**asked)["choices"]
+    firsts: dict[int, Any] = {}
+    with server.http.stream("POST", "/v1/completions", json={**asked, "stream": True}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    is_first = choice["index"] not in firsts
+                    assert ("prompt_logprobs" in choice) == is_first
+                    if is_first:
+                        firsts[choice["index"]] = choice["prompt_logprobs"]
+    assert firsts == {choice["index"]: choice["prompt_logprobs"] for choice in whole}
+
+
+def test_prompt_logprobs_of_a_chat_come_first(server: RunningServer) -> None:
+    asked = {"messages": HELLO, "prompt_logprobs": 1, "max_tokens": 3}
+    whole = server.http.post("/v1/chat/completions", json=asked).json()
+    with server.http.stream("POST", "/v1/chat/completions", json={**asked, "stream": True}) as response:
+        chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    first, *others = chunks
+    assert first["choices"] == []
+    assert first["prompt_logprobs"] == whole["prompt_logprobs"]
+    assert not any("prompt_logprobs" in chunk for chunk in others)
 
 
 def test_prompt_logprobs_and_token_ids_match_the_format_of_vllm(server: RunningServer) -> None:

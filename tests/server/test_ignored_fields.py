@@ -121,7 +121,6 @@ def test_a_field_of_a_newer_client_is_ignored_and_said_to_be(
         (CHAT, {"tool_choice": {"type": "custom", "custom": {"name": "f"}}}),
         (CHAT, {"messages": [{**HELLO[0], "colour": "red"}]}),
         (RESPONSES, {"max_tokens": 5}),
-        (RESPONSES, {"stop": "a"}),
         (RESPONSES, {"background": True}),
         (RESPONSES, {"tools": [{"type": "web_search"}], "tool_choice": "required"}),
         (RESPONSES, {"tool_choice": {"type": "web_search"}}),

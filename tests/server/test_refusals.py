@@ -154,7 +154,6 @@ def test_a_field_is_refused_by_name(server: RunningServer, field: str, value: An
         ({"chat_template_kwargs": {"tokenize": False}}, "has 'tokenize', which is not a variable of the template"),
         ({"chat_template_kwargs": {"messages": []}}, "has 'messages', which is not a variable of the template"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "they exclude each other"),
-        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs cannot be combined with stream"),
         (
             {"stream": True, "stream_options": {"include_usag": True}},
             "stream_options: there is no field 'include_usag'; did you mean",

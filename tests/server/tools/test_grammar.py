@@ -202,6 +202,16 @@ def test_only_the_named_tool_is_called_and_only_once(tokenizer: Tokenizer) -> No
             {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "'g' must be called, but tools has only 'f'",
         ),
+        (
+            {
+                "tools": [tool("f")],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]},
+                },
+            },
+            "'g' is allowed, but it is not in tools",
+        ),
         ({"tools": [tool("f")], "template": "{{ messages }}"}, "this model's chat template does not tell the model"),
         ({"tools": [tool("f")], "template": "{{ tools }}"}, "it is not known how this model writes calls"),
         ({"tools": [tool("f", {"not": {}}, strict=True)]}, "the tool 'f': json_schema has 'not' at #"),

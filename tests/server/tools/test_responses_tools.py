@@ -57,6 +57,13 @@ def test_the_named_tool_is_called(hermes: RunningServer, name: str) -> None:
         MODELS[name].model_validate_json(call.arguments)
 
 
+def test_only_allowed_tools_are_called(hermes: RunningServer) -> None:
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "Clock"}]}
+    for answer in both(hermes, tool_choice=choice, parallel_tool_calls=False):
+        assert call_of(answer).name == "Clock"
+        assert answer.tool_choice.to_dict() == choice  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_texts_and_calls_are_items_in_order(hermes: RunningServer, seed: int) -> None:
     say(hermes, *cut_by_chance(CALLS_IN_A_TEXT, seed))

@@ -18,6 +18,7 @@ from inflight.server.serving.settings import ServerSettings
 from tests.server.serving import HELLO, TEMPLATE, RunningServer
 from tests.server.tools.scripted import (
     CALL,
+    CALLS_IN_A_TEXT,
     HERMES_TEMPLATE,
     MODELS,
     ROME,
@@ -27,6 +28,7 @@ from tests.server.tools.scripted import (
     Clock,
     ScriptedLLM,
     Weather,
+    prompt_of,
     say,
     tool,
 )
@@ -95,6 +97,19 @@ def test_the_named_tool_is_called(server: RunningServer, template: str) -> None:
         asked = options(template, tool_choice=choice)
         assert check(server.client.chat.completions.create(**asked)) == [name]
         assert check(streamed(server, **asked)) == [name]
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+def test_only_allowed_tools_are_called_and_the_model_is_told_of_all(server: RunningServer, mode: str) -> None:
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "Clock"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    if mode == "auto":
+        say(server, CALLS_IN_A_TEXT)
+    answer = server.client.chat.completions.create(**options(tool_choice=choice, parallel_tool_calls=False))
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "Clock"
+    assert '"Weather"' in prompt_of(server)
 
 
 def test_a_stream_and_a_whole_answer_are_equal(server: RunningServer) -> None:

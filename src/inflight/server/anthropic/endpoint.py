@@ -83,12 +83,12 @@ def _prepare(body: MessagesRequest, service: Service, info: ModelInfo) -> _Prepa
     text, token_ids = service.written(body.for_template(), info, "messages", body.wanted_thinking)
     form = service.answer_form(body.tool_fields, body.structured_output, text, body.wanted_thinking)
     options = {} if form is None else form.sampling_options
-    params = body.sampling_params(service.llm.get_default_sampling_params(), **options)
+    params = body.sampling_params(service.llm.get_default_sampling_params(), info.vocab_size, **options)
     prompt = service.fitted(token_ids, info, "messages")
     message_id = f"msg_{uuid.uuid4().hex}"
     head = {"id": message_id, "type": "message", "role": "assistant", "model": service.settings.model_name}
     return _PreparedMessage(
-        Generation(message_id, [prompt], params),
+        Generation(message_id, [prompt], params, body.priority or 0, body.cache_salt),
         body.max_tokens,
         form,
         body.thinking is None or body.thinking.display != "omitted",

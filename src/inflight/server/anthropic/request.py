@@ -12,8 +12,8 @@ from typing_extensions import TypedDict
 
 from inflight.contracts.params import MAX_COUNT, SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, TextPart, text_of
-from inflight.server.openai.sampling_fields import MAX_STOP_STRINGS
+from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, TextPart, check_variables, text_of
+from inflight.server.openai.sampling_fields import MAX_STOP_STRINGS, SharedSamplingFields
 from inflight.server.serving.thinking import AS_THE_MODEL_WANTS, MAX_EFFORT, Thinking
 from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
 from inflight.server.tools.in_templates import with_names
@@ -239,6 +239,7 @@ class CountRequest(StrictModel):
 
     Attributes:
         system: the system prompt, which comes before all messages.
+        chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
     """
 
     NOT_SUPPORTED: ClassVar = {
@@ -266,6 +267,7 @@ class CountRequest(StrictModel):
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
     thinking: ThinkingConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def wanted_thinking(self) -> Thinking:
@@ -309,13 +311,16 @@ class CountRequest(StrictModel):
             raise ApiError(400, "messages end with calls; their results must follow", param="messages")
         tools = [tool.for_template() for tool in self.tool_fields.usable_tools]
         prompt = {"messages": messages, "add_generation_prompt": not is_open, "continue_final_message": is_open}
+        if self.chat_template_kwargs:
+            check_variables(self.chat_template_kwargs)
+            prompt["chat_template_kwargs"] = self.chat_template_kwargs
         return {**prompt, "tools": tools} if tools else prompt
 
 
 StopSequence = Annotated[str, Field(min_length=1)]
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(SharedSamplingFields, CountRequest):
     """The body of a request.
 
     Attributes:
@@ -327,19 +332,16 @@ class MessagesRequest(CountRequest):
 
     max_tokens: int
     stop_sequences: Annotated[Many[StopSequence], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
 
-    def sampling_params(self, defaults: SamplingParams, **options: Any) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingParams, vocab_size: int, **options: Any) -> SamplingParams:
         """Return `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
-        sent = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(self, name)) is not None}
+        sent = {"min_tokens": 0, **self.sent_options(vocab_size)}
         if self.stop_sequences:
             sent["stop"] = self.stop_sequences
         sent["structured_output"] = self.structured_output
         try:
-            return replace(defaults, **{**sent, **options}, n=1, max_tokens=self.max_tokens, min_tokens=0)
+            return replace(defaults, **{**sent, **options}, n=1, max_tokens=self.max_tokens)
         except ValueError as error:
             raise ApiError(400, str(error)) from error

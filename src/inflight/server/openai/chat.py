@@ -183,9 +183,11 @@ class _Chunks(ChunkWriter):
     def events_of(self, delta: TextDelta) -> bytes:
         """Return a choice's events: the role first, then what is new, then the finish reason once it has ended."""
         events = b""
+        if delta.prompt_logprobs is not None and self._prepared.body.prompt_logprobs is not None:
+            events = self.chunk(b"", prompt_logprobs=logprobs.of_prompt(delta.prompt_logprobs))
         if not self._has_begun[delta.index]:
             self._has_begun[delta.index] = True
-            events = self._event(delta.index, {"role": "assistant", "content": None if self._readers else ""})
+            events += self._event(delta.index, {"role": "assistant", "content": None if self._readers else ""})
         if self._readers:
             events += self._events_of_pieces(delta)
         elif not self._is_plain:

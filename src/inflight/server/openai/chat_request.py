@@ -137,7 +137,7 @@ class TemplateFields(StrictModel):
         if self.add_generation_prompt and self.continue_final_message:
             message = "add_generation_prompt and continue_final_message are both true; they exclude each other"
             raise ApiError(400, message, param="continue_final_message")
-        _check_variables(self.chat_template_kwargs or {})
+        check_variables(self.chat_template_kwargs or {})
         prompt = {
             "messages": with_names([each.for_template(f"messages[{i}]") for i, each in enumerate(self.messages)]),
             "add_generation_prompt": not self.continue_final_message
@@ -172,7 +172,8 @@ TEMPLATE_ARGUMENTS = (
 """Names that `chat_template_kwargs` cannot set: they say how the template is applied and are not its variables."""
 
 
-def _check_variables(variables: Mapping[str, Any]) -> None:
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Raise `ApiError` for names of `chat_template_kwargs` that are not variables."""
     for name in variables:
         if name in TEMPLATE_ARGUMENTS:
             message = f"chat_template_kwargs has {name!r}, which is not a variable of the template"

@@ -55,9 +55,10 @@ class ChunkWriter(ABC):
         """Return the usage at the end."""
         return usage_of(outputs, self._num_left_out)
 
-    def chunk(self, choice: bytes) -> bytes:
-        """Return an event with one choice, which is an encoded JSON object."""
-        return self._head + choice + self._tail
+    def chunk(self, choice: bytes, **fields: Any) -> bytes:
+        """Return an event with one choice, which is an encoded JSON object (b"": with none), and with these fields."""
+        more = b"]," + to_json(fields)[1:-1] + self._tail[1:] if fields else self._tail
+        return self._head + choice + more
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Return the events after the last choice."""

@@ -192,7 +192,8 @@ class _Chunks(ChunkWriter):
         num_prompt_tokens = sum(map(len, prompts))
         self._prepared = prepared
         super().__init__(prepared.head, body.stream_options, num_prompt_tokens, int(body.generates_nothing))
-        self._is_plain = not (body.echo or body.return_token_ids or body.generates_nothing or body.logprobs is not None)
+        is_scored = body.logprobs is not None or body.prompt_logprobs is not None
+        self._is_plain = not (body.echo or body.return_token_ids or body.generates_nothing or is_scored)
         num_choices = len(prompts) * body.num_answered
         self._has_begun = [False] * num_choices
         self._num_shown = [0] * num_choices  # characters of each choice
@@ -224,6 +225,8 @@ class _Chunks(ChunkWriter):
             positions = [] if nothing else delta.logprobs or []
             choice["logprobs"] = _logprobs(prepared, token_ids, positions, self._num_shown[index] + len(echo), echoed)
         self._num_shown[index] += len(choice["text"])
+        if body.prompt_logprobs is not None and is_first:
+            choice["prompt_logprobs"] = logprobs.of_prompt(self._prompt_logprobs[delta.prompt_index])
         if body.return_token_ids:
             choice |= {"token_ids": token_ids, "prompt_token_ids": prompt if is_first else None}
         return choice | ({"finish_reason": "length", "stop_reason": None} if nothing else _ending(delta))

@@ -62,13 +62,9 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(OutputFormatFields):
-    """The fields of all requests that generate; null and absent mean the model's own defaults."""
+class SharedSamplingFields(StrictModel):
+    """The fields that every API takes: OpenAI's, Anthropic's, vLLM's. Null and absent mean the model's own defaults."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -78,19 +74,39 @@ class SamplingFields(OutputFormatFields):
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
     bad_words: Annotated[Many[str], Field(max_length=MAX_BAD_WORDS)] | None = None
-    prompt_logprobs: int | None = None
     seed: int | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | Annotated[Many[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[Many[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
     speculation: bool | None = None
+
+    def sent_options(self, vocab_size: int) -> dict[str, Any]:
+        """Return what was sent, as options of `SamplingParams`. Raises `ApiError`."""
+        sent = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
+        if self.seed is not None:
+            if not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
+                raise ApiError(400, f"seed is {self.seed}; it must be an integer of 64 bits", param="seed")
+            sent["seed"] = self.seed & MAX_SEED  # our seeds are unsigned
+        if self.logit_bias:
+            sent["logit_bias"] = _token_biases(self.logit_bias, vocab_size)
+        return sent
+
+
+class SamplingFields(SharedSamplingFields, OutputFormatFields):
+    """The fields of completions and chats."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None
+    max_tokens: int | None = None
+    stop: str | Annotated[Many[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     return_token_ids: bool | None = None
     # For the client's own use; nothing here depends on them.
     user: str | None = None
@@ -103,30 +119,25 @@ class SamplingFields(OutputFormatFields):
     ) -> SamplingParams:
         """Return `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
         self._check_limits(settings)
-        sent = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
-        if self.seed is not None:
-            if not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
-                raise ApiError(400, f"seed is {self.seed}; it must be an integer of 64 bits", param="seed")
-            sent["seed"] = self.seed & MAX_SEED  # our seeds are unsigned
-        if self.logit_bias:
-            sent["logit_bias"] = _token_biases(self.logit_bias, vocab_size)
+        sent = {name: value for name in _OWN if (value := getattr(self, name)) is not None}
+        sent |= self.sent_options(vocab_size)
         if "structured_output" not in options:
             sent["structured_output"] = self.structured_output
         try:
             return replace(defaults, **{**sent, **options})
         except ValueError as error:
-            raise ApiError(400, str(error), param=_named_in(str(error))) from error
+            raise ApiError(400, str(error), param=named_in(str(error))) from error
 
     def _check_limits(self, settings: ServerSettings) -> None:
         self.check_limits(n=settings.max_n, prompt_logprobs=settings.max_logprobs)
-        if self.stream and self.prompt_logprobs is not None:
-            raise ApiError(400, "prompt_logprobs cannot be combined with stream", param="prompt_logprobs")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
 
 
 _CONVERTED = {"logit_bias", "seed", "truncate_prompt_tokens"}
-_PASSED_ON = SamplingFields.model_fields.keys() & {field.name for field in fields(SamplingParams)} - _CONVERTED
+_OPTIONS = {field.name for field in fields(SamplingParams)} - _CONVERTED
+_SHARED = SharedSamplingFields.model_fields.keys() & _OPTIONS
+_OWN = SamplingFields.model_fields.keys() & _OPTIONS - _SHARED
 """Fields whose values `SamplingParams` takes as they are."""
 
 
@@ -138,7 +149,7 @@ def _token_biases(biases: Mapping[str, float], vocab_size: int) -> dict[int, flo
     return {int(key): bias for key, bias in biases.items()}
 
 
-def _named_in(message: str) -> str | None:
+def named_in(message: str) -> str | None:
     """Return the field that a message of `SamplingParams` is about."""
     match = re.match(r"(?:a (?:member|token id) of )?(\w+)", message)
     return match[1] if match and match[1] in SamplingFields.model_fields else None

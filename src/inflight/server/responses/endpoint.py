@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import RequestOutput
 from inflight.server.answers.blocks import Blocks
+from inflight.server.openai.chat_request import check_variables
 from inflight.server.openai.usage import size_of_answer
 from inflight.server.responses.answer import PreparedResponse, finished, message_of
 from inflight.server.responses.events import ResponseEvents
@@ -109,11 +110,13 @@ def _prepare(body: ResponsesRequest, earlier: Chat, service: Service, info: Mode
     text, token_ids = _prompt(body, chat, service, info)
     form = service.answer_form(body.tool_fields, body.structured_output, text, body.thinking)
     options = {} if form is None else form.sampling_options
-    params = body.sampling_params(service.llm.get_default_sampling_params(), **options)
+    params = body.sampling_params(service.llm.get_default_sampling_params(), info.vocab_size, **options)
     response_id = f"resp_{uuid.uuid4().hex}"
     return PreparedResponse(
         body=body,
-        generation=Generation(response_id, [service.fitted(token_ids, info, "input")], params),
+        generation=Generation(
+            response_id, [service.fitted(token_ids, info, "input")], params, body.priority or 0, body.cache_salt
+        ),
         chat=chat,
         tokenizer=service.llm.tokenizer,
         model_name=service.settings.model_name,
@@ -129,7 +132,10 @@ def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInf
     whole = (*system, *chat)
 
     def write(messages: Chat) -> WrittenChat:
-        prompt = {"messages": with_names(with_calls_joined(messages)), "add_generation_prompt": True}
+        prompt: dict[str, Any] = {"messages": with_names(with_calls_joined(messages)), "add_generation_prompt": True}
+        if body.chat_template_kwargs:
+            check_variables(body.chat_template_kwargs)
+            prompt["chat_template_kwargs"] = body.chat_template_kwargs
         return service.written({**prompt, "tools": tools} if tools else prompt, info, "input", body.thinking)
 
     if body.truncation != "auto":

@@ -14,12 +14,14 @@ from inflight.contracts.options import check_integer
 from inflight.contracts.params import MAX_COUNT, SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, text_of
-from inflight.server.openai.sampling_fields import MAX_METADATA
+from inflight.server.openai.sampling_fields import MAX_METADATA, MAX_STOP_STRINGS, SharedSamplingFields
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.serving.thinking import MAX_EFFORT, Thinking, thinking_of_effort
 from inflight.server.tools.fields import (
     MAX_TOOLS,
     NO_OTHER_TOOLS,
+    AllowedTools,
+    AllowedToolsChoice,
     FunctionDefinition,
     FunctionName,
     NamedTool,
@@ -171,6 +173,25 @@ class NamedFunction(StrictModel):
         return NamedTool(type="function", function=FunctionName(name=self.name))
 
 
+class AllowedFunctions(StrictModel):
+    """The functions that may be called; with "required", at least one of them is."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[Many[NamedFunction], Field(max_length=MAX_TOOLS)]
+
+    @property
+    def choice(self) -> AllowedToolsChoice:
+        """The same in the form of chat completions."""
+        allowed = AllowedTools(mode=self.mode, tools=[tool.choice for tool in self.tools])
+        return AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
+
+
+FunctionChoice = Annotated[
+    Annotated[NamedFunction, Tag("#function")] | Annotated[AllowedFunctions, Tag("#allowed_tools")], by_type("function")
+]
+
+
 @with_config(ConfigDict(extra="forbid", strict=True))
 class Format(TypedDict, total=False):  # not a model, because models have a method `schema`
     """The form of the text: any, any JSON object, or JSON that follows a schema (enforced, whatever `strict` is)."""
@@ -239,7 +260,7 @@ class Reasoning(StrictModel):
     effort: Annotated[str, Field(max_length=MAX_EFFORT)] | None = None
 
 
-class ResponsesRequest(StrictModel):
+class ResponsesRequest(SharedSamplingFields):
     """The body of a request.
 
     Attributes:
@@ -247,6 +268,7 @@ class ResponsesRequest(StrictModel):
         previous_response_id: the response whose conversation this one continues.
         max_output_tokens: null: until a stop or the end of the context.
         store: whether the response is kept for a while, to be retrieved or continued; null: yes.
+        chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
         include: "message.output_text.logprobs" returns each token's log-probability; the other values concern things
             that this server's answers never contain.
         top_logprobs: how many of the likeliest tokens are returned in addition at each position.
@@ -279,11 +301,11 @@ class ResponsesRequest(StrictModel):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS), NO_OTHER_TOOLS] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    stop: str | Annotated[Many[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
@@ -316,7 +338,9 @@ class ResponsesRequest(StrictModel):
         """The fields about tools, in the form of chat completions."""
         return ToolFields(
             tools=[each.tool for each in self.tools or []],
-            tool_choice=self.tool_choice.choice if isinstance(self.tool_choice, NamedFunction) else self.tool_choice,
+            tool_choice=self.tool_choice
+            if self.tool_choice is None or isinstance(self.tool_choice, str)
+            else self.tool_choice.choice,
             parallel_tool_calls=self.parallel_tool_calls,
         )
 
@@ -342,9 +366,9 @@ class ResponsesRequest(StrictModel):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
 
-    def sampling_params(self, defaults: SamplingParams, **options: Any) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingParams, vocab_size: int, **options: Any) -> SamplingParams:
         """Return `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
-        sent = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
+        sent = {"min_tokens": 0, **self.sent_options(vocab_size)}
         sent["structured_output"] = self.structured_output
         try:
             if self.max_output_tokens is not None:
@@ -353,7 +377,6 @@ class ResponsesRequest(StrictModel):
                 defaults,
                 **{**sent, **options},
                 n=1,
-                min_tokens=0,
                 max_tokens=self.max_output_tokens,
                 logprobs=self.num_logprobs,
             )

@@ -3,12 +3,12 @@
 Decides which combinations are invalid for any model. `tool_use` decides what the model at hand can do.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.strict_model import Many, StrictModel, leaving_out
+from inflight.server.wire.strict_model import Many, StrictModel, by_type, leaving_out
 
 MAX_TOOLS = 256
 
@@ -56,10 +56,35 @@ class FunctionName(StrictModel):
 class NamedTool(StrictModel):
     """The tool that must be called."""
 
-    NOT_SUPPORTED: ClassVar = {"allowed_tools": ()}
-
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedTools(StrictModel):
+    """The tools that may be called; the model is told about all, so that its prompt stays the same.
+
+    Attributes:
+        mode: "required": at least one of them is called.
+    """
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[Many[NamedTool], Field(max_length=MAX_TOOLS)]
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.function.name for tool in self.tools]
+
+
+class AllowedToolsChoice(StrictModel):
+    """`AllowedTools` as a choice."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Annotated[
+    Annotated[NamedTool, Tag("#function")] | Annotated[AllowedToolsChoice, Tag("#allowed_tools")], by_type("function")
+]
 
 
 class ToolFields(StrictModel):
@@ -67,12 +92,12 @@ class ToolFields(StrictModel):
 
     Attributes:
         tool_choice: "none": the model neither sees nor calls tools; "auto" (null): the model decides; "required": at
-            least one is called; or the one tool that must be called.
+            least one is called; or the one tool that must be called, or the tools that may be.
         parallel_tool_calls: whether there may be several calls; null: yes.
     """
 
     tools: Annotated[Many[Tool], Field(max_length=MAX_TOOLS), NO_OTHER_TOOLS] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -85,10 +110,15 @@ class ToolFields(StrictModel):
         """The usable tools that may be called."""
         if isinstance(self.tool_choice, NamedTool):
             return [tool for tool in self.usable_tools if tool.function.name == self.tool_choice.function.name]
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            names = self.tool_choice.allowed_tools.names
+            return [tool for tool in self.usable_tools if tool.function.name in names]
         return self.usable_tools
 
     @property
     def is_call_required(self) -> bool:
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
@@ -101,6 +131,10 @@ class ToolFields(StrictModel):
         for name in names:
             if names.count(name) > 1:
                 raise ApiError(400, f"tools has {name!r} more than once; names must differ", param="tools")
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            for name in self.tool_choice.allowed_tools.names:
+                if name not in names:
+                    raise ApiError(400, f"{name!r} is allowed, but it is not in tools", param="tool_choice")
         if self.is_call_required and not self.callable_tools:
             wanted = "a tool must be called"
             if isinstance(self.tool_choice, NamedTool):

@@ -105,7 +105,8 @@ def _checked(cls: type[StrictModel], name: str, value: Any, reading: Reading) ->
         fields = [*cls.model_fields, *cls.NOT_SUPPORTED]
         may_be_ignored = cls.MAY_HAVE_MORE and not reading.is_strict and name not in cls.OF_OTHERS
         likeness = LIKENESS_OF_MISSPELT if may_be_ignored else LIKENESS_WORTH_A_HINT
-        close = difflib.get_close_matches(name, fields, n=1, cutoff=likeness) if len(name) < 100 else []
+        close = difflib.get_close_matches(name, fields, n=3, cutoff=likeness) if len(name) < 100 else []
+        close.sort(key=lambda other: not set(name.split("_")) <= set(other.split("_")))  # max_output_tokens, not min_
         if may_be_ignored and not close:
             reading.ignore(name)
             return False

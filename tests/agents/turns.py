@@ -40,6 +40,20 @@ THOUGHT_BEFORE = f"<think>\n{THOUGHT}\n</think>\n\n"
 """How these look in a prompt."""
 
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+        },
+    },
+}
+
+
 class Weather:
     """A tool.
 

@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test browser test-browser package-test soak check format docs figures notebook census wheel demo-model clean
+.PHONY: demo test browser test-browser agents package-test soak check format docs figures notebook census wheel demo-model clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "inflight needs Python 3.11 or newer"'
@@ -26,6 +26,10 @@ browser: $(READY)         ## a Chromium for the tests of the live page: Debian's
 
 test-browser: browser     ## the live page in a real Chromium, which is installed if there is none
 	$(BIN)/python -m pytest tests/browser
+
+agents: $(READY)          ## agents of other packages, which are installed, call tools of the server
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[agents]'
+	$(BIN)/python -m pytest tests/agents
 
 package-test: $(READY)    ## the package and its extras from package indexes, in empty environments (a minute, and torch's download)
 	INFLIGHT_TEST_REGISTRY=1 $(BIN)/python -m pytest tests/packaging

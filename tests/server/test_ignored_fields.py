@@ -105,6 +105,12 @@ def test_a_field_of_a_newer_client_is_ignored_and_said_to_be(
     assert ignored_of(server, path, ASK[path]) == []
 
 
+def test_many_messages_may_have_the_same_ignored_field(server: RunningServer) -> None:
+    part = {"type": "text", "text": "A", "cache_control": {"type": "ephemeral"}}
+    messages = [{"role": "user", "content": [part]}] * 65
+    assert ignored_of(server, CHAT, {"messages": messages, "max_tokens": 1}) == ["cache_control"]
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [

@@ -50,11 +50,14 @@ class Function(StrictModel):
 
 
 class ToolCall(StrictModel):
-    """A call that the assistant made in an earlier turn."""
+    """A call that the assistant made in an earlier turn.
 
-    NOT_SUPPORTED: ClassVar = {"index": (0,)}
+    Attributes:
+        index: the call's place in the stream that it came in; ignored.
+    """
 
     id: str | None = None
+    index: int | None = None
     type: Literal["function"] = "function"
     function: Function
 
@@ -73,6 +76,7 @@ class Message(StrictModel):
         reasoning_content, reasoning: what the assistant has thought, under either name; most chat templates leave it
             out unless tool calls follow it.
         parsed: the content again, as `openai`'s client sends it back; ignored.
+        thinking_blocks, provider_specific_fields: the thoughts again, as LiteLLM sends them back; ignored.
     """
 
     NOT_SUPPORTED: ClassVar = {
@@ -91,6 +95,8 @@ class Message(StrictModel):
     reasoning_content: str | None = None
     reasoning: str | None = None
     parsed: Any = None
+    thinking_blocks: Any = None
+    provider_specific_fields: Any = None
 
     def for_template(self, where: str) -> dict[str, Any]:
         """Return the message as templates expect it: "developer" becomes "system", arguments are parsed JSON."""

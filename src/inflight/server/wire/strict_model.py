@@ -45,11 +45,13 @@ class Reading:
     @property
     def shown_ignored(self) -> str:
         """The names for a header, separated by commas."""
-        return ", ".join(name if _SANE.fullmatch(name) else "(an odd name)" for name in dict.fromkeys(self.ignored))
+        return ", ".join(name if _SANE.fullmatch(name) else "(an odd name)" for name in self.ignored)
 
     def ignore(self, name: str) -> None:
-        """Note that a field is ignored. Raises an error of pydantic's if there are too many."""
-        self.ignored.append(name)
+        """Note that a field is ignored. Raises an error of pydantic's if there are too many; the same field
+        of many messages is one."""
+        if name not in self.ignored:
+            self.ignored.append(name)
         if len(self.ignored) > MAX_IGNORED:
             raise refusal("unknown_field", name, f"more than {MAX_IGNORED} fields are unknown or not supported")
 

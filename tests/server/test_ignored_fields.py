@@ -79,7 +79,7 @@ def ignored_of(server: RunningServer, path: str, body: dict[str, Any]) -> list[s
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_in_the_form_of_codex_are_answered(server: RunningServer, stream: bool) -> None:
     assert set(ignored_of(server, RESPONSES, {**CODEX, "stream": stream})) == {
-        *("encrypted_content", "tools[1].custom", "tools[2].web_search", "tools[3].namespace"),
+        *("tools[1].custom", "tools[2].web_search", "tools[3].namespace"),
         *("verbosity", "summary", "client_metadata"),
     }
 

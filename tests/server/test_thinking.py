@@ -256,6 +256,20 @@ def test_a_response_is_continued_with_its_thoughts(server: RunningServer) -> Non
     assert expected in prompt_of(server)
 
 
+def test_thoughts_come_back_encoded(server: RunningServer) -> None:
+    """Clients that keep nothing on the server may send back only `encrypted_content`, as Codex does."""
+    say(server, TEXT)
+    asked: dict[str, Any] = {"model": "stories", "input": "Hi", "include": ["reasoning.encrypted_content"]}
+    thought, message = (item.to_dict() for item in server.client.responses.create(**asked).output)
+    with server.client.responses.stream(**asked) as stream:
+        assert stream.get_final_response().output[0].to_dict()["encrypted_content"] == thought["encrypted_content"]
+    for encoded, is_told in ((thought["encrypted_content"], True), ("gAAA", False), ("inflight:?", False)):
+        item = {"type": "reasoning", "summary": [], "encrypted_content": encoded}
+        asked["input"] = [{"role": "user", "content": "Hi"}, item, message, {"role": "user", "content": "Go on"}]
+        server.client.responses.create(**asked)
+        assert (f"<think>\n{THOUGHT}\n</think>" in prompt_of(server)) == is_told
+
+
 def test_responses_tell_the_model_not_to_think(server: RunningServer) -> None:
     say(server, ANSWER)
     answer = server.client.responses.create(model="stories", input="Hi", reasoning={"effort": "none"})

@@ -8,7 +8,7 @@ from typing import Any
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
 from inflight.server.answers.blocks import Block, Blocks, CallBlock, TextBlock, ThoughtBlock
 from inflight.server.openai import logprobs
-from inflight.server.responses.request import Chat, ResponsesRequest
+from inflight.server.responses.request import ENCODED, Chat, ResponsesRequest, encoded_thought
 from inflight.server.serving.answer_form import AnswerForm
 from inflight.server.serving.generation import Generation
 from inflight.server.tools.in_templates import call_for_template
@@ -52,9 +52,9 @@ def finished(prepared: PreparedResponse, output: RequestOutput, read: Blocks) ->
     if prepared.form is not None and prepared.tokenizer is not None:
         num_thought_tokens = read.num_thought_tokens(prepared.tokenizer)
     token_logprobs = new_logprobs(prepared, completion)
-    items = [item(block, "completed", token_logprobs) for block in blocks]
+    items = [item(prepared, block, "completed", token_logprobs) for block in blocks]
     if is_cut:
-        items[-1] = item(blocks[-1], "incomplete", token_logprobs)
+        items[-1] = item(prepared, blocks[-1], "incomplete", token_logprobs)
     return _response(
         prepared,
         "incomplete" if is_cut else "completed",
@@ -78,7 +78,9 @@ def item_id(block: Block) -> str:
     return f"{prefix}_{block.key}"
 
 
-def item(block: Block, status: str, token_logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def item(
+    prepared: PreparedResponse, block: Block, status: str, token_logprobs: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     """Return a message, a thought or a tool call as an output item.
 
     Args:
@@ -88,7 +90,8 @@ def item(block: Block, status: str, token_logprobs: Sequence[dict[str, Any]] = (
     if isinstance(block, TextBlock):
         return {**head, "type": "message", "role": "assistant", "content": [part(block.text, token_logprobs)]}
     if isinstance(block, ThoughtBlock):
-        return {**head, "type": "reasoning", "summary": [], "content": [thought_part(block.text)]}
+        encoded = {"encrypted_content": encoded_thought(block.text)} if ENCODED in (prepared.body.include or ()) else {}
+        return {**head, "type": "reasoning", "summary": [], "content": [thought_part(block.text)], **encoded}
     return {
         **head,
         "type": "function_call",

@@ -65,7 +65,7 @@ class ResponseEvents:
         events = b""
         if growth.is_new:
             if growth.number:
-                events = self._ended(item(self._blocks.blocks[growth.number - 1], "completed"))
+                events = self._ended(item(self._prepared, self._blocks.blocks[growth.number - 1], "completed"))
             events += self._begun(growth.number, growth.block)
         return events + self._added(growth.added) if growth.added else events
 
@@ -73,7 +73,7 @@ class ResponseEvents:
         self._has_logprobs = isinstance(block, TextBlock)
         place = {"item_id": item_id(block), "output_index": index}
         nothing: dict[str, Any] = {"arguments": ""} if isinstance(block, CallBlock) else {"content": []}
-        begun = {**item(block, "in_progress"), **nothing}
+        begun = {**item(self._prepared, block, "in_progress"), **nothing}
         events = self._event("response.output_item.added", output_index=index, item=begun)
         kind = "response.function_call_arguments.delta"
         if not isinstance(block, CallBlock):

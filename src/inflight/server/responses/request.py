@@ -3,6 +3,7 @@
 Decides how items become messages. Knows no template and no earlier responses.
 """
 
+import base64
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -37,6 +38,9 @@ Chat: TypeAlias = tuple[Mapping[str, Any], ...]
 """Messages with a role and a content, as templates expect them."""
 
 LOGPROBS = "message.output_text.logprobs"
+ENCODED = "reasoning.encrypted_content"
+_ENCODING = "inflight:"
+"""What thoughts begin with that this server has encoded; others only their provider can read."""
 
 
 class TextPart(StrictModel):
@@ -121,17 +125,31 @@ class ThoughtText(StrictModel):
 class ReasoningItem(Item):
     """What the model thought in an earlier turn. Most chat templates leave it out unless calls follow it."""
 
-    NOT_SUPPORTED: ClassVar = {"encrypted_content": ()}
-    IGNORED: ClassVar = {"encrypted_content"}
-
     type: Literal["reasoning"]
     summary: Many[ThoughtText] | None = None
     content: Many[ThoughtText] | None = None
+    encrypted_content: str | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
         """Return the thought as a message without text."""
-        thought = "\n\n".join(part.text for part in self.content or self.summary or ())
+        thought = "\n\n".join(part.text for part in self.content or ())
+        thought = thought or _decoded_thought(self.encrypted_content or "")
+        thought = thought or "\n\n".join(part.text for part in self.summary or ())
         return {"role": "assistant", "content": "", **({"reasoning_content": thought} if thought else {})}
+
+
+def encoded_thought(text: str) -> str:
+    """Return a thought in a form that clients send back as it is, even those that drop its text. It hides nothing."""
+    return _ENCODING + base64.b64encode(text.encode(errors="replace")).decode()
+
+
+def _decoded_thought(encoded: str) -> str:
+    """Return the thought in what `encoded_thought` returned; "" for anything else."""
+    try:
+        given = encoded.removeprefix(_ENCODING) if encoded.startswith(_ENCODING) else ""
+        return base64.b64decode(given, validate=True).decode()
+    except ValueError:
+        return ""
 
 
 InputItem = Annotated[

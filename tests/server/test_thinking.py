@@ -367,3 +367,40 @@ def test_a_limit_of_thoughts_whose_end_is_no_token_is_refused(server: RunningSer
     response = server.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
     assert "'</think>' does not begin with a token of its own" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS])
+def test_log_probabilities_in_responses_are_those_of_the_text(generating: RunningServer, tools: list[Any]) -> None:
+    """Tokens of thoughts have none, in whole answers and in streams."""
+    assert generating.llm.tokenizer is not None
+    template = generating.llm.tokenizer.inner.chat_template
+    generating.llm.tokenizer.inner.chat_template = OPEN
+    asked: dict[str, Any] = {
+        "model": "inflight-demo",
+        "input": "A story, please.",
+        "include": ["message.output_text.logprobs"],
+        "temperature": 0,
+        "max_output_tokens": 30,
+        "tools": [{"type": "function", "strict": None, **tool["function"]} for tool in tools],
+        "extra_body": {"thinking_token_budget": 6},
+    }
+    try:
+        whole = generating.client.responses.create(**asked)
+        with generating.client.responses.stream(**asked) as stream:
+            events = list(stream)
+            final: Any = events[-1].response  # type: ignore[union-attr]
+    finally:
+        generating.llm.tokenizer.inner.chat_template = template
+    thought, message = whole.output
+    assert thought.type == "reasoning"
+    assert message.type == "message"
+    (part,) = message.content
+    assert part.type == "output_text"
+    assert part.logprobs
+    tokens = "".join(each.token for each in part.logprobs)
+    assert tokens.removesuffix("<|end|>").strip() == part.text.strip()
+    in_events = [
+        each.token for event in events if event.type == "response.output_text.delta" for each in event.logprobs
+    ]
+    assert in_events == [each.token for each in part.logprobs]
+    assert [each.token for each in final.output[1].content[0].logprobs] == in_events

@@ -168,11 +168,6 @@ def test_calls_follow_the_text_of_their_message(hermes: RunningServer) -> None:
             "input[0].call_id is missing",
             "input[0].call_id",
         ),
-        (
-            {"tools": TOOLS, "include": ["message.output_text.logprobs"]},
-            "this server does not support it where tools may be called",
-            "include",
-        ),
     ],
 )
 @pytest.mark.usefixtures("strictly")

@@ -237,8 +237,6 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
     def thinking(self) -> Thinking:
         """What the request says about thoughts."""
         thinking = thinking_of_effort(self.reasoning_effort, "reasoning_effort")
-        if self.thinking_token_budget is None:
-            return thinking
         return with_budget(thinking, self.thinking_token_budget, "thinking_token_budget")
 
     @property

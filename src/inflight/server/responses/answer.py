@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
-from inflight.server.answers.blocks import Block, Blocks, CallBlock, TextBlock, ThoughtBlock
+from inflight.server.answers.blocks import Block, CallBlock, TextBlock, ThoughtBlock
 from inflight.server.openai import logprobs
 from inflight.server.responses.request import ENCODED, Chat, ResponsesRequest, encoded_thought
+from inflight.server.responses.scored_blocks import ScoredBlocks
 from inflight.server.serving.answer_form import AnswerForm
 from inflight.server.serving.generation import Generation
 from inflight.server.tools.in_templates import call_for_template
 from inflight.server.wire.api_errors import ApiError
+from inflight.text.output_text import OutputText
 from inflight.text.tokenizer import Tokenizer
 
 
@@ -34,9 +36,27 @@ class PreparedResponse:
     form: AnswerForm | None
     created_at: int
 
-    def blocks(self) -> Blocks:
+    def blocks(self) -> ScoredBlocks:
         """What an answer that begins is divided into."""
-        return Blocks(None if self.form is None else self.form.make_reader())
+        return ScoredBlocks(None if self.form is None else self.form.make_reader())
+
+
+def read_whole(prepared: PreparedResponse, output: RequestOutput) -> ScoredBlocks:
+    """Divide a whole answer into blocks: token by token, if log-probabilities are wanted."""
+    blocks, (completion,) = prepared.blocks(), output.outputs
+    if prepared.body.num_logprobs is None or prepared.tokenizer is None:
+        blocks.feed(completion.text, is_last=True)
+        return blocks
+    text = OutputText.of_request(prepared.tokenizer, output.prompt_token_ids, prepared.generation.params)
+    scores = new_logprobs(prepared, completion)
+    for number, (token_id, score) in enumerate(zip(completion.token_ids, scores, strict=True), 1):
+        is_last = number == len(completion.token_ids)
+        ending = (completion.finish_reason, completion.stop_reason) if is_last else (None, None)
+        blocks.see([score])
+        for growth in blocks.feed(text.take_in([token_id], *ending), is_last=is_last):
+            blocks.taken_by(growth)
+    blocks.rest()
+    return blocks
 
 
 def running(prepared: PreparedResponse) -> dict[str, Any]:
@@ -44,17 +64,16 @@ def running(prepared: PreparedResponse) -> dict[str, Any]:
     return _response(prepared, "in_progress")
 
 
-def finished(prepared: PreparedResponse, output: RequestOutput, read: Blocks) -> dict[str, Any]:
+def finished(prepared: PreparedResponse, output: RequestOutput, read: ScoredBlocks) -> dict[str, Any]:
     """Return the finished response, with one output item for each block."""
     (completion,) = output.outputs
     is_cut, blocks = completion.finish_reason == "length", read.blocks
     num_thought_tokens = 0
     if prepared.form is not None and prepared.tokenizer is not None:
         num_thought_tokens = read.num_thought_tokens(prepared.tokenizer)
-    token_logprobs = new_logprobs(prepared, completion)
-    items = [item(prepared, block, "completed", token_logprobs) for block in blocks]
+    items = [item(prepared, block, "completed", read.scores.get(i, ())) for i, block in enumerate(blocks)]
     if is_cut:
-        items[-1] = item(prepared, blocks[-1], "incomplete", token_logprobs)
+        items[-1]["status"] = "incomplete"
     return _response(
         prepared,
         "incomplete" if is_cut else "completed",

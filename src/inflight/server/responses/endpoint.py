@@ -17,9 +17,10 @@ from inflight.contracts.outputs import RequestOutput
 from inflight.server.answers.blocks import Blocks
 from inflight.server.openai.chat_request import check_variables
 from inflight.server.openai.usage import size_of_answer
-from inflight.server.responses.answer import PreparedResponse, finished, message_of
+from inflight.server.responses.answer import PreparedResponse, finished, message_of, read_whole
 from inflight.server.responses.events import ResponseEvents
 from inflight.server.responses.request import Chat, ResponsesRequest
+from inflight.server.responses.scored_blocks import ScoredBlocks
 from inflight.server.responses.store import ResponseStore, StoredResponse
 from inflight.server.serving.generation import Generation, generate
 from inflight.server.serving.service import Service, WrittenChat, service_of
@@ -170,8 +171,7 @@ def _unless_long(write: Callable[[Chat], WrittenChat], chat: Chat) -> WrittenCha
 
 def _answer(prepared: PreparedResponse, output: RequestOutput) -> tuple[bytes, StoredResponse]:
     """Return the finished response in JSON, and as it would be stored."""
-    blocks = prepared.blocks()
-    blocks.feed(output.outputs[0].text, is_last=True)
+    blocks = read_whole(prepared, output)
     answer = to_json(finished(prepared, output, blocks))
     return answer, StoredResponse(answer, _chat_with(prepared, blocks))
 
@@ -180,7 +180,9 @@ def _chat_with(prepared: PreparedResponse, blocks: Blocks) -> Chat:
     return (*prepared.chat, *map(message_of, blocks.blocks))
 
 
-def _kept(prepared: PreparedResponse, output: RequestOutput, blocks: Blocks, store: ResponseStore) -> dict[str, Any]:
+def _kept(
+    prepared: PreparedResponse, output: RequestOutput, blocks: ScoredBlocks, store: ResponseStore
+) -> dict[str, Any]:
     """Return the finished response, and store it unless the request declines."""
     answer = finished(prepared, output, blocks)
     if prepared.body.store is not False:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from inflight.contracts.outputs import RequestOutput, TextDelta
-from inflight.server.answers.blocks import Block, Blocks, CallBlock, Growth, TextBlock, ThoughtBlock
+from inflight.server.answers.blocks import Block, CallBlock, Growth, TextBlock, ThoughtBlock
 from inflight.server.responses.answer import (
     PreparedResponse,
     failed,
@@ -15,6 +15,7 @@ from inflight.server.responses.answer import (
     running,
     thought_part,
 )
+from inflight.server.responses.scored_blocks import ScoredBlocks
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import to_json
 
@@ -26,26 +27,28 @@ class ResponseEvents:
         finish: makes the response object from what was generated.
     """
 
-    def __init__(self, prepared: PreparedResponse, finish: Callable[[RequestOutput, Blocks], dict[str, Any]]) -> None:
+    def __init__(
+        self, prepared: PreparedResponse, finish: Callable[[RequestOutput, ScoredBlocks], dict[str, Any]]
+    ) -> None:
         self._prepared = prepared
         self._finish = finish
         self._blocks = prepared.blocks()
         self._number = 0
-        self._logprobs: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still to come
         self._has_logprobs = True  # whether the latest item may have some
         self._head = b""  # what each delta event of the latest item begins with
 
     def of(self, deltas: list[TextDelta]) -> bytes:
         events = b"" if self._number else self._created()
         for delta in deltas:
-            self._logprobs += new_logprobs(self._prepared, delta)
+            self._blocks.see(new_logprobs(self._prepared, delta))
             grown = self._blocks.feed(delta.text, is_last=delta.finish_reason is not None)
             events += b"".join(map(self._grown, grown))
         return events
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Return the last events, which repeat as a whole what was sent in pieces."""
-        events = self._added("") if self._logprobs else b""
+        rest = self._blocks.rest()
+        events = self._added("", rest) if rest else b""
         response = self._finish(outputs[0], self._blocks)
         events += self._ended(response["output"][-1])
         return events + self._event(f"response.{response['status']}", response=response)
@@ -62,12 +65,13 @@ class ResponseEvents:
 
     def _grown(self, growth: Growth) -> bytes:
         """Return a growth's events: for a new item, the previous item's end and its own start; then the addition."""
-        events = b""
+        events, scores = b"", self._blocks.taken_by(growth)
         if growth.is_new:
-            if growth.number:
-                events = self._ended(item(self._prepared, self._blocks.blocks[growth.number - 1], "completed"))
+            if before := growth.number:
+                block, of_block = self._blocks.blocks[before - 1], self._blocks.scores.get(before - 1, ())
+                events = self._ended(item(self._prepared, block, "completed", of_block))
             events += self._begun(growth.number, growth.block)
-        return events + self._added(growth.added) if growth.added else events
+        return events + self._added(growth.added, scores) if growth.added else events
 
     def _begun(self, index: int, block: Block) -> bytes:
         self._has_logprobs = isinstance(block, TextBlock)
@@ -85,9 +89,8 @@ class ResponseEvents:
         self._head = b"event: %b\ndata: %b," % (kind.encode(), to_json({"type": kind, **place})[:-1])
         return events
 
-    def _added(self, text: str) -> bytes:
+    def _added(self, text: str, token_logprobs: list[dict[str, Any]]) -> bytes:
         """Return the event that adds `text` to the latest item."""
-        token_logprobs, self._logprobs = self._logprobs, []
         logprobs = b',"logprobs":%b' % to_json(token_logprobs) if self._has_logprobs else b""
         event = self._head + b'"sequence_number":%d,"delta":%b%b}\n\n' % (self._number, to_json(text), logprobs)
         self._number += 1

@@ -17,7 +17,7 @@ from inflight.contracts.structured_output import StructuredOutput
 from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, text_of
 from inflight.server.openai.sampling_fields import MAX_METADATA, MAX_STOP_STRINGS, SharedSamplingFields
 from inflight.server.serving.settings import ServerSettings
-from inflight.server.serving.thinking import MAX_EFFORT, Thinking, thinking_of_effort
+from inflight.server.serving.thinking import MAX_EFFORT, Thinking, thinking_of_effort, with_budget
 from inflight.server.tools.fields import (
     MAX_TOOLS,
     NO_OTHER_TOOLS,
@@ -287,6 +287,7 @@ class ResponsesRequest(SharedSamplingFields):
         max_output_tokens: null: until a stop or the end of the context.
         store: whether the response is kept for a while, to be retrieved or continued; null: yes.
         chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
+        thinking_token_budget: how many tokens a thought may have; 0: the model is not to think.
         include: "message.output_text.logprobs" returns each token's log-probability; the other values concern things
             that this server's answers never contain.
         top_logprobs: how many of the likeliest tokens are returned in addition at each position.
@@ -324,6 +325,7 @@ class ResponsesRequest(SharedSamplingFields):
     max_output_tokens: int | None = None
     stop: str | Annotated[Many[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
@@ -349,7 +351,8 @@ class ResponsesRequest(SharedSamplingFields):
     @property
     def thinking(self) -> Thinking:
         """What the request says about thoughts."""
-        return thinking_of_effort(None if self.reasoning is None else self.reasoning.effort, "reasoning")
+        thinking = thinking_of_effort(None if self.reasoning is None else self.reasoning.effort, "reasoning")
+        return with_budget(thinking, self.thinking_token_budget, "thinking_token_budget")
 
     @property
     def tool_fields(self) -> ToolFields:
@@ -378,9 +381,6 @@ class ResponsesRequest(SharedSamplingFields):
         if self.top_logprobs and self.num_logprobs is None:
             message = f"top_logprobs is given, but include has no {LOGPROBS!r}"
             raise ApiError(400, message, param="top_logprobs")
-        if self.num_logprobs is not None and self.tool_fields.callable_tools:
-            message = f"include has {LOGPROBS!r}; this server does not support it where tools may be called"
-            raise ApiError(400, message, param="include")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
 

@@ -71,8 +71,11 @@ def thinking_of_effort(effort: str | None, param: str) -> Thinking:
     return Thinking(is_wanted=effort != "none", effort=effort, param=param)
 
 
-def with_budget(thinking: Thinking, num_tokens: int, param: str) -> Thinking:
-    """Return the same with a limit of the tokens of a thought; without any, the model is not to think."""
+def with_budget(thinking: Thinking, num_tokens: int | None, param: str) -> Thinking:
+    """Return the same with a limit of the tokens of a thought (None: there is none); without any, the model is not to
+    think."""
+    if num_tokens is None:
+        return thinking
     if num_tokens:
         return replace(thinking, most_tokens=num_tokens)
     return Thinking(is_wanted=False, param=param)

@@ -203,7 +203,7 @@ async def _work(
 ) -> "Batch":
     """Work on the job until it is finished. Raises `ModelError`, `EngineGivenUpError`, `OSError`, `sqlite3.Error`."""
     from inflight.batches.worker import Worker
-    from inflight.observe.progress import ProgressBar
+    from inflight.observe.progress import ProgressBar, seconds_between_drawings
     from inflight.server.app import create_app
     from inflight.server.batches.answering import AppAnswerer
 
@@ -214,7 +214,8 @@ async def _work(
         if now.status == "in_progress":
             num_done = now.num_completed + now.num_failed
             if bar is None:
-                bar, job = ProgressBar(0 if quiet else now.num_lines, num_done), now
+                seconds = seconds_between_drawings()
+                bar, job = ProgressBar(0 if quiet else now.num_lines, num_done, seconds_between=seconds), now
             else:
                 num_before = job.num_completed + job.num_failed
                 bar.count(now.num_output_tokens - job.num_output_tokens, num_done - num_before)

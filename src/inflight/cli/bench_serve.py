@@ -73,12 +73,12 @@ def serve(base_url: str, as_json: bool, png: Path | None, **options: Any) -> Non
 
     from inflight.loadtest.figure import load_figure
     from inflight.loadtest.load_test import as_rows
-    from inflight.observe.pictures import new_figure, save_png
+    from inflight.observe.pictures import check_pictures, save_png
     from inflight.openai_client import ServerError
 
     plan, extra = _plan(options), _json_object(options["extra_body"])
     if png is not None:
-        new_figure(1, 1)  # if matplotlib is missing, fail now
+        check_pictures()
     try:
         model, result = _run(base_url, plan, extra, options)
     except ServerError as error:

@@ -72,7 +72,12 @@ def _answerer(model: str | None, url: str | None, api_key: str | None, engine: d
     quiet_libraries()
     from inflight import LLM
 
-    return EngineAnswerer(LLM(model, **engine), model or "the embedded model")
+    llm = LLM(model, **engine)
+    if llm.tokenizer is not None and not llm.tokenizer.inner.chat_template:
+        raise click.UsageError(
+            "this model has no chat template: it completes texts, and cannot chat; try inflight generate"
+        )
+    return EngineAnswerer(llm, model or "the embedded model")
 
 
 def _typed() -> Iterator[str]:

@@ -82,7 +82,7 @@ def generate(
             _answer_batch(model, engine_values(options), lines, out, quiet)
         return
     from inflight import LLM
-    from inflight.observe.progress import with_progress
+    from inflight.observe.progress import seconds_between_drawings, with_progress
 
     llm = LLM(model, **engine_values(options))
     inputs = [_input(line, chat) for line in lines]
@@ -97,7 +97,8 @@ def generate(
             raise click.ClickException(delta.output.error)
         return
     with out, _recorded(llm, record), closing(llm.stream(inputs, params)) as deltas, _interrupts_between_steps(llm):
-        _write_in_order(deltas if quiet else with_progress(deltas, len(lines)), lines, out)
+        shown = with_progress(deltas, len(lines), seconds_between=seconds_between_drawings())
+        _write_in_order(deltas if quiet else shown, lines, out)
 
 
 def structure_values(options: dict[str, Any]) -> dict[str, Any]:
@@ -260,10 +261,11 @@ def _answer_batch(
     model: str | None, engine: dict[str, Any], lines: list[PromptLine], out: IO[str], quiet: bool
 ) -> None:
     from inflight.async_llm import AsyncLLM
-    from inflight.observe.progress import ProgressBar
+    from inflight.observe.progress import ProgressBar, seconds_between_drawings
 
     llm = AsyncLLM(model, **engine)
-    with closing(_InOrder(out)) as results, closing(ProgressBar(0 if quiet else len(lines))) as bar:
+    progress = ProgressBar(0 if quiet else len(lines), seconds_between=seconds_between_drawings())
+    with closing(_InOrder(out)) as results, closing(progress) as bar:
 
         def take(number: int, answer: dict[str, Any]) -> None:
             results.take(number, json.dumps(answer, ensure_ascii=False) + "\n")

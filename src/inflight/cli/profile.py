@@ -51,12 +51,14 @@ def profile(
     from inflight.contracts.config import EngineConfig
     from inflight.contracts.params import SamplingParams
     from inflight.engine.engine import Engine
-    from inflight.observe.pictures import save_png
+    from inflight.observe.pictures import check_pictures, save_png
     from inflight.profiling import profile_decode
     from inflight.profiling.figure import profile_figure
     from inflight.profiling.table import profile_table
     from inflight.sources import model_source
 
+    if png is not None:
+        check_pictures()
     engine = Engine(
         model_source(model), EngineConfig(**{"max_num_seqs": num_seqs, "speculation": "off", **engine_values(options)})
     )

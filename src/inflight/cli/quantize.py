@@ -38,6 +38,7 @@ def quantize(source: str, folder: Path, wanted: str, group_size: str, minima: bo
     """
     quiet_libraries()
     from inflight.quantization import quantize as run
+    from inflight.text.tokenizer_files import read_tokenizer
 
     weights = run(
         source,
@@ -49,7 +50,9 @@ def quantize(source: str, folder: Path, wanted: str, group_size: str, minima: bo
         use_tqdm=sys.stderr.isatty(),
     )
     _print(weights)
-    print(f"\nRun it: inflight chat {folder}")
+    tokenizer = read_tokenizer(str(folder))
+    can_chat = tokenizer is not None and tokenizer.inner.chat_template
+    print(f"\nRun it: {f'inflight chat {folder}' if can_chat else f'inflight generate -m {folder} PROMPT'}")
 
 
 def _print(weights: Sequence["QuantizedWeight"]) -> None:

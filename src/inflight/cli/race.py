@@ -40,8 +40,8 @@ CAP = 120
     "--method", "names", type=click.Choice(METHODS), multiple=True, help="Run only this one; may be repeated."
 )
 @click.option("--verbose", "-v", is_flag=True, help="Log what is in which slot, and pictures of merges and filters.")
-@click.option("--html", type=Path, help="Write timelines and table as one self-contained page.")
-@click.option("--png", type=Path, help="Write the timelines as a picture.")
+@click.option("--html", type=Path, help="Write timelines and table as one self-contained page (needs matplotlib).")
+@click.option("--png", type=Path, help="Write the timelines as a picture (needs matplotlib).")
 @model_option
 @config_options_with(**DEFAULTS)
 def race(
@@ -67,6 +67,10 @@ def race(
     quiet_libraries()
     from rich.console import Console
 
+    from inflight.observe.pictures import check_pictures
+
+    if html or png:
+        check_pictures()
     from inflight.contracts.config import EngineConfig
     from inflight.lessons.methods import Setting
     from inflight.lessons.race import mixed_requests, run_race, write_html, write_png

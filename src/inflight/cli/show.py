@@ -76,11 +76,13 @@ def show(
 
     from inflight import LLM
     from inflight.contracts.params import SamplingParams
-    from inflight.observe.pictures import save_png, to_html, write_html
+    from inflight.observe.pictures import check_pictures, save_png, to_html, write_html
     from inflight.observe.step_capture import StepCapture
     from inflight.observe.step_drawing import StepDrawing
     from inflight.observe.step_figure import step_figure
 
+    if png is not None:
+        check_pictures()
     num_slots = max(len(prompts) - 1, min(len(prompts), 2))
     defaults = {
         "max_num_seqs": num_slots,

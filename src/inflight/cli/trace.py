@@ -21,13 +21,15 @@ def trace(recording: Path, chrome: Path | None, html: Path | None, png: Path | N
     """
     from rich.console import Console
 
-    from inflight.observe.pictures import save_png
+    from inflight.observe.pictures import check_pictures, save_png
     from inflight.observe.recorder import read_recording
     from inflight.observe.run_report import report_of
     from inflight.observe.trace import write_chrome_trace
     from inflight.observe.trace_figure import trace_figure
     from inflight.observe.trace_page import write_page
 
+    if png is not None:
+        check_pictures()
     recorded = read_recording(recording)
     Console().print(report_of(recorded).table())
     if chrome is not None:

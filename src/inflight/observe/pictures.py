@@ -25,16 +25,24 @@ svg { max-width: 100%; height: auto; }
 """
 
 
+def check_pictures() -> None:
+    """Raise `ValueError` unless pictures can be drawn: before long work whose result they would show."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        message = "pictures need matplotlib: pip install matplotlib, or install inflight with '[pictures]'"
+        raise ValueError(message) from None
+
+
 def new_figure(width_inches: float, height_inches: float) -> "Figure":
     """Return an empty figure without global state (no `pyplot`).
 
     Raises:
         ValueError: `matplotlib` is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("pictures need matplotlib: pip install matplotlib") from None
+    check_pictures()
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width_inches, height_inches), layout="constrained")
 
 

@@ -1,5 +1,6 @@
 """The progress bar of a call: finished prompts, and tokens per second."""
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 
@@ -13,10 +14,17 @@ class ProgressBar:
 
     Args:
         num_finished: prompts that were finished before.
+        seconds_between: at least this long between two drawings.
     """
 
-    def __init__(self, num_prompts: int, num_finished: int = 0) -> None:
-        self._bar = tqdm(total=num_prompts, initial=num_finished, unit="prompt", disable=num_prompts == 0)
+    def __init__(self, num_prompts: int, num_finished: int = 0, *, seconds_between: float = 0.1) -> None:
+        self._bar = tqdm(
+            total=num_prompts,
+            initial=num_finished,
+            unit="prompt",
+            disable=num_prompts == 0,
+            mininterval=seconds_between,
+        )
         self._num_tokens, self._start = 0, time.monotonic()
 
     def count(self, num_tokens: int, num_finished: int) -> None:
@@ -31,9 +39,16 @@ class ProgressBar:
         self._bar.close()
 
 
-def with_progress(deltas: Iterable[TextDelta], num_prompts: int) -> Iterator[TextDelta]:
+def seconds_between_drawings() -> float:
+    """How often a command draws its bar: seldom where each drawing becomes a line of a log."""
+    return 0.1 if sys.stderr.isatty() else 10.0
+
+
+def with_progress(
+    deltas: Iterable[TextDelta], num_prompts: int, *, seconds_between: float = 0.1
+) -> Iterator[TextDelta]:
     """Yield `deltas` unchanged and draw a progress bar of `num_prompts` prompts on standard error."""
-    bar = ProgressBar(num_prompts)
+    bar = ProgressBar(num_prompts, seconds_between=seconds_between)
     try:
         for delta in deltas:
             bar.count(len(delta.token_ids), delta.output is not None)

@@ -39,18 +39,19 @@ function drawn(history) {
   // Pieces in which nothing happened are missing: they become zeros, or gaps.
   const ages = history.age.map((age) => Math.round(age / history.seconds));
   const most = Math.max(...ages);
+  const isOver = (column) => (most > 0 ? column.slice(0, -1) : column); // the newest piece has not ended
   const spread = (values, missing) => {
     const column = new Array(most + 1).fill(missing);
     ages.forEach((age, i) => (column[most - age] = values[i]));
-    return column;
+    return isOver(column);
   };
-  const x = Array.from({ length: most + 1 }, (_, i) => (i - most) * history.seconds);
+  const x = isOver(Array.from({ length: most + 1 }, (_, i) => (i - most) * history.seconds));
   const perSecond = (name) => spread(history[name].map((each) => each / history.seconds), 0);
   const percentile = (name) => PERCENTILES.map((_, i) => spread(history[name].map((each) => each[i]), null));
   const lines = PERCENTILES.map(([label, colour]) => ({ label, colour }));
   return [
     { title: "Tokens a second", value: rate, data: [x, perSecond("num_output_tokens")], lines: [{ label: "generated", colour: "decode" }] },
-    { title: "Requests", value: whole, data: [x, spread(history.num_started, 0), spread(history.most_running, 0)], lines: [{ label: "came", colour: "prefill" }, { label: "ran at once", colour: "decode" }] },
+    { title: "Requests", value: whole, data: [x, spread(history.num_started, 0), spread(history.most_running, 0)], lines: [{ label: "came", colour: "prefill" }, { label: "there at once", colour: "decode" }] },
     { title: "To the first token", value: seconds, data: [x, ...percentile("to_first_token")], lines },
     { title: "Between two tokens", value: seconds, data: [x, ...percentile("between_tokens")], lines },
   ];

@@ -178,7 +178,7 @@ export function Now({ about }) {
   const live = useLive();
   const { engines, message, isPaused } = live;
   const [opened, setOpened] = useState(null);
-  if (!message) return html`<p class="faint">Nothing has come from the server yet.</p>`;
+  if (!message) return html`<p class="faint">waiting for the first message …</p>`;
   const shown = [...engines.values()].filter((each) => message.engines[each.number]);
   const sum = (read) => shown.reduce((total, each) => total + read(each), 0);
   const [firsts, betweens] = [message.latencies.to_first_token, message.latencies.between_tokens];

@@ -38,6 +38,7 @@ const EXAMPLES = {
 
 const TOOLS_EXAMPLE = '[{"type": "function", "function": {"name": "weather", "description": "The weather in a city.", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]';
 
+const QUESTION = "Tell me a story about a fox.";
 const STARTS = ["Once upon a time", "In a quiet village", "One cold morning, a fox", "Long ago there was a dragon"];
 
 // The body of a request for these settings, without its prompt. Raises an error that says which field is not JSON.
@@ -168,7 +169,7 @@ const newColumn = (text = "") => ({ number: nextNumber++, text, messages: [], an
 const EMPTY = { ...Object.fromEntries(NUMBERS.map(([name]) => [name, ""])), stop: "", bad_words: "", stop_token_ids: "", logit_bias: "", cache_salt: "", ignore_eos: false, logprobs: false, speculation: true, form: "none", pattern: "", tools: "", tool_choice: "auto", system: "" };
 
 // What is on this page stays while other tabs are shown.
-const kept = { mode: null, settings: { ...EMPTY, max_tokens: "120" }, columns: [newColumn(STARTS[0])] };
+const kept = { mode: null, settings: { ...EMPTY, max_tokens: "120" }, columns: [newColumn(STARTS[0])], isUntouched: true };
 
 export function Playground({ about }) {
   const [picked, setPicked] = useState(kept.mode);
@@ -187,6 +188,9 @@ export function Playground({ about }) {
   };
   const choose = (chosen) => {
     kept.mode = chosen;
+    const [first] = columns.current;
+    if (chosen === "chat" && first.text === STARTS[0]) first.text = QUESTION;
+    if (chosen === "completion" && first.text === QUESTION) first.text = STARTS[0];
     for (const column of columns.current) Object.assign(column, { messages: [], answers: {} });
     setPicked(chosen);
   };
@@ -283,6 +287,8 @@ export function Playground({ about }) {
 
   // Its fields do not change once they are shown.
   if (!about) return html`<p class="faint">asking the server what its model can do …</p>`;
+  if (kept.isUntouched && mode === "chat") columns.current[0].text = QUESTION;
+  kept.isUntouched = false;
   return html`<div class="playground">
     <form class="card settings" onSubmit=${(event) => { event.preventDefault(); sendAll(); }}>
       <fieldset><legend>Kind</legend>

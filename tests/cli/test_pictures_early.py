@@ -1,0 +1,30 @@
+"""Commands whose result could not be drawn say so before they work."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WITHOUT = "import sys; sys.modules['matplotlib.figure'] = None; from inflight.cli import main; main()"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("race", "--html", "race.html", "-m", "./nope"),
+        ("race", "--png", "race.png", "-m", "./nope"),
+        ("trace", "nope.jsonl", "--png", "run.png"),
+        ("profile", "-m", "./nope", "--png", "profile.png"),
+        ("show", "Once", "-m", "./nope", "--png", "step.png"),
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_missing_matplotlib_is_said_before_anything_else(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "nope.jsonl").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 2
+    assert "pictures need matplotlib" in done.stderr
+    assert "nope" not in done.stderr

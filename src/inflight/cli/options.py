@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from inflight.cli.help import Option
 from inflight.contracts import config
@@ -300,6 +301,9 @@ def model_argument(command: Command) -> Command:
     @model_option
     @functools.wraps(command)
     def with_model(*args: Any, model: str | None, model_argument: str | None, **options: Any) -> Any:
+        source = click.get_current_context().get_parameter_source("model")
+        if model is not None and model_argument is not None and source is not ParameterSource.COMMANDLINE:
+            model = None  # from a file, or a variable
         if model is not None and model_argument is not None:
             raise click.UsageError(f"there are two models: {model_argument!r}, and {model!r} with --model")
         return command(*args, model=model_argument if model is None else model, **options)

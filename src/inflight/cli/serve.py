@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from inflight.cli.help import Command
+from inflight.cli.configurable import ConfigurableCommand
 from inflight.cli.options import (
     engine_options,
     engine_values,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from inflight.contracts.record import RecordTo
 
 
-@click.command(cls=Command, settings=(ServerSettings, OperatorSettings))
+@click.command(cls=ConfigurableCommand, settings=(ServerSettings, OperatorSettings))
 @click.option("--host", default="127.0.0.1", help="The address to listen on; 0.0.0.0: all of this machine's.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: any free port.")
 @click.option(

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -126,7 +127,8 @@ def check_command(words: list[str]) -> None:
         found = command.get_command(context, rest[0]) if rest else None
         assert found is not None, f"there is no command {' '.join(words)!r}"
         command, rest = found, rest[1:]
-    command.make_context(words[0], list(rest), parent=context)
+    given = [os.devnull if before == "--config" else each for before, each in zip(["", *rest], rest, strict=False)]
+    command.make_context(words[0], given, parent=context)
 
 
 def test_commands_are_found_among_others() -> None:

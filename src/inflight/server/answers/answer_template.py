@@ -64,17 +64,18 @@ class AnswerTemplate:
         """How calls are written, for grammars; None: that is not known."""
         return None if self._family is None else self._family.call_format
 
-    def special_token_ids(self, tokenizer: Tokenizer) -> set[int]:
+    @lru_cache(maxsize=8)  # noqa: B019  # there are as many templates as models, and they are kept anyway
+    def special_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The special tokens among the marks of thoughts, content and calls."""
         patterns = []
         for field in self._exact.fields.values():
             if field.open_re is not None:
                 patterns += [field.open_re, field.close_re]
-        return {
+        return frozenset(
             token_id
             for token_id, token in tokenizer.inner.added_tokens_decoder.items()
             if token.special and any(_may_begin(pattern, token.content) for pattern in filter(None, patterns))
-        }
+        )
 
     def reader(
         self,

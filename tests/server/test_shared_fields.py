@@ -55,6 +55,17 @@ def test_every_api_takes_all_sampling_fields(
         assert getattr(params, name) == expected, name
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_stop_strings_end_an_answer(shared_server: RunningServer, path: str) -> None:
+    limit = next(name for name in ASK[path] if name.startswith("max"))
+    answer = shared_server.http.post(path, json={**ASK[path], limit: 60, "temperature": 0, "stop": ["."]}).json()
+    text = (
+        answer["choices"][0]["message"]["content"] if "choices" in answer else answer["output"][0]["content"][0]["text"]
+    )
+    assert text
+    assert "." not in text
+
+
 @pytest.mark.parametrize("path", ASK)
 def test_a_seed_gives_the_same_answer_again(shared_server: RunningServer, path: str) -> None:
     limit = next(name for name in ASK[path] if name.startswith("max"))

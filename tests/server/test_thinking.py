@@ -187,10 +187,10 @@ def test_thoughts_may_be_omitted_from_messages(server: RunningServer) -> None:
         assert text.text == ANSWER
 
 
-def test_an_answer_that_is_cut_off_in_a_thought_has_a_text(server: RunningServer) -> None:
+def test_an_answer_that_is_cut_off_in_a_thought_has_no_text(server: RunningServer) -> None:
     say(server, "<think>\nHm")
     for answer in messages(server):
-        assert [block.type for block in answer.content] == ["thinking", "text"]
+        assert [block.type for block in answer.content] == ["thinking"]
 
 
 def test_the_chat_template_gets_thoughts_of_earlier_turns(server: RunningServer) -> None:

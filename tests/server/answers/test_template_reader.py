@@ -345,3 +345,58 @@ def test_where_the_prompt_ends(family: Family, prompt: str, is_begun: bool, empt
     template = AnswerTemplate(family.template, family)
     assert template.begins_with_a_thought(prompt) == is_begun
     assert template.empty_thought(prompt) == empty
+
+
+# ------------------------------------------------------------------------------------- prompts that have begun
+
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("family", "begun", "text", "parts"),
+    [
+        (families.HERMES, f"{CALL}\nok", f"\n{CALL}", (ROME,)),
+        (families.HERMES, f"{CALL}\nok", " hello", (" hello",)),
+        (families.HERMES, CALL, "\nhello", ("\nhello",)),
+        (families.HERMES, "<think>\nHm", "mm.</think>\nHi", (T("mm."), "Hi")),
+        (families.GEMMA4, "Hi<turn|>\n<|turn>user\nyo", "abcdefghijklmnop", ("abcdefghijklmnop",)),
+        (families.DEEPSEEK, "Hi<｜tool▁calls▁end｜>", "abcdefghijklmnop", ("abcdefghijklmnop",)),
+        (families.HARMONY, "", "Hello there", ("Hello there",)),
+        (families.HARMONY, "", '<|channel|>commentary to=browser.search<|message|>{"q": 1}<|call|>', None),
+    ],
+)
+def test_what_the_prompt_has_is_not_reported_and_nothing_else_is_lost(
+    family: Family, begun: str, text: str, parts: tuple[Any, ...] | None
+) -> None:
+    anchor = family.template["start_anchor"]
+    prompt = f"{anchor if isinstance(anchor, str) else anchor[0]}{begun}"
+    for pieces in ([text], list(text)):
+        reader = AnswerTemplate(family.template, family).reader(prompt, TOOLS, NAMES, is_parallel=False)
+        read = [piece for each in pieces for piece in reader.feed(each)] + reader.finish()
+        assert parts_of(read) == (parts or (text,))
+        assert reader.num_calls == sum(isinstance(part, tuple) for part in parts or ())
+
+
+def test_arguments_that_no_utf8_can_encode_stay_escaped() -> None:
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "\\ud83d"}}</tool_call>'
+    pieces = read(Recorded(families.HERMES, "<|im_start|>assistant\n", text, ()), [text])
+    arguments = "".join(piece.arguments for piece in pieces if isinstance(piece, CallDelta))
+    assert arguments.encode() == b'{"city": "\\ud83d"}'
+
+
+@pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "opened",
+    ["<tool_call>", "<tool_call><function=", "[TOOL_CALLS]", " to=functions.", "<|channel|>", "<|tool_call>call:", " "],
+)
+def test_a_mark_that_never_ends_is_not_searched_for_for_ever(family: Family, opened: str) -> None:
+    """What is held back is bounded, so that long texts take no quadratic time."""
+    reader = AnswerTemplate(family.template, family).reader("", TOOLS, NAMES)
+    reader.feed(opened)
+    for _ in range(300):
+        reader.feed("abcd")
+    parser = reader._parser
+    assert len(parser._buffer) - parser._pos < 600 or (
+        parser._current is not None and parser._current != parser._implicit_name
+    )

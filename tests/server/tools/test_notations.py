@@ -207,6 +207,8 @@ def test_any_arguments_come_back_as_they_were(name: str, city: str, places: list
         ("qwen3-coder", {"type": "string", "pattern": "a+"}, "'pattern' of 'x' cannot be enforced in this model's"),
         ("gemma4", {"type": "string", "pattern": "a+"}, "'pattern' cannot be enforced in this model's"),
         ("gemma4", {"type": "array", "minItems": 2}, "'minItems' cannot be enforced in this model's"),
+        ("gemma4", {"enum": [1], "maximum": 3}, "'enum' beside other keywords cannot be enforced"),
+        ("qwen3-coder", {"enum": []}, "the enum of 'x' has no values"),
     ],
 )
 def test_what_a_notation_cannot_enforce_is_refused_by_name(name: str, value: Any, message: str) -> None:
@@ -214,3 +216,32 @@ def test_what_a_notation_cannot_enforce_is_refused_by_name(name: str, value: Any
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     with pytest.raises(ApiError, match=message):
         form_of(NOTATIONS[name], tokenizer_of(NOTATIONS[name], "as text"), [tool], "auto")
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "gemma4"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"required": ["a"]}]},
+        {"required": ["a"], "additionalProperties": True},
+        {"additionalProperties": {"type": "integer"}},
+        {"properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
+        {"properties": {"a": False}, "additionalProperties": False},
+    ],
+)
+def test_what_a_notation_cannot_say_about_all_arguments_is_refused(name: str, schema: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    with pytest.raises(ApiError) as refused:
+        form_of(NOTATIONS[name], tokenizer_of(NOTATIONS[name], "as text"), [tool], "auto")
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "gemma4"])
+def test_arguments_may_be_anything_where_the_schema_says_so(name: str) -> None:
+    schema = {"$ref": "#/$defs/all", "$defs": {"all": {"properties": {"a": True}, "additionalProperties": False}}}
+    schema["$defs"]["all"]["type"] = "object"  # type: ignore[index]
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    notation = NOTATIONS[name]
+    tokenizer = tokenizer_of(notation, "as text")
+    form = form_of(notation, tokenizer, [tool], "auto")
+    assert ends(form, tokenizer, notation.write("f", {"a": [1, True]}))

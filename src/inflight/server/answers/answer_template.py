@@ -16,10 +16,11 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 from transformers.utils.chat_parsing import response_templates as hf
 
+from inflight.contracts.options import is_text
 from inflight.contracts.structured_output import Thoughts
 from inflight.server.answers.call_format import CallFormat, new_call_id
 from inflight.server.answers.families import Family, ResponseTemplate, family_of
-from inflight.server.answers.template_reader import ReadCall, TemplateReader
+from inflight.server.answers.template_reader import MOST_BEGUN, ReadCall, TemplateReader
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """The names of a field of thoughts; the first is the one that chat templates read."""
 CALLS = "tool_calls"
-_STREAMED = ("text", "int", "float", "bool")
 
 
 class AnswerTemplate:
@@ -96,7 +96,7 @@ class AnswerTemplate:
         template = self._without_calls if tools is None else self._lax
 
         def read(text: str) -> list[ReadCall] | None:
-            return _read_calls(text, self._template, list(tools or ()), names)
+            return _read_calls(text, self._exact, list(tools or ()), names)
 
         return TemplateReader(
             template,
@@ -166,7 +166,7 @@ class AnswerTemplate:
         is at most the mark of a thought."""
         ends = [match.end() for match in self._exact.start_anchor_re.finditer(prompt)]
         if ends:
-            return prompt[ends[-1] :]
+            return prompt[ends[-1] :][-MOST_BEGUN:]
         end = prompt.rstrip()
         for name in THOUGHTS:
             field = self._exact.fields.get(name)
@@ -248,18 +248,20 @@ def _may_begin(pattern: Any, text: str) -> bool:
 
 
 def _read_calls(
-    text: str, template: ResponseTemplate, tools: list[Any], names: Collection[str]
+    text: str, template: hf.ResponseTemplate, tools: list[Any], names: Collection[str]
 ) -> list[ReadCall] | None:
     """Read the text of calls, marks included; None: it has none that can be made."""
     try:
-        parsed = parse_response(text, dict(template), prefix="", tools=tools)
+        parsed = parse_response(text, template, prefix="", tools=tools)
         calls = []
         for each in parsed.get(CALLS) or []:
             function = each.get("function", each)
             name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
             if name not in names or not isinstance(arguments, dict):
                 return None
-            calls.append(ReadCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
-    except Exception:  # the patterns are the checkpoint's, and the text is the model's: they may fail anyhow
+            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            calls.append(ReadCall(name, written if is_text(written) else json.dumps(arguments, allow_nan=False)))
+    except Exception as error:  # the patterns are the checkpoint's, and the text is the model's: they may fail anyhow
+        logger.debug("a call cannot be read: %r", error)
         return None
     return calls or None

@@ -77,16 +77,15 @@ class Blocks:
         return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
 
     def feed(self, text: str, *, is_last: bool) -> list[Growth]:
-        """Add `text` to the answer and return how its blocks grew. A finished answer has at least one block that is not
-        a thought."""
+        """Add `text` to the answer and return how its blocks grew. A finished answer has at least one block."""
         if self._reader is None:
             pieces: list[Piece] = [text] if text else []
         else:
             pieces = self._reader.feed(text)
             if is_last:
                 pieces += self._reader.finish()
-        if is_last and all(isinstance(each, Thought | ThoughtBlock) for each in (*self.blocks, *pieces)):
-            pieces.append("")
+        if is_last and not pieces and not self.blocks:
+            pieces = [""]
         return list(map(self._grow, pieces))
 
     def _grow(self, piece: Piece) -> Growth:

@@ -2,6 +2,7 @@
 
 Each is a response template of `transformers` (a field for each kind of text, with the marks around it), written after
 the chat template that the family publishes. What a family's chat template must contain decides which family it is.
+Marks have bounds, because they are searched for anew with each token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,22 +67,23 @@ HARMONY = Family(
         "start_anchor": "<|start|>assistant",
         "fields": {
             "reasoning_content": {
-                "open_pattern": r"<\|channel\|>analysis[^<]*<\|message\|>",
+                "open_pattern": r"<\|channel\|>analysis[^<]{0,64}<\|message\|>",
                 "close": ["<|end|>", "<|return|>"],
                 "repeats": True,
                 "join": "\n\n",
             },
             # The recipient stands before or after the channel, and the kind of the content may be named.
             "tool_calls": _calls(
-                r"(?: to=functions\.(?P<name>[^<\s]+)[^<]*<\|channel\|>(?:commentary|analysis)[^<]*"
-                r"|<\|channel\|>(?:commentary|analysis) to=functions\.(?P<name>[^<\s]+)[^<]*)"
-                r"(?:<\|constrain\|>[^<]*)?<\|message\|>",
+                r"(?: to=functions\.(?P<name>[^<\s]{1,256})[^<]{0,64}<\|channel\|>(?:commentary|analysis)[^<]{0,64}"
+                r"|<\|channel\|>(?:commentary|analysis) to=functions\.(?P<name>[^<\s]{1,256})[^<]{0,64})"
+                r"(?:<\|constrain\|>[^<]{0,64})?<\|message\|>",
                 r"<\|call\|>|<\|end\|>",
                 "json",
                 _CALL,
             ),
             "content": {
-                "open_pattern": r"<\|channel\|>(?:final|commentary)(?! to=)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>",
+                "open_pattern": r"<\|channel\|>(?:final|commentary)(?! to=)[^<]{0,64}"
+                r"(?:<\|constrain\|>[^<]{0,64})?<\|message\|>",
                 "close": ["<|end|>", "<|return|>"],
                 "repeats": True,
                 "join": "\n\n",
@@ -101,7 +103,7 @@ GEMMA4 = Family(
         "fields": {
             "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>"},
             "tool_calls": _calls(
-                r"<\|tool_call>call:(?P<name>[^{<\s]+)",
+                r"<\|tool_call>call:(?P<name>[^{<\s]{1,256})",
                 r"<tool_call\|>",
                 "json",
                 _CALL,
@@ -122,9 +124,9 @@ DEEPSEEK = Family(
             "reasoning_content": _THOUGHTS,
             # R1 and V3: a kind, the name, and a block of JSON; V3.1: the name and JSON.
             "tool_calls": _calls(
-                r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
-                r"(?:function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```(?:json)?\n|(?P<name>[^\n<]+)<｜tool▁sep｜>)",
-                r"(?:\n```)?\s*<｜tool▁call▁end｜>",
+                r"(?:<｜tool▁calls▁begin｜>\s{0,8})?<｜tool▁call▁begin｜>"
+                r"(?:function<｜tool▁sep｜>(?P<name>[^\n<]{1,256})\n```(?:json)?\n|(?P<name>[^\n<]{1,256})<｜tool▁sep｜>)",
+                r"(?:\n```)?\s{0,8}<｜tool▁call▁end｜>",
                 "json",
                 _CALL,
             ),
@@ -146,11 +148,14 @@ QWEN_XML = Family(
         "fields": {
             "reasoning_content": _THOUGHTS,
             "tool_calls": _calls(
-                r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-                r"</function>\s*</tool_call>",
+                r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,256})>",
+                r"</function>\s{0,8}</tool_call>",
                 "xml-inline",
                 _CALL,
-                content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+                content_args={
+                    "tag_pattern": r"<parameter=(?P<key>[^>\n]{1,256})>"
+                    r"\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
+                },
             ),
             **_CONTENT,
         },
@@ -166,12 +171,13 @@ GLM = Family(
         "fields": {
             "reasoning_content": _THOUGHTS,
             "tool_calls": _calls(
-                r"\s*<tool_call>\s*(?P<name>[^<\s]+)\s*(?=<arg_key>|</tool_call>)",
+                r"<tool_call>\s{0,8}(?P<name>[^<\s]{1,256})\s{0,8}(?=<arg_key>|</tool_call>)",
                 r"</tool_call>",
                 "xml-inline",
                 _CALL,
                 content_args={
-                    "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+                    "tag_pattern": r"<arg_key>(?P<key>[^<]{1,256})</arg_key>\s{0,8}"
+                    r"<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>"
                 },
             ),
             **_CONTENT,
@@ -187,7 +193,7 @@ HERMES = Family(
         **CHATML,
         "fields": {
             "reasoning_content": _THOUGHTS,
-            "tool_calls": _calls(r"\s*<tool_call>", r"</tool_call>", "json", _NAMED),
+            "tool_calls": _calls(r"<tool_call>", r"</tool_call>", "json", _NAMED),
             **_CONTENT,
         },
     },
@@ -202,7 +208,7 @@ MISTRAL = Family(
         "fields": {
             "reasoning_content": {"open": "[THINK]", "close": "[/THINK]"},
             "tool_calls": _calls(
-                r"\s*\[TOOL_CALLS\](?P<name>[^\[]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
+                r"\[TOOL_CALLS\](?P<name>[^\[]{1,256})(?:\[CALL_ID\][^\[]{0,64})?\[ARGS\]",
                 r"(?=\[TOOL_CALLS\])",
                 "json",
                 _CALL,

@@ -23,7 +23,7 @@ def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
             function = {"name": piece.name, "arguments": piece.arguments}
             calls.append({"id": piece.call_id, "type": "function", "function": function})
         else:
-            calls[piece.index]["function"]["arguments"] += piece.arguments
+            calls[-1]["function"]["arguments"] += piece.arguments
     thought = _thought(thoughts) if thoughts else {}
     return {"content": content or None, **thought, "tool_calls": calls} if calls else {"content": content, **thought}
 

@@ -13,6 +13,9 @@ from transformers.utils.chat_parsing import response_templates as hf
 
 from inflight.server.answers.pieces import CallDelta, Piece, Thought
 
+MOST_BEGUN = 2**14
+"""Characters of the answer's beginning in the prompt that are read: its end decides where the answer goes on."""
+
 
 class ReadCall(NamedTuple):
     """A complete call; its arguments are JSON."""
@@ -51,10 +54,11 @@ class TemplateReader:
         is_parallel: bool = True,
     ) -> None:
         self.num_calls = 0
-        self._fields = template.fields
+        self._fields, self._has_implicit_field = template.fields, template.implicit is not None
         self._thoughts, self._calls, self._joins = thoughts, calls, joins
         self._is_whole_when_open = is_whole_when_open
         self._read_calls, self._new_call_id, self._is_parallel = read_calls, new_call_id, is_parallel
+        begun = begun[-MOST_BEGUN:]
         self._parser = ResponseParser(template, prefix=begun)
         self._text = begun  # all of it, because events do not say where they are
         self._num_begun = len(begun)
@@ -68,7 +72,8 @@ class TemplateReader:
         self._is_plain = True  # whether nothing but content was reported
         self._see(self._parser.initial_events)
         self._pieces.clear()
-        self._is_plain = True
+        self._is_plain, self._last = True, None
+        self._is_anything_shown = False
 
     def feed(self, delta: str) -> list[Piece]:
         """Return the pieces that are certain now that the text has grown by `delta`."""
@@ -80,8 +85,11 @@ class TemplateReader:
     def finish(self) -> list[Piece]:
         """Return what was held back, at the end of the text."""
         self._see(self._parser.finalize()[1])
+        rest = self._text[self._num_begun :]
         if self._is_plain and self._held:
             self._pieces.append(self._held)
+        elif not self._is_anything_shown and not self._has_implicit_field and rest.strip():
+            self._pieces.append(rest)  # it stands outside of all marks, and must not be lost
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -107,14 +115,14 @@ class TemplateReader:
             self._opened, self._position = match.start(), match.end()
 
     def _add(self, field: hf.ResponseTemplateField, text: str) -> None:
-        start = self._position
-        self._position += len(text)
+        start = self._text.find(text, self._position)  # marks that were dropped may lie in between
+        self._position = start + len(text)
         if field.name != self._calls:
             self._show(field.name, text[max(0, self._num_begun - start) :])
 
     def _close(self, field: hf.ResponseTemplateField) -> None:
         match = None if field.close_re is None else field.close_re.match(self._text, self._position)
-        if match is not None and field.open_re is not None:
+        if match is not None:
             self._position = match.end()
         if field.name in self._thoughts:
             self._drop_space()
@@ -135,7 +143,7 @@ class TemplateReader:
         self._held = whole[len(shown) :]
         if not shown:
             return
-        self._drops_space = False
+        self._drops_space, self._is_anything_shown = False, True
         if self._is_new and name is not None and name == self._last:
             shown = self._joins.get(name, "") + shown
         self._is_new, self._last = False, name
@@ -144,11 +152,13 @@ class TemplateReader:
         self._pieces.append(Thought(shown) if is_thought else shown)
 
     def _end_calls(self, text: str, is_open: bool) -> None:
+        if self._position <= self._num_begun:  # the prompt has it
+            return
         calls = self._read_calls(text) if self._is_whole_when_open or not is_open else None
         if calls is None:
             self._show(None, text)
             return
-        self._held, self._is_plain, self._last = "", False, None
+        self._held, self._is_plain, self._last, self._is_anything_shown = "", False, None, True
         for name, arguments in calls:
             if self._is_parallel or not self.num_calls:
                 self._pieces.append(CallDelta(self.num_calls, "", self._new_call_id(), name))

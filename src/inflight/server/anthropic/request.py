@@ -276,7 +276,7 @@ class CountRequest(StrictModel):
         is_wanted = {"enabled": True, "disabled": False}.get(kind or "")
         effort = None if self.output_config is None else self.output_config.effort
         budget = None if self.thinking is None else self.thinking.budget_tokens
-        if is_wanted is None and effort is None:
+        if is_wanted is None and effort is None and budget is None:
             return AS_THE_MODEL_WANTS
         return Thinking(is_wanted, effort, budget, "thinking")
 

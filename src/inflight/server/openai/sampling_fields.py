@@ -126,7 +126,7 @@ class SamplingFields(SharedSamplingFields, OutputFormatFields):
         try:
             return replace(defaults, **{**sent, **options})
         except ValueError as error:
-            raise ApiError(400, str(error), param=named_in(str(error))) from error
+            raise ApiError(400, str(error), param=named_in(str(error), type(self))) from error
 
     def _check_limits(self, settings: ServerSettings) -> None:
         self.check_limits(n=settings.max_n, prompt_logprobs=settings.max_logprobs)
@@ -143,13 +143,13 @@ _OWN = SamplingFields.model_fields.keys() & _OPTIONS - _SHARED
 
 def _token_biases(biases: Mapping[str, float], vocab_size: int) -> dict[int, float]:
     for key in biases:
-        if not re.fullmatch("[0-9]{1,9}", key) or int(key) >= vocab_size:
+        if not re.fullmatch("0|[1-9][0-9]{0,8}", key) or int(key) >= vocab_size:
             message = f"logit_bias has {key[:100]!r}; its keys must be token ids from 0 to {vocab_size - 1}, as text"
             raise ApiError(400, message, param="logit_bias")
     return {int(key): bias for key, bias in biases.items()}
 
 
-def named_in(message: str) -> str | None:
-    """Return the field that a message of `SamplingParams` is about."""
+def named_in(message: str, owner: type[StrictModel]) -> str | None:
+    """Return the field of a request that a message of `SamplingParams` is about."""
     match = re.match(r"(?:a (?:member|token id) of )?(\w+)", message)
-    return match[1] if match and match[1] in SamplingFields.model_fields else None
+    return match[1] if match and match[1] in owner.model_fields else None

@@ -15,7 +15,7 @@ from inflight.contracts.options import check_integer
 from inflight.contracts.params import MAX_COUNT, SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, text_of
-from inflight.server.openai.sampling_fields import MAX_METADATA, MAX_STOP_STRINGS, SharedSamplingFields
+from inflight.server.openai.sampling_fields import MAX_METADATA, MAX_STOP_STRINGS, SharedSamplingFields, named_in
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.serving.thinking import MAX_EFFORT, Thinking, thinking_of_effort, with_budget
 from inflight.server.tools.fields import (
@@ -387,6 +387,8 @@ class ResponsesRequest(SharedSamplingFields):
     def sampling_params(self, defaults: SamplingParams, vocab_size: int, **options: Any) -> SamplingParams:
         """Return `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
         sent = {"min_tokens": 0, **self.sent_options(vocab_size)}
+        if self.stop is not None:
+            sent["stop"] = self.stop
         sent["structured_output"] = self.structured_output
         try:
             if self.max_output_tokens is not None:
@@ -399,4 +401,4 @@ class ResponsesRequest(SharedSamplingFields):
                 logprobs=self.num_logprobs,
             )
         except ValueError as error:
-            raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error
+            raise ApiError(400, str(error), param=named_in(str(error), type(self))) from error

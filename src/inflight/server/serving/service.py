@@ -136,7 +136,7 @@ class Service:
         return WrittenChat(text, self._encoded(text, info, param, add_special_tokens=False))
 
     def _written_with(self, chat: Mapping[str, Any], tokenizer: Tokenizer, thinking: Thinking) -> str:
-        template = chat.get("chat_template") or chat_template_of(tokenizer)
+        template = chat["chat_template"] if "chat_template" in chat else chat_template_of(tokenizer)
         own, variables = chat.get("chat_template_kwargs", {}), thinking.variables(template)
         text = written_chat({**chat, "chat_template_kwargs": {**variables, **own}}, tokenizer)
         known = answer_template_of(tokenizer, template)

@@ -20,7 +20,7 @@ _SWITCHES = (
 """The variables by which chat templates are told whether the model thinks: Qwen's and GLM's, and DeepSeek's."""
 
 _EFFORT = re.compile(r"\breasoning_effort\b")
-_NO_EFFORT = re.compile(r"\breasoning_effort\b[^%}]*[\"']none[\"']")
+_NO_EFFORT = re.compile(r"\breasoning_effort\b[^%}]{0,200}[\"']none[\"']")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,23 +10,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from inflight.grammar.marks import pieces_of, quoted, written_mark
-from inflight.server.tools.rules import json_rule
+from inflight.server.tools.rules import ANNOTATIONS, json_rule
 
 _ENFORCED = {
     *("type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "$ref", "minLength"),
     *("maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "$defs", "definitions"),
 }
-_ANNOTATIONS = {
-    "title",
-    "description",
-    "default",
-    "examples",
-    "deprecated",
-    "$schema",
-    "$id",
-    "$comment",
-    "readOnly",
-} | {"x-guidance"}
+_ALONE = ("$ref", "enum", "const", "anyOf")
+"""Keywords beside which no other would be enforced, but for the type of an enum's values."""
 _NUMBERS = ("integer", "number", "boolean", "null")
 
 
@@ -61,8 +52,14 @@ class BareArguments:
             return self._anything()
         if not isinstance(schema, Mapping):
             raise ValueError(f"the schema {schema!r} cannot be enforced in this model's notation of calls")
-        for keyword in schema.keys() - _ENFORCED - _ANNOTATIONS:
+        for keyword in schema.keys() - _ENFORCED - ANNOTATIONS:
             raise ValueError(f"{keyword!r} cannot be enforced in this model's notation of calls")
+        meant = schema.keys() - ANNOTATIONS - {"$defs", "definitions"}
+        for alone in _ALONE:
+            if alone in meant and len(meant - {"type"}) > 1:
+                raise ValueError(
+                    f"{alone!r} beside other keywords cannot be enforced in this model's notation of calls"
+                )
         if "$ref" in schema:
             return self._reference(schema["$ref"])
         if "enum" in schema or "const" in schema:
@@ -84,15 +81,19 @@ class BareArguments:
         if kind == "string":
             return self._string(schema.get("minLength", 0), schema.get("maxLength", ""))
         if kind in _NUMBERS:
-            bounds = {name: schema[name] for name in schema if name not in _ANNOTATIONS | {"$defs", "definitions"}}
+            bounds = {name: schema[name] for name in schema if name not in ANNOTATIONS | {"$defs", "definitions"}}
             return self._new(json_rule({**bounds, "type": kind}))
         raise ValueError(f"the type {kind!r} is unknown")
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         properties, required = schema.get("properties", {}), schema.get("required", ())
+        if set(required) - properties.keys():
+            raise ValueError("a required property that is not described cannot be enforced in this notation of calls")
         if not properties:
             if schema.get("additionalProperties", True) is False:
                 return '"{" "}"'
+            if schema.get("additionalProperties", True) not in (True, {}):
+                raise ValueError("properties that have no name cannot be enforced in this model's notation of calls")
             pair = self._new(f'/[A-Za-z_][A-Za-z0-9_]*/ ":" {self._anything()}')
             return f'"{{" ({pair} ("," {pair})*)? "}}"'
         if schema.get("additionalProperties", True) is not False:

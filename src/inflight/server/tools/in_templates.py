@@ -24,7 +24,8 @@ def with_calls_joined(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, A
         if last is not None and "tool_calls" in message:
             joined[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), *message["tool_calls"]]}
         elif last is not None and last.keys() == {"role", "content", "reasoning_content"} and not last["content"]:
-            joined[-1] = {**last, "content": message["content"]}
+            thoughts = (last["reasoning_content"], message.get("reasoning_content"))
+            joined[-1] = {**message, "reasoning_content": "\n\n".join(filter(None, thoughts))}
         else:
             joined.append(dict(message))
     return joined

@@ -8,9 +8,10 @@ from typing import Any
 
 from inflight.grammar.marks import pieces_of, quoted, written_mark
 from inflight.server.answers.call_format import MarkedArguments
-from inflight.server.tools.rules import json_rule, resolved
+from inflight.server.tools.rules import ANNOTATIONS, json_rule, resolved
 
 NOT_IN_TEXTS = ("pattern", "format")
+_OF_ROOTS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "x-guidance"}
 
 
 def marked_arguments(
@@ -24,16 +25,25 @@ def marked_arguments(
 
     Raises ValueError if the schema cannot be enforced in this notation.
     """
+    schema = {**resolved(schema, schema), **_shared(schema)}
     properties, required = schema.get("properties", {}), schema.get("required", ())
+    for keyword in sorted(schema.keys() - _OF_ROOTS - ANNOTATIONS):
+        raise ValueError(f"{keyword!r} cannot be enforced in this model's notation of calls")
+    for key in sorted(set(required) - properties.keys()):
+        raise ValueError(f"{key!r} is required, but no property; that cannot be enforced in this model's notation")
     names = [f"{rule}_{number}" for number in range(len(properties))]
     others = f" {rule}_other*" if schema.get("additionalProperties", True) is not False else ""
-    if others and properties:
+    if others and (properties or schema.get("additionalProperties", True) not in (True, {})):
         raise ValueError("properties that have no name cannot be enforced in this model's notation of calls")
     written = [f"{name}{'' if key in required else '?'}" for name, key in zip(names, properties, strict=True)]
     yield f"{rule}: {' '.join(written)}{others}"
     before, _, behind = notation.begin.partition("{key}")
     for name, (key, value) in zip(names, properties.items(), strict=True):
         begin = f"{written_mark(before, tokens)} {quoted(key)} {written_mark(behind, tokens)}"
+        if value is True:
+            value = {}
+        elif not isinstance(value, Mapping):
+            raise ValueError(f"the schema {value!r} of {key!r} cannot be enforced in this model's notation of calls")
         yield from _value(name, begin, key, {**value, **_shared(schema)}, notation.end, tokens)
     if others:
         begin = f"{written_mark(before, tokens)} /[A-Za-z_][A-Za-z0-9_.-]*/ {written_mark(behind, tokens)}"
@@ -50,6 +60,8 @@ def _value(
 ) -> Iterator[str]:
     meant = resolved(schema, schema)
     choices = meant.get("enum", [meant["const"]] if "const" in meant else [])
+    if "enum" in meant and not choices:
+        raise ValueError(f"the enum of {key!r} has no values")
     if choices and all(isinstance(each, str) for each in choices):
         yield f"{rule}: {begin} ({' | '.join(map(quoted, choices))}) {written_mark(end, tokens)}"
     elif not _is_text(meant):

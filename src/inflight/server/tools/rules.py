@@ -4,6 +4,22 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+ANNOTATIONS = frozenset(
+    {
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "$schema",
+        "$id",
+        "$comment",
+        "readOnly",
+        "x-guidance",
+    }
+)
+"""Keywords that say nothing about which values are valid (or, the last, only about the white space of JSON)."""
+
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """Return what stands for JSON of a schema."""

@@ -40,8 +40,9 @@ def chat(model: str | None, url: str | None, api_key: str | None, system: str | 
 
     is_interactive = sys.stdin.isatty()
     try:
-        answerer = _answerer(model, url, api_key, engine_values(options))
-        session = ChatSession(answerer, system, sampling_values(options))
+        sampling = sampling_values(options)
+        answerer = _answerer(model, url, api_key, engine_values(options), sampling)
+        session = ChatSession(answerer, system, sampling)
         check_params(answerer, session.params)
         if is_interactive:
             tell(f"inflight: {answerer.name}; /help lists the commands, Ctrl-D ends")
@@ -61,7 +62,9 @@ def chat(model: str | None, url: str | None, api_key: str | None, system: str | 
         raise click.ClickException(str(error)) from error
 
 
-def _answerer(model: str | None, url: str | None, api_key: str | None, engine: dict[str, Any]) -> "Answerer":
+def _answerer(
+    model: str | None, url: str | None, api_key: str | None, engine: dict[str, Any], sampling: dict[str, Any]
+) -> "Answerer":
     from inflight.cli.chat_session import EngineAnswerer, ServerAnswerer
 
     if url is not None:
@@ -70,8 +73,9 @@ def _answerer(model: str | None, url: str | None, api_key: str | None, engine: d
             raise click.UsageError(f"--{option} is for an engine in this process; it cannot be given with --url")
         return ServerAnswerer(url, model, api_key)
     quiet_libraries()
-    from inflight import LLM
+    from inflight import LLM, SamplingParams
 
+    SamplingParams(**sampling)  # what is wrong with them is said before the model is loaded
     llm = LLM(model, **engine)
     if llm.tokenizer is not None and not llm.tokenizer.inner.chat_template:
         raise click.UsageError(

@@ -81,9 +81,10 @@ def generate(
         with out:
             _answer_batch(model, engine_values(options), lines, out, quiet)
         return
-    from inflight import LLM
+    from inflight import LLM, SamplingParams
     from inflight.observe.progress import seconds_between_drawings, with_progress
 
+    SamplingParams(**sampling)  # what is wrong with them is said before the model is loaded
     llm = LLM(model, **engine_values(options))
     inputs = [_input(line, chat) for line in lines]
     params = [_params(llm, sampling, line) for line in lines]

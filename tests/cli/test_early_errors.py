@@ -1,4 +1,4 @@
-"""Commands whose result could not be drawn say so before they work."""
+"""What cannot come to a good end is said before the work: missing libraries, wrong options."""
 
 import subprocess
 import sys
@@ -27,4 +27,14 @@ def test_missing_matplotlib_is_said_before_anything_else(arguments: tuple[str, .
     )
     assert done.returncode == 2
     assert "pictures need matplotlib" in done.stderr
+    assert "nope" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_wrong_sampling_option_is_said_before_the_model_is_looked_for(command: str, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "inflight", command, "-m", "./nope", "--temperature", "-1"]
+    given = ["Once"] if command == "generate" else []
+    done = subprocess.run([*arguments, *given], cwd=tmp_path, input="", capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "temperature is -1" in done.stderr
     assert "nope" not in done.stderr

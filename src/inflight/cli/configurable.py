@@ -8,7 +8,7 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from click.core import ParameterSource
 from inflight.cli.help import Command, Option
 
 HEADING = "Options from elsewhere"
-NOT_IN_FILES = {"config", "print_config", "help", "model_argument"}
+NOT_IN_FILES = {"config", "print_config"}
 
 
 class ConfigurableCommand(Command):
@@ -122,6 +122,6 @@ def _text(where: str, value: Any) -> str:
     return str(value)
 
 
-def _hint(name: str, known: Mapping[str, Any] | Sequence[str] | set[str]) -> str:
+def _hint(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

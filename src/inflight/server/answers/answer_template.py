@@ -20,7 +20,7 @@ from inflight.contracts.options import is_text
 from inflight.contracts.structured_output import Thoughts
 from inflight.server.answers.call_format import CallFormat, new_call_id
 from inflight.server.answers.families import Family, ResponseTemplate, family_of
-from inflight.server.answers.template_reader import MOST_BEGUN, ReadCall, TemplateReader
+from inflight.server.answers.template_reader import ReadCall, TemplateReader
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """The names of a field of thoughts; the first is the one that chat templates read."""
 CALLS = "tool_calls"
+MOST_BEGUN = 2**14
+"""Characters of the answer's beginning in the prompt that are read: its end decides where the answer goes on."""
 
 
 class AnswerTemplate:

@@ -13,9 +13,6 @@ from transformers.utils.chat_parsing import response_templates as hf
 
 from inflight.server.answers.pieces import CallDelta, Piece, Thought
 
-MOST_BEGUN = 2**14
-"""Characters of the answer's beginning in the prompt that are read: its end decides where the answer goes on."""
-
 
 class ReadCall(NamedTuple):
     """A complete call; its arguments are JSON."""
@@ -58,7 +55,6 @@ class TemplateReader:
         self._thoughts, self._calls, self._joins = thoughts, calls, joins
         self._is_whole_when_open = is_whole_when_open
         self._read_calls, self._new_call_id, self._is_parallel = read_calls, new_call_id, is_parallel
-        begun = begun[-MOST_BEGUN:]
         self._parser = ResponseParser(template, prefix=begun)
         self._text = begun  # all of it, because events do not say where they are
         self._num_begun = len(begun)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from inflight.grammar.marks import pieces_of, quoted, written_mark
-from inflight.server.tools.rules import ANNOTATIONS, json_rule
+from inflight.server.tools.rules import ANNOTATIONS, json_rule, target
 
 _ENFORCED = {
     *("type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "$ref", "minLength"),
@@ -138,11 +138,7 @@ class BareArguments:
 
     def _reference(self, reference: str) -> str:
         if reference not in self._named:
-            found: Any = self._root
-            for step in reference.lstrip("#/").split("/") if reference != "#" else ():
-                found = found.get(step) if isinstance(found, Mapping) else None
-            if found is None or not reference.startswith("#"):
-                raise ValueError(f"the reference {reference!r} leads nowhere")
+            found = target(reference, self._root)
             self._named[reference] = name = f"{self._rule}_ref_{len(self._named)}"
             self._rules[name] = self._value(found)
         return self._named[reference]

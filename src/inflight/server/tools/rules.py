@@ -34,10 +34,19 @@ def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str,
         if schema["$ref"] in seen or not schema["$ref"].startswith("#"):
             raise ValueError(f"the reference {schema['$ref']!r} cannot be followed")
         seen.add(schema["$ref"])
-        found: Any = root
-        for step in schema["$ref"].lstrip("#/").split("/"):
-            found = found.get(step) if isinstance(found, Mapping) else None
+        found = target(schema["$ref"], root)
         if not isinstance(found, Mapping):
-            raise ValueError(f"the reference {schema['$ref']!r} leads nowhere")
+            raise ValueError(f"the reference {schema['$ref']!r} leads to {found!r}, which is not an object's schema")
         schema = found
     return schema
+
+
+def target(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the schema within `root` to which a reference leads; "#" is the root. Raises ValueError."""
+    found: Any = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, Mapping) else None
+    if found is None or not reference.startswith("#"):
+        raise ValueError(f"the reference {reference!r} leads nowhere")
+    return found

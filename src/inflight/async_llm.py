@@ -18,6 +18,7 @@ from itertools import chain, count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from inflight.adapter_names import AdapterNames
 from inflight.contracts.config import BACKGROUND, RANKS_ARE_BUSY, ROUTINGS
 from inflight.contracts.errors import InvalidRequestError, ModelError
 from inflight.contracts.live import LiveState
@@ -29,7 +30,7 @@ from inflight.contracts.record import EngineStats, RecordTo, sum_of
 from inflight.contracts.watching import KVEvents, Watching
 from inflight.engine.admission import Seeds, make_request
 from inflight.engine.process.connection import ThreadConnection
-from inflight.engine.process.protocol import Abort, AskStats, Generate, Ready
+from inflight.engine.process.protocol import Abort, AskStats, CloseAdapter, Generate, OpenAdapter, Ready
 from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import RESTART_DELAYS
 from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
@@ -79,6 +80,7 @@ class AsyncLLM:
     Attributes:
         config: the options, with all that were left out.
         num_replicas: how many engines there are.
+        adapters: the folder or hub repository of each adapter, by its name.
 
     Raises:
         ModelError: there is no such model, or its tokenizer cannot be loaded (a `ValueError`). Other faults of the
@@ -142,6 +144,7 @@ class AsyncLLM:
         self._names = RequestNames()
         self._numbers = count()
         self._seeds = Seeds(config.seed)
+        self.adapters = AdapterNames(config)
         weakref.finalize(self, self._fleet.stop)  # an engine must not outlive its front
 
     # ------------------------------------------------------------------------------------- the engine
@@ -174,6 +177,32 @@ class AsyncLLM:
             if old is not None:
                 await asyncio.to_thread(old.join)
         await self._session()
+
+    async def load_adapter(self, name: str, source: str) -> None:
+        """Let requests ask for a LoRA adapter by this name from now on.
+
+        Args:
+            source: a folder or a hub repository, as PEFT writes it.
+
+        Raises:
+            AdapterError: there is one of this name, it cannot be used with the model, or there was no option
+                `adapters`.
+            EngineDeadError: the engine died.
+        """
+        full = self.adapters.check_new(name, source)
+        await self._session()
+        for session in self._fleet.sessions().values():
+            with session.mailbox() as mailbox:
+                session.send(OpenAdapter(mailbox.address, full))
+                await mailbox.read()
+        self.adapters.check_new(name, source)  # another may have come first
+        self.adapters.add(name, full)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that have it keep it. Raises `AdapterError` if there is none of this name."""
+        source = self.adapters.remove(name)
+        for session in self._fleet.sessions().values():
+            session.send(CloseAdapter(source))
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -271,6 +300,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt. Yields the whole output so far, each time that it has grown.
@@ -283,14 +313,16 @@ class AsyncLLM:
             request_id: its name for `abort`; None: a new one.
             priority: lower runs first (if `policy="priority"`).
             cache_salt: only requests of the same salt share cached prefixes.
+            adapter: the name of the adapter that it has (`adapters`); None: the model as it is.
             timeout: seconds from now after which it is aborted, if it has not finished.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter is wrong, or the `request_id` is in use.
+            InvalidRequestError: the prompt or a parameter is wrong, the `request_id` is in use, or there is no such
+                adapter.
             QueueFullError: too many wait already (`max_num_waiting`).
             EngineDeadError: the engine died.
         """
-        follow = self._follow(prompt, sampling_params, request_id, priority, cache_salt, timeout)
+        follow = self._follow(prompt, sampling_params, request_id, priority, cache_salt, adapter, timeout)
         async with aclosing(follow) as updates:
             async for collector, _ in updates:
                 yield collector.snapshot()
@@ -303,10 +335,11 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
         """Like `generate`, but yields only what is new; the last piece has the whole output."""
-        follow = self._follow(prompt, sampling_params, request_id, priority, cache_salt, timeout)
+        follow = self._follow(prompt, sampling_params, request_id, priority, cache_salt, adapter, timeout)
         async with aclosing(follow) as updates:
             async for _, deltas in updates:
                 for delta in deltas:
@@ -320,6 +353,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         timeout: float | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -334,7 +368,13 @@ class AsyncLLM:
         check_chat(messages)
         prompt = {"messages": messages, **template_options}
         return self.generate(
-            prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt, timeout=timeout
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter=adapter,
+            timeout=timeout,
         )
 
     async def abort(self, request_id: str) -> None:
@@ -350,6 +390,7 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
         cache_salt: str | None,
+        adapter: str | None,
         timeout: float | None,
     ) -> AsyncGenerator[tuple[Collector, list[TextDelta]], None]:
         """Follow one request to its end. Yields its collector and what is new, each time that there is more."""
@@ -362,7 +403,7 @@ class AsyncLLM:
             params = default_params(prompt, ready.default_params) if params is None else params
             if not isinstance(params, SamplingParams):
                 raise InvalidRequestError(f"sampling_params is {params!r}; it must be SamplingParams")
-            salt = salt if cache_salt is None else cache_salt
+            salt, source = salt if cache_salt is None else cache_salt, self.adapters.source_of(adapter)
             info = ready.model_info
             request = make_request(call.request_id, token_ids, params, info, priority=priority, cache_salt=salt)
             checked = list(request.prompt_token_ids)
@@ -371,9 +412,10 @@ class AsyncLLM:
                 params = replace(params, seed=self._seeds.next())
             await self._session()  # it may have died meanwhile
             is_background = request.priority == BACKGROUND
-            with self._fleet.deliver(checked, salt, params.n, in_background=is_background) as delivery:
+            kind = salt, source
+            with self._fleet.deliver(checked, kind, params.n, in_background=is_background) as delivery:
                 session, address = delivery.session, delivery.mailbox.address
-                session.send(Generate(address, checked, params, request.priority, salt, deadline))
+                session.send(Generate(address, checked, params, request.priority, salt, source, deadline))
                 call.reach(session, address)
                 try:
                     with self._names.named(session, address, call.request_id):

@@ -80,6 +80,7 @@ class CallbackLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         timeout: float | None = None,
     ) -> str:
         """Queue a request, and return its id at once.
@@ -89,11 +90,17 @@ class CallbackLLM:
                 they ended. If the request was refused or the engine died, `output` has no sequences, and its `error`
                 says why. The function should be quick, because others wait. If it raises, the error is logged and the
                 request aborted.
-            prompt, sampling_params, request_id, priority, cache_salt, timeout: as for `AsyncLLM.generate`.
+            prompt, sampling_params, request_id, priority, cache_salt, adapter, timeout: as for `AsyncLLM.generate`.
         """
         request_id = f"submitted-{next(self._numbers)}" if request_id is None else request_id
         deltas = self._llm.stream(
-            prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt, timeout=timeout
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter=adapter,
+            timeout=timeout,
         )
         loop = self._running()
         loop.call_soon_threadsafe(self._follow_in_task, request_id, deltas, on_token)

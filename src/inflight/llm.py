@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from inflight.adapter_names import AdapterNames
 from inflight.contracts.config import RANKS_ARE_BUSY, EngineConfig
 from inflight.contracts.errors import InvalidRequestError, ModelError
 from inflight.contracts.model_info import ModelInfo
@@ -54,6 +55,9 @@ class LLM:
             `model` and `tokenizer` are names, and `engine` has neither scheduler nor model to look into.
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
+    Attributes:
+        adapters: the folder or hub repository of each adapter, by its name.
+
     Raises:
         ModelError: the model or tokenizer cannot be loaded, or no executor runs the model exactly (a `ValueError`).
         EngineDeadError: a replica's process cannot be started, or has died too often (from any call).
@@ -75,6 +79,7 @@ class LLM:
         num_replicas = check_replicas(replicas, config.tensor_parallel_size)
         self._make_engine = _maker(source, tokenizer, config, self.tokenizer, num_replicas)
         self.engine = self._make_engine()
+        self.adapters = AdapterNames(config)
         self._streams: dict[str, _Stream] = {}
         self._abandoned: deque[_Stream] = deque()
         self._request_ids = count()
@@ -106,7 +111,25 @@ class LLM:
             engine.observer = self.engine.observer
             self.engine = engine
 
-    def cache_prefix(self, prompt: Prompt) -> int:
+    def load_adapter(self, name: str, source: str | os.PathLike[str]) -> None:
+        """Let requests ask for a LoRA adapter by this name from now on.
+
+        Args:
+            source: a folder or a hub repository, as PEFT writes it.
+
+        Raises:
+            AdapterError: there is one of this name, it cannot be used with the model, or there was no option
+                `adapters` (a `ValueError`).
+        """
+        full = self.adapters.check_new(name, os.fspath(source))
+        self.engine.open_adapter(full)
+        self.adapters.add(name, full)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that have it keep it. Raises `AdapterError` if there is none of this name."""
+        self.engine.close_adapter(self.adapters.remove(name))
+
+    def cache_prefix(self, prompt: Prompt, adapter: str | None = None) -> int:
         """Compute a prompt, or find it, wait until it is saved in `prefix_cache_dir`, and pin it there: every engine of
         the same model restores it from there, and it stays, however long nobody asks for it. Returns how many of its
         tokens lie in full blocks, which alone are kept.
@@ -118,10 +141,11 @@ class LLM:
         config = self.engine.config
         if config.prefix_cache_dir is None:
             raise ValueError("there is no prefix_cache_dir to keep a prefix in")
-        (output,) = self.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=1)
+        (output,) = self.generate([prompt], params, use_tqdm=False, adapter=adapter)
         self.engine.save_prefixes(threading.TIMEOUT_MAX)
         cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-        self.engine.pin_prefix(output.prompt_token_ids, cache_salt)
+        self.engine.pin_prefix(output.prompt_token_ids, cache_salt, self.adapters.source_of(adapter))
         num_tokens = len(output.prompt_token_ids)
         return num_tokens - num_tokens % config.block_size
 
@@ -135,6 +159,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts. Results come in the order of the prompts.
 
@@ -144,11 +169,13 @@ class LLM:
             sampling_params: for all, or one for each prompt; None: the model's own defaults.
             use_tqdm: show a progress bar with tokens a second on standard error.
             priority: one for each prompt; lower runs first (if `policy="priority"`). None: the same for all.
+            adapter: the name of the adapter that all have (`adapters`), or one for each prompt; None: the model as it
+                is.
 
         Raises:
             InvalidRequestError: a prompt or parameter is wrong (a `ValueError` that names its index); nothing has run.
         """
-        stream = self._open_stream(prompts, sampling_params, priority)
+        stream = self._open_stream(prompts, sampling_params, priority, adapter)
         with closing(self._run(stream)) as deltas:  # an interrupt leaves nothing running, wherever it comes
             shown = with_progress(deltas, len(stream.accepted)) if use_tqdm else deltas
             outputs = {delta.prompt_index: delta.output for delta in shown if delta.output is not None}
@@ -159,6 +186,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        adapter: str | Sequence[str | None] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one chat or many, written out by the tokenizer's chat template.
@@ -167,6 +195,7 @@ class LLM:
             messages: one chat or many, each a list of dicts with "role" and "content".
             sampling_params: for all, or one for each chat; None: the model's own defaults, without a limit of tokens:
                 an answer ends where the model ends it, or where its context is full.
+            adapter: as for `generate`.
             template_options: `chat_template` (Jinja, instead of the tokenizer's), `tools` (JSON schemas),
                 `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs` (variables of the template).
         """
@@ -175,19 +204,20 @@ class LLM:
         is_one = isinstance(messages[0], Mapping)
         chats = [messages] if is_one else messages
         prompts = [{"messages": chat, **template_options} for chat in chats]
-        return self.generate(prompts[0] if is_one else prompts, sampling_params, use_tqdm)
+        return self.generate(prompts[0] if is_one else prompts, sampling_params, use_tqdm, adapter=adapter)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         priority: Sequence[int] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> Generator[TextDelta, None, None]:
         """Like `generate`, but yields each piece of text as it is made, all prompts interleaved.
 
         Prompts are checked before this returns. Closing the generator aborts what is unfinished.
         """
-        return self._run(self._open_stream(prompts, sampling_params, priority))
+        return self._run(self._open_stream(prompts, sampling_params, priority, adapter))
 
     # ------------------------------------------------------------------------------------- one call
 
@@ -196,6 +226,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
+        adapter: str | Sequence[str | None] | None,
     ) -> "_Stream":
         """Accept all prompts of a call, or refuse the first wrong one by its index."""
         is_one = _is_one_prompt(prompts)
@@ -212,24 +243,43 @@ class LLM:
             raise InvalidRequestError(
                 f"{len(many)} prompts came with {len(sampling_params)} sampling_params; give one for all, or one each"
             )
-        priority = [0] * len(many) if priority is None else priority
-        if not isinstance(priority, Sequence):
-            raise InvalidRequestError(f"priority is {priority!r}; it must be a list with one priority for each prompt")
-        if len(priority) != len(many):
-            raise InvalidRequestError(f"{len(many)} prompts came with {len(priority)} priorities; give one each")
+        priorities = _one_each(
+            priority if priority is not None else [0] * len(many), len(many), "priority", "priorities"
+        )
+        adapters = _one_each(
+            [adapter] * len(many) if adapter is None or isinstance(adapter, str) else adapter,
+            len(many),
+            "adapter",
+            "adapters",
+        )
         stream = _Stream()
         for index, (prompt, params) in enumerate(zip(many, sampling_params, strict=True)):
             try:
-                self._accept(stream, index, prompt, params, priority[index])
+                self._accept(stream, index, prompt, params, priorities[index], adapters[index])
             except InvalidRequestError as error:
                 raise error if is_one else InvalidRequestError(f"prompt {index}: {error}") from None
         return stream
 
-    def _accept(self, stream: "_Stream", index: int, prompt: Prompt, params: SamplingParams, priority: int) -> None:
+    def _accept(
+        self,
+        stream: "_Stream",
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        adapter: str | None,
+    ) -> None:
         text, token_ids, cache_salt = read_prompt(prompt, self.tokenizer)
         request_id = str(next(self._request_ids))
         with self._turn:
-            accepted = self.engine.accept(request_id, token_ids, params, priority=priority, cache_salt=cache_salt)
+            accepted = self.engine.accept(
+                request_id,
+                token_ids,
+                params,
+                priority=priority,
+                cache_salt=cache_salt,
+                adapter_source=self.adapters.source_of(adapter),
+            )
             accepted = self.engine.compile(accepted)
         prompt_token_ids = list(accepted.request.prompt_token_ids)
         stream.accepted.append(accepted)
@@ -362,6 +412,15 @@ def _maker(
     otherwise = "replicas=1" if num_replicas > 1 else "tensor_parallel_size=1"
     load = load_of(source, tokenizer, config, otherwise=otherwise)
     return lambda: cast(Engine, replicated_engine(load, num_replicas, loaded))  # it does what is asked of one here
+
+
+def _one_each(given: Any, number: int, name: str, names: str) -> Sequence[Any]:
+    """What was given for each of so many prompts. Raises `InvalidRequestError` if it is not a list of so many."""
+    if not isinstance(given, Sequence):
+        raise InvalidRequestError(f"{name} is {given!r}; it must be a list with one {name} for each prompt")
+    if len(given) != number:
+        raise InvalidRequestError(f"{number} prompts came with {len(given)} {names}; give one each")
+    return given
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -45,7 +45,18 @@ def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:
     for name in ("draft_model", "prefix_cache_dir"):
         if isinstance(options.get(name), str | os.PathLike):
             options[name] = os.path.expanduser(os.fspath(options[name]))
+    if isinstance(options.get("adapters"), Mapping):
+        options["adapters"] = {
+            name: full_source(source) if isinstance(source, str | os.PathLike) else source
+            for name, source in options["adapters"].items()
+        }
     return EngineConfig(**options)
+
+
+def full_source(source: str | os.PathLike[str]) -> str:
+    """A hub id as it is; a folder as an absolute path: another process, or a later one, may be in another folder."""
+    folder = os.path.expanduser(os.fspath(source))
+    return os.path.abspath(folder) if os.path.isdir(folder) else folder
 
 
 def model_source(model: object) -> str | PreTrainedModel:

@@ -27,8 +27,8 @@ class RandomStore:
         self._saves: list[tuple[BlockContent, int, Callable[[], bool]]] = []
         self._loads: list[Loading] = []
 
-    def digest_of_root(self, cache_salt: str | None, is_long: bool) -> bytes:
-        return repr((cache_salt, is_long)).encode()
+    def digest_of_root(self, cache_salt: str | None, is_long: bool, adapter: str | None = None) -> bytes:
+        return repr((cache_salt, is_long, adapter)).encode()
 
     def digest(self, parent: bytes, token_ids: bytes) -> bytes:
         return hashlib.sha256(parent + b"/" + token_ids).digest()

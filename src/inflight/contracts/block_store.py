@@ -39,7 +39,7 @@ class Loading(Protocol):
 class BlockStore(Protocol):
     """Keeps blocks outside of the cache. All methods return at once, except those that say that they wait."""
 
-    def digest_of_root(self, cache_salt: str | None, is_long: bool) -> bytes:
+    def digest_of_root(self, cache_salt: str | None, is_long: bool, adapter: str | None = None) -> bytes:
         """What comes before the first block; see `Root`."""
         ...
 

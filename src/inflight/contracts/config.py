@@ -1,8 +1,9 @@
 """`EngineConfig`: every choice about the engine that a caller can make. Plain data, checked when made."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from inflight.contracts.options import check_choice, check_integer, check_switch, strict_options
+from inflight.contracts.options import check_choice, check_integer, check_switch, is_text, strict_options
 from inflight.contracts.params import MAX_SEED
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -102,6 +103,10 @@ class EngineConfig:
         kv_cache_memory: bytes for keys and values, of all ranks together; None: 90 % of what is free on a CUDA device,
             else up to a quarter of the machine's memory, which a CPU only touches as needed. Ignored if `num_blocks` is
             given.
+        adapters: LoRA adapters that requests may ask for: by name, the folder or hub repository, as PEFT writes it. An
+            empty dict: there are none yet, but they can be loaded later. None: there are none, and never will be.
+        adapter_memory: the bytes that adapters may take in memory which no running sequence has; the least recently
+            used ones are read from their files again.
         seed: for requests without a seed of their own, and for dummy weights.
     """
 
@@ -139,6 +144,8 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory: int | None = None
+    adapters: Mapping[str, str] | None = None
+    adapter_memory: int = 2**30
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -163,6 +170,7 @@ class EngineConfig:
         check_choice("speculation", self.speculation, SPECULATIONS)
         self._check_draft_model()
         self._check_ranks()
+        self._check_adapters()
         if not isinstance(self.prefix_cache_dir, str | None):
             raise ValueError(f"prefix_cache_dir is {self.prefix_cache_dir!r}; it must be a folder's name")
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
@@ -179,7 +187,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
         positive = ("max_num_seqs", "max_num_batched_tokens", "aging_steps", "block_size", "max_guessed_tokens")
-        for name in (*positive, "prefix_cache_size"):
+        for name in (*positive, "prefix_cache_size", "adapter_memory"):
             check_integer(name, getattr(self, name), 1)
         check_integer("background_tokens_per_step", self.background_tokens_per_step, 0)
         check_integer("seed", self.seed, 0, MAX_SEED)
@@ -204,6 +212,7 @@ class EngineConfig:
         refused = {
             "draft_model": self.draft_model is not None,
             "prefix_cache_dir": self.prefix_cache_dir is not None,
+            "adapters": self.adapters is not None,
             f"executor {self.executor!r}": self.executor in ("rows", "sequential"),
             f"device {self.device!r}": self.device not in ("auto", "cpu"),
         }
@@ -212,6 +221,14 @@ class EngineConfig:
                 raise ValueError(
                     f"tensor_parallel_size is {self.tensor_parallel_size}, which does not go with {option}"
                 )
+
+    def _check_adapters(self) -> None:
+        if self.adapters is None:
+            return
+        if not isinstance(self.adapters, Mapping):
+            raise ValueError(f"adapters is {self.adapters!r}; it must be a dict of names and folders")
+        for name, source in self.adapters.items():
+            check_adapter(name, source)
 
     def _check_draft_model(self) -> None:
         if self.draft_model is None:
@@ -227,3 +244,11 @@ class EngineConfig:
             raise ValueError(f"draft_model is {given}; it must be a hub id, a folder, or 'mtp'")
         if self.speculation not in ("auto", "draft"):
             raise ValueError(f"there is a draft_model, but speculation is {self.speculation!r}")
+
+
+def check_adapter(name: object, source: object) -> None:
+    """Raise `ValueError` unless an adapter has a name, and its source is one, too."""
+    if not isinstance(name, str) or not is_text(name) or not name.strip():
+        raise ValueError(f"the name of an adapter is {name!r}; it must be text that is not empty")
+    if not isinstance(source, str) or not source:
+        raise ValueError(f"the adapter {name!r} is {source!r}; it must be a folder's name or a hub id")

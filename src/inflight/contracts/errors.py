@@ -10,6 +10,10 @@ class InvalidRequestError(ValueError):
     """A prompt or a sampling parameter was refused; nothing was queued."""
 
 
+class AdapterError(InvalidRequestError):
+    """There is no such adapter, or it cannot be used with the model; the message says why."""
+
+
 class QueueFullError(ValueError):
     """Too many requests wait already. Nothing was queued; the same request may be accepted later."""
 

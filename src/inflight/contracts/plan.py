@@ -34,6 +34,7 @@ class SlotAssignment:
         seed: of its request's random stream.
         stop_token_ids: EOS ids included; not chosen before `params.min_tokens` output tokens.
         bad_words: texts that its output never contains.
+        adapter: the digest of the adapter that its rows have; None: they have none.
     """
 
     slot: int
@@ -45,6 +46,7 @@ class SlotAssignment:
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     bad_words: BadWords = field(default_factory=dict)
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

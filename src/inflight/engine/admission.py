@@ -16,7 +16,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from inflight.contracts.config import BACKGROUND, EngineConfig
-from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.errors import AdapterError, InvalidRequestError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import is_text
 from inflight.contracts.params import SamplingParams
@@ -25,9 +25,11 @@ from inflight.scheduling.sequence import Request
 from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from inflight.execution.adapters import AdapterCheckpoint
     from inflight.grammar.matcher import GrammarMatcher
 
 MAX_PRIORITY = BACKGROUND
+NO_ADAPTERS = "this engine was made without adapters; with adapters={} they can be loaded later"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +38,18 @@ class AcceptedRequest:
 
     Attributes:
         deadline: a time of `time.monotonic()` at which it is aborted, if it has not finished.
-        is_compiled: whether its grammar, its bad words and its prediction are there, if it has any.
+        is_compiled: whether its grammar, its bad words, its prediction and its adapter are there, if it has any.
         grammar: follows what its output must look like; None: anything goes.
+        adapter_source: the folder or hub repository of its adapter; None: it has none.
+        adapter: that adapter, once it is open, and as long as somebody has it.
     """
 
     request: Request
     deadline: float | None = None
     is_compiled: bool = True
     grammar: GrammarMatcher | None = None
+    adapter_source: str | None = None
+    adapter: AdapterCheckpoint | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -76,6 +82,7 @@ class Admission:
 
     def __init__(self, config: EngineConfig, model_info: ModelInfo, tokenizer: Tokenizer | None) -> None:
         self._seeds = Seeds(config.seed)
+        self._takes_adapters = config.adapters is not None
         self._model_info = model_info
         self._tokenizer = tokenizer
         self.spelled = lru_cache(maxsize=2)(self._spelled)
@@ -88,12 +95,15 @@ class Admission:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter_source: str | None = None,
         deadline: float | None = None,
     ) -> AcceptedRequest:
         """Check a request and resolve it against the model, except for what `Engine.compile` does.
 
         Raises `InvalidRequestError`.
         """
+        if adapter_source is not None and not self._takes_adapters:
+            raise AdapterError(NO_ADAPTERS)
         if params.stop_strings and self._tokenizer is None:
             raise InvalidRequestError(f"stop is {params.stop!r}, but this model has no tokenizer to find text with")
         if params.bad_words and self._tokenizer is None:
@@ -106,7 +116,7 @@ class Admission:
         drawn = self._seeds.next()
         seed = drawn if params.seed is None else params.seed
         is_compiled = params.structured_output is None and not params.bad_words and not params.prediction
-        return AcceptedRequest(replace(request, seed=seed), deadline, is_compiled)
+        return AcceptedRequest(replace(request, seed=seed), deadline, is_compiled, adapter_source=adapter_source)
 
     def predicted_ids(self, params: SamplingParams) -> list[int]:
         """The tokens of a prediction, if there is one: as many as the model could say. Any thread may call it."""

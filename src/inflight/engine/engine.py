@@ -32,13 +32,20 @@ from typing import TYPE_CHECKING, Literal
 from transformers import PreTrainedModel
 
 from inflight.contracts.config import BACKGROUND, EngineConfig
-from inflight.contracts.errors import InvalidRequestError, QueueFullError, RankLostError, TornEngineError
+from inflight.contracts.errors import (
+    AdapterError,
+    InvalidRequestError,
+    ModelError,
+    QueueFullError,
+    RankLostError,
+    TornEngineError,
+)
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import StepPlan, StepTokens
 from inflight.contracts.record import STEP_SIZES, ArrivalRecord, EngineStats, StepRecord
-from inflight.engine.admission import AcceptedRequest, Admission
+from inflight.engine.admission import NO_ADAPTERS, AcceptedRequest, Admission
 from inflight.engine.deadlines import Deadlines
 from inflight.engine.prefill_limit import PrefillLimit
 from inflight.engine.prefix_storing import open_prefix_store, pin_prefix
@@ -46,6 +53,7 @@ from inflight.engine.ranks.runner import LeadingRunner, make_runner
 from inflight.engine.reporting import News, Reporter
 from inflight.engine.speculating import check_draft, describe_speculation, load_draft, speculation_of
 from inflight.engine.step_watch import StepWatch
+from inflight.execution.adapters import AdapterCheckpoint, Adapters
 from inflight.execution.hf.generation_defaults import default_sampling_params
 from inflight.execution.hf.load import ModelSource, writes_to_its_weights
 from inflight.execution.hf.watched_weights import WatchedWeights
@@ -84,6 +92,11 @@ class Engine:
         self.tokenizer = tokenizer
         check_draft(config)
         self.runner = make_runner(model, config)
+        for name, source in (config.adapters or {}).items():
+            try:
+                self.adapters.get(source)
+            except AdapterError as error:
+                raise ModelError(f"the adapter {name!r} cannot be used: {error}") from error
         self._watched: WatchedWeights | None = None
         if isinstance(model, PreTrainedModel) and not writes_to_its_weights(model):
             self._watched = WatchedWeights(model)
@@ -169,6 +182,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter_source: str | None = None,
         deadline: float | None = None,
     ) -> AcceptedRequest:
         """Check a request and resolve it against the model, except for what `compile` does; nothing is queued.
@@ -176,6 +190,7 @@ class Engine:
         Args:
             priority: lower runs first, where the engine's policy is "priority".
             cache_salt: only requests of the same salt share cached prefixes.
+            adapter_source: the folder or hub repository of its adapter; None: it has none.
             deadline: a time of `time.monotonic()` at which it is aborted, if it has not finished.
 
         Raises:
@@ -187,24 +202,43 @@ class Engine:
                 "the weights of the model given have been changed since it was loaded, and the engine has most of them "
                 "in a layout of its own; LLM.reload_weights() takes the new ones"
             )
-        return self._admission.accept(
-            request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt, deadline=deadline
+        accepted = self._admission.accept(
+            request_id,
+            prompt_token_ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter_source=adapter_source,
+            deadline=deadline,
         )
+        if adapter_source is None:
+            return accepted
+        known = self.adapters.known(adapter_source)
+        return replace(accepted, is_compiled=False) if known is None else _adapted(accepted, known)
 
     def compile(self, accepted: AcceptedRequest) -> AcceptedRequest:
-        """The request with the grammar that its output must follow and the tokens of its bad words and of its
-        prediction, if it has any.
+        """The request with the grammar that its output must follow, the tokens of its bad words and of its prediction,
+        and its adapter, if it has any.
 
         May take seconds. Any thread may call it. Raises `InvalidRequestError`.
         """
         if accepted.is_compiled:
             return accepted
+        if accepted.adapter_source is not None and accepted.adapter is None:
+            accepted = _adapted(accepted, self.adapters.get(accepted.adapter_source))
         params = accepted.params
         grammar = None if params.structured_output is None else self.constraints.compile(params)
         bad_words = self._admission.spelled(tuple(params.bad_words or ()))
         predicted_ids = () if self._speculation is None else self._admission.predicted_ids(params)
         request = replace(accepted.request, bad_words=bad_words, predicted_ids=predicted_ids)
         return replace(accepted, request=request, is_compiled=True, grammar=grammar)
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters of the model. Raises `AdapterError` if the engine was made without."""
+        if self.runner.adapters is None:
+            raise AdapterError(NO_ADAPTERS)
+        return self.runner.adapters
 
     @property
     def constraints(self) -> Constraints:
@@ -215,6 +249,14 @@ class Engine:
 
                 self._constraints = Constraints(self.tokenizer, self.model_info)
             return self._constraints
+
+    def open_adapter(self, source: str) -> None:
+        """Read an adapter, though it may have been read before. Any thread may call it. Raises `AdapterError`."""
+        self.adapters.open(source)
+
+    def close_adapter(self, source: str) -> None:
+        """Forget an adapter; the requests that have it keep it. Any thread may call it."""
+        self.adapters.close(source)
 
     def check_room(self, accepted: AcceptedRequest) -> None:
         """Raise `QueueFullError` if too many sequences wait already. Those in the background do not count."""
@@ -465,10 +507,11 @@ class Engine:
         if self._store is not None:
             self._store.flush(seconds)
 
-    def pin_prefix(self, token_ids: SequenceOf[int], cache_salt: str | None) -> None:
+    def pin_prefix(self, token_ids: SequenceOf[int], cache_salt: str | None, adapter_source: str | None = None) -> None:
         """Let what is saved of a prompt stay in `prefix_cache_dir`. Raises `ValueError` if that is too much."""
+        digest = None if adapter_source is None else self.adapters.get(adapter_source).digest
         if self._store is not None:
-            pin_prefix(self._store, self.model_info, token_ids, cache_salt)
+            pin_prefix(self._store, self.model_info, token_ids, cache_salt, digest)
 
     def stats(self) -> EngineStats:
         """What the engine has done since it was made, and what it holds now."""
@@ -492,6 +535,11 @@ class Engine:
             num_step_tokens=self._num_step_tokens,
             num_steps_by_size=tuple(self._num_steps_by_size),
         )
+
+
+def _adapted(accepted: AcceptedRequest, adapter: AdapterCheckpoint) -> AcceptedRequest:
+    """A request with its adapter."""
+    return replace(accepted, request=replace(accepted.request, adapter=adapter.digest), adapter=adapter)
 
 
 def _so_far(accepted: AcceptedRequest, told: SequenceOf[SequenceOutput]) -> dict[int, SoFar]:

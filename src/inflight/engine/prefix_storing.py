@@ -32,11 +32,13 @@ def open_prefix_store(config: EngineConfig, runner: ModelRunner) -> PrefixStore 
     return PrefixStore(folder, runner.rows_of_block, SECONDS_TO_SAVE, num_blocks=runner.info.num_blocks, touch=populate)
 
 
-def pin_prefix(store: PrefixStore, info: ModelInfo, token_ids: Sequence[int], cache_salt: str | None) -> None:
+def pin_prefix(
+    store: PrefixStore, info: ModelInfo, token_ids: Sequence[int], cache_salt: str | None, adapter: str | None
+) -> None:
     """Let what is saved of a prompt stay. Raises `ValueError` if that is too much, `OSError` if it is impossible."""
     size, tokens = info.block_size, array("i", token_ids)
     blocks = [tokens[end - size : end].tobytes() for end in range(size, len(tokens) + 1, size)]
-    store.pin(blocks, len(info.cache_groups), cache_salt)
+    store.pin(blocks, len(info.cache_groups), cache_salt, adapter)
 
 
 def _about(config: EngineConfig, runner: ModelRunner) -> dict[str, object]:

@@ -93,6 +93,7 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
         max_model_len=None,
         kv_cache_memory=None,
         prefix_cache_dir=None,
+        adapters=None,
         num_blocks=layout.num_draft_blocks,
     )
     _check_vocabulary(tokenizer, load_tokenizer(config.draft_model, None, draft_config))

@@ -37,6 +37,9 @@ class ModelRunner:
     Args:
         rank: which part of the model it runs, beside the runners of the other ranks; None: all of it.
 
+    Attributes:
+        adapters: those that sequences may have; None: `config` has none.
+
     Raises:
         ModelError: the model cannot be loaded, or no executor runs it exactly.
     """
@@ -47,6 +50,7 @@ class ModelRunner:
         prepared = prepare(source, config, rank)
         self.model, self.executor = prepared.model, prepared.executor
         self._weights_digest = prepared.weights_digest
+        self.adapters = prepared.adapters
         self.info = replace(prepared.info, num_threads=self.threads.number)
         self.device = self.model.device
         self.sampler = Sampler(config.max_num_seqs, self.device)
@@ -89,6 +93,8 @@ class ModelRunner:
         """Run a step up to its logits `[R, V]`; None if it has no tokens."""
         if plan.released_slots:
             self.executor.release(plan.released_slots)
+        if self.adapters is not None:
+            self.adapters.take(plan)
         if not plan.spans:
             return None
         if self.device.type == "cpu":

@@ -21,10 +21,10 @@ class Naming:
     def __init__(self, key: bytes, fingerprint: bytes) -> None:
         self._key, self._fingerprint = key, fingerprint
 
-    def digest_of_root(self, cache_salt: str | None, is_long: bool) -> bytes:
+    def digest_of_root(self, cache_salt: str | None, is_long: bool, adapter: str | None = None) -> bytes:
         """See `BlockStore`."""
         salt = b"0" if cache_salt is None else b"1" + cache_salt.encode()
-        return self._digest(self._fingerprint, bytes([is_long]), salt)
+        return self._digest(self._fingerprint, bytes([is_long]), salt, *([] if adapter is None else [adapter.encode()]))
 
     def digest(self, parent: bytes, token_ids: bytes) -> bytes:
         """See `BlockStore`."""

@@ -104,9 +104,9 @@ class PrefixStore:
 
     # ------------------------------------------------------------------------------------- what the engine asks
 
-    def digest_of_root(self, cache_salt: str | None, is_long: bool) -> bytes:
+    def digest_of_root(self, cache_salt: str | None, is_long: bool, adapter: str | None = None) -> bytes:
         """See `BlockStore`."""
-        return self._folder.naming.digest_of_root(cache_salt, is_long)
+        return self._folder.naming.digest_of_root(cache_salt, is_long, adapter)
 
     def digest(self, parent: bytes, token_ids: bytes) -> bytes:
         """See `BlockStore`."""
@@ -158,7 +158,7 @@ class PrefixStore:
             self._loads.clear()
             self._changed.wait_for(lambda: not self._is_working)
 
-    def pin(self, blocks: Sequence[bytes], num_groups: int, cache_salt: str | None) -> None:
+    def pin(self, blocks: Sequence[bytes], num_groups: int, cache_salt: str | None, adapter: str | None = None) -> None:
         """Let what is saved of a prompt stay, however long nobody asks for it.
 
         Args:
@@ -170,7 +170,7 @@ class PrefixStore:
         """
         paths = []
         for is_long in (False, True):
-            digest = self.digest_of_root(cache_salt, is_long)
+            digest = self.digest_of_root(cache_salt, is_long, adapter)
             for token_ids in blocks:
                 digest = self.digest(digest, token_ids)
                 paths += [self._folder.path_of(digest, group) for group in range(num_groups)]

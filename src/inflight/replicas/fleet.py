@@ -7,7 +7,7 @@ first that is loaded takes all requests until others are.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -148,13 +148,17 @@ class Fleet:
     def deliver(
         self,
         token_ids: Sequence[int],
-        cache_salt: str | None,
+        kind: Hashable,
         num_sequences: int = 1,
         make_mailbox: Callable[[str], Mailbox] = Mailbox,
         *,
         in_background: bool = False,
     ) -> Iterator[Delivery]:
-        """Choose an engine for a request, which runs there until the block ends. Raises `EngineDeadError`."""
+        """Choose an engine for a request, which runs there until the block ends. Raises `EngineDeadError`.
+
+        Args:
+            kind: what else must be equal for two prompts to share a prefix: salt and adapter.
+        """
         available = self.sessions()
         failure = EngineDeadError("no engine is running")
         while available:
@@ -162,7 +166,7 @@ class Fleet:
                 router = self._router_of(available)
                 sent = router.send(
                     token_ids,
-                    cache_salt,
+                    kind,
                     list(available),
                     time.monotonic(),
                     num_sequences,
@@ -183,7 +187,7 @@ class Fleet:
                     is_there = self._known.get(sent.replica) is session
                     can_help = delivery is not None and is_there and len(self._supervisors) > 1
                     token_ids = delivery.token_ids() if delivery is not None and can_help else ()
-                    router.end(sent, time.monotonic(), token_ids, cache_salt)
+                    router.end(sent, time.monotonic(), token_ids, kind)
         raise failure
 
     def _begin(self, router: Router, sent: Sent) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from inflight.contracts.config import EngineConfig
@@ -20,7 +21,7 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
 from inflight.engine.admission import AcceptedRequest, Admission
-from inflight.engine.process.protocol import Abort, Generate, Load
+from inflight.engine.process.protocol import Abort, CloseAdapter, Generate, Load, OpenAdapter
 from inflight.engine.process.session import DirectMailbox
 from inflight.replicas.fleet import Delivery, Fleet
 from inflight.replicas.launch import Launches
@@ -99,9 +100,31 @@ class ReplicatedEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter_source: str | None = None,
     ) -> AcceptedRequest:
         """See `Engine`."""
-        return self._admission.accept(request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
+        return self._admission.accept(
+            request_id,
+            prompt_token_ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter_source=adapter_source,
+        )
+
+    def open_adapter(self, source: str) -> None:
+        """See `Engine`; all engines read it. Raises `AdapterError`, `EngineDeadError`."""
+        for session in self._fleet.sessions().values():
+            answers: SimpleQueue[object] = SimpleQueue()
+            with session.mailbox(partial(DirectMailbox, take=answers.put)) as mailbox:
+                session.send(OpenAdapter(mailbox.address, source))
+                if isinstance(answer := answers.get(), Exception):
+                    raise answer
+
+    def close_adapter(self, source: str) -> None:
+        """See `Engine`."""
+        for session in self._fleet.sessions().values():
+            session.send(CloseAdapter(source))
 
     def compile(self, accepted: AcceptedRequest) -> AcceptedRequest:
         """Nothing: the engine that gets the request does that."""
@@ -162,7 +185,7 @@ class ReplicatedEngine:
         """Refuse: it is not known which engine has them. Raises `ValueError`."""
         raise ValueError("several replicas cannot say when a prefix is saved; pin it with replicas=1, and all find it")
 
-    def pin_prefix(self, token_ids: Sequence[int], cache_salt: str | None) -> None:
+    def pin_prefix(self, token_ids: Sequence[int], cache_salt: str | None, adapter_source: str | None = None) -> None:
         """See `save_prefixes`."""
         self.save_prefixes(0.0)
 
@@ -217,7 +240,7 @@ class ReplicatedEngine:
     def _send(self, request: _Request) -> None:
         accepted = request.accepted.request
         request_id = accepted.request_id
-        prompt, salt = list(accepted.prompt_token_ids), accepted.cache_salt
+        prompt, salt, source = list(accepted.prompt_token_ids), accepted.cache_salt, request.accepted.adapter_source
         attempt = request.attempt = object()
 
         def put(letter: object) -> None:
@@ -227,10 +250,10 @@ class ReplicatedEngine:
         def mailbox(address: str) -> DirectMailbox:
             return DirectMailbox(address, put)
 
-        deliver = self._fleet.deliver(prompt, salt, accepted.num_sequences, mailbox)
+        deliver = self._fleet.deliver(prompt, (salt, source), accepted.num_sequences, mailbox)
         delivery = request.delivery = request.place.enter_context(deliver)
         params = replace(request.accepted.params, seed=accepted.seed)
-        delivery.session.send(Generate(delivery.mailbox.address, prompt, params, accepted.priority, salt))
+        delivery.session.send(Generate(delivery.mailbox.address, prompt, params, accepted.priority, salt, source))
         self._num_in_work += 1
 
     def _hear(self, request: _Request, output: SequenceOutput) -> None:

@@ -12,7 +12,7 @@ which is nearly as good as comparing all. "least-loaded" looks at requests alone
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -112,16 +112,20 @@ class Router:
     def send(
         self,
         token_ids: SequenceOf[int],
-        cache_salt: str | None,
+        kind: Hashable,
         available: SequenceOf[int],
         now: float,
         num_sequences: int = 1,
         *,
         in_background: bool = False,
     ) -> Sent:
-        """Choose one of the available replicas for a prompt, and count the request there."""
+        """Choose one of the available replicas for a prompt, and count the request there.
+
+        Args:
+            kind: what else must be equal for two prompts to share a prefix: salt and adapter.
+        """
         is_alone = len(self._replicas) == 1
-        blocks = [] if is_alone or not self._size.num_blocks else list(self._blocks_of(token_ids, cache_salt))
+        blocks = [] if is_alone or not self._size.num_blocks else list(self._blocks_of(token_ids, kind))
         number = self._chosen(len(token_ids), blocks, available, in_background)
         replica = self._replicas[number]
         num_owed = self._num_owed(replica, len(token_ids), blocks)
@@ -141,7 +145,7 @@ class Router:
             self._expectation.see_first_token(sent.load, now - sent.time)
         sent.has_begun, sent.time = True, now
 
-    def end(self, sent: Sent, now: float, token_ids: SequenceOf[int] = (), cache_salt: str | None = None) -> None:
+    def end(self, sent: Sent, now: float, token_ids: SequenceOf[int] = (), kind: Hashable = None) -> None:
         """A request has ended.
 
         Args:
@@ -155,7 +159,7 @@ class Router:
         elif not sent.in_background:
             self._expectation.see_run(now - sent.time)
         if self._size.num_blocks and len(self._replicas) > 1:
-            replica.keep(list(self._blocks_of(token_ids, cache_salt)))
+            replica.keep(list(self._blocks_of(token_ids, kind)))
 
     def forget(self, number: int) -> None:
         """A replica was started anew: its cache is empty. (Requests that it had are still going to end.)"""
@@ -188,10 +192,10 @@ class Router:
     def _num_owed(self, replica: _Replica, num_tokens: int, blocks: SequenceOf[int]) -> int:
         return max(1, num_tokens - replica.num_cached(blocks) * self._size.block_size)
 
-    def _blocks_of(self, token_ids: SequenceOf[int], cache_salt: str | None) -> Iterator[int]:
+    def _blocks_of(self, token_ids: SequenceOf[int], kind: Hashable) -> Iterator[int]:
         """A number for each full block, which stands for its tokens and all before it. (Equal numbers of different
         blocks would only send a request to the wrong place.)"""
-        block_size, number = self._size.block_size, hash(cache_salt)
+        block_size, number = self._size.block_size, hash(kind)
         for end in range(block_size, len(token_ids) + 1, block_size):
             number = hash((number, *token_ids[end - block_size : end]))
             yield number

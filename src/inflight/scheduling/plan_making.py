@@ -65,4 +65,5 @@ def _assignment(slot: int, sequence: Sequence) -> SlotAssignment:
         request.seed,
         request.stop_token_ids,
         request.bad_words,
+        request.adapter,
     )

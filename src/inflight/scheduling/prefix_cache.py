@@ -25,10 +25,12 @@ class Root(NamedTuple):
     Attributes:
         cache_salt: the request's; requests with different salts never share.
         is_long: whether they belong to a sequence longer than the scheduler's `recompute_beyond`.
+        adapter: the digest of the adapter that they were computed with; None: with none.
     """
 
     cache_salt: str | None = None
     is_long: bool = False
+    adapter: str | None = None
 
 
 Parent: TypeAlias = "Root | Node"

@@ -239,4 +239,5 @@ class Reuse:
         self._num_computed_before.pop(sequence, None)
         sequence.num_computed_tokens = sequence.num_known_blocks = 0
         is_long = self.recompute_beyond is not None and len(sequence.token_ids) > self.recompute_beyond
-        sequence.root = sequence.parent = Root(sequence.request.cache_salt, is_long=is_long)
+        request = sequence.request
+        sequence.root = sequence.parent = Root(request.cache_salt, is_long, request.adapter)

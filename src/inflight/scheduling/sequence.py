@@ -25,6 +25,7 @@ class Request:
         num_sequences: how many streams answer it (`n`).
         priority: lower runs first, where the policy looks at it; `BACKGROUND` counts under every policy.
         cache_salt: only requests of the same salt share cached prefixes.
+        adapter: the digest of its adapter; None: it has none. Only requests of the same adapter share prefixes.
         scores_prompt: whether the first of its sequences needs the log-probability of each prompt token.
         params, seed, bad_words: how its tokens are chosen (see `SlotAssignment`).
         predicted_ids: what its output may be like in parts.
@@ -38,6 +39,7 @@ class Request:
     num_sequences: int = 1
     priority: int = 0
     cache_salt: str | None = None
+    adapter: str | None = None
     scores_prompt: bool = False
     params: SamplingParams = DEFAULT_PARAMS
     seed: int = 0

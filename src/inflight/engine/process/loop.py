@@ -18,14 +18,17 @@ from inflight.engine.live_feed import LiveFeed
 from inflight.engine.prefill_limit import PrefillLimit
 from inflight.engine.process.protocol import (
     Abort,
+    AdapterOpened,
     AskLive,
     AskStats,
+    CloseAdapter,
     Command,
     Commands,
     Event,
     Failed,
     Generate,
     Live,
+    OpenAdapter,
     Outputs,
     Ready,
     Refused,
@@ -132,8 +135,20 @@ class _Loop:
                 self.send(Stats(command.request_id, self.engine.stats()))
             case AskLive():
                 self.send(Live(command.request_id, self._feed.look(command.record_to)))
+            case OpenAdapter():
+                opening = self._pool.submit(self.engine.open_adapter, command.source)
+                opening.add_done_callback(lambda _: self.commands.put(lambda: self._tell_opened(command, opening)))
+            case CloseAdapter():
+                self._try_to("", lambda: self.engine.close_adapter(command.source))
             case _:
                 command()
+
+    def _tell_opened(self, asked: OpenAdapter, opening: "Future[None]") -> None:
+        def tell() -> None:
+            opening.result()
+            self.send(AdapterOpened(asked.request_id))
+
+        self._try_to(asked.request_id, tell)
 
     def _take_in(self, asked: Generate) -> None:
         """Submit a request, after another thread has compiled it if that takes long (`Engine.compile`)."""
@@ -144,6 +159,7 @@ class _Loop:
             asked.params,
             priority=asked.priority,
             cache_salt=asked.cache_salt,
+            adapter_source=asked.adapter_source,
             deadline=asked.deadline,
         )
         if accepted.is_compiled:

@@ -41,6 +41,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    adapter_source: str | None = None
     deadline: float | None = None
 
 
@@ -61,6 +62,19 @@ class AskLive(msgspec.Struct, tag=True, frozen=True):
 
     request_id: str
     record_to: RecordTo | None = None
+
+
+class OpenAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Read the adapter of a folder or a hub repository, and answer with `AdapterOpened` of the same `request_id`."""
+
+    request_id: str
+    source: str
+
+
+class CloseAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Forget an adapter; requests that have it keep it."""
+
+    source: str
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -90,8 +104,14 @@ class Live(msgspec.Struct, tag=True, frozen=True):
     state: LiveState
 
 
+class AdapterOpened(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `OpenAdapter`, unless that is `Refused`."""
+
+    request_id: str
+
+
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A request was refused; `error` is the name of the class to raise."""
+    """A request, or an adapter, was refused; `error` is the name of the class to raise."""
 
     request_id: str
     error: str
@@ -105,8 +125,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     is_model_error: bool = False
 
 
-Command: TypeAlias = Generate | Abort | AskStats | AskLive
-Event: TypeAlias = Ready | Outputs | Stats | Live | Refused | Failed
+Command: TypeAlias = Generate | Abort | AskStats | AskLive | OpenAdapter | CloseAdapter
+Event: TypeAlias = Ready | Outputs | Stats | Live | AdapterOpened | Refused | Failed
 Commands: TypeAlias = "SimpleQueue[Command | Callable[[], None] | None]"
 """What an engine's loop does next: commands, and calls that it has put off itself; None: it ends."""
 

@@ -20,6 +20,7 @@ from inflight.contracts.errors import EngineDeadError, ModelError
 from inflight.engine.process.connection import SECONDS_TO_END, Connection
 from inflight.engine.process.protocol import (
     Abort,
+    AdapterOpened,
     AskStats,
     Command,
     Event,
@@ -239,6 +240,8 @@ class Session:
                 self._post([(event.request_id, event.stats)])
             case Live():
                 self._post([(event.request_id, event.state)])
+            case AdapterOpened():
+                self._post([(event.request_id, event)])
             case Ready():
                 self.ready = event
                 self._watch()

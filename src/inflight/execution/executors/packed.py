@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -30,6 +30,18 @@ logger = logging.getLogger(__name__)
 
 MIN_ROWS = 4
 """On a CPU oneDNN computes a single row differently, with other bits; and fewer than four rows are no faster."""
+
+
+class StepAdapters(Protocol):
+    """What knows which adapters the rows of a step have."""
+
+    def in_step(self, batch: RaggedBatch, num_rows: int, num_logit_rows: int) -> AbstractContextManager[None]:
+        """Inside, layers add to each row what its adapter adds.
+
+        Args:
+            num_rows, num_logit_rows: of the step, with those that only fill it up.
+        """
+        ...
 
 
 class PackedExecutor:
@@ -68,6 +80,8 @@ class PackedExecutor:
         self._forward = plain_forward(model, takes_logit_rows=takes_logit_rows)
         self._recorded: RecordedForward | None = None
         self._kept: KeptStates | None = None
+        self.adapters: StepAdapters | None = None
+        """Tells the layers which adapters the rows of each step have."""
         self._caches: list[KVStorage] = []  # one for each call
         self._storages: list[KVStorage] = []  # those that have memory of their own
         self._num_blocks = 0
@@ -126,6 +140,16 @@ class PackedExecutor:
         if self._on_cpu:
             number = self.min_rows
             rows = _at_least(number, rows[0]), _at_least(number, rows[1]), _at_least(number, rows[2])
+        if self.adapters is None:
+            return self._run(batch, *rows)
+        with self.adapters.in_step(batch, len(rows[0]), len(rows[2])):
+            return self._run(batch, *rows)
+
+    def _run(
+        self, batch: RaggedBatch, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The outputs of a step, from its rows with those that only fill it up."""
+        rows = input_ids, positions, logit_rows
         if self._recorded is not None:
             return _without_padding(batch, self._recorded(*rows))
         limit = self._longrope_length

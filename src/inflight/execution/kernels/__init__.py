@@ -88,6 +88,9 @@ def _describe_operators() -> None:
     def experts_part(x: torch.Tensor, chosen: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
         return x.new_empty(chosen.shape[0] * chosen.shape[1], out_features)
 
+    def adapted_rows(rows: torch.Tensor, ids: torch.Tensor, step: int, place: int) -> torch.Tensor:
+        return rows.new_empty(rows.shape)
+
     def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return rows.new_empty(weights.shape[0], rows.shape[1])
 
@@ -112,6 +115,7 @@ def _describe_operators() -> None:
     torch.library.register_fake("inflight::experts", experts)
     torch.library.register_fake("inflight::experts_up", experts_part)
     torch.library.register_fake("inflight::experts_down", experts_part)
+    torch.library.register_fake("inflight::adapted_rows", adapted_rows)
     torch.library.register_fake("inflight::weighted_sum", weighted_sum)
     torch.library.register_fake("inflight::sum_of_ranks", sum_of_ranks)
     torch.library.register_fake("inflight::gather_of_ranks", gather_of_ranks)

@@ -112,6 +112,21 @@ at::Tensor dealt(const at::Tensor& x, const Deal& deal) {
   return rows;
 }
 
+// Which adapter each row that was dealt out has, as the layers of these experts tell; none, if no row has any.
+std::vector<int32_t> dealt_adapters(const Deal& deal, const Linear& layer) {
+  const int64_t num_chosen = deal.choices.size(1);
+  const int32_t* of_tokens = adapters_of_rows(layer, deal.choices.size(0));
+  std::vector<int32_t> adapters;
+  if (!of_tokens) return adapters;
+  for (const int64_t choice : deal.order) adapters.push_back(of_tokens[choice / num_chosen]);
+  return adapters;
+}
+
+// Those from `first` on.
+const int32_t* from(const std::vector<int32_t>& adapters, int64_t first) {
+  return adapters.empty() ? nullptr : adapters.data() + first;
+}
+
 // A row of `size` for each choice; 0 for the choices of experts that there are not.
 at::Tensor rows_of_choices(const Deal& deal, int64_t size, const at::Tensor& like) {
   const int64_t num_rows = deal.choices.numel();
@@ -120,14 +135,16 @@ at::Tensor rows_of_choices(const Deal& deal, int64_t size, const at::Tensor& lik
 }
 
 // Applies an expert's second projection to its rows, and puts what it gives where the choices are.
-void project_back(const Expert& expert, const at::Tensor& rows, const Deal& deal, int64_t first, at::Tensor& output) {
+void project_back(const Expert& expert, const at::Tensor& rows, const Deal& deal, const int32_t* adapters, int64_t first,
+                  at::Tensor& output) {
   check_size(output, "a projection of experts", 1, expert.down->out_features);
-  const at::Tensor given = apply(*expert.down, rows);
+  at::Tensor given = at::empty({rows.size(0), output.size(1)}, rows.options());
+  apply_to(*expert.down, rows, adapters, given);
   const int64_t size = output.size(1), row_bytes = size * output.element_size();
-  const auto* from = static_cast<const char*>(given.const_data_ptr());
+  const auto* rows_given = static_cast<const char*>(given.const_data_ptr());
   auto* to = static_cast<char*>(output.data_ptr());
   for_each_row(rows.size(0), size, [&](int64_t i) {
-    std::memcpy(to + deal.order[first + i] * row_bytes, from + i * row_bytes, row_bytes);
+    std::memcpy(to + deal.order[first + i] * row_bytes, rows_given + i * row_bytes, row_bytes);
   });
 }
 
@@ -182,11 +199,12 @@ at::Tensor project_up(const at::Tensor& x, const at::Tensor& chosen, const std::
   TORCH_CHECK(!experts.empty(), "there are no experts");
   const Deal deal(chosen, int64_t(experts.size()));
   const at::Tensor tokens = dealt(x, deal);
+  const std::vector<int32_t> adapters = dealt_adapters(deal, *experts.front().up);
   at::Tensor output = rows_of_choices(deal, experts.front().up->out_features, x);
   deal.for_each_expert([&](size_t expert, int64_t first, int64_t count) {
     check_size(output, "a projection of experts", 1, experts[expert].up->out_features);
     at::Tensor rows = output.narrow(0, first, count);
-    apply_to(*experts[expert].up, tokens.narrow(0, first, count), rows);
+    apply_to(*experts[expert].up, tokens.narrow(0, first, count), from(adapters, first), rows);
   });
   return output;
 }
@@ -196,9 +214,10 @@ at::Tensor project_down(const at::Tensor& rows, const at::Tensor& chosen, const 
   check_rows(rows, "rows of experts");
   const Deal deal(chosen, int64_t(experts.size()));
   check_size(rows, "rows of experts", 0, chosen.numel());
+  const std::vector<int32_t> adapters = dealt_adapters(deal, *experts.front().down);
   at::Tensor output = rows_of_choices(deal, experts.front().down->out_features, rows);
   deal.for_each_expert([&](size_t expert, int64_t first, int64_t count) {
-    project_back(experts[expert], rows.narrow(0, first, count), deal, first, output);
+    project_back(experts[expert], rows.narrow(0, first, count), deal, from(adapters, first), first, output);
   });
   return output;
 }
@@ -210,10 +229,13 @@ at::Tensor run_experts(const at::Tensor& x, const at::Tensor& chosen, const std:
   TORCH_CHECK(activation, "these experts have no usual gate");
   const Deal deal(chosen, int64_t(experts.size()));
   const at::Tensor tokens = dealt(x, deal);
+  const std::vector<int32_t> adapters = dealt_adapters(deal, *experts.front().up);
   at::Tensor output = rows_of_choices(deal, tokens.size(1), x);
   deal.for_each_expert([&](size_t expert, int64_t first, int64_t count) {
-    const at::Tensor projected = apply(*experts[expert].up, tokens.narrow(0, first, count));
-    project_back(experts[expert], gated(projected, activation), deal, first, output);
+    const Expert& own = experts[expert];
+    at::Tensor projected = at::empty({count, own.up->out_features}, tokens.options());
+    apply_to(*own.up, tokens.narrow(0, first, count), from(adapters, first), projected);
+    project_back(own, gated(projected, activation), deal, from(adapters, first), first, output);
   });
   return output;
 }

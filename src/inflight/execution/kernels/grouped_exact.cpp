@@ -147,7 +147,7 @@ struct Exact {
 };
 
 template <class Rows>
-void run_in(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
+void run_in(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output) {
   using Value = typename Rows::Value;
   using Unpacked = typename Rows::Unpacked;
 #ifdef INFLIGHT_MATRIX_UNIT
@@ -162,7 +162,7 @@ void run_in(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
   const typename Sums::Rows rows(static_cast<const typename Rows::Input*>(padded.const_data_ptr()), num_rows,
                                  num_inputs / Unpacked::kPack);
   const auto* panels = linear.panels.const_data_ptr<uint8_t>();
-  const Finish<Value> finish{linear, nullptr, output};
+  const Finish<Value> finish{linear, nullptr, additions, output};
   with_kind(layout, [&](auto kind) {
     using Way = Exact<decltype(kind), Rows, Sums>;
     for_each_panel<Way>(linear.panels.size(0), num_rows, num_inputs,
@@ -195,9 +195,9 @@ void write_panel(const Grouped& layout, const uint8_t* panel, int64_t num_output
 
 }  // namespace
 
-void run_exact(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
-  if (x.scalar_type() == at::kFloat) return run_in<Float32Rows>(linear, x, output);
-  run_in<BFloat16Rows>(linear, x, output);
+void run_exact(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output) {
+  if (x.scalar_type() == at::kFloat) return run_in<Float32Rows>(linear, x, additions, output);
+  run_in<BFloat16Rows>(linear, x, additions, output);
 }
 
 at::Tensor grouped_values(at::IntArrayRef words, const at::Tensor& panels, int64_t out_features, int64_t in_features,

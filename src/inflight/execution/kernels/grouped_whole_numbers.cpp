@@ -335,7 +335,7 @@ struct WholeNumbers {
 };
 
 template <class Value>
-void run(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
+void run(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output) {
   const Grouped& layout = *linear.grouped;
   const int64_t in = linear.in_features, num_rows = x.numel() / in;
   const at::Tensor rows = x.contiguous();
@@ -348,7 +348,7 @@ void run(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
     }
   });
   const auto* panels = linear.panels.const_data_ptr<uint8_t>();
-  const Finish<Value> finish{linear, nullptr, output};
+  const Finish<Value> finish{linear, nullptr, additions, output};
   with_kind(layout, [&](auto kind) {
     if constexpr (decltype(kind)::kReading != Reading::kFloat) {
       using Way = WholeNumbers<decltype(kind)>;
@@ -365,16 +365,16 @@ void run(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
 
 bool multiplies_whole_numbers() { return true; }
 
-void run_in_whole_numbers(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
-  if (x.scalar_type() == at::kFloat) return run<float>(linear, x, output);
-  run<at::BFloat16>(linear, x, output);
+void run_in_whole_numbers(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output) {
+  if (x.scalar_type() == at::kFloat) return run<float>(linear, x, additions, output);
+  run<at::BFloat16>(linear, x, additions, output);
 }
 
 #else
 
 bool multiplies_whole_numbers() { return false; }
 
-void run_in_whole_numbers(const Linear&, const at::Tensor&, at::Tensor&) {
+void run_in_whole_numbers(const Linear&, const at::Tensor&, const Additions&, at::Tensor&) {
   TORCH_CHECK(false, "this CPU does not multiply whole numbers");
 }
 

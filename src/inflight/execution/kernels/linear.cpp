@@ -288,7 +288,7 @@ float quantise_row(const Value* from, int64_t size, Input* to) {
 #ifdef INFLIGHT_INT8
 
 template <class Value>
-void run_int8(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
+void run_int8(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output) {
   const int64_t in = linear.in_features, num_rows = x.numel() / in;
   const int64_t width = linear.panels.size(1) * Int8Quads::kPack;
   using Input = Int8Quads::Input;
@@ -304,7 +304,7 @@ void run_int8(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
     }
   });
   run<Int8Quads, int8_t, Value>(linear, rounded.const_data_ptr<Input>(), num_rows,
-                                {linear, scales.data(), output});
+                                {linear, scales.data(), additions, output});
 }
 
 #endif
@@ -386,27 +386,34 @@ at::Tensor apply(const Linear& linear, const at::Tensor& x) {
 }
 
 void apply_to(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
+  apply_to(linear, x, adapters_of_rows(linear, x.numel() / linear.in_features), output);
+}
+
+void apply_to(const Linear& linear, const at::Tensor& x, const int32_t* adapter_of_row, at::Tensor& output) {
   check_strided(x, "activations", std::max<int64_t>(1, x.dim()));
   check_size(x, "activations", -1, linear.in_features);
   const int64_t num_rows = x.numel() / linear.in_features;
   if (num_rows == 0) return;
-  if (linear.grouped) return run_grouped(linear, linear.order ? x.index_select(-1, *linear.order) : x, output);
+  const Additions additions(linear, x, adapter_of_row);
+  if (linear.grouped)
+    return run_grouped(linear, linear.order ? x.index_select(-1, *linear.order) : x, additions, output);
   const auto dtype = linear.panels.scalar_type();
   TORCH_CHECK(x.scalar_type() == dtype || (dtype == at::kChar && x.is_floating_point()), "a layer of ", dtype,
               " cannot take ", x.scalar_type());
   if (dtype == at::kFloat) {
     const at::Tensor rows = padded_rows<Float32Rows>(x, linear.panels.size(1) * Float32Rows::kPack);
     run<Float32Rows, float, float>(linear, rows.const_data_ptr<float>(), num_rows,
-                                   {linear, nullptr, output});
+                                   {linear, nullptr, additions, output});
   } else if (dtype == at::kBFloat16) {
     const at::Tensor rows = padded_rows<BFloat16Rows>(x, linear.panels.size(1) * BFloat16Rows::kPack);
     run<BFloat16Rows, uint16_t, at::BFloat16>(
-        linear, static_cast<const BFloat16Rows::Input*>(rows.const_data_ptr()), num_rows, {linear, nullptr, output});
+        linear, static_cast<const BFloat16Rows::Input*>(rows.const_data_ptr()), num_rows,
+        {linear, nullptr, additions, output});
 #ifdef INFLIGHT_INT8
   } else if (dtype == at::kChar && x.scalar_type() == at::kFloat) {
-    run_int8<float>(linear, x, output);
+    run_int8<float>(linear, x, additions, output);
   } else if (dtype == at::kChar && x.scalar_type() == at::kBFloat16) {
-    run_int8<at::BFloat16>(linear, x, output);
+    run_int8<at::BFloat16>(linear, x, additions, output);
 #endif
   } else {
     TORCH_CHECK(false, "this CPU has no instructions for layers of ", dtype);

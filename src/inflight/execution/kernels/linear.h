@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "activate.h"
+#include "adapters.h"
 #include "grouped.h"
 
 namespace inflight {
@@ -25,6 +26,7 @@ struct Linear {
   std::optional<Grouped> grouped;
   bool is_exact = false;            // of a grouped weight: see grouped_linear.h
   std::optional<at::Tensor> order;  // of a grouped weight, `[in]` int64: which input each of its own is
+  std::optional<AdapterPlace> adapters;
 
   Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& scales,
          int64_t in_features, int64_t out_features, Activation activation);
@@ -38,10 +40,18 @@ struct Linear {
 // Whether this CPU has the instructions for weights of a dtype; without them oneDNN is the better choice.
 bool has_panels(at::ScalarType dtype);
 
+// Which adapter each of so many rows has; null: none has any.
+inline const int32_t* adapters_of_rows(const Linear& linear, int64_t num_rows) {
+  return linear.adapters ? linear.adapters->of_rows(num_rows) : nullptr;
+}
+
 // `[…, in]` to `[…, out]`, float32 or bfloat16. For int8 each row of activations is rounded with a scale of its own.
 at::Tensor apply(const Linear& linear, const at::Tensor& x);
 
 // The same, into `output` `[…, out]`, in one piece and of the dtype of `x`.
 void apply_to(const Linear& linear, const at::Tensor& x, at::Tensor& output);
+
+// The same, for rows that have these adapters instead of the step's.
+void apply_to(const Linear& linear, const at::Tensor& x, const int32_t* adapter_of_row, at::Tensor& output);
 
 }  // namespace inflight

@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "activate.h"
+#include "adapters.h"
 #include "attention.h"
 #include "exchange.h"
 #include "experts.h"
@@ -96,6 +97,46 @@ int64_t new_grouped_linear(const Tensor& panels, at::IntArrayRef layout, const s
 void delete_linear(int64_t linear) { linears.remove(linear); }
 
 Tensor linear(const Tensor& x, int64_t linear, int64_t) { return inflight::apply(*linears.get(linear), x); }
+
+Registry<AdaptedStep> adapted_steps;
+Registry<Adapter> adapters;
+
+int64_t new_adapted_step() { return adapted_steps.add(std::make_shared<AdaptedStep>()); }
+void delete_adapted_step(int64_t step) { adapted_steps.remove(step); }
+
+void begin_adapted_step(int64_t step, at::IntArrayRef numbers, at::IntArrayRef of_tokens, at::IntArrayRef of_logits) {
+  AdaptedStep& own = *adapted_steps.get(step);
+  own.adapters.clear();
+  for (const int64_t number : numbers) own.adapters.push_back(adapters.get(number));
+  for (const int64_t number : of_tokens) TORCH_CHECK(number < int64_t(numbers.size()), "there is no adapter ", number);
+  for (const int64_t number : of_logits) TORCH_CHECK(number < int64_t(numbers.size()), "there is no adapter ", number);
+  own.of_tokens.assign(of_tokens.begin(), of_tokens.end());
+  own.of_logits.assign(of_logits.begin(), of_logits.end());
+}
+
+void adapt_linear(int64_t linear, int64_t step, int64_t place, bool reads_logit_rows) {
+  linears.get(linear)->adapters = AdapterPlace{adapted_steps.get(step), place, reads_logit_rows};
+}
+
+int64_t new_adapter(int64_t num_places, at::IntArrayRef places, at::IntArrayRef first_outputs, at::IntArrayRef num_outputs,
+                    const std::vector<Tensor>& downs, const std::vector<Tensor>& ups) {
+  auto adapter = std::make_shared<Adapter>();
+  adapter->places.resize(num_places);
+  const size_t size = places.size();
+  TORCH_CHECK(first_outputs.size() == size && num_outputs.size() == size && downs.size() == size && ups.size() == size,
+              "an adapter's matrices come with a place each");
+  for (size_t i = 0; i < size; ++i) {
+    TORCH_CHECK(places[i] >= 0 && places[i] < num_places, "there is no place ", places[i]);
+    adapter->places[places[i]].push_back({downs[i], ups[i], first_outputs[i], num_outputs[i]});
+  }
+  check(*adapter);
+  return adapters.add(adapter);
+}
+void delete_adapter(int64_t adapter) { adapters.remove(adapter); }
+
+Tensor adapted_rows(const Tensor& rows, const Tensor& ids, int64_t step, int64_t place) {
+  return inflight::adapted_rows(rows, ids, {adapted_steps.get(step), place, false});
+}
 
 int64_t new_experts(at::IntArrayRef ups, at::IntArrayRef downs, std::string_view activation, std::string_view variant) {
   auto mixture = std::make_shared<Experts>(Experts{{}, find_activation(activation, variant)});
@@ -197,6 +238,17 @@ TORCH_LIBRARY(inflight, library) {
   library.def("delete_linear(int linear) -> ()", &ours::delete_linear);
   library.def("linear(Tensor x, int linear, int out_features) -> Tensor");
   library.impl("linear", c10::DispatchKey::CPU, &ours::linear);
+  library.def("new_adapted_step() -> int", &ours::new_adapted_step);
+  library.def("delete_adapted_step(int step) -> ()", &ours::delete_adapted_step);
+  library.def("begin_adapted_step(int step, int[] adapters, int[] of_tokens, int[] of_logits) -> ()",
+              &ours::begin_adapted_step);
+  library.def("adapt_linear(int linear, int step, int place, bool reads_logit_rows) -> ()", &ours::adapt_linear);
+  library.def("new_adapter(int num_places, int[] places, int[] first_outputs, int[] num_outputs, Tensor[] downs, "
+              "Tensor[] ups) -> int",
+              &ours::new_adapter);
+  library.def("delete_adapter(int adapter) -> ()", &ours::delete_adapter);
+  library.def("adapted_rows(Tensor rows, Tensor ids, int step, int place) -> Tensor");
+  library.impl("adapted_rows", c10::DispatchKey::CPU, &ours::adapted_rows);
   library.def("new_experts(int[] ups, int[] downs, str activation, str variant) -> int", &ours::new_experts);
   library.def("delete_experts(int experts) -> ()", &ours::delete_experts);
   library.def("experts(Tensor x, Tensor chosen, int experts) -> Tensor");

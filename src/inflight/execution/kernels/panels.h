@@ -54,19 +54,22 @@ struct Finish {
   Activation activation;
   const int32_t* offsets;  // with the scales: of int8; for whole panels
   const float *scales, *row_scales;
+  const float* const* additions;  // by row
   Output* output;  // [rows, out]
 
-  Finish(const Linear& linear, const float* row_scales, at::Tensor& output)
+  Finish(const Linear& linear, const float* row_scales, const Additions& additions, at::Tensor& output)
       : out_features(linear.out_features),
         bias(linear.bias ? linear.bias->const_data_ptr<Output>() : nullptr),
         activation(linear.activation),
         offsets(linear.scales ? linear.offsets.const_data_ptr<int32_t>() : nullptr),
         scales(linear.scales ? linear.scales->const_data_ptr<float>() : nullptr),
         row_scales(row_scales),
+        additions(additions.rows()),
         output(output.data_ptr<Output>()) {}
 
   // The `count` outputs of a row from `first` on.
   void operator()(Floats sum, int64_t row, int64_t first, int64_t count) const {
+    if (additions && additions[row]) sum += load<Floats>(additions[row] + first);
     if (bias) sum += part(bias + first, count);
     if (activation) sum = activation(sum);
     Output* to = output + row * out_features + first;

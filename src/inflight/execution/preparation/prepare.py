@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
+from inflight.execution.adapters import Adapters, make_embedding_adaptable
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.hf.load import (
     ModelSource,
@@ -39,12 +40,14 @@ class PreparedModel:
 
     Attributes:
         weights_digest: of the weights that it was given; None: nobody needs it.
+        adapters: those that its rows may have; None: it was not prepared for any.
     """
 
     model: PreTrainedModel
     executor: Executor
     info: ModelInfo
     weights_digest: bytes | None = None
+    adapters: Adapters | None = None
 
 
 def prepare(source: ModelSource, config: EngineConfig, rank: Rank | None = None) -> PreparedModel:
@@ -70,6 +73,8 @@ def prepare(source: ModelSource, config: EngineConfig, rank: Rank | None = None)
     why_not = find_format(config.quantization).why_unusable(model)
     if config.quantization is not None and why_not is not None:
         raise ModelError(f"quantization {config.quantization!r} {why_not}")
+    if config.adapters is not None:
+        make_embedding_adaptable(model)
     choice = choose_executor(model, config, let_go_of_file_pages if is_loaded_here else None, rank=rank)
     if is_loaded_here:
         own_tensors(model)
@@ -79,12 +84,15 @@ def prepare(source: ModelSource, config: EngineConfig, rank: Rank | None = None)
     executor = choice.make_executor(config.block_size, config.max_num_seqs)
     info = describe(model, executor, choice, config, num_parameters, checkpoint_dtype)
     executor.allocate(info.num_blocks)
+    adapters = None
+    if config.adapters is not None:
+        adapters = Adapters(executor, config.block_size, config.adapter_memory)
     may_record = config.record_forward and model.device.type == "cpu"
     if may_record and isinstance(executor, PackedExecutor):
         reason = prove_recording(executor, config, info.num_blocks)
         note = () if reason is None else (f"every step runs in Python: {reason}",)
         info = replace(info, is_recorded=reason is None, notes=info.notes + note)
-    return PreparedModel(model, executor, info, digest)
+    return PreparedModel(model, executor, info, digest, adapters)
 
 
 def round_as_asked(model: PreTrainedModel, config: EngineConfig, dtype: torch.dtype, let_go: LetGo | None) -> None:

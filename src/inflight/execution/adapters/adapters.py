@@ -1,0 +1,164 @@
+"""`Adapters`: which adapters are in memory, and which of them the rows of a step have.
+
+Those of running sequences are in memory as long as these run. Beyond them the least recently used ones go as soon as
+all take more than they may; what was opened is laid out again from its file, which stays open.
+"""
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from inflight.contracts.errors import ModelError
+from inflight.contracts.plan import Span, StepPlan
+from inflight.execution.adapters.checkpoint import AdapterCheckpoint
+from inflight.execution.adapters.layers import AdaptableLayers, watch_rows
+from inflight.execution.adapters.packed_adapter import PackedAdapter
+from inflight.execution.executors import Executor, PackedExecutor
+from inflight.execution.ragged_batch import IntArray, RaggedBatch
+from inflight.execution.weights.panels import PanelLinear
+
+NUM_TOKENS, NUM_LOGIT_ROWS = 10, 5
+"""Of the step that shows how many rows each layer gets. No step of so many is filled up to more."""
+MAX_OPEN = 1024
+"""Adapters whose files stay open although no request needs them."""
+
+
+class Adapters:
+    """The adapters of one model. Any thread may open them; everything else is for the one that runs steps.
+
+    Args:
+        executor: its model was prepacked, and is not recorded yet; its cache is allocated, and nobody uses it.
+        block_size: of the cache.
+        max_bytes: how much those in memory may take that no running sequence has.
+
+    Raises:
+        ModelError: the model cannot have adapters.
+    """
+
+    def __init__(self, executor: Executor, block_size: int, max_bytes: int) -> None:
+        if not isinstance(executor, PackedExecutor):
+            raise ModelError(f"adapters need a model that runs packed; this one runs as {executor.name}")
+        if not any(isinstance(module, PanelLinear) for module in executor.model.modules()):
+            raise ModelError("adapters need our kernels, on a CPU with AVX2, and a model in float32 or bfloat16")
+        tables = tuple((array("i", [0] * -(-NUM_TOKENS // block_size)),) for _ in executor.cache_groups)
+        plan = StepPlan((Span(0, 0, 0, [0] * NUM_TOKENS, NUM_LOGIT_ROWS, NUM_TOKENS),), tables)
+        with watch_rows(executor.model) as rows_of:
+            executor.outputs(RaggedBatch.from_plan(plan, block_size, executor.model.device))
+        self.layers = AdaptableLayers(executor.model, rows_of, NUM_TOKENS, NUM_LOGIT_ROWS)
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        """What all that are in memory take."""
+        self._dtype = executor.model.dtype
+        self._lock = threading.RLock()
+        self._of_source: OrderedDict[str, AdapterCheckpoint] = OrderedDict()
+        self._opened: WeakValueDictionary[str, AdapterCheckpoint] = WeakValueDictionary()  # by digest
+        self._packed: OrderedDict[str, PackedAdapter] = OrderedDict()  # by digest
+        self._of_slot: dict[int, str] = {}
+        executor.adapters = self
+
+    # ------------------------------------------------------------------------------------- opening
+
+    def known(self, source: str) -> AdapterCheckpoint | None:
+        """The adapter of a folder or a hub repository, if it is open."""
+        with self._lock:
+            if source in self._of_source:
+                self._of_source.move_to_end(source)
+            return self._of_source.get(source)
+
+    def get(self, source: str) -> AdapterCheckpoint:
+        """The same, opened if it is not; see `open`."""
+        return self.known(source) or self.open(source)
+
+    def open(self, source: str) -> AdapterCheckpoint:
+        """Read an adapter from a folder or a hub repository, and lay it out. Sequences can have it, by its digest, as
+        long as the caller keeps what is returned. Raises `AdapterError`."""
+        checkpoint = AdapterCheckpoint.read(source)
+        packed = PackedAdapter(checkpoint, self.layers, self._dtype)
+        with self._lock:
+            checkpoint = self._opened.setdefault(checkpoint.digest, checkpoint)
+            self._keep(checkpoint.digest, packed)
+            self._of_source[source] = checkpoint
+            self._of_source.move_to_end(source)
+            if len(self._of_source) > MAX_OPEN:
+                self._of_source.popitem(last=False)
+        return checkpoint
+
+    def close(self, source: str) -> None:
+        """Forget the adapter of a folder or a repository; sequences that have it keep it."""
+        with self._lock:
+            closed = self._of_source.pop(source, None)
+            if closed is not None and closed.digest not in self._of_slot.values():
+                packed = self._packed.pop(closed.digest, None)
+                self.num_bytes -= 0 if packed is None else packed.num_bytes
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def take(self, plan: StepPlan) -> None:
+        """Follow which sequences have moved into slots and out of them."""
+        with self._lock:
+            for slot in plan.released_slots:
+                self._of_slot.pop(slot, None)
+            for assignment in plan.assignments:
+                self._of_slot.pop(assignment.slot, None)
+                if assignment.adapter is not None:
+                    self._of_slot[assignment.slot] = assignment.adapter
+
+    @contextmanager
+    def in_step(self, batch: RaggedBatch, num_rows: int, num_logit_rows: int) -> Iterator[None]:
+        """See `StepAdapters`."""
+        of_slot = {span.slot: self._of_slot[span.slot] for span in batch.spans if span.slot in self._of_slot}
+        if not of_slot:
+            yield
+            return
+        numbers = {digest: number for number, digest in enumerate(dict.fromkeys(of_slot.values()))}
+        packed = [self._in_memory(digest) for digest in numbers]
+
+        def numbers_of(slots: list[int]) -> IntArray:
+            return np.array([numbers[of_slot[slot]] if slot in of_slot else -1 for slot in slots])
+
+        of_tokens = np.repeat(numbers_of([span.slot for span in batch.spans]), batch.query_lens_host)
+        of_logits = numbers_of(batch.logit_slots_host.tolist())
+        torch.ops.inflight.begin_adapted_step(
+            self.layers.step,
+            [each.number for each in packed],
+            _filled_up(of_tokens, num_rows),
+            _filled_up(of_logits, num_logit_rows),
+        )
+        try:
+            yield
+        finally:
+            torch.ops.inflight.begin_adapted_step(self.layers.step, [], [], [])
+
+    # ------------------------------------------------------------------------------------- memory
+
+    def _in_memory(self, digest: str) -> PackedAdapter:
+        with self._lock:
+            packed = self._packed.get(digest) or PackedAdapter(self._opened[digest], self.layers, self._dtype)
+            return self._keep(digest, packed)
+
+    def _keep(self, digest: str, packed: PackedAdapter) -> PackedAdapter:
+        """Have one in memory, and give up others as far as there is too much."""
+        if digest not in self._packed:
+            self._packed[digest] = packed
+            self.num_bytes += packed.num_bytes
+        self._packed.move_to_end(digest)
+        if self.num_bytes > self.max_bytes:
+            in_use = {digest, *self._of_slot.values()}
+            for each in [each for each in self._packed if each not in in_use]:
+                if self.num_bytes <= self.max_bytes:
+                    break
+                self.num_bytes -= self._packed.pop(each).num_bytes
+        return self._packed[digest]
+
+
+def _filled_up(numbers: IntArray, size: int) -> list[int]:
+    """The numbers, the last one again and again, as the rows of a step are filled up."""
+    if not len(numbers):
+        return [-1] * size
+    return np.pad(numbers, (0, size - len(numbers)), mode="edge").tolist()  # type: ignore[no-any-return]

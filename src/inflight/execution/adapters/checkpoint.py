@@ -1,0 +1,194 @@
+"""`AdapterCheckpoint`: an adapter as PEFT writes it: `adapter_config.json` and `adapter_model.safetensors` (or `.bin`).
+
+Decides what of PEFT's options is understood. Whatever would change the output in a way that is not computed here is
+refused by its name.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils.hub import cached_file
+
+from inflight.contracts.errors import AdapterError
+
+DIGEST_SIZE = 16
+CONFIG, WEIGHTS, OLD_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+
+REFUSED = {
+    "use_dora": "DoRA changes the length of every column of a weight",
+    "modules_to_save": "whole layers that were trained beside the adapter",
+    "lora_bias": "biases of an adapter's own",
+    "trainable_token_indices": "single rows of the embedding",
+    "layer_replication": "a model whose layers are repeated",
+    "use_qalora": "inputs that are averaged in groups",
+    "alora_invocation_tokens": "an adapter that begins at certain tokens",
+    "arrow_config": "a choice between adapters for each token",
+    "use_bdlora": "block-diagonal matrices",
+    "kasa_config": "singular values that were trained",
+}
+"""Options of PEFT that are not supported if they are set, and what they mean."""
+
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "eva_")
+"""Ways to begin training that change the base model's weights, too: their adapters belong to other weights."""
+
+_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_(?:embedding_)?[AB])(?:\.default)?(?:\.weight)?")
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankUpdate:
+    """What an adapter adds to the weight of one module: `scale * up @ down`.
+
+    Attributes:
+        module: its name in the model.
+        down: `[rank, in]`; of several experts, `[experts * rank, in]`; of an embedding, `[rank, vocabulary]`.
+        up: `[out, rank]`; of several experts, `[out, rank * experts]`, the experts running fastest.
+        scale: `alpha / rank`, or as the checkpoint has it.
+    """
+
+    module: str
+    down: torch.Tensor
+    up: torch.Tensor
+    alpha: float
+    is_rank_stabilised: bool
+    is_embedding: bool
+
+    def scale(self, rank: int) -> float:
+        """What the product is multiplied by (rsLoRA: Kalajdzievski, 2023)."""
+        return self.alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class AdapterCheckpoint:
+    """An adapter that was read. Its matrices lie in the file until they are used.
+
+    Attributes:
+        digest: of its contents: what is computed with two adapters of the same digest is the same.
+        updates: what it adds, in the order of the file.
+    """
+
+    digest: str
+    updates: tuple[LowRankUpdate, ...]
+
+    @classmethod
+    def read(cls, source: str) -> "AdapterCheckpoint":
+        """Read a folder, or a hub repository. Raises `AdapterError` if it is none, or has what is not supported."""
+        config_file = _file(source, CONFIG)
+        if config_file is None:
+            raise AdapterError(f"{source} is no adapter: there is no {CONFIG}")
+        try:
+            config = json.loads(config_file.read_text())
+        except (OSError, ValueError) as error:
+            raise AdapterError(f"{config_file} cannot be read: {error}") from error
+        if not isinstance(config, dict):
+            raise AdapterError(f"{config_file} has no options")
+        _check_config(config)
+        tensors, digest = _tensors(source)
+        digest.update(json.dumps(config, sort_keys=True).encode())
+        return cls(digest.hexdigest(), tuple(_updates(tensors, config)))
+
+
+def _file(source: str, name: str) -> Path | None:
+    """A file of an adapter; None: it has none of this name."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    if folder.is_absolute() or source.startswith((".", "~")):
+        raise AdapterError(f"there is no folder {source}")
+    try:
+        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"there is no folder {source}, nor a repository on the hub: {error}") from error
+    return None if found is None else Path(found)
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise AdapterError(f"peft_type is {kind!r}; only 'LORA' is supported")
+    for option, meaning in REFUSED.items():
+        if config.get(option):
+            raise AdapterError(f"{option} is {config[option]!r}: {meaning}; that is not supported")
+    if config.get("bias", "none") != "none":
+        raise AdapterError(f"bias is {config['bias']!r}: biases that were trained; only 'none' is supported")
+    beginning = config.get("init_lora_weights")
+    if isinstance(beginning, str) and beginning.lower().startswith(CHANGES_BASE):
+        raise AdapterError(
+            f"init_lora_weights is {beginning!r}, which changes the base model's weights, too; PEFT can save such an "
+            "adapter as one for the original weights (path_initial_model_for_weight_conversion)"
+        )
+    _number(config.get("lora_alpha"), "lora_alpha")
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise AdapterError(f"alpha_pattern is {patterns!r}; it must be an object")
+    for pattern, alpha in patterns.items():
+        _number(alpha, f"alpha_pattern[{pattern!r}]")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise AdapterError(f"alpha_pattern has {pattern!r}, which is no pattern: {error}") from error
+
+
+def _number(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise AdapterError(f"{name} is {value!r}; it must be a number")
+
+
+def _tensors(source: str) -> tuple[dict[str, torch.Tensor], "hashlib._Hash"]:
+    """The tensors of an adapter by their names, in files that stay open, and a digest of the file."""
+    path = _file(source, WEIGHTS) or _file(source, OLD_WEIGHTS)
+    if path is None:
+        raise AdapterError(f"{source} has neither {WEIGHTS} nor {OLD_WEIGHTS}")
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_SIZE))
+        if path.name == OLD_WEIGHTS:
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        else:
+            with safe_open(path, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
+    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        raise AdapterError(f"{path} cannot be read: {error}") from error
+    except Exception as error:  # of unpickling: anything
+        raise AdapterError(f"{path} holds more than tensors ({type(error).__name__})") from error
+    if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
+        raise AdapterError(f"{path} holds more than tensors")
+    return tensors, digest
+
+
+def _updates(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> list[LowRankUpdate]:
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".base_layer.weight"):  # the model's own, which PEFT saves beside an embedding's or a head's
+            continue
+        found = _KEY.fullmatch(name)
+        if found is None or tensor.dim() != 2 or not tensor.is_floating_point():
+            raise AdapterError(f"the tensor {name} {list(tensor.shape)} is no matrix of an adapter")
+        pairs.setdefault(found[1], {})[found[2]] = tensor
+    updates = []
+    for module, pair in pairs.items():
+        is_embedding = "lora_embedding_A" in pair
+        kind = "lora_embedding_" if is_embedding else "lora_"
+        if pair.keys() != {f"{kind}A", f"{kind}B"}:
+            raise AdapterError(f"{module} has {sorted(pair)}; it must have two matrices, A and B")
+        down, up = pair[f"{kind}A"], pair[f"{kind}B"]
+        if down.shape[0] != up.shape[1] or 0 in (*down.shape, *up.shape):
+            raise AdapterError(f"{module} has matrices {list(down.shape)} and {list(up.shape)}, which do not fit")
+        alpha = _alpha(module, config)
+        updates.append(LowRankUpdate(module, down, up, alpha, bool(config.get("use_rslora")), is_embedding))
+    return updates
+
+
+def _alpha(module: str, config: Mapping[str, Any]) -> float:
+    """The one of the first pattern that a module's name ends with, as PEFT finds it; else that of all."""
+    for pattern, alpha in (config.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return float(alpha)
+    return float(config["lora_alpha"])

@@ -1,0 +1,123 @@
+"""`AdaptableLayers`: which weights of a prepared model adapters can change, by the names that its own modules had.
+
+Every layer of the kernels has a place, in which it looks for what is added to its rows. Layers that run as one are one
+place, where each has outputs of its own; each projection of each expert is a place, too.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from inflight.execution.adapters.adapted_embedding import AdaptedEmbedding
+from inflight.execution.kernels import delete_with
+from inflight.execution.weights.experts import PrepackedExperts
+from inflight.execution.weights.layers import NarrowLinear, SiblingLinear
+from inflight.execution.weights.panels import PanelLinear
+from inflight.execution.weights.prepacked_linear import PrepackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A weight `[out, in]` that an adapter can change.
+
+    Attributes:
+        place: where its layer looks.
+        first_output: which of the layer's outputs is the weight's first.
+    """
+
+    place: int
+    first_output: int
+    in_features: int
+    out_features: int
+
+
+class AdaptableLayers:
+    """The places of a model, in which its layers look from now on.
+
+    Args:
+        model: ours alone, prepacked.
+        rows_of: how many rows each layer was given in a step of so many tokens and rows of logits.
+
+    Attributes:
+        step: the kernels' number of what tells rows their adapters.
+        num_places: how many there are.
+        weights: what can be changed, by the names of linear layers and of the input embedding, `[vocabulary, hidden]`
+            transposed.
+        experts: the weights of all experts of a module, by its name: of its first projection, and of its second one.
+    """
+
+    def __init__(self, model: PreTrainedModel, rows_of: dict[int, int], num_tokens: int, num_logit_rows: int) -> None:
+        self.step: int = torch.ops.inflight.new_adapted_step()
+        delete_with(self, torch.ops.inflight.delete_adapted_step, self.step)
+        self.num_places = 0
+        self.weights: dict[str, Target] = {}
+        self.experts: dict[str, tuple[Sequence[Target], Sequence[Target]]] = {}
+        self._place_of: dict[int, int] = {}  # by the kernels' number of a layer
+        for name, module in model.named_modules(remove_duplicate=False):
+            for layer, first_output, num_outputs in _layers_of(module):
+                if (num_rows := rows_of.get(layer.number)) in (num_tokens, num_logit_rows):
+                    place = self._place(layer, reads_logit_rows=num_rows == num_logit_rows)
+                    self.weights[name] = Target(place, first_output, layer.in_features, num_outputs)
+            if isinstance(module, AdaptedEmbedding):
+                place = module.look_in(self.step, self._new_place())
+                self.weights[name] = Target(place, 0, module.num_embeddings, module.embedding_dim)
+            experts = getattr(module, "inflight_experts", None)
+            if isinstance(experts, PrepackedExperts) and experts.run_in_kernel:
+                self.experts[name] = self._whole(experts.up), self._whole(experts.down)
+
+    def _whole(self, layers: Sequence[PrepackedLinear]) -> list[Target]:
+        return [
+            Target(self._place(layer, reads_logit_rows=False), 0, layer.in_features, layer.out_features)
+            for layer in layers
+            if isinstance(layer, PanelLinear)
+        ]
+
+    def _place(self, layer: PanelLinear, *, reads_logit_rows: bool) -> int:
+        if layer.number not in self._place_of:
+            place = self._place_of[layer.number] = self._new_place()
+            torch.ops.inflight.adapt_linear(layer.number, self.step, place, reads_logit_rows)
+        return self._place_of[layer.number]
+
+    def _new_place(self) -> int:
+        self.num_places += 1
+        return self.num_places - 1
+
+
+@contextmanager
+def watch_rows(model: nn.Module) -> Iterator[dict[int, int]]:
+    """How many rows each of the kernels' layers is given in a forward pass, by its number; experts' are left out."""
+    rows_of: dict[int, int] = {}
+
+    def see(number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        rows_of[number] = args[0].numel() // args[0].shape[-1]
+
+    layers = {layer.number: layer for module in model.modules() for layer, _, _ in _layers_of(module)}
+    hooks = [layer.register_forward_pre_hook(partial(see, number)) for number, layer in layers.items()]
+    try:
+        yield rows_of
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _layers_of(module: nn.Module) -> Iterator[tuple[PanelLinear, int, int]]:
+    """The layer that computes a module of the model, if there is one; the first of its outputs that is the module's,
+    and how many are."""
+    match module:
+        case SiblingLinear():
+            sizes = module.together.sizes
+            layer, first, number = module.together.linear, sum(sizes[: module.number]), sizes[module.number]
+        case NarrowLinear():
+            layer, first, number = module.linear, 0, module.linear.out_features
+        case PrepackedLinear():
+            layer, first, number = module, 0, module.out_features
+        case _:
+            return
+    if isinstance(layer, PanelLinear):
+        yield layer, first, number

@@ -54,7 +54,6 @@ class Adapters:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         """What all that are in memory take."""
-        self._dtype = executor.model.dtype
         self._lock = threading.RLock()
         self._of_source: OrderedDict[str, AdapterCheckpoint] = OrderedDict()
         self._opened: WeakValueDictionary[str, AdapterCheckpoint] = WeakValueDictionary()  # by digest
@@ -79,7 +78,7 @@ class Adapters:
         """Read an adapter from a folder or a hub repository, and lay it out. Sequences can have it, by its digest, as
         long as the caller keeps what is returned. Raises `AdapterError`."""
         checkpoint = AdapterCheckpoint.read(source)
-        packed = PackedAdapter(checkpoint, self.layers, self._dtype)
+        packed = PackedAdapter(checkpoint, self.layers)
         with self._lock:
             checkpoint = self._opened.setdefault(checkpoint.digest, checkpoint)
             self._keep(checkpoint.digest, packed)
@@ -139,7 +138,7 @@ class Adapters:
 
     def _in_memory(self, digest: str) -> PackedAdapter:
         with self._lock:
-            packed = self._packed.get(digest) or PackedAdapter(self._opened[digest], self.layers, self._dtype)
+            packed = self._packed.get(digest) or PackedAdapter(self._opened[digest], self.layers)
             return self._keep(digest, packed)
 
     def _keep(self, digest: str, packed: PackedAdapter) -> PackedAdapter:

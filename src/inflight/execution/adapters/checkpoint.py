@@ -43,26 +43,41 @@ _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_(?:embedding_)?[AB])(?:\
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """What the products of an adapter's matrices are multiplied by.
+
+    Attributes:
+        alpha: of all weights but those of `patterns`.
+        patterns: the alpha of weights whose names end as a regular expression says; the first one counts.
+        is_rank_stabilised: whether alpha is divided by the root of the rank (rsLoRA: Kalajdzievski, 2023) instead of
+            the rank.
+    """
+
+    alpha: float
+    patterns: Mapping[str, float]
+    is_rank_stabilised: bool
+
+    def of(self, rank: int, *names: str) -> float:
+        """The factor of a weight that PEFT may call by one of these names."""
+        found = (a for p, a in self.patterns.items() for name in names if re.match(rf"(.*\.)?({p})$", name))
+        return float(next(found, self.alpha)) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+
+
+@dataclass(frozen=True, slots=True)
 class LowRankUpdate:
-    """What an adapter adds to the weight of one module: `scale * up @ down`.
+    """What an adapter adds to the weight of one module: `up @ down`, scaled.
 
     Attributes:
         module: its name in the model.
         down: `[rank, in]`; of several experts, `[experts * rank, in]`; of an embedding, `[rank, vocabulary]`.
         up: `[out, rank]`; of several experts, `[out, rank * experts]`, the experts running fastest.
-        scale: `alpha / rank`, or as the checkpoint has it.
+        is_embedding: whether the weight is an embedding's.
     """
 
     module: str
     down: torch.Tensor
     up: torch.Tensor
-    alpha: float
-    is_rank_stabilised: bool
     is_embedding: bool
-
-    def scale(self, rank: int) -> float:
-        """What the product is multiplied by (rsLoRA: Kalajdzievski, 2023)."""
-        return self.alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -76,6 +91,7 @@ class AdapterCheckpoint:
 
     digest: str
     updates: tuple[LowRankUpdate, ...]
+    scaling: Scaling
 
     @classmethod
     def read(cls, source: str) -> "AdapterCheckpoint":
@@ -92,7 +108,8 @@ class AdapterCheckpoint:
         _check_config(config)
         tensors, digest = _tensors(source)
         digest.update(json.dumps(config, sort_keys=True).encode())
-        return cls(digest.hexdigest(), tuple(_updates(tensors, config)))
+        scaling = Scaling(config["lora_alpha"], config.get("alpha_pattern") or {}, bool(config.get("use_rslora")))
+        return cls(digest.hexdigest(), tuple(_updates(tensors)), scaling)
 
 
 def _file(source: str, name: str) -> Path | None:
@@ -163,7 +180,7 @@ def _tensors(source: str) -> tuple[dict[str, torch.Tensor], "hashlib._Hash"]:
     return tensors, digest
 
 
-def _updates(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> list[LowRankUpdate]:
+def _updates(tensors: Mapping[str, torch.Tensor]) -> list[LowRankUpdate]:
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if name.endswith(".base_layer.weight"):  # the model's own, which PEFT saves beside an embedding's or a head's
@@ -181,14 +198,5 @@ def _updates(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> 
         down, up = pair[f"{kind}A"], pair[f"{kind}B"]
         if down.shape[0] != up.shape[1] or 0 in (*down.shape, *up.shape):
             raise AdapterError(f"{module} has matrices {list(down.shape)} and {list(up.shape)}, which do not fit")
-        alpha = _alpha(module, config)
-        updates.append(LowRankUpdate(module, down, up, alpha, bool(config.get("use_rslora")), is_embedding))
+        updates.append(LowRankUpdate(module, down, up, is_embedding))
     return updates
-
-
-def _alpha(module: str, config: Mapping[str, Any]) -> float:
-    """The one of the first pattern that a module's name ends with, as PEFT finds it; else that of all."""
-    for pattern, alpha in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return float(alpha)
-    return float(config["lora_alpha"])

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from inflight.execution.adapters.adapted_embedding import AdaptedEmbedding
 from inflight.execution.kernels import delete_with
+from inflight.execution.weights.caught_matrices import CaughtMatrix
 from inflight.execution.weights.experts import PrepackedExperts
 from inflight.execution.weights.layers import NarrowLinear, SiblingLinear
 from inflight.execution.weights.panels import PanelLinear
@@ -29,12 +30,17 @@ class Target:
     Attributes:
         place: where its layer looks.
         first_output: which of the layer's outputs is the weight's first.
+        dtype: of the layer's rows.
     """
 
     place: int
     first_output: int
     in_features: int
     out_features: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"[{self.out_features}, {self.in_features}]"
 
 
 class AdaptableLayers:
@@ -49,7 +55,7 @@ class AdaptableLayers:
         num_places: how many there are.
         weights: what can be changed, by the names of linear layers and of the input embedding, `[vocabulary, hidden]`
             transposed.
-        experts: the weights of all experts of a module, by its name: of its first projection, and of its second one.
+        experts: the weights of all experts of a module, by its name: of each of its parameters, by name.
     """
 
     def __init__(self, model: PreTrainedModel, rows_of: dict[int, int], num_tokens: int, num_logit_rows: int) -> None:
@@ -57,23 +63,33 @@ class AdaptableLayers:
         delete_with(self, torch.ops.inflight.delete_adapted_step, self.step)
         self.num_places = 0
         self.weights: dict[str, Target] = {}
-        self.experts: dict[str, tuple[Sequence[Target], Sequence[Target]]] = {}
+        self.experts: dict[str, dict[str, Sequence[Target]]] = {}
         self._place_of: dict[int, int] = {}  # by the kernels' number of a layer
         for name, module in model.named_modules(remove_duplicate=False):
             for layer, first_output, num_outputs in _layers_of(module):
-                if (num_rows := rows_of.get(layer.number)) in (num_tokens, num_logit_rows):
+                num_rows = rows_of.get(layer.number)
+                if num_rows in (num_tokens, num_logit_rows) or _router_layer(module) is not None:
                     place = self._place(layer, reads_logit_rows=num_rows == num_logit_rows)
-                    self.weights[name] = Target(place, first_output, layer.in_features, num_outputs)
+                    self.weights[name] = Target(place, first_output, layer.in_features, num_outputs, layer.weight.dtype)
             if isinstance(module, AdaptedEmbedding):
                 place = module.look_in(self.step, self._new_place())
-                self.weights[name] = Target(place, 0, module.num_embeddings, module.embedding_dim)
+                self.weights[name] = Target(place, 0, module.num_embeddings, module.embedding_dim, model.dtype)
             experts = getattr(module, "inflight_experts", None)
             if isinstance(experts, PrepackedExperts) and experts.run_in_kernel:
-                self.experts[name] = self._whole(experts.up), self._whole(experts.down)
+                self.experts[name] = {
+                    experts.up_name: self._whole(experts.up),
+                    experts.down_name: self._whole(experts.down),
+                }
 
     def _whole(self, layers: Sequence[PrepackedLinear]) -> list[Target]:
         return [
-            Target(self._place(layer, reads_logit_rows=False), 0, layer.in_features, layer.out_features)
+            Target(
+                self._place(layer, reads_logit_rows=False),
+                0,
+                layer.in_features,
+                layer.out_features,
+                layer.weight.dtype,
+            )
             for layer in layers
             if isinstance(layer, PanelLinear)
         ]
@@ -118,6 +134,18 @@ def _layers_of(module: nn.Module) -> Iterator[tuple[PanelLinear, int, int]]:
         case PrepackedLinear():
             layer, first, number = module, 0, module.out_features
         case _:
-            return
+            router = _router_layer(module)
+            if router is None:
+                return
+            layer, first, number = router, 0, router.out_features
     if isinstance(layer, PanelLinear):
         yield layer, first, number
+
+
+def _router_layer(module: nn.Module) -> PrepackedLinear | None:
+    """What multiplies for a module that does so with a caught matrix, in one dtype. It gets a few rows more than there
+    are tokens."""
+    weight = module._parameters.get("weight")
+    if isinstance(weight, CaughtMatrix) and len(weight.prepacked) == 1:
+        return next(iter(weight.prepacked.values()))
+    return None

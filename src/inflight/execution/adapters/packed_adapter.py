@@ -1,4 +1,4 @@
-"""`PackedAdapter`: an adapter's matrices as the kernels read them, in the model's dtype."""
+"""`PackedAdapter`: an adapter's matrices as the kernels read them, in the dtypes of the rows that they multiply."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from inflight.contracts.errors import AdapterError
-from inflight.execution.adapters.checkpoint import AdapterCheckpoint, LowRankUpdate
+from inflight.execution.adapters.checkpoint import AdapterCheckpoint, LowRankUpdate, Scaling
 from inflight.execution.adapters.layers import AdaptableLayers, Target
 from inflight.execution.kernels import delete_with
 from inflight.execution.weights.panels import panels_of
@@ -18,9 +18,6 @@ MULTIPLE = 32
 class PackedAdapter:
     """An adapter in memory.
 
-    Args:
-        dtype: of the model: float32 or bfloat16.
-
     Attributes:
         number: what the kernels know it by.
         num_bytes: of its matrices.
@@ -29,11 +26,11 @@ class PackedAdapter:
         AdapterError: the model has no such layer, or it has another shape.
     """
 
-    def __init__(self, checkpoint: AdapterCheckpoint, layers: AdaptableLayers, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: AdapterCheckpoint, layers: AdaptableLayers) -> None:
         parts = [
-            (target, _down_of(target, down, dtype, is_embedding=update.is_embedding), _up_of(up, dtype))
+            (target, _down_of(target, down, is_embedding=update.is_embedding), panels_of(up.to(target.dtype)))
             for update in checkpoint.updates
-            for target, down, up in matrices_of(update, layers)
+            for target, down, up in matrices_of(update, checkpoint.scaling, layers)
         ]
         targets, downs, ups = (list(each) for each in zip(*parts, strict=True)) if parts else ([], [], [])
         self.num_bytes = sum(each.nbytes for each in (*downs, *ups))
@@ -48,56 +45,44 @@ class PackedAdapter:
         delete_with(self, torch.ops.inflight.delete_adapter, self.number)
 
 
-def matrices_of(update: LowRankUpdate, layers: AdaptableLayers) -> Iterator[tuple[Target, torch.Tensor, torch.Tensor]]:
-    """What an update changes, with `[rank, in]` and `[out, rank]` of each, the scale in the second. Raises
+def matrices_of(
+    update: LowRankUpdate, scaling: Scaling, layers: AdaptableLayers
+) -> Iterator[tuple[Target, torch.Tensor, torch.Tensor]]:
+    """What an update changes, with `[rank, in]` and `[out, rank]` of each, the factor in the second. Raises
     `AdapterError` if the model has no such weight."""
-    name = update.module
-    target = layers.weights.get(name)
-    if target is not None:
-        yield _fitting(update, target, update.down, update.up.float() * update.scale(len(update.down)))
+    module, down, up = update.module, update.down, update.up.float()
+    sizes = down.shape[1], up.shape[0]
+    if (target := layers.weights.get(module)) is not None:
+        if sizes != (target.in_features, target.out_features):
+            raise AdapterError(f"the adapter changes a weight {_shape(*sizes)} of {module}; the model's is {target}")
+        yield target, down, up * scaling.of(len(down), module, f"{module}.weight")
         return
-    while name not in layers.experts and name.endswith(".base_layer"):  # of which PEFT wraps both projections
-        name = name.removesuffix(".base_layer")
-    if name not in layers.experts:
-        raise AdapterError(f"the model has no layer {name} that an adapter can change")
-    sizes = update.down.shape[1], update.up.shape[0]
-    fitting = [each for each in layers.experts[name] if (each[0].in_features, each[0].out_features) == sizes]
-    if len(fitting) != 1 or len(update.down) % len(fitting[0]):
-        found = ", ".join(f"{len(each)} of {_shape(each[0])}" for each in layers.experts[name])
-        raise AdapterError(
-            f"the adapter changes weights [{sizes[1]}, {sizes[0]}] of {name}, with {len(update.down)} rows in all; it "
-            f"has experts' weights {found}"
-        )
-    experts = fitting[0]
-    rank = len(update.down) // len(experts)
-    downs = update.down.view(len(experts), rank, -1)
-    ups = update.up.view(-1, rank, len(experts)).float() * update.scale(rank)
-    for number, expert in enumerate(experts):
-        yield expert, downs[number], ups[:, :, number]
+    while module not in layers.experts and module.endswith(".base_layer"):  # PEFT wraps one parameter after the other
+        module = module.removesuffix(".base_layer")
+    if module not in layers.experts:
+        raise AdapterError(f"{module} is no layer of the model that an adapter can change")
+    parameters = layers.experts[module]
+    for name, experts in parameters.items():
+        if sizes == (experts[0].in_features, experts[0].out_features) and len(down) % len(experts) == 0:
+            rank = len(down) // len(experts)
+            factor = scaling.of(rank, f"{module}.{name}")
+            for number, expert in enumerate(experts):
+                yield (
+                    expert,
+                    down.view(-1, rank, sizes[0])[number],
+                    up.view(-1, rank, len(experts))[..., number] * factor,
+                )
+            return
+    has = ", ".join(f"{name}, {len(experts)} times {experts[0]}" for name, experts in parameters.items())
+    raise AdapterError(f"the adapter changes weights {_shape(*sizes)} of {module}, which has {has}")
 
 
-def _fitting(
-    update: LowRankUpdate, target: Target, down: torch.Tensor, up: torch.Tensor
-) -> tuple[Target, torch.Tensor, torch.Tensor]:
-    if (down.shape[1], up.shape[0]) != (target.in_features, target.out_features):
-        raise AdapterError(
-            f"the adapter changes a weight [{up.shape[0]}, {down.shape[1]}] of {update.module}; the model's is "
-            f"{_shape(target)}"
-        )
-    return target, down, up
+def _shape(in_features: int, out_features: int) -> str:
+    return f"[{out_features}, {in_features}]"
 
 
-def _shape(target: Target) -> str:
-    return f"[{target.out_features}, {target.in_features}]"
-
-
-def _down_of(target: Target, down: torch.Tensor, dtype: torch.dtype, *, is_embedding: bool) -> torch.Tensor:
+def _down_of(target: Target, down: torch.Tensor, *, is_embedding: bool) -> torch.Tensor:
     """`[rank, in]` as the kernels read it: filled with zeros to a multiple of inputs; an embedding's rows by token."""
     if is_embedding:
-        return down.to(dtype).T.contiguous()
-    return nn.functional.pad(down.to(dtype), (0, -target.in_features % MULTIPLE)).contiguous()
-
-
-def _up_of(up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[out, rank]` in panels."""
-    return panels_of(up.to(dtype))
+        return down.to(target.dtype).T.contiguous()
+    return nn.functional.pad(down.to(target.dtype), (0, -target.in_features % MULTIPLE)).contiguous()

@@ -136,7 +136,9 @@ void check(const Adapter& adapter) {
 const int32_t* AdapterPlace::of_rows(int64_t num_rows) const {
   if (step->adapters.empty()) return nullptr;
   const auto& rows = reads_logit_rows ? step->of_logits : step->of_tokens;
-  TORCH_CHECK(int64_t(rows.size()) == num_rows, "a layer with adapters has ", num_rows, " rows, not the step's ", rows.size());
+  const int64_t num_copies = num_rows - (int64_t(rows.size()) - step->kMostCopies);
+  TORCH_CHECK(num_copies >= 0 && num_copies <= step->kMostCopies, "a layer with adapters has ", num_rows,
+              " rows, not the step's ", rows.size() - step->kMostCopies);
   return rows.data();
 }
 

@@ -28,9 +28,12 @@ struct Adapter {
 };
 
 // Which adapter each row of a step has: a number among `adapters`, or -1. Layers that give logits have rows of their own.
+// Some layers get a few rows more, copies of the last one.
 struct AdaptedStep {
+  static constexpr int64_t kMostCopies = 64;
+
   std::vector<std::shared_ptr<const Adapter>> adapters;  // none: no row has any
-  std::vector<int32_t> of_tokens, of_logits;
+  std::vector<int32_t> of_tokens, of_logits;             // and of so many copies
 };
 
 // Where a layer finds what its rows add.

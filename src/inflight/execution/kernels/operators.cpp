@@ -110,8 +110,13 @@ void begin_adapted_step(int64_t step, at::IntArrayRef numbers, at::IntArrayRef o
   for (const int64_t number : numbers) own.adapters.push_back(adapters.get(number));
   for (const int64_t number : of_tokens) TORCH_CHECK(number < int64_t(numbers.size()), "there is no adapter ", number);
   for (const int64_t number : of_logits) TORCH_CHECK(number < int64_t(numbers.size()), "there is no adapter ", number);
-  own.of_tokens.assign(of_tokens.begin(), of_tokens.end());
-  own.of_logits.assign(of_logits.begin(), of_logits.end());
+  const auto with_copies = [](at::IntArrayRef rows) {
+    std::vector<int32_t> all(rows.begin(), rows.end());
+    all.resize(rows.size() + AdaptedStep::kMostCopies, rows.empty() ? -1 : int32_t(rows.back()));
+    return all;
+  };
+  own.of_tokens = with_copies(of_tokens);
+  own.of_logits = with_copies(of_logits);
 }
 
 void adapt_linear(int64_t linear, int64_t step, int64_t place, bool reads_logit_rows) {

@@ -32,15 +32,16 @@ class PrepackedExperts:
     """All experts of a module, each projection of each expert prepacked by itself.
 
     Attributes:
+        up_name, down_name: the parameters that they were.
         up: the layers `hidden` to `intermediate` (twice that, where there is a gate), one for each expert.
         down: the layers back to `hidden`.
         num_chosen: how many of them a token chooses; all, as long as none has.
     """
 
     def __init__(self, module: Any, weight_format: WeightFormat = PLAIN, let_go: LetGo | None = None) -> None:
-        name = "gate_up_proj" if module.has_gate else "up_proj"
-        self.up = _prepack_each(module, name, weight_format, let_go)
-        self.down = _prepack_each(module, "down_proj", weight_format, let_go)
+        self.up_name, self.down_name = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+        self.up = _prepack_each(module, self.up_name, weight_format, let_go)
+        self.down = _prepack_each(module, self.down_name, weight_format, let_go)
         self.num_chosen = len(self.up)
         self._activation = self._usual_activation(module)
         self._number = self._register()

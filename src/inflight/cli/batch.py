@@ -20,6 +20,7 @@ import click
 from inflight.cli.batch_lines import MOST_IN_FLIGHT
 from inflight.cli.help import Command
 from inflight.cli.options import (
+    adapters_option,
     engine_options,
     engine_values,
     model_option,
@@ -59,6 +60,7 @@ CHANGE_RESULTS = (
 @click.option("--overwrite", is_flag=True, help="Replace results that are there.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
 @model_option
+@adapters_option
 @replicas_option
 @rank_options
 @engine_options

@@ -10,6 +10,7 @@ import click
 
 from inflight.cli.help import Command
 from inflight.cli.options import (
+    adapter_option,
     chat_options,
     engine_options,
     engine_values,
@@ -28,8 +29,16 @@ if TYPE_CHECKING:
 @click.option("--system", help="The system prompt.")
 @model_argument
 @chat_options
+@adapter_option
 @engine_options
-def chat(model: str | None, url: str | None, api_key: str | None, system: str | None, **options: Any) -> None:
+def chat(
+    model: str | None,
+    url: str | None,
+    api_key: str | None,
+    system: str | None,
+    adapter: str | None,
+    **options: Any,
+) -> None:
     """Chat with a model, or with a server. MODEL means the same as --model MODEL.
 
     Each line is a message, answers are streamed, and the conversation is remembered. /help lists the commands; Ctrl-C
@@ -41,7 +50,8 @@ def chat(model: str | None, url: str | None, api_key: str | None, system: str | 
     is_interactive = sys.stdin.isatty()
     try:
         sampling = sampling_values(options)
-        answerer = _answerer(model, url, api_key, engine_values(options), sampling)
+        engine = engine_values(options) | ({} if adapter is None else {"adapters": {adapter: adapter}})
+        answerer = _answerer(model, url, api_key, engine, sampling)
         session = ChatSession(answerer, system, sampling)
         check_params(answerer, session.params)
         if is_interactive:
@@ -69,7 +79,7 @@ def _answerer(
 
     if url is not None:
         if engine:
-            option = next(iter(engine)).replace("_", "-")
+            option = next(iter(engine)).replace("_", "-").replace("adapters", "adapter")
             raise click.UsageError(f"--{option} is for an engine in this process; it cannot be given with --url")
         return ServerAnswerer(url, model, api_key)
     quiet_libraries()
@@ -81,7 +91,7 @@ def _answerer(
         raise click.UsageError(
             "this model has no chat template: it completes texts, and cannot chat; try inflight generate"
         )
-    return EngineAnswerer(llm, model or "the embedded model")
+    return EngineAnswerer(llm, model or "the embedded model", next(iter(llm.adapters), None))
 
 
 def _typed() -> Iterator[str]:

@@ -52,9 +52,9 @@ class Answerer(Protocol):
 class EngineAnswerer:
     """Answers with an engine in this process."""
 
-    def __init__(self, llm: "LLM", name: str) -> None:
+    def __init__(self, llm: "LLM", name: str, adapter: str | None = None) -> None:
         self.name = name
-        self._llm = llm
+        self._llm, self._adapter = llm, adapter
 
     def check(self, params: Mapping[str, Any]) -> None:
         self._params(params)
@@ -65,7 +65,8 @@ class EngineAnswerer:
 
     def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
         finish_reason = None
-        with closing(self._llm.stream({"messages": messages}, self._params(params))) as deltas:
+        stream = self._llm.stream({"messages": messages}, self._params(params), adapter=self._adapter)
+        with closing(stream) as deltas:
             for delta in deltas:
                 show(delta.text)
                 finish_reason = delta.finish_reason

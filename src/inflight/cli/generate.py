@@ -15,6 +15,7 @@ import click
 from inflight.cli import batch_lines, structure
 from inflight.cli.help import Command
 from inflight.cli.options import (
+    adapter_option,
     engine_options,
     engine_values,
     model_option,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 @click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
 @click.option("--record", type=Path, help="Record every step to a file, for inflight trace and simulate.")
 @model_option
+@adapter_option
 @sampling_options
 @replicas_option
 @rank_options
@@ -57,6 +59,7 @@ def generate(
     chat: bool,
     quiet: bool,
     record: Path | None,
+    adapter: str | None,
     **options: Any,
 ) -> None:
     """Generate text for prompts. The text of a single prompt is streamed; several give JSON lines in their order.
@@ -71,7 +74,8 @@ def generate(
     sampling = sampling_values(options) | structure_values(options)
     is_batch = any(line.body is not None for line in lines)
     if is_batch:
-        _check_batch(lines, [*sampling, *(["chat"] if chat else []), *(["record"] if record else [])])
+        given = {"chat": chat, "record": record, "adapter": adapter}
+        _check_batch(lines, [*sampling, *(name for name, value in given.items() if value)])
     for option, name in (("--replicas", "replicas"), ("--tensor-parallel-size", "tensor_parallel_size")):
         if record is not None and options[name] not in (None, 1):
             raise click.UsageError(f"--record writes what one process does; it cannot be given with {option}")
@@ -85,19 +89,24 @@ def generate(
     from inflight.observe.progress import seconds_between_drawings, with_progress
 
     SamplingParams(**sampling)  # what is wrong with them is said before the model is loaded
-    llm = LLM(model, **engine_values(options))
+    llm = LLM(model, **engine_values(options), **({} if adapter is None else {"adapters": {adapter: adapter}}))
     inputs = [_input(line, chat) for line in lines]
     params = [_params(llm, sampling, line) for line in lines]
     is_plain = len(lines) == 1 and params[0].n == 1 and not params[0].asks_for_scores
     if is_plain and not jsonl and output is None and llm.tokenizer is not None:
-        with _recorded(llm, record), closing(llm.stream(inputs[0], params)) as deltas:
+        with _recorded(llm, record), closing(llm.stream(inputs[0], params, adapter=adapter)) as deltas:
             for delta in deltas:
                 print(delta.text, end="", flush=True)
         print()
         if delta.output is not None and delta.output.error is not None:
             raise click.ClickException(delta.output.error)
         return
-    with out, _recorded(llm, record), closing(llm.stream(inputs, params)) as deltas, _interrupts_between_steps(llm):
+    with (
+        out,
+        _recorded(llm, record),
+        closing(llm.stream(inputs, params, adapter=adapter)) as deltas,
+        _interrupts_between_steps(llm),
+    ):
         shown = with_progress(deltas, len(lines), seconds_between=seconds_between_drawings())
         _write_in_order(deltas if quiet else shown, lines, out)
 

@@ -232,6 +232,42 @@ def _together(defaults: Mapping[str, Any], *groups: tuple[str, tuple[Shared, ...
     return add
 
 
+def _adapters(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str] | None:
+    """Names and folders from NAME=PATH. Raises `click.BadParameter`."""
+    adapters: dict[str, str] = {}
+    for each in given:
+        name, equals, source = each.partition("=")
+        if not (name and equals and source):
+            raise click.BadParameter(f"{each!r} is no adapter; give NAME=PATH")
+        if name in adapters:
+            raise click.BadParameter(f"there are two adapters {name!r}")
+        adapters[name] = source
+    return adapters or None
+
+
+def adapters_option(command: Command) -> Command:
+    """Add options for the adapters that requests may ask for, each by its name."""
+    memory = Shared("--adapter-memory", size, "Bytes of adapters in memory that no request has, or such as 2G.")
+    command = memory.under(MODEL, {"adapter_memory": "1G"})(command)
+    return click.option(
+        "--adapter",
+        "adapters",
+        cls=Option,
+        heading=MODEL,
+        multiple=True,
+        callback=_adapters,
+        metavar="NAME=PATH",
+        help="A LoRA adapter that is served as a model of this name; may be repeated.",
+    )(command)
+
+
+def adapter_option(command: Command) -> Command:
+    """Add `--adapter`, for commands whose requests all have the same."""
+    return click.option(
+        "--adapter", cls=Option, heading=MODEL, help="A LoRA adapter: folder or hub id.  [default: none]"
+    )(command)
+
+
 engine_options = _together(_OF_ENGINE, (MODEL, _TOKENIZER), *_CONFIG)
 """Options for loading and batching: those that `LLM` takes."""
 

@@ -11,6 +11,7 @@ import click
 
 from inflight.cli.configurable import ConfigurableCommand
 from inflight.cli.options import (
+    adapters_option,
     engine_options,
     engine_values,
     model_argument,
@@ -80,6 +81,10 @@ if TYPE_CHECKING:
 )
 @click.option("--traces-endpoint", help="An OpenTelemetry collector's URL for traces (OTLP over HTTP).")
 @model_argument
+@adapters_option
+@click.option(
+    "--allow-adapter-loading", is_flag=True, default=None, help="Let clients with a key load and unload adapters."
+)
 @replicas_option
 @rank_options
 @engine_options
@@ -115,6 +120,14 @@ def serve_model(
     name, *aliases = names_of(model, served_model_names)
     settings = ServerSettings(model_name=name, model_aliases=tuple(aliases), **values_for(ServerSettings, options))
     operator_settings = OperatorSettings(**values_for(OperatorSettings, options))
+    engine = engine_values(options)
+    for adapter in engine.get("adapters", {}):
+        if adapter in (name, *aliases):
+            raise click.UsageError(f"the adapter {adapter!r} has a name of the model; give it another")
+    if settings.allow_adapter_loading:
+        if operator_settings.api_key_file is None and KEYS_VARIABLE not in os.environ:
+            raise click.UsageError(f"--allow-adapter-loading needs API keys: --api-key-file, or {KEYS_VARIABLE}")
+        engine.setdefault("adapters", {})
     set_up_logging(as_json=operator_settings.log_format == "json")
     try:
         listener = listen(host, port, settings.max_stall)  # before anything is loaded, because it may be in use
@@ -126,7 +139,7 @@ def serve_model(
         starts_at_once=True,
         record_to=record_to,
         kv_events=None if options["kv_events_config"] is None else KVEvents.parse(options["kv_events_config"]),
-        **engine_values(options),
+        **engine,
         **_given(options, "routing", "step_timeout"),
     )
     from inflight.server.run import serve_until_told

@@ -36,7 +36,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     """Answer a chat, as Anthropic's API does."""
     service = service_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
-        service.check_model(body.model)
+        service.adapter_of(body.model)
         info = await service.model_info()
         prepared = await off_loop(len(await request.body()), lambda: _prepare(body, service, info))
         if not body.stream:
@@ -49,7 +49,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Count the tokens of a chat."""
     service = service_of(request)
-    service.check_model(body.model)
+    service.adapter_of(body.model)
     info = await service.model_info()
     size = len(await request.body())
     chat, thinking = body.for_template(), body.wanted_thinking
@@ -86,9 +86,14 @@ def _prepare(body: MessagesRequest, service: Service, info: ModelInfo) -> _Prepa
     params = body.sampling_params(service.llm.get_default_sampling_params(), info.vocab_size, **options)
     prompt = service.fitted(token_ids, info, "messages")
     message_id = f"msg_{uuid.uuid4().hex}"
-    head = {"id": message_id, "type": "message", "role": "assistant", "model": service.settings.model_name}
+    head = {
+        "id": message_id,
+        "type": "message",
+        "role": "assistant",
+        "model": service.name_of(service.adapter_of(body.model)),
+    }
     return _PreparedMessage(
-        Generation(message_id, [prompt], params, body.priority or 0, body.cache_salt),
+        Generation(message_id, [prompt], params, body.priority or 0, body.cache_salt, service.adapter_of(body.model)),
         body.max_tokens,
         form,
         body.thinking is None or body.thinking.display != "omitted",

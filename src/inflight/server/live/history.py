@@ -57,7 +57,7 @@ class LoadHistory(RequestObserver):
         self._running: dict[str, tuple[float, float, int]] = {}  # start, time of the last token (0: none), sequences
         self._pieces: deque[Piece] = deque([Piece(int(clock() // SECONDS))], maxlen=NUM_PIECES)
 
-    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
+    def started(self, request_id: str, num_sequences: int, params: SamplingParams, adapter: str | None = None) -> None:
         """A request is about to go to the engine."""
         now = self._clock()
         self._running[request_id] = now, 0.0, num_sequences

@@ -35,7 +35,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a chat."""
     service = service_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
-        service.check_model(body.model)
+        service.adapter_of(body.model)
         info = await service.model_info()
         size = len(await request.body())
         prepared = await off_loop(size, lambda: _prepare(body, service, info))
@@ -95,10 +95,10 @@ def _prepare(body: ChatRequest, service: Service, info: ModelInfo) -> _PreparedC
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     return _PreparedChat(
         body,
-        Generation(request_id, [prompt], params, body.priority or 0, body.cache_salt),
+        Generation(request_id, [prompt], params, body.priority or 0, body.cache_salt, service.adapter_of(body.model)),
         service.llm.tokenizer,
         form,
-        {"id": request_id, "created": int(time.time()), "model": service.settings.model_name},
+        {"id": request_id, "created": int(time.time()), "model": service.name_of(service.adapter_of(body.model))},
     )
 
 

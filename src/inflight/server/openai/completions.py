@@ -61,7 +61,7 @@ class _PreparedCompletion:
 
 
 async def _prepare(body: CompletionRequest, service: Service, size: int) -> _PreparedCompletion:
-    service.check_model(body.model)
+    service.adapter_of(body.model)
     info = await service.model_info()
     params = await off_loop(size, lambda: _params(body, service, info))
     prompts = [  # one by one, so that a client that leaves stops the rest
@@ -98,7 +98,7 @@ def _prepared(
     is_text_echoed = isinstance(body.prompts[0], str) and body.truncate_prompt_tokens is None
     return _PreparedCompletion(
         body,
-        Generation(request_id, prompts, params, body.priority or 0, body.cache_salt),
+        Generation(request_id, prompts, params, body.priority or 0, body.cache_salt, service.adapter_of(body.model)),
         _echoes(body, prompts, is_text_echoed, service.llm.tokenizer),
         is_text_echoed,
         service.llm.tokenizer,
@@ -106,7 +106,7 @@ def _prepared(
             "id": request_id,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": service.settings.model_name,
+            "model": service.name_of(service.adapter_of(body.model)),
         },
     )
 

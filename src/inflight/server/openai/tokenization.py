@@ -55,7 +55,7 @@ class DetokenizeRequest(StrictModel):
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text or of a chat."""
     service = service_of(request)
-    service.check_model(body.model)
+    service.adapter_of(body.model)
     info = await service.model_info()
     return await off_loop(len(await request.body()), lambda: _tokenized(body, service, info))
 
@@ -88,7 +88,7 @@ def _token_ids(body: TokenizeRequest, service: Service, info: ModelInfo) -> list
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     service = service_of(request)
-    service.check_model(body.model)
+    service.adapter_of(body.model)
     info = await service.model_info()
     return await off_loop(len(await request.body()), lambda: _text(body, service, info))
 

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inflight.batches.batch import Batch
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
+from inflight.server.operations.adapter_metrics import AdapterMetrics
 from inflight.server.operations.answered import run_watched
 from inflight.server.operations.batch_metrics import BatchMetrics
 from inflight.server.operations.engine_metrics import EngineMetrics, ReadStats
@@ -58,6 +59,7 @@ class _Running:
     start: float
     num_sequences: int
     params: SamplingParams
+    adapter: str | None = None
     last: float = 0.0
     num_pending: int = 0
 
@@ -90,6 +92,16 @@ class Metrics(Middleware, RequestObserver):
         self.engines = EngineMetrics(model_name, self._registry)
         self._request_metrics()
         self._batches = BatchMetrics(model_name, self._registry)
+
+    def describe_adapters(self, most: int) -> None:
+        """Report which adapters requests have, of which so many run at once; call it where there may be any."""
+        self._registry.register(AdapterMetrics(most, self._adapters))
+
+    def _adapters(self) -> Iterator[tuple[str, bool]]:
+        """The adapter of each request that has one, and whether it has got its first token."""
+        for each in tuple(self._running.values()):
+            if each.adapter is not None:
+                yield each.adapter, bool(each.last)
 
     def _request_metrics(self) -> None:
         self._time_to_first_token = self._histogram(
@@ -133,9 +145,9 @@ class Metrics(Middleware, RequestObserver):
 
     # ------------------------------------------------------------------------------------- requests
 
-    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
+    def started(self, request_id: str, num_sequences: int, params: SamplingParams, adapter: str | None = None) -> None:
         """Record a request that is about to go to the engine."""
-        self._running[request_id] = _Running(time.monotonic(), num_sequences, params)
+        self._running[request_id] = _Running(time.monotonic(), num_sequences, params, adapter)
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
         """Count new tokens of a request's sequences, whether they arrive in one call or in one call per sequence.

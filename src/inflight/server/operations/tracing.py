@@ -75,7 +75,7 @@ class Tracing(Middleware, RequestObserver):
         self._spans: dict[str, tuple[Span, float]] = {}
         self._waiting: dict[str, tuple[Span, float]] = {}
 
-    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
+    def started(self, request_id: str, num_sequences: int, params: SamplingParams, adapter: str | None = None) -> None:
         """Start the span of a request that is about to go to the engine."""
         operation = str(self._contexts.get_value(OPERATION) or "text_completion")
         span = self._tracer.start_span(

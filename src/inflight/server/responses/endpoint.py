@@ -43,7 +43,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation."""
     service, store = service_of(request), _store_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
-        service.check_model(body.model)
+        service.adapter_of(body.model)
         info = await service.model_info()
         earlier = _earlier(body, store)
         size = len(await request.body()) + (0 if earlier is None else earlier.num_bytes)
@@ -116,11 +116,16 @@ def _prepare(body: ResponsesRequest, earlier: Chat, service: Service, info: Mode
     return PreparedResponse(
         body=body,
         generation=Generation(
-            response_id, [service.fitted(token_ids, info, "input")], params, body.priority or 0, body.cache_salt
+            response_id,
+            [service.fitted(token_ids, info, "input")],
+            params,
+            body.priority or 0,
+            body.cache_salt,
+            service.adapter_of(body.model),
         ),
         chat=chat,
         tokenizer=service.llm.tokenizer,
-        model_name=service.settings.model_name,
+        model_name=service.name_of(service.adapter_of(body.model)),
         form=form,
         created_at=int(time.time()),
     )

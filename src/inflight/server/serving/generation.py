@@ -37,6 +37,7 @@ class Generation:
         request_id: the id of the answer.
         prompts: the token ids of each prompt; they fit into the context.
         params: the same for all prompts.
+        adapter: the name of the adapter that they have; None: they have none.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Generation:
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    adapter: str | None = None
 
 
 async def generate(
@@ -106,12 +108,19 @@ async def _follow(
     prompt = generation.prompts[prompt_index]
     texts: list[list[str]] | None = [[] for _ in range(params.n)] if service.keeps_texts else None
     running = service.running[request_id] = RunningRequest(prompt, params, priority, texts)
-    observer.started(request_id, generation.params.n, generation.params)
+    observer.started(request_id, generation.params.n, generation.params, generation.adapter)
     try:
         if service.in_background:
             priority = BACKGROUND
             params = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
-        stream = service.llm.stream(prompt, params, request_id, priority=priority, cache_salt=generation.cache_salt)
+        stream = service.llm.stream(
+            prompt,
+            params,
+            request_id,
+            priority=priority,
+            cache_salt=generation.cache_salt,
+            adapter=generation.adapter,
+        )
         async with aclosing(stream) as deltas:
             async for delta in deltas:
                 if delta.token_ids:

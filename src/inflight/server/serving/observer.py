@@ -19,8 +19,12 @@ class RequestObserver:
     An HTTP request with several prompts counts as several requests here, each with its own id.
     """
 
-    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
-        """The request is about to go to the engine."""
+    def started(self, request_id: str, num_sequences: int, params: SamplingParams, adapter: str | None = None) -> None:
+        """The request is about to go to the engine.
+
+        Args:
+            adapter: the name of its adapter; None: it has none.
+        """
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
         """`num_new_tokens` tokens arrived at `now` (seconds of `time.monotonic()`)."""
@@ -42,10 +46,10 @@ class Observers(RequestObserver):
     def __init__(self, observers: Iterable[RequestObserver]) -> None:
         self.observers = list(observers)
 
-    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
+    def started(self, request_id: str, num_sequences: int, params: SamplingParams, adapter: str | None = None) -> None:
         """Tell all of them."""
         for observer in self.observers:
-            observer.started(request_id, num_sequences, params)
+            observer.started(request_id, num_sequences, params, adapter)
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
         """Tell all of them."""

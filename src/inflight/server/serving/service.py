@@ -91,13 +91,27 @@ class Service:
         parser_name = self.settings.tool_call_parser
         return answer_form(fields, content, self.tokenizer, prompt, chat_template, parser_name, thinking)
 
-    def check_model(self, name: str | None) -> None:
-        """Raise `ApiError` (404) unless `name` is one of the model's names; None means any model."""
-        settings = self.settings
-        names = (settings.model_name, *settings.model_aliases)
-        if name is not None and name not in names and ANY_NAME not in names:
-            message = f"there is no model {name[:200]!r}; this server has {settings.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the model without an adapter; the first is the one in answers."""
+        return (self.settings.model_name, *self.settings.model_aliases)
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a name stands for; None: it stands for the model without one, as no name does. Raises
+        `ApiError` (404) if it stands for nothing."""
+        if name is None or name in self.model_names:
+            return None
+        if name in self.llm.adapters:
+            return name
+        if ANY_NAME in self.model_names:
+            return None
+        has = ", ".join(map(repr, (self.settings.model_name, *self.llm.adapters)))
+        message = f"there is no model {name[:200]!r}; this server has {has}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    def name_of(self, adapter: str | None) -> str:
+        """The model's name in answers."""
+        return self.settings.model_name if adapter is None else adapter
 
     def token_ids(self, prompt: Prompt, info: ModelInfo, param: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a prompt. It takes a while for a long one: call it by `off_loop`.

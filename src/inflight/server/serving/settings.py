@@ -42,6 +42,7 @@ class ServerSettings:
         trust_request_chat_template: whether a request may bring a chat template, a program that runs in this process.
         batch_dir: a folder for files and batch jobs; None: there are none.
         max_file_size: the most bytes of a file that is uploaded.
+        allow_adapter_loading: whether clients may load and unload adapters.
         tool_call_parser: how the model writes tool calls, one of `CALL_FORMATS`; None: derived from its chat template.
     """
 
@@ -57,6 +58,7 @@ class ServerSettings:
     trust_request_chat_template: bool = False
     batch_dir: str | None = None
     max_file_size: int = 2**30
+    allow_adapter_loading: bool = False
     tool_call_parser: str | None = None
 
     def __post_init__(self) -> None:
@@ -72,5 +74,6 @@ class ServerSettings:
                 options.check_number(seconds, value, "a number of seconds above 0", 0.0, options.MAX_FLOAT, above=True)
         options.check_switch("strict_fields", self.strict_fields)
         options.check_switch("trust_request_chat_template", self.trust_request_chat_template)
+        options.check_switch("allow_adapter_loading", self.allow_adapter_loading)
         if self.tool_call_parser is not None:
             options.check_choice("tool_call_parser", self.tool_call_parser, CALL_FORMATS)

@@ -34,24 +34,27 @@ async def version() -> Response:
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """The model that is served."""
-    return JSONResponse({"object": "list", "data": [await _card(service_of(request))]})
+    """The model that is served, and its adapters."""
+    service = service_of(request)
+    cards = [await _card(service, adapter) for adapter in (None, *service.llm.adapters)]
+    return JSONResponse({"object": "list", "data": cards})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> Response:
-    """The model, under any of its names."""
+    """The model, under any of its names, or an adapter."""
     service = service_of(request)
-    service.check_model(name)
-    return JSONResponse(await _card(service))
+    return JSONResponse(await _card(service, service.adapter_of(name)))
 
 
-async def _card(service: Service) -> dict[str, Any]:
+async def _card(service: Service, adapter: str | None) -> dict[str, Any]:
     info = await service.model_info()
     return {
-        "id": service.settings.model_name,
+        "id": service.name_of(adapter),
         "object": "model",
         "created": service.start_time,
         "owned_by": "inflight",
+        "root": service.settings.model_name if adapter is None else service.llm.adapters.get(adapter),
+        "parent": None if adapter is None else service.settings.model_name,
         "max_model_len": info.max_model_len,
     }

@@ -1,0 +1,63 @@
+"""vLLM's endpoints that load and unload adapters while the server runs, for operators that allow it."""
+
+from typing import ClassVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import PlainTextResponse, Response
+
+from inflight.contracts.errors import AdapterError
+from inflight.server.serving.service import Service, service_of
+from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.json_route import JsonRoute
+from inflight.server.wire.strict_model import StrictModel
+
+router = APIRouter(route_class=JsonRoute)
+
+
+class LoadRequest(StrictModel):
+    """An adapter to load: under which name, and from which folder of the server's or hub repository."""
+
+    NOT_SUPPORTED: ClassVar = {"base_model_name": (), "load_inplace": (False,), "is_3d_lora_weight": (False,)}
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadRequest(StrictModel):
+    """An adapter to forget."""
+
+    IGNORED: ClassVar = frozenset({"lora_int_id"})
+
+    lora_name: str
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_adapter(body: LoadRequest, request: Request) -> Response:
+    """Load an adapter; from then on it is a model for clients."""
+    service = _allowed(request)
+    if body.lora_name in service.model_names:
+        raise ApiError(400, f"lora_name is {body.lora_name!r}, which is a name of the model", param="lora_name")
+    try:
+        await service.llm.load_adapter(body.lora_name, body.lora_path)
+    except AdapterError as error:
+        raise ApiError(400, str(error)) from error
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_adapter(body: UnloadRequest, request: Request) -> Response:
+    """Forget an adapter; requests that have it run to their ends."""
+    service = _allowed(request)
+    try:
+        await service.llm.unload_adapter(body.lora_name)
+    except AdapterError as error:
+        raise ApiError(404, str(error), param="lora_name", code="model_not_found") from error
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _allowed(request: Request) -> Service:
+    """The service, if its operator lets clients load adapters. Raises `ApiError` (403) if not."""
+    service = service_of(request)
+    if not service.settings.allow_adapter_loading:
+        raise ApiError(403, "clients of this server cannot load adapters (its option --allow-adapter-loading is off)")
+    return service

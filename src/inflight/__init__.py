@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from inflight.callback_llm import CallbackLLM
     from inflight.contracts.config import EngineConfig
     from inflight.contracts.errors import (
+        AdapterError,
         EngineDeadError,
         EngineGivenUpError,
         InvalidRequestError,
@@ -44,6 +45,7 @@ _HOMES = {
     "CompletionOutput": "contracts.outputs",
     "Logprob": "contracts.outputs",
     "TextDelta": "contracts.outputs",
+    "AdapterError": "contracts.errors",
     "InvalidRequestError": "contracts.errors",
     "ModelError": "contracts.errors",
     "QueueFullError": "contracts.errors",
@@ -58,6 +60,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AdapterError",
     "AsyncLLM",
     "CallbackLLM",
     "CompletionOutput",

@@ -257,7 +257,7 @@ class LLM:
             try:
                 self._accept(stream, index, prompt, params, priorities[index], adapters[index])
             except InvalidRequestError as error:
-                raise error if is_one else InvalidRequestError(f"prompt {index}: {error}") from None
+                raise error if is_one else type(error)(f"prompt {index}: {error}") from None
         return stream
 
     def _accept(

@@ -43,7 +43,7 @@ class RecordedRequests(RequestObserver):
         self.batches: list[Batch] = []
         self._news = threading.Condition()
 
-    def started(self, request_id: str, num_sequences: int, params: SamplingParams) -> None:
+    def started(self, request_id: str, num_sequences: int, params: SamplingParams, adapter: str | None = None) -> None:
         assert request_id not in self.running
         self.running[request_id] = (num_sequences, params)
 

@@ -89,7 +89,8 @@ def generate(
     from inflight.observe.progress import seconds_between_drawings, with_progress
 
     SamplingParams(**sampling)  # what is wrong with them is said before the model is loaded
-    llm = LLM(model, **engine_values(options), **({} if adapter is None else {"adapters": {adapter: adapter}}))
+    engine = engine_values(options) | ({} if adapter is None else {"adapters": {adapter: adapter}})
+    llm = LLM(model, **engine)
     inputs = [_input(line, chat) for line in lines]
     params = [_params(llm, sampling, line) for line in lines]
     is_plain = len(lines) == 1 and params[0].n == 1 and not params[0].asks_for_scores

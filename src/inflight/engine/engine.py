@@ -228,7 +228,7 @@ class Engine:
             accepted = _adapted(accepted, self.adapters.get(accepted.adapter_source))
         params = accepted.params
         grammar = None if params.structured_output is None else self.constraints.compile(params)
-        bad_words = self._admission.spelled(tuple(params.bad_words or ()))
+        bad_words = self._admission.spelled(tuple(params.bad_words)) if params.bad_words else {}
         predicted_ids = () if self._speculation is None else self._admission.predicted_ids(params)
         request = replace(accepted.request, bad_words=bad_words, predicted_ids=predicted_ids)
         return replace(accepted, request=request, is_compiled=True, grammar=grammar)

@@ -7,6 +7,7 @@ refused by its name.
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ class AdapterCheckpoint:
 
 def _file(source: str, name: str) -> Path | None:
     """A file of an adapter; None: it has none of this name."""
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
     if folder.is_absolute() or source.startswith((".", "~")):

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,19 +149,3 @@ def test_gateways_read_which_adapters_run_and_which_wait() -> None:
         "waiting_lora_adapters": "tales",
     }
     assert sample.value > 1.7e9
-
-
-def test_names_from_the_command_line(tmp_path: Path) -> None:
-    from click.testing import CliRunner
-
-    from inflight.cli import main
-
-    def run(*arguments: str) -> str:
-        result = CliRunner().invoke(main, ["serve", "--port", "0", *arguments])
-        assert result.exit_code != 0
-        return result.output
-
-    assert "'tales' is no adapter; give NAME=PATH" in run("--adapter", "tales")
-    assert "there are two adapters 'a'" in run("--adapter", "a=x", "--adapter", "a=y")
-    assert "--allow-adapter-loading needs API keys" in run("--allow-adapter-loading")
-    assert "the adapter 'inflight-demo' has a name of the model" in run("--adapter", "inflight-demo=x")

@@ -29,10 +29,8 @@ class AdapterNames(Mapping[str, str]):
     def __len__(self) -> int:
         return len(self._sources)
 
-    def source_of(self, name: str | None) -> str | None:
-        """Where a request's adapter is; None: it asks for none. Raises `AdapterError` if there is none of this name."""
-        if name is None:
-            return None
+    def source_of(self, name: str) -> str:
+        """Where an adapter is. Raises `AdapterError` if there is none of this name."""
         if not isinstance(name, str) or name not in self._sources:
             there_are = f"there are {', '.join(map(repr, self))}" if self._sources else "there are none"
             raise AdapterError(f"there is no adapter {name!r}; {there_are}")
@@ -61,5 +59,4 @@ class AdapterNames(Mapping[str, str]):
         with self._lock:
             source = self.source_of(name)
             del self._sources[name]
-        assert source is not None
         return source

@@ -403,7 +403,8 @@ class AsyncLLM:
             params = default_params(prompt, ready.default_params) if params is None else params
             if not isinstance(params, SamplingParams):
                 raise InvalidRequestError(f"sampling_params is {params!r}; it must be SamplingParams")
-            salt, source = salt if cache_salt is None else cache_salt, self.adapters.source_of(adapter)
+            salt = salt if cache_salt is None else cache_salt
+            source = None if adapter is None else self.adapters.source_of(adapter)
             info = ready.model_info
             request = make_request(call.request_id, token_ids, params, info, priority=priority, cache_salt=salt)
             checked = list(request.prompt_token_ids)

@@ -145,7 +145,8 @@ class LLM:
         (output,) = self.generate([prompt], params, use_tqdm=False, adapter=adapter)
         self.engine.save_prefixes(threading.TIMEOUT_MAX)
         cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-        self.engine.pin_prefix(output.prompt_token_ids, cache_salt, self.adapters.source_of(adapter))
+        source = None if adapter is None else self.adapters.source_of(adapter)
+        self.engine.pin_prefix(output.prompt_token_ids, cache_salt, source)
         num_tokens = len(output.prompt_token_ids)
         return num_tokens - num_tokens % config.block_size
 
@@ -278,7 +279,7 @@ class LLM:
                 params,
                 priority=priority,
                 cache_salt=cache_salt,
-                adapter_source=self.adapters.source_of(adapter),
+                adapter_source=None if adapter is None else self.adapters.source_of(adapter),
             )
             accepted = self.engine.compile(accepted)
         prompt_token_ids = list(accepted.request.prompt_token_ids)

@@ -25,6 +25,7 @@ async def _answer(request: Request) -> Response:
 async def _metrics() -> Exposed:
     metrics = Metrics("tiny", scripted(stats_of(10, num_crashes=1)), lambda: 1)
     metrics.engines.describe_cache(INFO, 1)
+    metrics.describe_adapters(64)
     for end in ENDS:
         metrics.started("a", 1, SamplingParams())
         metrics.produced("a", 1, 1.0)

@@ -53,6 +53,7 @@ class Fuzzer:
             self._sample,
             self._activate,
             self._linear,
+            self._adapters,
             self._experts,
             self._attention,
             self._program,
@@ -131,6 +132,24 @@ class Fuzzer:
         if number is not None:
             self.call("linear", self._floats(self.random.randint(1, 40), num_inputs), number, num_outputs)
             torch.ops.inflight.delete_linear(number)
+
+    def _adapters(self) -> None:
+        num_inputs, num_outputs, rank = (self.random.randint(1, 70) for _ in range(3))
+        number, step = self._new_linear(num_inputs, num_outputs, rate=0), torch.ops.inflight.new_adapted_step()
+        first = self.random.randint(0, num_outputs - 1)
+        down = torch.randn(rank, -(-num_inputs // 32) * 32)
+        up = panels_of(torch.randn(num_outputs - first, rank))
+        given = (3, [1, 2], [first, 0], [num_outputs - first] * 2, [down, torch.randn(9, rank)], [up, up])
+        adapter = self.call("new_adapter", *given, rate=0.05)
+        self.call("adapt_linear", number, step, self.random.randint(0, 3), self.random.random() < 0.3, rate=0.05)
+        num_rows = self.random.randint(1, 12)
+        rows = [self.random.randint(-1, 0) for _ in range(num_rows)]
+        self.call("begin_adapted_step", step, [] if adapter is None else [adapter], rows, rows[:3], rate=0.05)
+        self.call("linear", self._floats(self.random.choice([num_rows, 3]), num_inputs), number, num_outputs, rate=0.1)
+        ids = torch.randint(0, 9, (num_rows,))
+        self.call("adapted_rows", self._floats(num_rows, num_outputs - first), ids, step, 2, rate=0.1)
+        torch.ops.inflight.delete_adapted_step(step)
+        torch.ops.inflight.delete_linear(number)
 
     def _experts(self) -> None:
         size, width = self.random.randint(1, 20), self.random.randint(1, 20)

@@ -166,7 +166,8 @@ Additions::Additions(const Linear& linear, const at::Tensor& x, const int32_t* a
           TORCH_CHECK(each.up.scalar_type() == rows.scalar_type(), "an adapter of ", each.up.scalar_type(),
                       " cannot take rows of ", rows.scalar_type());
           check_size(each.down, "a matrix of an adapter", 1, round_up(linear.in_features, kStep));
-          TORCH_CHECK(each.first_output + each.num_outputs <= linear.out_features, "an adapter has too many outputs");
+          TORCH_CHECK(each.down.size(0) <= each.rank() && each.first_output <= linear.out_features - each.num_outputs,
+                      "an adapter's matrices do not fit");
         }
         std::fill_n(sums + i * stride, stride, 0.f);
         add_row(matrices, from + adapted[i] * linear.in_features, linear.in_features, sums + i * stride);

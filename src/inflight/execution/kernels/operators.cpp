@@ -106,15 +106,16 @@ void delete_adapted_step(int64_t step) { adapted_steps.remove(step); }
 
 void begin_adapted_step(int64_t step, at::IntArrayRef numbers, at::IntArrayRef of_tokens, at::IntArrayRef of_logits) {
   AdaptedStep& own = *adapted_steps.get(step);
-  own.adapters.clear();
-  for (const int64_t number : numbers) own.adapters.push_back(adapters.get(number));
-  for (const int64_t number : of_tokens) TORCH_CHECK(number < int64_t(numbers.size()), "there is no adapter ", number);
-  for (const int64_t number : of_logits) TORCH_CHECK(number < int64_t(numbers.size()), "there is no adapter ", number);
+  for (const at::IntArrayRef rows : {of_tokens, of_logits})
+    for (const int64_t number : rows)
+      TORCH_CHECK(number >= -1 && number < int64_t(numbers.size()), "there is no adapter ", number);
   const auto with_copies = [](at::IntArrayRef rows) {
     std::vector<int32_t> all(rows.begin(), rows.end());
     all.resize(rows.size() + AdaptedStep::kMostCopies, rows.empty() ? -1 : int32_t(rows.back()));
     return all;
   };
+  own.adapters.clear();
+  for (const int64_t number : numbers) own.adapters.push_back(adapters.get(number));
   own.of_tokens = with_copies(of_tokens);
   own.of_logits = with_copies(of_logits);
 }
@@ -125,6 +126,7 @@ void adapt_linear(int64_t linear, int64_t step, int64_t place, bool reads_logit_
 
 int64_t new_adapter(int64_t num_places, at::IntArrayRef places, at::IntArrayRef first_outputs, at::IntArrayRef num_outputs,
                     const std::vector<Tensor>& downs, const std::vector<Tensor>& ups) {
+  TORCH_CHECK(num_places >= 0 && num_places <= 1 << 24, "there cannot be ", num_places, " places");
   auto adapter = std::make_shared<Adapter>();
   adapter->places.resize(num_places);
   const size_t size = places.size();

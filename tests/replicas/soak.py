@@ -3,7 +3,8 @@
 python -m tests.replicas.soak --minutes 60 --seed 1
 
 Chats with growing histories, long prompts, sampled and structured outputs, several sequences, requests in the
-background, batch jobs, readers that are slow and readers that leave. Every request must end: whole, or with
+background, batch jobs, readers that are slow and readers that leave; a third with one of several adapters, which do not
+all fit into memory, or with one that comes and goes. Every request must end: whole, or with
 `EngineDeadError` when its engine was killed; every line of a job must be answered, unless engines died of it twice.
 Every tenth whole one is computed again by a lone engine, and must have the same tokens. At the end nothing may be left,
 and memory may not have grown since the first quarter.
@@ -21,18 +22,25 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from inflight import LLM, AsyncLLM, EngineDeadError, SamplingParams, StructuredOutput
+from transformers import AutoModelForCausalLM
+
+from inflight import LLM, AdapterError, AsyncLLM, EngineDeadError, SamplingParams, StructuredOutput
 from inflight.contracts.config import BACKGROUND
+from inflight.demo_model import DEMO_MODEL
 from inflight.engine.process.connection import ProcessConnection
 from inflight.server.app import create_app
 from inflight.server.batches.answering import AppAnswerer
 from inflight.server.serving.settings import ServerSettings
+from tests.adapters.made import modules_of, write_adapter
 from tests.batches.jobs import COMPLETIONS, Jobs
 
 NUM_CLIENTS = 24
 SECONDS_BETWEEN_KILLS = (2.0, 12.0)
 SECONDS_BETWEEN_RELOADS = 90.0
 LINES_OF_JOB = 200
+NUM_ADAPTERS, BYTES_OF_ADAPTERS = 7, 1_000_000
+PASSING = "passing"
+"""The adapter that comes and goes."""
 LONGEST_REQUEST = 300.0
 """Seconds. Whoever waits longer hangs."""
 WORDS = ["a", "the", "fox", "owl", "tree", "river", "was", "and", "in", "little", "kind", "old", "went", "saw", "home"]
@@ -44,14 +52,14 @@ class Tally:
     """What became of all requests.
 
     Attributes:
-        to_check: prompts with their parameters and the tokens that they got.
+        to_check: prompts with their parameters, the folders of their adapters, and the tokens that they got.
         texts_to_check: prompts of lines of jobs, with how many tokens they asked for, and their texts.
     """
 
     ends: Counter[str] = field(default_factory=Counter)
     num_kills: int = 0
     num_reloads: int = 0
-    to_check: list[tuple[list[int], SamplingParams, list[list[int]]]] = field(default_factory=list)
+    to_check: list[tuple[list[int], SamplingParams, str | None, list[list[int]]]] = field(default_factory=list)
     texts_to_check: list[tuple[str, int, str]] = field(default_factory=list)
 
 
@@ -60,11 +68,12 @@ class Soak:
 
     Args:
         llm: two replicas.
+        folders: of adapters; `llm` knows all but the last.
         until: a time of `time.monotonic()`.
     """
 
-    def __init__(self, llm: AsyncLLM, until: float, seed: int) -> None:
-        self.llm, self.until, self.seed = llm, until, seed
+    def __init__(self, llm: AsyncLLM, folders: list[str], until: float, seed: int) -> None:
+        self.llm, self.folders, self.until, self.seed = llm, folders, until, seed
         self.tally = Tally()
 
     async def run(self) -> None:
@@ -73,7 +82,7 @@ class Soak:
         with tempfile.TemporaryDirectory() as folder:
             jobs = Jobs(Path(folder), time.time)
             try:
-                await asyncio.gather(self._kill(), self._reload(), self._run_jobs(jobs), *clients)
+                await asyncio.gather(self._kill(), self._reload(), self._come_and_go(), self._run_jobs(jobs), *clients)
             finally:
                 jobs.database.close()
 
@@ -102,9 +111,11 @@ class Soak:
         """Follow one request; its text, if it got all of it."""
         is_slow, leaves = rng.random() < 0.1, rng.random() < 0.1
         priority = BACKGROUND if rng.random() < 0.2 else 0
+        adapter = rng.choice(list(self.llm.adapters)) if rng.random() < 0.3 else None
+        folder = None if adapter is None else self.llm.adapters[adapter]
         output = None
         try:
-            async for output in self.llm.generate(prompt, params, priority=priority):
+            async for output in self.llm.generate(prompt, params, priority=priority, adapter=adapter):
                 if leaves and not output.finished:
                     self.tally.ends["left"] += 1
                     return ""
@@ -113,13 +124,17 @@ class Soak:
         except EngineDeadError:
             self.tally.ends["dead"] += 1
             return ""
+        except AdapterError:
+            assert adapter == PASSING  # which has gone meanwhile
+            self.tally.ends["adapter gone"] += 1
+            return ""
         assert output is not None
         for each in output.outputs:
             assert each.finish_reason in ("stop", "length"), (each.finish_reason, output.error)
         self.tally.ends["whole"] += 1
         if self.tally.ends["whole"] % 10 == 0:
             tokens = [each.token_ids for each in output.outputs]
-            self.tally.to_check.append((output.prompt_token_ids, params, tokens))
+            self.tally.to_check.append((output.prompt_token_ids, params, folder, tokens))
         return output.outputs[0].text
 
     async def _run_jobs(self, jobs: Jobs) -> None:
@@ -160,6 +175,20 @@ class Soak:
                 self.tally.num_kills += 1
             await self.llm.start()
 
+    async def _come_and_go(self) -> None:
+        """Load an adapter and unload it, again and again."""
+        rng = random.Random(f"{self.seed} adapters")
+        while time.monotonic() < self.until:
+            try:
+                await self.llm.load_adapter(PASSING, self.folders[-1])
+            except EngineDeadError:
+                await self.llm.start()
+                continue
+            self.tally.ends["adapters loaded"] += 1
+            await asyncio.sleep(rng.random())
+            await self.llm.unload_adapter(PASSING)
+            await asyncio.sleep(rng.random())
+
     async def _reload(self) -> None:
         while time.monotonic() + SECONDS_BETWEEN_RELOADS < self.until:
             await asyncio.sleep(SECONDS_BETWEEN_RELOADS)
@@ -171,12 +200,13 @@ class Soak:
                 self.tally.num_reloads += 1
 
 
-def num_wrong(tally: Tally) -> int:
+def num_wrong(tally: Tally, folders: list[str]) -> int:
     """How many of the outputs to check a lone engine computes otherwise."""
-    alone = LLM(max_num_seqs=1, enable_prefix_caching=False, speculation="off")
+    adapters = {folder: folder for folder in folders}
+    alone = LLM(max_num_seqs=1, enable_prefix_caching=False, speculation="off", adapters=adapters)
     wrong = 0
-    for prompt, params, tokens in tally.to_check:
-        (output,) = alone.generate([prompt], params, use_tqdm=False)
+    for prompt, params, folder, tokens in tally.to_check:
+        (output,) = alone.generate([prompt], params, use_tqdm=False, adapter=folder)
         wrong += [each.token_ids for each in output.outputs] != tokens
     for text, num_tokens, given in tally.texts_to_check:
         (output,) = alone.generate([text], SamplingParams(temperature=0, max_tokens=num_tokens), use_tqdm=False)
@@ -189,11 +219,13 @@ def resident_mebibytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20
 
 
-async def soak(minutes: float, seed: int) -> Tally:
+async def soak(minutes: float, seed: int, folders: list[str]) -> Tally:
     """Run the traffic and say what came of it."""
-    llm = AsyncLLM(replicas=2, num_blocks=400, max_num_seqs=16, restart_delays=(0.0,) * 50)
+    adapters = {str(number): folder for number, folder in enumerate(folders[:-1])}
+    options = {"num_blocks": 400, "max_num_seqs": 16, "adapters": adapters, "adapter_memory": BYTES_OF_ADAPTERS}
+    llm = AsyncLLM(replicas=2, restart_delays=(0.0,) * 50, **options)
     began = time.monotonic()
-    run = Soak(llm, began + 60 * minutes, seed)
+    run = Soak(llm, folders, began + 60 * minutes, seed)
     async with llm:
         running = asyncio.ensure_future(run.run())
         memory = []
@@ -223,8 +255,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    tally = asyncio.run(soak(options.minutes, options.seed))
-    wrong = num_wrong(tally)
+    with tempfile.TemporaryDirectory() as place:
+        modules = modules_of(AutoModelForCausalLM.from_pretrained(DEMO_MODEL), "q_proj", "v_proj", "down_proj")
+        folders = [write_adapter(Path(place, str(number)), modules, number, rank=8) for number in range(NUM_ADAPTERS)]
+        tally = asyncio.run(soak(options.minutes, options.seed, folders))
+        wrong = num_wrong(tally, folders)
     print(
         f"{dict(tally.ends)}; {tally.num_kills} kills, {tally.num_reloads} reloads; "
         f"{wrong} of {len(tally.to_check)} outputs, and of {len(tally.texts_to_check)} lines of jobs, differ from a "

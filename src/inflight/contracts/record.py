@@ -44,7 +44,7 @@ class PreemptionRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ArrivalRecord:
-    """A request that was submitted, and when (seconds of `time.monotonic()`)."""
+    """A request that was submitted, when (seconds of `time.monotonic()`), and what keeps its prefixes apart."""
 
     request_id: str
     time: float
@@ -52,6 +52,7 @@ class ArrivalRecord:
     num_sequences: int = 1
     priority: int = 0
     cache_salt: str | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """`CacheEvents`: which blocks have come into one engine's prefix cache, and which have left it.
 
 A block is named by a number of 64 bits: a checksum (XXH3) of its tokens and of the number before it, where the first
-follows one of the salt. It is the same in every process. Of a model with sliding windows only the blocks of a cache
-group that keeps all tokens are told of, if there is one: as long as these are there, most of a prefix is.
+follows one of salt and adapter. It is the same in every process. Of a model with sliding windows only the blocks of a
+cache group that keeps all tokens are told of, if there is one: as long as these are there, most of a prefix is.
 """
 
 from array import array
@@ -12,7 +12,7 @@ import xxhash
 
 from inflight.contracts.cache_layout import ALL_TOKENS
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.prefix_cache import Node, Parent
+from inflight.scheduling.prefix_cache import Node, Parent, Root
 
 
 @dataclass(slots=True)
@@ -23,13 +23,14 @@ class Stored:
         hashes: their numbers.
         parent: the number of the block before them; None: they begin a prompt.
         token_ids: all their tokens.
-        cache_salt: under which they are found.
+        cache_salt, adapter: under which they are found; see `Root`.
     """
 
     hashes: list[int]
     parent: int | None
     token_ids: list[int]
     cache_salt: str | None
+    adapter: str | None = None
 
 
 @dataclass(slots=True)
@@ -67,7 +68,8 @@ class CacheEvents:
             last.hashes.append(number)
             last.token_ids += token_ids
         else:
-            self._news.append(Stored([number], parent, token_ids, _salt(node)))
+            root = _root(node)
+            self._news.append(Stored([number], parent, token_ids, root.cache_salt, root.adapter))
 
     def removed(self, node: Node, group: int) -> None:
         """A node has no block in a group any more."""
@@ -94,8 +96,7 @@ class CacheEvents:
         return number
 
 
-def _salt(node: Node) -> str | None:
-    parent: Parent = node
+def _root(parent: Parent) -> Root:
     while isinstance(parent, Node):
         parent = parent.key[0]
-    return parent.cache_salt
+    return parent

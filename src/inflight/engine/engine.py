@@ -291,6 +291,7 @@ class Engine:
                     request.num_sequences,
                     request.priority,
                     request.cache_salt,
+                    request.adapter,
                 )
             )
         if accepted.deadline is not None:

@@ -97,7 +97,9 @@ class EventPublisher:
         extra: list[list[str] | None] | None = None
         if news.cache_salt is not None and news.parent is None:  # as in vLLM, the first block of a prompt has it
             extra = [[news.cache_salt], *([None] * (len(news.hashes) - 1))]
-        return BlockStored(news.hashes, news.parent, news.token_ids, self._block_size, extra_keys=extra)
+        return BlockStored(
+            news.hashes, news.parent, news.token_ids, self._block_size, lora_name=news.adapter, extra_keys=extra
+        )
 
     def _send(self, events: Sequence[Any]) -> None:
         number = next(self._numbers)  # one that is left out leaves a gap, which subscribers see

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -127,14 +127,15 @@ class Recorder:
             "request_id": arrival.request_id,
             "time": arrival.time,
             "num_prompt_tokens": len(arrival.prompt_token_ids),
-            "block_hashes": self._block_hashes(arrival.prompt_token_ids, arrival.cache_salt),
+            "block_hashes": self._block_hashes(arrival),
             "num_sequences": arrival.num_sequences,
             "priority": arrival.priority,
         }
 
-    def _block_hashes(self, token_ids: Sequence[int], cache_salt: str | None) -> list[int]:
-        """Return one hash per full block, of that block and all before it."""
-        size, digest, hashes = self._block_size, repr(cache_salt).encode(), []
+    def _block_hashes(self, arrival: ArrivalRecord) -> list[int]:
+        """Return one hash per full block of its prompt, of that block and all before it."""
+        token_ids, size, hashes = arrival.prompt_token_ids, self._block_size, []
+        digest = repr((arrival.cache_salt, arrival.adapter)).encode()
         for start in range(0, len(token_ids) - size + 1, size):
             content = digest + array("q", token_ids[start : start + size]).tobytes()
             digest = blake2b(content, digest_size=8, key=self._key).digest()

@@ -453,6 +453,7 @@ def test_the_manual_lists_exactly_the_exported_metrics() -> None:
     async def check() -> None:
         metrics = Metrics("tiny", scripted(stats_of()))
         metrics.engines.describe_cache(INFO, 2)
+        metrics.describe_adapters(64)
         text = (await metrics.scrape()).decode()
         families = list(text_string_to_metric_families(text))
         names = {each.name + ("_total" if each.type == "counter" else "") for each in families}

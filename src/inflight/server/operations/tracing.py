@@ -72,24 +72,25 @@ class Tracing(Middleware, RequestObserver):
         self._tracer = provider.get_tracer("inflight", __version__)
         self._contexts, self._kind, self._error = contexts, SpanKind.SERVER, StatusCode.ERROR
         self._propagator = TraceContextTextMapPropagator()
-        self._spans: dict[str, tuple[Span, float]] = {}
+        self._spans: dict[str, tuple[Span, str]] = {}
         self._waiting: dict[str, tuple[Span, float]] = {}
 
     def started(self, request_id: str, num_sequences: int, params: SamplingParams, adapter: str | None = None) -> None:
         """Start the span of a request that is about to go to the engine."""
         operation = str(self._contexts.get_value(OPERATION) or "text_completion")
         span = self._tracer.start_span(
-            f"{operation} {self._model_name}",
+            f"{operation} {adapter or self._model_name}",
             kind=self._kind,
             attributes={
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "inflight",
-                "gen_ai.request.model": self._model_name,
+                "gen_ai.request.model": adapter or self._model_name,
                 "gen_ai.response.id": request_id,
                 **_request_attributes(num_sequences, params),
             },
         )
-        self._spans[request_id] = self._waiting[request_id] = (span, time.monotonic())
+        self._waiting[request_id] = (span, time.monotonic())
+        self._spans[request_id] = (span, adapter or self._model_name)
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
         """Record when the first tokens arrived."""
@@ -101,11 +102,11 @@ class Tracing(Middleware, RequestObserver):
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
         """End the span of a request that has ended or was refused."""
         self._waiting.pop(request_id, None)
-        span, _ = self._spans.pop(request_id, (None, 0.0))
+        span, model = self._spans.pop(request_id, (None, ""))
         if span is None:
             return
         if output is not None:
-            span.set_attributes(_response_attributes(output, self._model_name))
+            span.set_attributes(_response_attributes(output, model))
         if reason not in ("stop", "length"):
             span.set_attribute("error.type", reason)
             span.set_status(self._error, output.error if output is not None else None)

@@ -1,0 +1,105 @@
+"""`ServedModel`: a model that is loaded, with the applications that answer by it. `ModelLoad` makes one, and ends it.
+
+What outlives a load is kept here: what is known of the model, and how often its engines have died.
+"""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp
+
+from inflight.async_llm import AsyncLLM
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.record import EngineStats
+from inflight.server.app import background_app, create_app
+from inflight.server.models.memory import bytes_when_loaded
+from inflight.server.responses.store import ResponseStore
+from inflight.server.serving.observer import Observers
+from inflight.server.serving.service import Service
+from inflight.server.serving.settings import ServerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that is loaded.
+
+    Attributes:
+        app: answers requests of clients by it.
+        background: answers those of batch jobs.
+        num_bytes: the memory that it takes.
+    """
+
+    llm: AsyncLLM
+    service: Service
+    app: ASGIApp
+    background: ASGIApp
+    num_bytes: int
+
+
+class ModelLoad:
+    """Loads one model, any number of times; see `pool.Load`.
+
+    Args:
+        make: begins to start its engine. It takes a while.
+        settings: with its name.
+        responses: those of all models: a conversation may go on with another one.
+
+    Attributes:
+        info: what the last load has found out; None: there was none.
+        observer: hears of its requests.
+    """
+
+    def __init__(self, make: Callable[[], AsyncLLM], settings: ServerSettings, responses: ResponseStore) -> None:
+        self.info: ModelInfo | None = None
+        self.observer = Observers([])
+        self._make, self._settings, self._responses = make, settings, responses
+        self._llm: AsyncLLM | None = None
+        self._num_earlier_crashes = 0
+
+    @asynccontextmanager
+    async def __call__(self, lose: Callable[[Exception], None]) -> AsyncIterator[ServedModel]:
+        """See `pool.Load`."""
+        llm = self._llm = await _made(self._make)
+        is_loaded = False
+
+        def on_loss(error: Exception) -> None:
+            if is_loaded:
+                lose(error)
+
+        app = create_app(llm, self._settings, self.observer, on_loss)
+        app.state.responses = self._responses
+        try:
+            async with app.router.lifespan_context(app):
+                await llm.start()
+                self.info, is_loaded = llm.model_info, True
+                num_bytes = bytes_when_loaded(llm.model_info, llm.num_replicas)
+                yield ServedModel(llm, app.state.service, app, background_app(llm, self._settings), num_bytes)
+        finally:
+            self._llm, self._num_earlier_crashes = None, self.num_crashes
+            await llm.stop()
+            del llm, app
+            gc.collect()  # a tokenizer may be large, and is in the application's cycles
+
+    @property
+    def num_crashes(self) -> int:
+        """How often its engines have died."""
+        return self._num_earlier_crashes + (0 if self._llm is None else self._llm.num_crashes)
+
+    async def replica_stats(self, seconds: float | None = None) -> Mapping[int, EngineStats | None]:
+        """As `AsyncLLM.replica_stats`; nothing while it is not loaded."""
+        return {} if self._llm is None else await self._llm.replica_stats(seconds)
+
+
+async def _made(make: Callable[[], AsyncLLM]) -> AsyncLLM:
+    """Begin to start an engine, beside the event loop; if nobody waits for it any more, stop it again."""
+    making = asyncio.ensure_future(asyncio.to_thread(make))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        await asyncio.wait({making})
+        if making.exception() is None:
+            await making.result().stop()
+        raise

@@ -18,9 +18,13 @@ class _Wanted(msgspec.Struct):
 
 def read_choice(body: bytes) -> tuple[object, bool]:
     """Return a body's `model`, whatever it is, and whether it asks for a stream. Raises `ApiError`."""
+    if not body:
+        raise ApiError(400, "the body is empty; it must be a JSON object")
     try:
         wanted = msgspec.json.decode(body, type=_Wanted)
         return msgspec.json.decode(wanted.model), bytes(wanted.stream) == b"true"
+    except msgspec.ValidationError as error:
+        raise ApiError(400, "the body must be a JSON object") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise not_json(body, error) from error
 

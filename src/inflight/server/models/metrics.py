@@ -18,8 +18,7 @@ from inflight.batches.batch import Batch
 from inflight.server.models.loading import ModelLoad, ServedModel
 from inflight.server.models.pool import Load, ModelPool
 from inflight.server.models.roster import State
-from inflight.server.models.route import MODEL
-from inflight.server.operations.answered import run_watched
+from inflight.server.operations.answered import model_of, run_watched
 from inflight.server.operations.batch_metrics import BatchMetrics
 from inflight.server.operations.exposition import Together
 from inflight.server.operations.metrics import PROCESS, Metrics, http_requests, request_labels
@@ -72,9 +71,9 @@ class PoolMetrics(Middleware, RequestObserver):
         await run_watched(app, scope, receive, send, partial(self._count_answer, scope))
 
     def _count_answer(self, scope: Scope, status: int) -> None:
-        metrics = self.of.get(scope.get("state", {}).get(MODEL))
-        if metrics is not None:
-            metrics.count_answer(scope, status)
+        name = model_of(scope)
+        if name is not None:
+            self.of[name].count_answer(scope, status)
         else:
             self._http_requests.labels(NO_MODEL, *request_labels(scope), str(status)).inc()
 

@@ -21,15 +21,13 @@ from inflight.server.anthropic import errors as anthropic_errors
 from inflight.server.models.choice import chosen, read_choice
 from inflight.server.models.loading import ServedModel
 from inflight.server.models.pool import ModelPool, UnavailableError, Use
+from inflight.server.operations.answered import MODEL
 from inflight.server.operations.paths import path_of
 from inflight.server.serving.event_stream import KEEP_ALIVE
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError, ClientGoneError
 from inflight.server.wire.client import attended
 from inflight.server.wire.off_loop import off_loop
-
-MODEL = "model"
-"""The key in a request's state for the name of its model."""
 
 RESPONSES = "/v1/responses"
 

@@ -3,10 +3,12 @@
 from typing import Any
 
 import pytest
+from schemathesis import GenerationMode
 
 from tests.server.models.serving import MODELS, RunningModels, events_of, expected
+from tests.server.test_schema import ask_anything
 
-CHAT = [{"role": "user", "content": "The fox"}]
+CHAT: Any = [{"role": "user", "content": "The fox"}]
 GREEDY: dict[str, Any] = {"temperature": 0}
 
 
@@ -20,7 +22,7 @@ def test_each_endpoint_reaches_the_model_that_is_named(models: RunningModels, na
     client = models.client
     completion = client.completions.create(model=name, prompt="The fox", max_tokens=4, **GREEDY)
     assert (completion.model, completion.choices[0].text) == (name, of_text)
-    chat: Any = client.chat.completions.create(model=name, messages=CHAT, max_tokens=4, **GREEDY)  # type: ignore[call-overload]
+    chat: Any = client.chat.completions.create(model=name, messages=CHAT, max_tokens=4, **GREEDY)
     assert (chat.model, chat.choices[0].message.content) == (name, of_chat)
     chunks = list(client.completions.create(model=name, prompt="The fox", max_tokens=4, stream=True, **GREEDY))
     assert "".join(chunk.choices[0].text for chunk in chunks) == of_text
@@ -119,6 +121,13 @@ def test_one_model_needs_no_name(folders: dict[str, str]) -> None:
         assert server.complete()["model"] == "red"
         assert server.complete("red")["model"] == "red"
         assert "there is no model 'blue'" in server.complete("blue", 404)["error"]["message"]
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_no_input_is_the_servers_fault(folders: dict[str, str], mode: GenerationMode) -> None:
+    with RunningModels({"red": folders["red"]}, idle_unload=1000) as server:
+        ask_anything(server.url, mode)
+        server.wait_until_unused()
 
 
 def test_metrics_have_the_names_of_models_and_go_on_counting(models: RunningModels) -> None:

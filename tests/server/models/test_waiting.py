@@ -15,7 +15,7 @@ from tests.server.models.conftest import Gates
 from tests.server.models.serving import RunningModels, events_of, expected, wait_for
 from tests.server.serving import read_until, send
 
-CHAT = [{"role": "user", "content": "The fox"}]
+CHAT: Any = [{"role": "user", "content": "The fox"}]
 KEEP_ALIVE = b": keep-alive"
 STREAMS = [
     ("/v1/completions", {"prompt": "The fox", "max_tokens": 3}),

@@ -24,6 +24,7 @@ from inflight.server.models.pool import ModelPool, UnavailableError, Use
 from inflight.server.operations.answered import MODEL
 from inflight.server.operations.paths import path_of
 from inflight.server.serving.event_stream import KEEP_ALIVE
+from inflight.server.serving.service import settings_of
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError, ClientGoneError
 from inflight.server.wire.client import attended
@@ -61,7 +62,7 @@ class ModelRoute(APIRoute):
                 name, streams = await off_loop(len(body), lambda: read_choice(body))
             model_name = chosen(pool, name)
             request.scope.setdefault("state", {})[MODEL] = model_name
-            return _HandedOn(pool, model_name, body, request.app.state.settings, streams=streams and may_stream)
+            return _HandedOn(pool, model_name, body, settings_of(request), streams=streams and may_stream)
 
         return hand_on
 

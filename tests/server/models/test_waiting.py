@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,16 @@ def test_weights_are_loaded_anew_in_those_that_are_loaded(folders: dict[str, str
         assert red.llm._fleet.sessions()[0] is not before
         assert server.states == {"red": "loaded", "green": "unloaded", "blue": "unloaded"}
         assert server.complete("red")["model"] == "red"
+
+
+def test_nothing_of_an_unloaded_model_stays_in_memory(folders: dict[str, str]) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    with RunningModels(folders, max_loaded_models=1, engine={"in_process": False}) as server:
+        server.post("/v1/chat/completions", model="red", messages=CHAT, tools=[tool], max_tokens=3)
+        server.post("/v1/chat/completions", model="red", messages=CHAT, reasoning_effort="low", max_tokens=3)
+        server.complete("red", logprobs=2)
+        (red,) = server.served.pool.loaded().values()
+        kept = [weakref.ref(red.llm), weakref.ref(red.llm.tokenizer), weakref.ref(red.app)]
+        del red
+        server.complete("green")
+        wait_for(lambda: not any(reference() for reference in kept))

@@ -80,8 +80,8 @@ class ModelLoad:
         finally:
             self._llm, self._num_earlier_crashes = None, self.num_crashes
             await llm.stop()
-            del llm, app
-            gc.collect()  # a tokenizer may be large, and is in the application's cycles
+            # A tokenizer may be large, and is in the application's cycles: collect them once nobody holds it any more.
+            asyncio.get_running_loop().call_soon(gc.collect)
 
     @property
     def num_crashes(self) -> int:

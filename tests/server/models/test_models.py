@@ -152,6 +152,9 @@ def test_metrics_have_the_names_of_models_and_go_on_counting(models: RunningMode
     assert {name for name, state in models.states.items() if state == "loaded"} == {n for n in states if states[n]}
     assert after["inflight:http_requests_total", "POST", "", "/v1/completions", "400"] >= 1
     assert after["inflight:model_load_seconds", "red"] > 0
+    for name, is_loaded in states.items():  # or alerts would take a model that nobody asks for to be dead
+        assert after.get(("inflight:engine_up", "0", name)) == (1.0 if is_loaded else None)
+        assert (("vllm:num_requests_running", "0", name) in after) == is_loaded
     text = models.http.get("/metrics").text
     assert text.count("# TYPE vllm:generation_tokens_total ") == 1
     assert text.count("# TYPE process_resident_memory_bytes ") == 1

@@ -84,6 +84,11 @@ class ModelLoad:
             asyncio.get_running_loop().call_soon(gc.collect)
 
     @property
+    def is_running(self) -> bool:
+        """Whether it has engines, or will have them when they are loaded."""
+        return self._llm is not None
+
+    @property
     def num_crashes(self) -> int:
         """How often its engines have died."""
         return self._num_earlier_crashes + (0 if self._llm is None else self._llm.num_crashes)

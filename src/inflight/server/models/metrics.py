@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -37,6 +37,7 @@ class PoolMetrics(Middleware, RequestObserver):
     """
 
     def __init__(self, loads: Mapping[str, ModelLoad]) -> None:
+        self._loads = loads
         self.of = {name: _metrics(name, load) for name, load in loads.items()}
         self._registry = CollectorRegistry()
         self._http_requests = http_requests(self._registry)
@@ -44,7 +45,7 @@ class PoolMetrics(Middleware, RequestObserver):
 
     def see(self, pool: ModelPool[ServedModel]) -> None:
         """Report what a pool does."""
-        self._registry.register(_Loads(pool))
+        self._registry.register(Loads(pool))
 
     def counted(self, name: str, load: Load[ServedModel]) -> Load[ServedModel]:
         """A load whose engines are counted: each from its start, and to its end."""
@@ -53,12 +54,12 @@ class PoolMetrics(Middleware, RequestObserver):
         @asynccontextmanager
         async def counted_load(lose: Callable[[Exception], None]) -> AsyncIterator[ServedModel]:
             async with load(lose) as model:
-                metrics.engines.begin_anew()
                 metrics.engines.describe_cache(model.llm.model_info, model.llm.num_replicas)
                 try:
                     yield model
                 finally:
                     await metrics.update()
+                    metrics.engines.forget()
 
         return counted_load
 
@@ -79,7 +80,7 @@ class PoolMetrics(Middleware, RequestObserver):
 
     async def endpoint(self, request: Request) -> Response:
         """Answer `/metrics`."""
-        await asyncio.gather(*(metrics.update() for metrics in self.of.values()))
+        await asyncio.gather(*(self.of[name].update() for name, load in self._loads.items() if load.is_running))
         together = Together([PROCESS, self._registry, *(metrics.registry for metrics in self.of.values())])
         return Response(generate_latest(together), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
@@ -88,10 +89,10 @@ def _metrics(name: str, load: ModelLoad) -> Metrics:
     return Metrics(name, load.replica_stats, lambda: load.num_crashes)
 
 
-class _Loads(Collector):
+class Loads(Collector):
     """What a pool has counted."""
 
-    def __init__(self, pool: ModelPool[ServedModel]) -> None:
+    def __init__(self, pool: ModelPool[Any]) -> None:
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:

@@ -81,9 +81,14 @@ class EngineMetrics:
         for number in range(num_engines):
             self._cache_info.labels(self._model_name, str(number), *map(str, labels.values())).set(1)
 
-    def begin_anew(self) -> None:
-        """From now on other engines answer, which count from 0."""
+    def forget(self) -> None:
+        """There are no engines any more, and so nothing that they hold. Others, which count from 0, may come later."""
         self._last.clear()
+        self._seen = {0}
+        for gauge in (self._up, self._num_running, self._num_waiting, *self._cache_usage, self._blocks):
+            gauge.clear()
+        if self._cache_info is not None:
+            self._cache_info.clear()
 
     def take_in(self, stats: Mapping[int, EngineStats | None], num_crashes: int) -> None:
         """Report what engines have answered; see `ReadStats`."""

@@ -292,8 +292,20 @@ def test_what_a_model_takes_is_known_better_once_it_is_loaded() -> None:
     roster.ask("a")
     roster.decide(0)
     roster.loaded("a", 1, 0)  # it was expected to take 4
-    roster.ask("b")
+    ticket = roster.ask("b")
     assert roster.decide(1).load == ["b"]
+    roster.loaded("b", 3, 2)
+    roster.decide(2)
+    roster.leave(ticket, 3)
+    roster.leave(0, 4)
+    roster.ask("c")
+    assert roster.decide(5).load == ["c"]  # 1 + 3 + 2
+    roster.failed("c", ValueError("no"), 5)
+    roster.lost("a", ValueError("dead"), 6)
+    assert roster.decide(6).unload == ["a"]
+    roster.unloaded("a")
+    roster.ask("a")
+    assert roster.decide(8) == Decision(unload=["b"])  # it is expected to take 4 again, while it is loaded
 
 
 def test_a_model_that_cannot_be_loaded_is_tried_again_ever_later() -> None:

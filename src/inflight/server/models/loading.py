@@ -69,9 +69,9 @@ class ModelLoad:
             if is_loaded:
                 lose(error)
 
-        app = create_app(llm, self._settings, self.observer, on_loss)
-        app.state.responses = self._responses
         try:
+            app = create_app(llm, self._settings, self.observer, on_loss)
+            app.state.responses = self._responses
             async with app.router.lifespan_context(app):
                 await llm.start()
                 self.info, is_loaded = llm.model_info, True

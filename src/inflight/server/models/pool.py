@@ -139,7 +139,7 @@ class ModelPool(Generic[M]):
         if self._timer is not None:
             self._timer.cancel()
         for name, life in self._lives.items():
-            if name not in self._models:
+            if self._roster[name].state == "loading":
                 life.cancel()
             self._ends[name].set()
         if self._lives:

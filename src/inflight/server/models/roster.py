@@ -37,7 +37,8 @@ class Entry:
     """One model.
 
     Attributes:
-        num_bytes: the memory that it takes, as far as is known.
+        num_bytes: the memory that it takes; before its load, what it is expected to take.
+        num_bytes_expected: for its load, whose peak may be higher than what it takes afterwards.
         num_uses: by how many requests it is used.
         last_use: when the last of them began or ended.
         failure: why it was not loaded the last time; None: it was.
@@ -45,6 +46,7 @@ class Entry:
     """
 
     num_bytes: int
+    num_bytes_expected: int
     state: State = "unloaded"
     num_uses: int = 0
     last_use: float = 0.0
@@ -69,7 +71,7 @@ class Roster:
     """Times are seconds of any clock.
 
     Args:
-        num_bytes: for each model, the memory that it takes, as far as is known before it is loaded.
+        num_bytes: for each model, the memory that it is expected to take.
         max_loaded: the most models that are in memory at once.
         max_bytes: the memory that they may take together; one alone may take any. None: no limit.
         idle_seconds: after so long without a use, a model is given up; None: never.
@@ -86,7 +88,7 @@ class Roster:
         idle_seconds: float | None = None,
     ) -> None:
         self.closed: str | None = None
-        self._entries = {name: Entry(size) for name, size in num_bytes.items()}
+        self._entries = {name: Entry(size, size) for name, size in num_bytes.items()}
         self._max_loaded, self._max_bytes, self._idle_seconds = max_loaded, max_bytes, idle_seconds
         self._numbers = count()
         self._line: dict[int, str] = {}
@@ -148,6 +150,7 @@ class Roster:
         """A model was given up."""
         entry = self._entries[name]
         entry.state, entry.is_lost = "unloaded", False
+        entry.num_bytes = max(entry.num_bytes, entry.num_bytes_expected)
 
     def _fail(self, entry: Entry, error: Exception, now: float) -> None:
         number = 1 if entry.failure is None else entry.failure.number + 1

@@ -45,7 +45,9 @@ class ServedModels:
         config = engine_config({k: v for k, v in options.items() if k not in NOT_OF_CONFIG}, "AsyncLLM")
         num_replicas = check_replicas(options.get("replicas", 1), config.tensor_parallel_size)
         cache_bytes = cache_limit(config, num_replicas * models.num_loaded)
-        own = dict(options) if cache_bytes is None else {**options, "kv_cache_memory": cache_bytes}
+        own = dict(options)
+        if cache_bytes is not None and models.num_loaded > 1:
+            own["kv_cache_memory"] = cache_bytes
         self._settings, self._responses = settings, ResponseStore()
         self._num_slots = config.max_num_seqs * num_replicas * models.num_loaded
         self._loads = {

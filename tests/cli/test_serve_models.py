@@ -98,7 +98,6 @@ def test_a_path_may_have_an_equals_sign(tmp_path: Path, monkeypatch: pytest.Monk
         (("--served-model-name", "x"), "--served-model-name goes neither with several models nor with --idle-unload"),
         (("--record", "x"), "--record goes neither"),
         (("--tokenizer", "x"), "each model has its own"),
-        (("--ui",), "the live page shows one model"),
         (("--kv-events-config", "{}"), "--kv-events-config goes neither"),
         (("--rank-address", "host:1"), "--rank-address goes neither"),
         (("a=z",), "there are two models called 'a'; give one of them another name: NAME=MODEL"),

@@ -23,7 +23,6 @@ ONE_MODEL_ONLY = {
     "record": ("--record", "steps of one model are recorded"),
     "kv_events_config": ("--kv-events-config", "one model's prefix cache is told of"),
     "rank_address": ("--rank-address", "ranks of one model join there"),
-    "ui": ("--ui", "the live page shows one model"),
 }
 """Options that do not go with several models: how they are called, and why."""
 

@@ -23,6 +23,7 @@ from inflight.garbage_collection import spare_what_stays
 from inflight.server.app import create_app
 from inflight.server.live.endpoint import add_live_page
 from inflight.server.live.view import LiveView
+from inflight.server.models.loading import LivePage
 from inflight.server.models.served import ServedModels
 from inflight.server.models.settings import PoolSettings
 from inflight.server.operations.heads import limited_to
@@ -125,7 +126,10 @@ def serve_models_until_told(
     Raises:
         ValueError: an option is wrong, or see `Surroundings`.
     """
-    served = ServedModels(models, options, settings)
+    page = None
+    if operator_settings.ui:
+        page = LivePage(lambda: surroundings.drain.is_draining, operator_settings.log_text)
+    served = ServedModels(models, options, settings, page)
     surroundings = Surroundings(operator_settings, served.metrics, served.abort_all, environment_keys)
     for name, observers in served.observers.items():
         observers += [surroundings.access_log, *surroundings.traces(name)]

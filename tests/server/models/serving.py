@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from inflight.demo_model import DEMO_MODEL
+from inflight.server.models.loading import LivePage
 from inflight.server.models.served import ServedModels
 from inflight.server.models.settings import PoolSettings
 from inflight.server.operations.settings import OperatorSettings
@@ -74,11 +75,15 @@ class RunningModels:
         engine: dict[str, Any] | None = None,
         operator: dict[str, Any] | None = None,
         settings: dict[str, Any] | None = None,
+        has_page: bool = True,
         **pool: Any,
     ) -> None:
         options = {"in_process": True, "num_blocks": 500, "restart_delays": ()} | (engine or {})
         self.served = ServedModels(
-            PoolSettings(models=models, **pool), options, ServerSettings(keep_alive_interval=0.05, **settings or {})
+            PoolSettings(models=models, **pool),
+            options,
+            ServerSettings(keep_alive_interval=0.05, **settings or {}),
+            LivePage(lambda: self._server.should_exit, shows_texts=False) if has_page else None,
         )
         self.surroundings = Surroundings(OperatorSettings(**operator or {}), self.served.metrics, self.served.abort_all)
         for observers in self.served.observers.values():

@@ -24,7 +24,9 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
             assert client.get("/v1/models").status_code == 401
             assert client.post("/v1/completions", json={"model": "mine", "prompt": "a"}).status_code == 401
             assert client.get("/health").status_code == 200
-            assert client.get("/", headers={"Authorization": "Bearer sk-one"}).status_code == 404
+            assert client.get("/").headers["location"] == "?model=mine"
+            assert client.get("/", params={"model": "mine"}).status_code == 200
+            assert client.get("/live/about", params={"model": "mine"}).status_code == 401
             if (maps := Path(f"/proc/{process.pid}/maps")).exists():
                 assert "libtorch" not in maps.read_text()
         ask = openai.OpenAI(base_url=f"{url}/v1", api_key="sk-one", max_retries=0)

@@ -9,12 +9,15 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from inflight.async_llm import AsyncLLM
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.record import EngineStats
 from inflight.server.app import background_app, create_app
+from inflight.server.live.endpoint import add_live_page
+from inflight.server.live.view import LiveView
 from inflight.server.models.memory import bytes_when_loaded
 from inflight.server.responses.store import ResponseStore
 from inflight.server.serving.observer import Observers
@@ -39,6 +42,19 @@ class ServedModel:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class LivePage:
+    """What the live page needs to know of the server.
+
+    Attributes:
+        is_ending: whether the server is about to end.
+        shows_texts: whether everybody with a key may see prompts and answers.
+    """
+
+    is_ending: Callable[[], bool]
+    shows_texts: bool
+
+
 class ModelLoad:
     """Loads one model, any number of times; see `pool.Load`.
 
@@ -46,16 +62,23 @@ class ModelLoad:
         make: begins to start its engine. It takes a while.
         settings: with its name.
         responses: those of all models: a conversation may go on with another one.
+        page: of the server; None: it has no live page.
 
     Attributes:
         info: what the last load has found out; None: there was none.
         observer: hears of its requests.
     """
 
-    def __init__(self, make: Callable[[], AsyncLLM], settings: ServerSettings, responses: ResponseStore) -> None:
+    def __init__(
+        self,
+        make: Callable[[], AsyncLLM],
+        settings: ServerSettings,
+        responses: ResponseStore,
+        page: LivePage | None = None,
+    ) -> None:
         self.info: ModelInfo | None = None
         self.observer = Observers([])
-        self._make, self._settings, self._responses = make, settings, responses
+        self._make, self._settings, self._responses, self._page = make, settings, responses, page
         self._llm: AsyncLLM | None = None
         self._num_earlier_crashes = 0
 
@@ -72,7 +95,7 @@ class ModelLoad:
         try:
             app = create_app(llm, self._settings, self.observer, on_loss)
             app.state.responses = self._responses
-            async with app.router.lifespan_context(app):
+            async with app.router.lifespan_context(app), self._seen(llm, app):
                 await llm.start()
                 self.info, is_loaded = llm.model_info, True
                 num_bytes = bytes_when_loaded(llm.model_info, llm.num_replicas)
@@ -82,6 +105,23 @@ class ModelLoad:
             await llm.stop()
             # A tokenizer may be large, and is in the application's cycles: collect them once nobody holds it any more.
             asyncio.get_running_loop().call_soon(gc.collect)
+
+    @asynccontextmanager
+    async def _seen(self, llm: AsyncLLM, app: FastAPI) -> AsyncIterator[None]:
+        """Let the live page see a model until the block ends."""
+        if self._page is None:
+            yield
+            return
+        page, is_ending = self._page, False
+        view = LiveView(llm, is_ending=lambda: is_ending or page.is_ending(), shows_texts=page.shows_texts)
+        add_live_page(app, view)
+        self.observer.observers.append(view.history)
+        try:
+            yield
+        finally:
+            is_ending = True
+            self.observer.observers.remove(view.history)
+            view.close()
 
     @property
     def is_running(self) -> bool:

@@ -38,7 +38,6 @@ _OF_ASGI = frozenset(
         *("headers", "client", "server", "state"),
     ]
 )
-"""What the model's application is told; the rest is notes of the first application's routers."""
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -88,8 +87,8 @@ class _HandedOn(Response):
                 if not use.is_admitted:
                     await self._wait(use, receive, stream)
                 model = await use.model()
-                own = {key: value for key, value in scope.items() if key in _OF_ASGI}
-                await model.app(own, _again(self._request_body, receive), stream.send if stream.has_begun else send)
+                answer = stream.send if stream.has_begun else send
+                await model.app(own_scope(scope), again(self._request_body, receive), answer)
         except ClientGoneError:
             if not stream.has_begun:
                 raise
@@ -169,7 +168,12 @@ def _answer_to(error: ApiError | ModelError) -> ApiError:
     return answer
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
+def own_scope(scope: Scope) -> Scope:
+    """What a model's application is told of a request, without the notes of the first application's routers."""
+    return {key: value for key, value in scope.items() if key in _OF_ASGI}
+
+
+def again(body: bytes, receive: Receive) -> Receive:
     """What an application receives of a request whose body was read."""
     is_given = False
 

@@ -11,7 +11,8 @@ from inflight.async_llm import AsyncLLM
 from inflight.machine import free_memory
 from inflight.replicas.placement import check_replicas
 from inflight.server.models.app import create_models_app
-from inflight.server.models.loading import ModelLoad
+from inflight.server.models.live_page import add_live_pages
+from inflight.server.models.loading import LivePage, ModelLoad
 from inflight.server.models.memory import bytes_before_load, cache_limit
 from inflight.server.models.metrics import PoolMetrics
 from inflight.server.models.pool import ModelPool
@@ -32,6 +33,7 @@ class ServedModels:
     Args:
         options: those of each engine, as `AsyncLLM` takes them.
         settings: those of the server; each model has its own name.
+        page: of the server; None: it has no live page.
 
     Attributes:
         metrics: of all models, and of what belongs to none.
@@ -41,20 +43,27 @@ class ServedModels:
         ValueError: an option is unknown or out of range.
     """
 
-    def __init__(self, models: PoolSettings, options: Mapping[str, Any], settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        models: PoolSettings,
+        options: Mapping[str, Any],
+        settings: ServerSettings,
+        page: LivePage | None = None,
+    ) -> None:
         config = engine_config({k: v for k, v in options.items() if k not in NOT_OF_CONFIG}, "AsyncLLM")
         num_replicas = check_replicas(options.get("replicas", 1), config.tensor_parallel_size)
         cache_bytes = cache_limit(config, num_replicas * models.num_loaded)
         own = dict(options)
         if cache_bytes is not None and models.num_loaded > 1:
             own["kv_cache_memory"] = cache_bytes
-        self._settings, self._responses = settings, ResponseStore()
+        self._settings, self._responses, self._has_page = settings, ResponseStore(), page is not None
         self._num_slots = config.max_num_seqs * num_replicas * models.num_loaded
         self._loads = {
             name: ModelLoad(
                 partial(AsyncLLM, source, starts_at_once=True, **own),
                 replace(settings, model_name=name, model_aliases=(), batch_dir=None),
                 self._responses,
+                page,
             )
             for name, source in models.models.items()
         }
@@ -76,7 +85,10 @@ class ServedModels:
 
     def make_app(self) -> FastAPI:
         """Return the application. Raises `ValueError` if the folder for batch jobs cannot be used."""
-        return create_models_app(self.pool, self._loads, self._settings, self._responses, self._num_slots, self.metrics)
+        app = create_models_app(self.pool, self._loads, self._settings, self._responses, self._num_slots, self.metrics)
+        if self._has_page:
+            add_live_pages(app)
+        return app
 
     async def abort_all(self) -> None:
         """Abort all running requests; see `Service.abort_all`."""

@@ -86,5 +86,5 @@ def _add(app: FastAPI, route: APIRoute) -> None:
         route.endpoint,
         methods=route.methods,
         include_in_schema=route.include_in_schema,
-        route_class_override=None if is_kept else ModelRoute,
+        route_class_override=type(route) if is_kept else ModelRoute,
     )

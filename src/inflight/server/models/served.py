@@ -50,7 +50,8 @@ class ServedModels:
         settings: ServerSettings,
         page: LivePage | None = None,
     ) -> None:
-        config = engine_config({k: v for k, v in options.items() if k not in NOT_OF_CONFIG}, "AsyncLLM")
+        of_config = {name: value for name, value in options.items() if name not in NOT_OF_CONFIG}
+        config = engine_config(of_config, "AsyncLLM")
         num_replicas = check_replicas(options.get("replicas", 1), config.tensor_parallel_size)
         cache_bytes = cache_limit(config, num_replicas * models.num_loaded)
         own = dict(options)

@@ -67,6 +67,13 @@ def test_the_least_recently_used_goes_when_there_are_too_many(models: RunningMod
     assert models.states == {"red": "loaded", "green": "unloaded", "blue": "loaded"}
 
 
+def test_memory_decides_how_many_are_loaded(folders: dict[str, str]) -> None:
+    with RunningModels(folders, max_loaded_memory=1) as server:
+        for name in MODELS:
+            server.complete(name)
+            assert server.states == {each: "loaded" if each == name else "unloaded" for each in MODELS}
+
+
 def test_the_list_says_what_is_known_of_each_model(models: RunningModels) -> None:
     models.complete("red")
     cards = {card.id: card for card in models.client.models.list()}

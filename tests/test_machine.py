@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from inflight import machine
-from inflight.machine import usable_cores
+from inflight.machine import free_memory, usable_cores, usable_memory
 
 
 @pytest.fixture
@@ -63,3 +63,15 @@ def test_what_cannot_be_read_limits_nothing(system: Path, text: str) -> None:
     for file in ("cpu.max", "a/cpu.max", "cpu/a/cpu.cfs_quota_us"):
         write(system / "sys/fs/cgroup" / file, "what?")
     assert usable_cores(system) == 4
+
+
+def test_free_memory_is_what_machine_and_container_leave(tmp_path: Path) -> None:
+    assert free_memory(tmp_path) == usable_memory(tmp_path)
+    write(tmp_path / "proc/meminfo", "MemTotal:       16384 kB\nMemAvailable:     100 kB")
+    assert free_memory(tmp_path) == 100 * 1024
+    write(tmp_path / "sys/fs/cgroup/memory.max", "80000")
+    write(tmp_path / "sys/fs/cgroup/memory.current", "50000")
+    write(tmp_path / "sys/fs/cgroup/memory.stat", "anon 20000\ninactive_file 10000")
+    assert free_memory(tmp_path) == 40_000
+    write(tmp_path / "sys/fs/cgroup/memory.max", "max")
+    assert free_memory(tmp_path) == 100 * 1024

@@ -57,6 +57,20 @@ def usable_memory(system: Path = SYSTEM) -> int:
     return min(memory, int(limit)) if limit.isdigit() else memory
 
 
+def free_memory(system: Path = SYSTEM) -> int:
+    """Bytes of memory that nobody needs now, of those that this process may use; where the system does not say, all."""
+    usable = free = usable_memory(system)
+    for line in (_text(system / "proc/meminfo") or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            free = min(free, int(line.split()[1]) * 1024)
+    group = system / "sys/fs/cgroup"
+    if (_text(group / "memory.max") or "").isdigit() and (_text(group / "memory.current") or "").isdigit():
+        statistics = dict(line.split() for line in (_text(group / "memory.stat") or "").splitlines())
+        cached = int(statistics.get("inactive_file", 0))  # of files, and given up when it is needed
+        free = min(free, usable - int(_text(group / "memory.current") or 0) + cached)
+    return max(0, free)
+
+
 def resident_bytes(system: Path = SYSTEM) -> int:
     """Bytes of memory that this process has now; 0 where the system does not say."""
     pages = (_text(system / "proc/self/statm") or "").split()

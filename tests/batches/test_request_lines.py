@@ -68,6 +68,17 @@ def test_a_line_without_an_end_is_not_read_into_memory(monkeypatch: pytest.Monke
     assert wrong == LineError("line_too_long", "it has more than 100 bytes", 2)
 
 
+def test_requests_for_the_same_model_are_neighbours() -> None:
+    models = ["a", "b", "a", None, "b", "c", None, "a"]
+    bodies = [
+        {"prompt": str(number)} | ({} if model is None else {"model": model}) for number, model in enumerate(models)
+    ]
+    lines = read(b"\n".join(line(custom_id=str(i), body=body) for i, body in enumerate(bodies)))
+    ordered = sorted((each for each in lines if isinstance(each, RequestLine)), key=lambda each: each.prefix)
+    in_order = [models[int(each.custom_id)] for each in ordered]
+    assert sum(before != after for before, after in pairwise(in_order)) == len(set(models)) - 1
+
+
 def test_requests_that_begin_alike_are_neighbours() -> None:
     rng = random.Random(1)
     systems = ["".join(rng.choices("abcdef ", k=length)) for length in (70, 600, 600, 5000)]

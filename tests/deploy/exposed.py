@@ -1,14 +1,22 @@
 """`/metrics` of a server to which everything has happened once."""
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from inflight import SamplingParams
-from inflight.server.operations.metrics import Metrics
+from inflight.server.models.metrics import Loads
+from inflight.server.models.pool import InMemory, ModelPool
+from inflight.server.models.roster import Roster
+from inflight.server.operations.exposition import Together
+from inflight.server.operations.metrics import PROCESS, Metrics
 from tests.deploy.promql import Exposed
 from tests.server.operations.serving import client_of
 from tests.server.operations.test_metrics import output_of, scripted, stats_of
@@ -34,7 +42,23 @@ async def _metrics() -> Exposed:
     async with client_of(metrics.middleware(app)) as client:
         for status in STATUSES:
             await client.post("/v1/completions", headers={"wanted": str(status)})
-    return Exposed((await metrics.scrape()).decode())
+    await metrics.update()
+    pool: ModelPool[InMemory] = ModelPool({"tiny": _load}, Roster({"tiny": 1}, 1))
+    with pool.use("tiny") as use:
+        await use.model()
+    text = generate_latest(Together([PROCESS, metrics.registry, Loads(pool)])).decode()
+    await pool.close()
+    return Exposed(text)
+
+
+@dataclass
+class _Model:
+    num_bytes: int = 1
+
+
+@asynccontextmanager
+async def _load(lose: Callable[[Exception], None]) -> AsyncIterator[_Model]:
+    yield _Model()
 
 
 def exposed() -> Exposed:

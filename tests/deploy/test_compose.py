@@ -42,7 +42,7 @@ def mounts_of(service: Any) -> dict[str, Path]:
 def test_the_command_takes_the_arguments(model: str | None) -> None:
     server = services(**({"MODEL": model} if model else {}))["inflight"]
     options = serve.make_context("serve", [*OF_IMAGE, *server["command"]]).params
-    assert options["model_argument"] == model
+    assert options["model_argument"] == (() if model is None else (model,))
     (minutes, seconds) = server["stop_grace_period"].removesuffix("s").split("m")
     assert options["grace_period"] < int(minutes) * 60 + int(seconds)
     assert [each["target"] for each in server["ports"]] == [options["port"]]

@@ -141,7 +141,7 @@ def test_gateways_read_which_adapters_run_and_which_wait() -> None:
     from prometheus_client import generate_latest
     from prometheus_client.parser import text_string_to_metric_families
 
-    families = {each.name: each for each in text_string_to_metric_families(generate_latest(metrics._registry).decode())}
+    families = {each.name: each for each in text_string_to_metric_families(generate_latest(metrics.registry).decode())}
     (sample,) = families["vllm:lora_requests_info"].samples
     assert sample.labels == {
         "max_lora": "64",

@@ -43,7 +43,7 @@ def test_a_chart_without_values_is_a_deployment_and_its_service(rendered: Any) -
     assert labels == deployment["selector"]["matchLabels"] == service["selector"]
     assert deployment["replicas"] == 1
     pod, options = deployment["template"]["spec"], options_of(documents)
-    assert options["model_argument"] == "Qwen/Qwen3-0.6B"
+    assert options["model_argument"] == ("Qwen/Qwen3-0.6B",)
     assert options["replicas"] == "auto"
     assert options["tensor_parallel_size"] == 1
     assert options["kv_events_config"] is None
@@ -67,7 +67,7 @@ def test_values_reach_the_command(rendered: Any) -> None:
         resources={"limits": {"cpu": "4"}},
     )
     options = options_of(documents)
-    assert (options["model_argument"], options["dtype"], options["max_num_seqs"]) == ("./a model", "bfloat16", 32)
+    assert (options["model_argument"], options["dtype"], options["max_num_seqs"]) == (("./a model",), "bfloat16", 32)
     assert (options["replicas"], options["tensor_parallel_size"]) == (2, 2)
     events = KVEvents.parse(options["kv_events_config"])
     assert events is not None

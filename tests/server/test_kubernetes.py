@@ -32,7 +32,7 @@ def test_the_command_takes_the_arguments(pod: Any) -> None:
     assert all(f'"{each}"' in dockerfile for each in OF_IMAGE)
     context = serve.make_context("serve", [*OF_IMAGE, *container["args"]])
     options = context.params
-    assert options["model_argument"] == "Qwen/Qwen3-0.6B"
+    assert options["model_argument"] == ("Qwen/Qwen3-0.6B",)
     assert options["grace_period"] < pod["terminationGracePeriodSeconds"]
     events = KVEvents.parse(options["kv_events_config"])
     assert events is not None

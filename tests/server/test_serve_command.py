@@ -21,12 +21,20 @@ from inflight.cli import main
 from inflight.demo_model import DEMO_MODEL
 from inflight.observe.recorder import read_recording
 
-READY = re.compile(r"(\S+) is served at (http://127\.0\.0\.1:\d+)")
+READY = re.compile(r"(\S+) (?:is )?served at (http://127\.0\.0\.1:\d+)")
 
 
 @contextmanager
 def served(*options: str, **environment: str) -> Iterator[tuple["subprocess.Popen[str]", httpx2.Client]]:
     """The command, once it is ready, and a client of it."""
+    with served_at(*options, **environment) as (process, _, url), httpx2.Client(base_url=url, timeout=60) as client:
+        assert client.get("/v1/models").status_code in (200, 401)
+        yield process, client
+
+
+@contextmanager
+def served_at(*options: str, **environment: str) -> Iterator[tuple["subprocess.Popen[str]", str, str]]:
+    """The command, once it is ready, the last word of what it serves, and its address."""
     command = [sys.executable, "-m", "inflight", "serve", "--port", "0", *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=os.environ | environment, **pipes) as process:  # type: ignore[call-overload]
@@ -34,9 +42,7 @@ def served(*options: str, **environment: str) -> Iterator[tuple["subprocess.Pope
             lines = process.stderr if "json" in options else process.stdout  # a log for collectors has this line, too
             match = next(filter(None, map(READY.search, lines)), None)
             assert match, process.stderr.read()
-            with httpx2.Client(base_url=match[2], timeout=60) as client:
-                assert client.get("/v1/models").status_code in (200, 401)
-                yield process, client
+            yield process, match[1], match[2]
         finally:
             process.kill()
 

@@ -26,7 +26,7 @@ class RequestLine:
     Attributes:
         number: of its line, from 1.
         offset, num_bytes: of its line.
-        prefix: in the order of these, requests that begin alike are neighbours.
+        prefix: in the order of these, requests for the same model that begin alike are neighbours.
     """
 
     number: int
@@ -44,8 +44,9 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Body(msgspec.Struct):
-    """What a prompt begins with, in the order in which it does."""
+    """What a prompt begins with, in the order in which it does, and which model it is for."""
 
+    model: msgspec.Raw = msgspec.Raw(b"")
     cache_salt: msgspec.Raw = msgspec.Raw(b"")
     tools: msgspec.Raw = msgspec.Raw(b"")
     system: msgspec.Raw = msgspec.Raw(b"")
@@ -127,10 +128,10 @@ def _request(line: bytes, number: int, offset: int, urls: Collection[str]) -> Re
 
 
 def _prefix(body: _Body) -> bytes:
-    """Checksums of the beginnings of a prompt, the shortest first: two prompts that begin alike have the same first
-    ones. (It is a hint about the order of work; nothing depends on it but speed.)"""
+    """Checksums of a model's name, and of the beginnings of a prompt, the shortest first: two prompts that begin alike
+    have the same first ones. (It is a hint about the order of work; nothing depends on it but speed.)"""
     text = body.text
-    checksum, start, sums = 0, 0, []
+    checksum, start, sums = 0, 0, [zlib.crc32(body.model).to_bytes(4, "big")]
     for end in PREFIX_LENGTHS:
         if end > len(text):
             break

@@ -125,8 +125,8 @@ def _serve(slots: int, port: int, opens_browser: bool) -> None:
         if opens_browser and _has_screen():
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
-    named = {name: options.pop(name) for name in ("model", "host", "port", "served_model_names")}
-    serve_model(**named, options=options, when_ready=begin)
+    named = {name: options.pop(name) for name in ("host", "port", "served_model_names")}
+    serve_model(None, **named, options=options, when_ready=begin)
 
 
 def _has_screen() -> bool:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from inflight.cli.configurable import ConfigurableCommand
+from inflight.cli.models import models_argument, named, pool_settings
 from inflight.cli.options import (
     adapters_option,
     engine_options,
     engine_values,
-    model_argument,
     quiet_libraries,
     rank_options,
     replicas_option,
@@ -30,6 +31,7 @@ from inflight.server.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
     from inflight.contracts.record import RecordTo
+    from inflight.server.models.settings import PoolSettings
 
 
 @click.command(cls=ConfigurableCommand, settings=(ServerSettings, OperatorSettings))
@@ -80,7 +82,7 @@ if TYPE_CHECKING:
     "--cors-origin", "cors_origins", multiple=True, help="Allow calls from web pages of this origin; may be repeated."
 )
 @click.option("--traces-endpoint", help="An OpenTelemetry collector's URL for traces (OTLP over HTTP).")
-@model_argument
+@models_argument
 @adapters_option
 @click.option(
     "--allow-adapter-loading", is_flag=True, default=None, help="Let clients with a key load and unload adapters."
@@ -88,9 +90,15 @@ if TYPE_CHECKING:
 @replicas_option
 @rank_options
 @engine_options
-def serve(model: str | None, host: str, port: int, served_model_names: tuple[str, ...], **options: Any) -> None:
-    """Serve a model over HTTP, with OpenAI's API. MODEL means the same as --model MODEL."""
-    serve_model(model, host, port, served_model_names, options)
+def serve(models: tuple[str, ...], host: str, port: int, served_model_names: tuple[str, ...], **options: Any) -> None:
+    """Serve a model over HTTP, with OpenAI's API. MODEL means the same as --model MODEL; several are loaded when they
+    are first asked for, and may be given as NAME=MODEL."""
+    pool = pool_settings(models, {**options, "served_model_names": served_model_names})
+    if pool is not None:
+        serve_models(pool, host, port, options)
+        return
+    name, model = named(models[0]) if models else (None, None)
+    serve_model(model, host, port, served_model_names if name is None else (name, *served_model_names), options)
 
 
 def serve_model(
@@ -107,20 +115,15 @@ def serve_model(
         options: the command's other parameters.
         when_ready: called with the server's address when the model is loaded.
     """
-    quiet_libraries()
-    if not options["trust_remote_code"]:  # a tokenizer of somebody else's may need it
-        _do_without_torch()
+    _prepare_libraries(options)
     from inflight.async_llm import AsyncLLM
     from inflight.contracts.watching import KVEvents
-    from inflight.server.operations.listener import listen
-    from inflight.server.operations.logs import set_up_logging
-    from inflight.server.operations.settings import OperatorSettings
     from inflight.server.serving.settings import ServerSettings, names_of
 
     name, *aliases = names_of(model, served_model_names)
     settings = ServerSettings(model_name=name, model_aliases=tuple(aliases), **values_for(ServerSettings, options))
-    operator_settings = OperatorSettings(**values_for(OperatorSettings, options))
-    engine = engine_values(options)
+    operator_settings = _operator_settings(options)
+    engine = _async_llm_options(options)
     for adapter in engine.get("adapters", {}):
         if adapter in (name, *aliases):
             raise click.UsageError(f"the adapter {adapter!r} has a name of the model; give it another")
@@ -128,11 +131,7 @@ def serve_model(
         if operator_settings.api_key_file is None and KEYS_VARIABLE not in os.environ:
             raise click.UsageError(f"--allow-adapter-loading needs API keys: --api-key-file, or {KEYS_VARIABLE}")
         engine.setdefault("adapters", {})
-    set_up_logging(as_json=operator_settings.log_format == "json")
-    try:
-        listener = listen(host, port, settings.max_stall)  # before anything is loaded, because it may be in use
-    except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
+    listener = _listener(host, port, settings.max_stall)  # before anything is loaded, because it may be in use
     record_to = _record_to(options["record"], options["record_size"], options["record_files"])
     llm = AsyncLLM(
         model,
@@ -140,19 +139,15 @@ def serve_model(
         record_to=record_to,
         kv_events=None if options["kv_events_config"] is None else KVEvents.parse(options["kv_events_config"]),
         **engine,
-        **_given(options, "routing", "step_timeout"),
     )
     from inflight.server.run import serve_until_told
 
     if llm.tokenizer is None:
         logging.getLogger("inflight.server").warning("%s has no tokenizer: only token ids are taken and given", name)
-    address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    address = _address(host, listener)
 
     def tell_ready() -> None:
-        if operator_settings.log_format == "json":
-            logging.getLogger("inflight.server").info("%s is served at %s", name, address)
-        else:
-            click.echo(f"inflight: {name} is served at {address}")
+        _say(operator_settings, f"{name} is served at {address}")
         when_ready(address)
 
     try:
@@ -161,6 +156,69 @@ def serve_model(
         )
     except EngineDeadError as error:
         raise click.ClickException(str(error)) from error
+
+
+def serve_models(models: "PoolSettings", host: str, port: int, options: dict[str, Any]) -> None:
+    """Run a server of several models until it is told to stop.
+
+    Args:
+        options: the command's other parameters.
+    """
+    _prepare_libraries(options)
+    from inflight.server.run import serve_models_until_told
+    from inflight.server.serving.settings import ServerSettings
+
+    settings = ServerSettings(**values_for(ServerSettings, options))
+    operator_settings = _operator_settings(options)
+    listener = _listener(host, port, settings.max_stall)
+    ready = f"{', '.join(models.models)} {'are' if len(models.models) > 1 else 'is'} served at "
+    serve_models_until_told(
+        models,
+        _async_llm_options(options),
+        settings,
+        operator_settings,
+        listener,
+        lambda: _say(operator_settings, ready + _address(host, listener)),
+        os.environ.get(KEYS_VARIABLE),
+    )
+
+
+def _prepare_libraries(options: dict[str, Any]) -> None:
+    quiet_libraries()
+    if not options["trust_remote_code"]:  # a tokenizer of somebody else's may need it
+        _do_without_torch()
+
+
+def _operator_settings(options: dict[str, Any]) -> OperatorSettings:
+    from inflight.server.operations.logs import set_up_logging
+
+    settings = OperatorSettings(**values_for(OperatorSettings, options))
+    set_up_logging(as_json=settings.log_format == "json")
+    return settings
+
+
+def _listener(host: str, port: int, max_stall: float) -> socket.socket:
+    from inflight.server.operations.listener import listen
+
+    try:
+        return listen(host, port, max_stall)
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
+
+
+def _address(host: str, listener: socket.socket) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def _say(settings: OperatorSettings, ready: str) -> None:
+    if settings.log_format == "json":
+        logging.getLogger("inflight.server").info("%s", ready)
+    else:
+        click.echo(f"inflight: {ready}")
+
+
+def _async_llm_options(options: dict[str, Any]) -> dict[str, Any]:
+    return {**engine_values(options), **_given(options, "routing", "step_timeout")}
 
 
 def _do_without_torch() -> None:

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from inflight import __version__
 from inflight.async_llm import AsyncLLM
+from inflight.batches.worker import Answerer
 from inflight.server.anthropic import endpoint as anthropic_messages
 from inflight.server.anthropic import errors as anthropic_errors
 from inflight.server.batches import batches_endpoint, files_endpoint
@@ -37,7 +38,10 @@ logger = logging.getLogger("inflight.server")
 ENDPOINTS = (completions, chat, responses)
 """Those that lines of batch files may name, and more."""
 
-OTHERS = (anthropic_messages, tokenization, adapters, files_endpoint, batches_endpoint, status)
+OF_A_MODEL = (*ENDPOINTS, anthropic_messages, tokenization)
+"""Those that a model answers."""
+
+OF_FILES = (files_endpoint, batches_endpoint)
 
 IN_WORK_FOR_EACH_SLOT = 2
 """So that another request waits when one of a batch job gives its slot back."""
@@ -79,26 +83,35 @@ def create_app(
             await llm.stop()
 
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    _add_endpoints(app, Service(llm, settings, observer, int(time.time())), *ENDPOINTS, *OTHERS)
+    _add_endpoints(app, Service(llm, settings, observer, int(time.time())), *OF_A_MODEL, adapters, *OF_FILES, status)
     jobs = None if settings.batch_dir is None else _batch_jobs(llm, settings, Path(settings.batch_dir), observer)
     app.state.batch_jobs = jobs
     return app
 
 
-def _batch_jobs(llm: AsyncLLM, settings: ServerSettings, folder: Path, observer: RequestObserver | None) -> BatchJobs:
+def background_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
+    """Return the application that answers requests of batch jobs."""
     background = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     service = Service(llm, replace(settings, request_timeout=None), None, int(time.time()), in_background=True)
     _add_endpoints(background, service, *ENDPOINTS)
+    return background
+
+
+def _batch_jobs(llm: AsyncLLM, settings: ServerSettings, folder: Path, observer: RequestObserver | None) -> BatchJobs:
     max_in_work = IN_WORK_FOR_EACH_SLOT * llm.config.max_num_seqs * llm.num_replicas
-    see = (observer or RequestObserver()).saw_batch
+    return batch_jobs(folder, AppAnswerer(background_app(llm, settings), llm), max_in_work, observer)
+
+
+def batch_jobs(folder: Path, answerer: Answerer, max_in_work: int, observer: RequestObserver | None) -> BatchJobs:
+    """Return the jobs in a folder. Raises `ValueError` if it cannot be used, or another process has it."""
     try:
-        return BatchJobs(folder, AppAnswerer(background, llm), max_in_work, see)
+        return BatchJobs(folder, answerer, max_in_work, (observer or RequestObserver()).saw_batch)
     except OSError as error:
         raise ValueError(f"the folder for batch jobs cannot be used: {error}") from error
 
 
 def _add_endpoints(app: FastAPI, service: Service, *modules: ModuleType) -> None:
-    app.state.service = service
+    app.state.service, app.state.settings = service, service.settings
     app.state.refuses_unknown_fields = service.settings.strict_fields
     app.state.responses = ResponseStore()
     for module in modules:

@@ -1,4 +1,5 @@
 """`serve_until_told`: runs the whole server in the foreground: application, operations around it, socket and engine.
+`serve_models_until_told`: the same for several models, whose engines come and go.
 
 Decides in which order they start and stop. Knows no endpoint and no command-line option.
 """
@@ -7,9 +8,13 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
 
 from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError, ModelError
@@ -18,12 +23,15 @@ from inflight.garbage_collection import spare_what_stays
 from inflight.server.app import create_app
 from inflight.server.live.endpoint import add_live_page
 from inflight.server.live.view import LiveView
+from inflight.server.models.loading import LivePage
+from inflight.server.models.served import ServedModels
+from inflight.server.models.settings import PoolSettings
 from inflight.server.operations.heads import limited_to
 from inflight.server.operations.lifecycle import Drain, DrainingServer
 from inflight.server.operations.model_reload import ModelReload
 from inflight.server.operations.open_files import allow_many_open_files
 from inflight.server.operations.settings import OperatorSettings
-from inflight.server.operations.stack import Operations
+from inflight.server.operations.stack import Operations, Surroundings
 from inflight.server.serving.settings import ServerSettings
 
 logger = logging.getLogger("inflight.server")
@@ -84,39 +92,93 @@ def serve_until_told(
     app = create_app(llm, settings, operations, end)
     if view is not None:
         add_live_page(app, view)
-    app.add_api_route("/metrics", operations.metrics.endpoint, summary="Metrics for Prometheus.")
-    app.add_api_route("/metrics", operations.metrics.endpoint, methods=["HEAD"], include_in_schema=False)
+    _add_metrics(app, operations.metrics.endpoint)
+
+    async def start() -> None:
+        await llm.start()
+        gc.collect()
+        spare_what_stays()
+        is_ready()
+
+    try:
+        _run(app, operations, ModelReload(llm), listener, start)
+    finally:
+        if view is not None:
+            view.close()
+    if losses:
+        raise losses[0]
+
+
+def serve_models_until_told(
+    models: PoolSettings,
+    options: Mapping[str, Any],
+    settings: ServerSettings,
+    operator_settings: OperatorSettings,
+    listener: socket.socket,
+    tell_ready: Callable[[], None],
+    environment_keys: str | None = None,
+) -> None:
+    """Serve several models until SIGTERM or SIGINT, each loaded when it is first asked for. SIGHUP reads API keys anew,
+    SIGUSR1 loads those anew that are loaded.
+
+    Args:
+        options: those of each engine, as `AsyncLLM` takes them.
+        listener, tell_ready, environment_keys: see `serve_until_told`.
+
+    Raises:
+        ValueError: an option is wrong, or see `Surroundings`.
+    """
+    page = None
+    if operator_settings.ui:
+        page = LivePage(lambda: surroundings.drain.is_draining, operator_settings.log_text)
+    served = ServedModels(models, options, settings, page)
+    surroundings = Surroundings(operator_settings, served.metrics, served.abort_all, environment_keys)
+    for name, observers in served.observers.items():
+        observers += [surroundings.access_log, *surroundings.traces(name)]
+    app = served.make_app()
+    _add_metrics(app, served.metrics.endpoint)
+
+    async def start() -> None:
+        tell_ready()
+
+    _run(app, surroundings, ModelReload(served), listener, start)
+
+
+def _add_metrics(app: FastAPI, endpoint: Callable[[Request], Awaitable[Response]]) -> None:
+    app.add_api_route("/metrics", endpoint, summary="Metrics for Prometheus.")
+    app.add_api_route("/metrics", endpoint, methods=["HEAD"], include_in_schema=False)
+
+
+def _run(
+    app: FastAPI,
+    surroundings: Surroundings,
+    model_reload: ModelReload,
+    listener: socket.socket,
+    start: Callable[[], Awaitable[None]],
+) -> None:
     config = uvicorn.Config(
-        operations.surround(app),
+        surroundings.surround(app),
         http=limited_to(allow_many_open_files()),
         lifespan="on",
         access_log=False,
         log_config=None,
         server_header=False,
     )
-    model_reload = ModelReload(llm)
-    on_signals = {"SIGHUP": operations.reload, "SIGUSR1": model_reload.begin}
-    server = DrainingServer(config, operations.drain, on_signals)
+    on_signals = {"SIGHUP": surroundings.reload, "SIGUSR1": model_reload.begin}
+    server = DrainingServer(config, surroundings.drain, on_signals)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         try:
-            runner.run(_serve(server, operations.drain, llm, listener, is_ready))
+            runner.run(_serve(server, surroundings.drain, listener, start))
         finally:
-            runner.run(operations.close())
-            if view is not None:
-                view.close()
-    if losses:
-        raise losses[0]
+            runner.run(surroundings.close())
 
 
 async def _serve(
-    server: DrainingServer, drain: Drain, llm: AsyncLLM, listener: socket.socket, tell_ready: Callable[[], None]
+    server: DrainingServer, drain: Drain, listener: socket.socket, start: Callable[[], Awaitable[None]]
 ) -> None:
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        await llm.start()
-        gc.collect()
-        spare_what_stays()
-        tell_ready()
+        await start()
     except (ModelError, EngineDeadError):
         if not drain.is_draining:  # otherwise it was told to stop while loading
             server.should_exit = True

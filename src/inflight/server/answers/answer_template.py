@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 from transformers.utils.chat_parsing import response_templates as hf
@@ -50,6 +51,7 @@ class AnswerTemplate:
         self._exact = hf.load_response_template(self._template)
         self._lax = hf.load_response_template(_as_texts(self._template))
         self._without_calls = hf.load_response_template(_as_texts(self._template, without=CALLS))
+        self._special_token_ids: WeakKeyDictionary[Tokenizer, frozenset[int]] = WeakKeyDictionary()
 
     @property
     def has_thoughts(self) -> bool:
@@ -66,9 +68,14 @@ class AnswerTemplate:
         """How calls are written, for grammars; None: that is not known."""
         return None if self._family is None else self._family.call_format
 
-    @lru_cache(maxsize=8)  # noqa: B019  # there are as many templates as models, and they are kept anyway
     def special_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The special tokens among the marks of thoughts, content and calls."""
+        known = self._special_token_ids.get(tokenizer)
+        if known is None:
+            known = self._special_token_ids[tokenizer] = self._found_special_token_ids(tokenizer)
+        return known
+
+    def _found_special_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         patterns = []
         for field in self._exact.fields.values():
             if field.open_re is not None:

@@ -12,7 +12,7 @@ from inflight.batches.files import NewFile, StoredFile
 from inflight.server.batches.jobs import BatchJobs, check_parameters, jobs_of, owner_of
 from inflight.server.batches.page import page_of
 from inflight.server.batches.upload import Form, receive_form
-from inflight.server.serving.service import service_of
+from inflight.server.serving.service import settings_of
 from inflight.server.wire.api_errors import ApiError
 
 router = APIRouter()
@@ -43,7 +43,7 @@ UPLOAD = {
 @router.post("/v1/files", openapi_extra=UPLOAD)
 async def upload(request: Request) -> Response:
     """Store a file of requests for a batch job."""
-    jobs, settings = jobs_of(request), service_of(request).settings
+    jobs, settings = jobs_of(request), settings_of(request)
     content_type = request.headers.get("content-type", "")
     try:
         new = await asyncio.to_thread(jobs.files.create)

@@ -1,5 +1,6 @@
 """The live page and what it asks for. Everything here changes nothing."""
 
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,12 +42,22 @@ def add_live_page(app: FastAPI, view: LiveView) -> None:
     app.state.live = view
     app.state.service.keeps_texts = view.shows_texts
     app.include_router(router)
+    add_page(app, page)
+
+
+def add_page(app: FastAPI, page: Callable[..., Awaitable[Response]]) -> None:
+    """Let an application serve the page itself.
+
+    Args:
+        page: the endpoint that answers with it.
+    """
     for path in ("/", "/docs"):
-        app.add_api_route(path, _page, methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_api_route(path, page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/ui", _Files(directory=STATIC))
 
 
-async def _page() -> Response:
+async def page() -> Response:
+    """The page."""
     return FileResponse(STATIC / "index.html", headers=HEADERS)
 
 

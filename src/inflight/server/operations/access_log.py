@@ -14,7 +14,7 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight.contracts.outputs import RequestOutput
-from inflight.server.operations.answered import run_watched
+from inflight.server.operations.answered import model_of, run_watched
 from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.paths import is_work, path_of
 from inflight.server.serving.observer import EndReason, RequestObserver
@@ -92,6 +92,8 @@ def _write(scope: Scope, status: int, seconds: float, generated: _Generated) -> 
         "seconds": round(seconds, 6),
         "client": client[0] if client else None,
     }
+    if (model := model_of(scope)) is not None:
+        fields["model"] = model
     if generated.finish_reasons:
         fields["finish_reasons"] = generated.finish_reasons
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):

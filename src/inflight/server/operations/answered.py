@@ -6,6 +6,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.server.wire.api_errors import CLIENT_CLOSED_REQUEST
 
+MODEL = "model"
+"""The key in a request's state for the name of the model that it was handed to, where there are several."""
+
+
+def model_of(scope: Scope) -> str | None:
+    """Return the name of that model; None: there is one only, or the request came to none."""
+    name: str | None = scope.get("state", {}).get(MODEL)
+    return name
+
 
 async def run_watched(
     app: ASGIApp, scope: Scope, receive: Receive, send: Send, answered: Callable[[int], None]

@@ -61,22 +61,34 @@ class EngineMetrics:
             "inflight:engine_crashes", "How often an engine died.", LABELS[:1], registry=registry
         ).labels(model_name)
         self._num_crashes_seen = 0
+        self._cache_info: Gauge | None = None
         self._last: dict[int, EngineStats] = {}
         self._seen: set[int] = {0}
         for _, counter in self._counters:
             counter.labels(model_name, "0")  # there from the start
 
     def describe_cache(self, info: ModelInfo, num_engines: int) -> None:
-        """Report how the cache of each engine is made; call it once one is loaded."""
+        """Report how the cache of each engine is made; call it when one is loaded."""
         labels = {
             "block_size": info.block_size,
             "num_gpu_blocks": info.num_blocks,  # vLLM's name, wherever they are
             "enable_prefix_caching": info.can_share_prefixes,
         }
-        what = "How the cache is made."
-        known = Gauge("vllm:cache_config_info", what, [*LABELS, *labels], registry=self._registry)
+        if self._cache_info is None:
+            what = "How the cache is made."
+            self._cache_info = Gauge("vllm:cache_config_info", what, [*LABELS, *labels], registry=self._registry)
+        self._cache_info.clear()
         for number in range(num_engines):
-            known.labels(self._model_name, str(number), *map(str, labels.values())).set(1)
+            self._cache_info.labels(self._model_name, str(number), *map(str, labels.values())).set(1)
+
+    def forget(self) -> None:
+        """There are no engines any more, and so nothing that they hold. Others, which count from 0, may come later."""
+        self._last.clear()
+        self._seen = {0}
+        for gauge in (self._up, self._num_running, self._num_waiting, *self._cache_usage, self._blocks):
+            gauge.clear()
+        if self._cache_info is not None:
+            self._cache_info.clear()
 
     def take_in(self, stats: Mapping[int, EngineStats | None], num_crashes: int) -> None:
         """Report what engines have answered; see `ReadStats`."""

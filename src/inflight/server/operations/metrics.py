@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -25,12 +26,16 @@ from inflight.server.operations.adapter_metrics import AdapterMetrics
 from inflight.server.operations.answered import run_watched
 from inflight.server.operations.batch_metrics import BatchMetrics
 from inflight.server.operations.engine_metrics import EngineMetrics, ReadStats
+from inflight.server.operations.exposition import Together
 from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.paths import OPERATOR_PATHS, path_of
 from inflight.server.serving.observer import EndReason, RequestObserver
 
 SECONDS_FOR_ENGINE = 1.0
 """How long a scrape waits for the engine, which answers between two steps."""
+
+PROCESS = ProcessCollector(registry=None)
+"""What this process takes."""
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
@@ -65,7 +70,7 @@ class _Running:
 
 
 class Metrics(Middleware, RequestObserver):
-    """All metrics of one server, in a registry of their own; an observer of its requests.
+    """All metrics of one model, in a registry of their own; an observer of its requests.
 
     Args:
         model_name: the metrics' `model_name` label.
@@ -74,6 +79,7 @@ class Metrics(Middleware, RequestObserver):
 
     Attributes:
         engines: the part of the metrics that engines count.
+        registry: where all of them are.
     """
 
     def __init__(
@@ -87,15 +93,14 @@ class Metrics(Middleware, RequestObserver):
         self._count_crashes = count_crashes
         self._scraping = asyncio.Lock()
         self._running: dict[str, _Running] = {}
-        self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)
-        self.engines = EngineMetrics(model_name, self._registry)
+        self.registry = CollectorRegistry()
+        self.engines = EngineMetrics(model_name, self.registry)
         self._request_metrics()
-        self._batches = BatchMetrics(model_name, self._registry)
+        self._batches = BatchMetrics(model_name, self.registry)
 
     def describe_adapters(self, most: int) -> None:
         """Report which adapters requests have, of which so many run at once; call it where there may be any."""
-        self._registry.register(AdapterMetrics(most, self._adapters))
+        self.registry.register(AdapterMetrics(most, self._adapters))
 
     def _adapters(self) -> Iterator[tuple[str, bool]]:
         """The adapter of each request that has one, and whether it has got its first token."""
@@ -140,8 +145,7 @@ class Metrics(Middleware, RequestObserver):
         ends = self._counters("vllm:request_success", "Finished requests, by how they ended.", "finished_reason")
         self._ends = {each: ends.labels(self._model_name, each) for each in ("stop", "length", "abort", "error")}
         self._aborts = self._counters("inflight:request_aborts", "Requests that ended early, by reason.", "reason")
-        what = "Answered HTTP requests; path is the route's, status is 499 if the client left before the answer."
-        self._http_requests = self._counters("inflight:http_requests", what, "method", "path", "status")
+        self._http_requests = http_requests(self.registry)
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -212,14 +216,11 @@ class Metrics(Middleware, RequestObserver):
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """See `Middleware`."""
 
-        def answered(status: int) -> None:
-            # Only known methods and routes become labels: clients could invent any number of others.
-            method = scope["method"] if scope["method"] in METHODS else "other"
-            path = path_of(scope)
-            path = getattr(scope.get("route"), "path", path if path in OPERATOR_PATHS else "other")
-            self._http_requests.labels(self._model_name, method, path, str(status)).inc()
+        await run_watched(app, scope, receive, send, partial(self.count_answer, scope))
 
-        await run_watched(app, scope, receive, send, answered)
+    def count_answer(self, scope: Scope, status: int) -> None:
+        """An HTTP request was answered."""
+        self._http_requests.labels(self._model_name, *request_labels(scope), str(status)).inc()
 
     # ------------------------------------------------------------------------------------- scrapes
 
@@ -230,21 +231,39 @@ class Metrics(Middleware, RequestObserver):
     async def scrape(self) -> bytes:
         """Return all metrics in the text format. If an engine does not answer in time, its gauges keep their values; if
         it does not run, they become 0."""
+        await self.update()
+        return generate_latest(Together([PROCESS, self.registry]))
+
+    async def update(self) -> None:
+        """Ask the engines what they have counted."""
         async with self._scraping:  # so that the engines' answers are processed in their order
             self.engines.take_in(await self._read_stats(SECONDS_FOR_ENGINE), self._count_crashes())
-        return generate_latest(self._registry)
 
     # ------------------------------------------------------------------------------------- kinds
 
     def _counters(self, name: str, what: str, *labels: str) -> Counter:
         """Return one counter for each combination of labels, of which the first is `model_name`."""
-        return Counter(name, what, ["model_name", *labels], registry=self._registry)
+        return Counter(name, what, ["model_name", *labels], registry=self.registry)
 
     def _histogram(self, name: str, what: str, buckets: Sequence[float], older_name: str | None = None) -> Histogram:
-        made = Histogram(name, what, ["model_name"], registry=self._registry, buckets=buckets)
+        made = Histogram(name, what, ["model_name"], registry=self.registry, buckets=buckets)
         if older_name is not None:
-            self._registry.register(_OlderName(made, older_name))
+            self.registry.register(_OlderName(made, older_name))
         return made.labels(self._model_name)
+
+
+def http_requests(registry: CollectorRegistry) -> Counter:
+    """Make the counter of HTTP requests."""
+    what = "Answered HTTP requests; path is the route's, status is 499 if the client left before the answer."
+    return Counter("inflight:http_requests", what, ["model_name", "method", "path", "status"], registry=registry)
+
+
+def request_labels(scope: Scope) -> tuple[str, str]:
+    """Return method and path of a request as labels. Only known methods and routes are some: clients could invent any
+    number of others."""
+    method = scope["method"] if scope["method"] in METHODS else "other"
+    path = path_of(scope)
+    return method, getattr(scope.get("route"), "path", path if path in OPERATOR_PATHS else "other")
 
 
 class _OlderName(Collector):

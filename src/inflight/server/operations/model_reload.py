@@ -3,17 +3,24 @@
 import asyncio
 import logging
 import time
+from typing import Protocol
 
-from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError, ModelError
 
 logger = logging.getLogger("inflight.server")
 
 
+class Reloadable(Protocol):
+    """What is served."""
+
+    async def reload_weights(self) -> None:
+        """See `AsyncLLM.reload_weights`."""
+
+
 class ModelReload:
     """At most one at a time; what is asked for meanwhile is done afterwards, once."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: Reloadable) -> None:
         self._llm = llm
         self._running: asyncio.Task[None] | None = None
         self._is_asked_again = False

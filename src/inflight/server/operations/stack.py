@@ -21,6 +21,7 @@ from inflight.server.operations.engine_metrics import ReadStats
 from inflight.server.operations.lifecycle import Drain
 from inflight.server.operations.limits import BodyLimit, ConcurrencyLimit
 from inflight.server.operations.metrics import Metrics
+from inflight.server.operations.middleware import Middleware
 from inflight.server.operations.request_ids import RequestIds
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.tracing import Tracing, exporting_provider
@@ -32,20 +33,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("inflight.server")
 
 
-class Operations(Observers):
-    """The operations around one server. Must be registered as the observer of the server's requests.
+class Surroundings:
+    """The operations around one server, whatever it serves.
 
     Args:
-        model_name: the model's name in metrics and traces.
-        read_stats: asks the engines, as `AsyncLLM.replica_stats` does.
+        metrics: counts the server's answers.
         abort_all: ends all running requests; see `Drain`.
         environment_keys: more API keys from an environment variable, separated by commas.
-        count_crashes: see `Metrics`.
-        observers: who else hears of the server's requests.
 
     Attributes:
         drain: for `DrainingServer`.
-        metrics: its `endpoint` must answer `/metrics`.
+        access_log: must be one of the server's observers.
 
     Raises:
         ValueError: the API keys are invalid, or traces are requested without their library.
@@ -54,28 +52,28 @@ class Operations(Observers):
     def __init__(
         self,
         settings: OperatorSettings,
-        model_name: str,
-        read_stats: ReadStats,
+        metrics: Middleware,
         abort_all: Callable[[], Awaitable[None]] | None = None,
         environment_keys: str | None = None,
-        count_crashes: Callable[[], int] = lambda: 0,
-        observers: Iterable[RequestObserver] = (),
     ) -> None:
         self.drain = Drain(settings.grace_period, abort_all)
-        self.metrics = Metrics(model_name, read_stats, count_crashes)
-        self._settings = settings
-        self._access_log = AccessLog(with_text=settings.log_text)
+        self.access_log = AccessLog(with_text=settings.log_text)
+        self._settings, self._around = settings, metrics
         file = None if settings.api_key_file is None else Path(settings.api_key_file)
         self._read_keys = partial(read_api_keys, settings.api_keys, file, environment_keys)
         keys = self._read_keys()
         self._api_keys = ApiKeys(keys) if keys else None
-        super().__init__([self._access_log, self.metrics, *observers])
         self._provider: TracerProvider | None = None
         self._tracing: Tracing | None = None
         if settings.traces_endpoint is not None:
             self._provider = exporting_provider(settings.traces_endpoint)
-            self._tracing = Tracing(model_name, self._provider)
-            self.observers.append(self._tracing)
+
+    def traces(self, model_name: str) -> list[RequestObserver]:
+        """Who must hear of a model's requests, so that there are traces of them; nobody if there are to be none."""
+        if self._provider is None:
+            return []
+        self._tracing = Tracing(model_name, self._provider)  # as a middleware, any will do
+        return [self._tracing]
 
     def surround(self, app: ASGIApp) -> ASGIApp:
         """Return the application with all operations around it."""
@@ -94,7 +92,7 @@ class Operations(Observers):
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "request-id", "retry-after"],
             )
-        app = self._access_log.middleware(self.metrics.middleware(app))
+        app = self.access_log.middleware(self._around.middleware(app))
         if self._tracing is not None:
             app = self._tracing.middleware(app)
         return RequestIds().middleware(app)
@@ -116,3 +114,32 @@ class Operations(Observers):
         """Send the remaining traces. Await it when the server has ended."""
         if self._provider is not None:
             await asyncio.to_thread(self._provider.shutdown)
+
+
+class Operations(Surroundings, Observers):
+    """The operations around a server of one model. Must be registered as the observer of the server's requests.
+
+    Args:
+        model_name: the model's name in metrics and traces.
+        read_stats: asks the engines, as `AsyncLLM.replica_stats` does.
+        count_crashes: see `Metrics`.
+        observers: who else hears of the server's requests.
+        abort_all, environment_keys: see `Surroundings`.
+
+    Attributes:
+        metrics: its `endpoint` must answer `/metrics`.
+    """
+
+    def __init__(
+        self,
+        settings: OperatorSettings,
+        model_name: str,
+        read_stats: ReadStats,
+        abort_all: Callable[[], Awaitable[None]] | None = None,
+        environment_keys: str | None = None,
+        count_crashes: Callable[[], int] = lambda: 0,
+        observers: Iterable[RequestObserver] = (),
+    ) -> None:
+        self.metrics = Metrics(model_name, read_stats, count_crashes)
+        Surroundings.__init__(self, settings, self.metrics, abort_all, environment_keys)
+        Observers.__init__(self, [self.access_log, self.metrics, *observers, *self.traces(model_name)])

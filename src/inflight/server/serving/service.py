@@ -216,3 +216,9 @@ def service_of(request: Request) -> Service:
     """Return the `Service` of the request's application."""
     service: Service = request.app.state.service
     return service
+
+
+def settings_of(request: Request) -> ServerSettings:
+    """Return the settings of the request's application, which may have no model of its own."""
+    settings: ServerSettings = request.app.state.settings
+    return settings

@@ -77,13 +77,18 @@ class _JsonRequest(Request):
         try:
             given = msgspec.json.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f"the body is not JSON: {_reason(body, error)}") from error
+            raise not_json(body, error) from error
         if self._model is None:
             return given
         try:
             return self._model.model_validate(given, context=self.reading)
         except ValidationError as error:
             raise ApiError.of_validation(error.errors(include_url=False)) from error
+
+
+def not_json(body: bytes, error: Exception) -> ApiError:
+    """Return the answer to a body that could not be decoded."""
+    return ApiError(400, f"the body is not JSON: {_reason(body, error)}")
 
 
 def _num_values(body: bytes, start: int) -> int:

@@ -1,7 +1,7 @@
 // The page: its head, its tabs, and the key that a server may ask for.
 import { html, render, useEffect, useState } from "./html.js";
 import { live, useLive } from "./live.js";
-import { get, setKey } from "./server.js";
+import { MODEL, get, setKey } from "./server.js";
 import { Now } from "./now.js";
 import { Step } from "./step.js";
 import { Playground } from "./playground.js";
@@ -44,6 +44,21 @@ function Theme() {
 function Status({ status, error }) {
   const words = { open: "live", connecting: "connecting …", waiting: "not connected, trying again", "needs a key": "needs a key" };
   return html`<span class="status ${status.replaceAll(" ", "-")}" role="status" title=${error}>${words[status] ?? status}</span>`;
+}
+
+// The model that is shown, where there are several: a page for each of them.
+function Models({ status }) {
+  const [cards, setCards] = useState([]);
+  useEffect(() => {
+    get("v1/models").then((list) => setCards(list.data), () => {});
+  }, [status]);
+  const show = (event) => (location.search = new URLSearchParams({ model: event.target.value }));
+  return html`<label class="model">
+    <span class="hidden">Model</span>
+    <select value=${MODEL} onChange=${show}>
+      ${cards.map((card) => html`<option key=${card.id} value=${card.id}>${card.id} (${card.status.value})</option>`)}
+    </select>
+  </label>`;
 }
 
 function Key({ onKey, error }) {
@@ -92,7 +107,7 @@ function App() {
   return html`
     <header>
       <h1><img src="ui/icon.svg" alt="" width="26" height="26" /> inflight</h1>
-      <span class="model">${about?.model ?? ""}</span>
+      ${MODEL ? html`<${Models} status=${status} />` : html`<span class="model">${about?.model ?? ""}</span>`}
       <${Status} status=${status} error=${error} />
       <${Theme} />
       <nav role="tablist" aria-label="Views" onKeyDown=${move}>

@@ -1,6 +1,6 @@
 // Chats and completions, several at once side by side, so that batching is seen.
 import { html, useRef, useState } from "./html.js";
-import { ServerError, address, stream } from "./server.js";
+import { ServerError, address, forModel, stream } from "./server.js";
 import { addText, remember } from "./own_requests.js";
 import { rate, seconds } from "./numbers.js";
 
@@ -196,7 +196,7 @@ export function Playground({ about }) {
   };
 
   const requestOf = (column, messages) => {
-    const body = bodyOf(settings, mode);
+    const body = forModel(bodyOf(settings, mode));
     if (mode === "completion") return { ...body, prompt: column.text };
     const system = settings.system ? [{ role: "system", content: settings.system }] : [];
     return { ...body, messages: [...system, ...messages] };

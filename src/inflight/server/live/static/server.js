@@ -4,6 +4,9 @@ import { createParser } from "./vendor/eventsource-parser.js";
 const KEY = "inflight-api-key";
 const ROOT = new URL(".", document.baseURI);
 
+// Which of several models the page shows; null where there is one.
+export const MODEL = new URLSearchParams(location.search).get("model");
+
 export class ServerError extends Error {
   constructor(status, message) {
     super(message);
@@ -17,7 +20,14 @@ export function setKey(key) {
 }
 
 export function address(path) {
-  return new URL(path, ROOT).href;
+  const url = new URL(path, ROOT);
+  if (MODEL && path.startsWith("live/")) url.searchParams.set("model", MODEL);
+  return url.href;
+}
+
+// A request for the model that the page shows.
+export function forModel(body) {
+  return MODEL ? { model: MODEL, ...body } : body;
 }
 
 async function ask(path, options = {}) {

@@ -1,0 +1,124 @@
+"""Which models a server is to have: one or several MODEL arguments or `--model` options, each with a name if given."""
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from inflight.cli.help import Option
+from inflight.cli.options import MODEL, Command, size
+
+if TYPE_CHECKING:
+    from inflight.server.models.settings import PoolSettings
+
+NAME = re.compile(r"[A-Za-z0-9][\w.:-]*(/[\w.:-]+)?", re.ASCII)
+
+ONE_MODEL_ONLY = {
+    "served_model_names": ("--served-model-name", "names are given as NAME=MODEL"),
+    "tokenizer": ("--tokenizer", "each model has its own"),
+    "record": ("--record", "steps of one model are recorded"),
+    "kv_events_config": ("--kv-events-config", "one model's prefix cache is told of"),
+    "rank_address": ("--rank-address", "ranks of one model join there"),
+    "adapters": ("--adapter", "adapters are of one model"),
+    "allow_adapter_loading": ("--allow-adapter-loading", "adapters are of one model"),
+}
+"""Options that do not go with several models: how they are called, and why."""
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+def duration(text: str) -> float:
+    """Seconds: 90, 90s, 10m or 1.5h. Raises `click.BadParameter`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise click.BadParameter(f"{text!r} is no time; give seconds, or a number with a unit, such as 90s, 10m or 1h")
+    return float(match[1]) * _UNITS[match[2].lower()]
+
+
+class _ModelName(click.ParamType[str]):
+    """A model; in a variable there may be several, separated by commas."""
+
+    name = "text"
+    envvar_list_splitter = ","
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value).strip()
+
+
+def models_argument(command: Command) -> Command:
+    """Add `--model`, and arguments that mean the same, to a command that has no other arguments."""
+
+    @click.argument("model_argument", metavar="[MODEL]...", nargs=-1)
+    @click.option(
+        "--model",
+        "-m",
+        cls=Option,
+        heading=MODEL,
+        multiple=True,
+        type=_ModelName(),
+        help="Hub id, folder or GGUF file of a model, or NAME=MODEL; repeat for more.  "
+        "[default: the small embedded model]",
+    )
+    @click.option(
+        "--max-loaded-models",
+        cls=Option,
+        heading=MODEL,
+        type=click.IntRange(min=1),
+        help="Of several models, how many are in memory at once.  [default: all]",
+    )
+    @click.option(
+        "--max-loaded-memory",
+        cls=Option,
+        heading=MODEL,
+        type=size,
+        help="Memory that loaded models may take together; units such as 24GiB are known.  "
+        "[default: what is free at the start]",
+    )
+    @click.option(
+        "--idle-unload",
+        cls=Option,
+        heading=MODEL,
+        type=duration,
+        help="Unload a model that nobody has used for so long, such as 10m or 1h.  [default: never]",
+    )
+    @functools.wraps(command)
+    def with_models(*args: Any, model: Sequence[str], model_argument: Sequence[str], **options: Any) -> Any:
+        source = click.get_current_context().get_parameter_source("model")
+        if model_argument and source is not ParameterSource.COMMANDLINE:
+            model = ()  # from a file, or a variable
+        return command(*args, models=(*model_argument, *model), **options)
+
+    return with_models  # type: ignore[return-value]
+
+
+def named(given: str) -> tuple[str | None, str]:
+    """A model's name and what it stands for; None: it was given without one."""
+    name, equals, model = given.partition("=")
+    if equals and model and NAME.fullmatch(name) and not Path(given).expanduser().exists():
+        return name, model
+    return None, given
+
+
+def pool_settings(models: Sequence[str], options: Mapping[str, Any]) -> "PoolSettings | None":
+    """The settings of a server whose models come and go; None: it has one that stays. Raises `click.UsageError`."""
+    if len(models) < 2 and options["idle_unload"] is None:
+        return None
+    from inflight.server.models.settings import PoolSettings
+    from inflight.server.serving.settings import names_of
+
+    for option, (flag, reason) in ONE_MODEL_ONLY.items():
+        if options[option]:
+            raise click.UsageError(f"{flag} goes neither with several models nor with --idle-unload: {reason}")
+    of_name: dict[str, str | None] = {}
+    given: list[tuple[str | None, str | None]] = [named(each) for each in models]
+    for name, model in given or [(None, None)]:
+        own = names_of(model)[0] if name is None else name
+        if own in of_name:
+            raise click.UsageError(f"there are two models called {own!r}; give one of them another name: NAME=MODEL")
+        of_name[own] = model
+    limits = {name: options[name] for name in ("max_loaded_models", "max_loaded_memory", "idle_unload")}
+    return PoolSettings(models=of_name, **limits)

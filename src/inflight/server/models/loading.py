@@ -1,0 +1,150 @@
+"""`ServedModel`: a model that is loaded, with the applications that answer by it. `ModelLoad` makes one, and ends it.
+
+What outlives a load is kept here: what is known of the model, and how often its engines have died.
+"""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from inflight.async_llm import AsyncLLM
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.record import EngineStats
+from inflight.server.app import background_app, create_app
+from inflight.server.live.endpoint import add_live_page
+from inflight.server.live.view import LiveView
+from inflight.server.models.memory import bytes_when_loaded
+from inflight.server.responses.store import ResponseStore
+from inflight.server.serving.observer import Observers
+from inflight.server.serving.service import Service
+from inflight.server.serving.settings import ServerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that is loaded.
+
+    Attributes:
+        app: answers requests of clients by it.
+        background: answers those of batch jobs.
+        num_bytes: the memory that it takes.
+    """
+
+    llm: AsyncLLM
+    service: Service
+    app: ASGIApp
+    background: ASGIApp
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LivePage:
+    """What the live page needs to know of the server.
+
+    Attributes:
+        is_ending: whether the server is about to end.
+        shows_texts: whether everybody with a key may see prompts and answers.
+    """
+
+    is_ending: Callable[[], bool]
+    shows_texts: bool
+
+
+class ModelLoad:
+    """Loads one model, any number of times; see `pool.Load`.
+
+    Args:
+        make: begins to start its engine. It takes a while.
+        settings: with its name.
+        responses: those of all models: a conversation may go on with another one.
+        page: of the server; None: it has no live page.
+
+    Attributes:
+        info: what the last load has found out; None: there was none.
+        observer: hears of its requests.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], AsyncLLM],
+        settings: ServerSettings,
+        responses: ResponseStore,
+        page: LivePage | None = None,
+    ) -> None:
+        self.info: ModelInfo | None = None
+        self.observer = Observers([])
+        self._make, self._settings, self._responses, self._page = make, settings, responses, page
+        self._llm: AsyncLLM | None = None
+        self._num_earlier_crashes = 0
+
+    @asynccontextmanager
+    async def __call__(self, lose: Callable[[Exception], None]) -> AsyncIterator[ServedModel]:
+        """See `pool.Load`."""
+        llm = self._llm = await _made(self._make)
+        is_loaded = False
+
+        def on_loss(error: Exception) -> None:
+            if is_loaded:
+                lose(error)
+
+        try:
+            app = create_app(llm, self._settings, self.observer, on_loss)
+            app.state.responses = self._responses
+            async with app.router.lifespan_context(app), self._seen(llm, app):
+                await llm.start()
+                self.info, is_loaded = llm.model_info, True
+                num_bytes = bytes_when_loaded(llm.model_info, llm.num_replicas)
+                yield ServedModel(llm, app.state.service, app, background_app(llm, self._settings), num_bytes)
+        finally:
+            self._llm, self._num_earlier_crashes = None, self.num_crashes
+            await llm.stop()
+            # A tokenizer may be large, and is in the application's cycles: collect them once nobody holds it any more.
+            asyncio.get_running_loop().call_soon(gc.collect)
+
+    @asynccontextmanager
+    async def _seen(self, llm: AsyncLLM, app: FastAPI) -> AsyncIterator[None]:
+        """Let the live page see a model until the block ends."""
+        if self._page is None:
+            yield
+            return
+        page, is_ending = self._page, False
+        view = LiveView(llm, is_ending=lambda: is_ending or page.is_ending(), shows_texts=page.shows_texts)
+        add_live_page(app, view)
+        self.observer.observers.append(view.history)
+        try:
+            yield
+        finally:
+            is_ending = True
+            self.observer.observers.remove(view.history)
+            view.close()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has engines, or will have them when they are loaded."""
+        return self._llm is not None
+
+    @property
+    def num_crashes(self) -> int:
+        """How often its engines have died."""
+        return self._num_earlier_crashes + (0 if self._llm is None else self._llm.num_crashes)
+
+    async def replica_stats(self, seconds: float | None = None) -> Mapping[int, EngineStats | None]:
+        """As `AsyncLLM.replica_stats`; nothing while it is not loaded."""
+        return {} if self._llm is None else await self._llm.replica_stats(seconds)
+
+
+async def _made(make: Callable[[], AsyncLLM]) -> AsyncLLM:
+    """Begin to start an engine, beside the event loop; if nobody waits for it any more, stop it again."""
+    making = asyncio.ensure_future(asyncio.to_thread(make))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        await asyncio.wait({making})
+        if making.exception() is None:
+            await making.result().stop()
+        raise

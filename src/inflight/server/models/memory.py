@@ -1,0 +1,60 @@
+"""What a model takes of the machine's memory: a guess before it is loaded, and what is known after that.
+
+An engine has weights, a cache of keys and values, and itself (docs/guides/memory.md). A cache counts whole, as it grows
+to its limit. A draft model does not count.
+"""
+
+import os
+from pathlib import Path
+
+from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
+from inflight.contracts.model_info import ModelInfo
+from inflight.gguf.parts import parts_of
+from inflight.machine import usable_memory
+
+PEAK_OF_LOADING = 1.6
+"""While a model is loaded, it takes so many times its weights."""
+
+BYTES_OF_PROCESS = 2**29
+"""Torch, Python and kernels."""
+
+WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt")
+"""Files of weights in a folder; what comes first counts."""
+
+
+def cache_limit(config: EngineConfig, num_engines: int) -> int | None:
+    """The memory of one engine's cache, if so many may run at once: unless an option says it, they share what a single
+    one would take. None: it is given in blocks, whose size only the engine knows."""
+    if config.kv_cache_memory is not None or config.num_blocks is not None:
+        return config.kv_cache_memory
+    return int(usable_memory() * CACHE_SHARE_OF_HOST / num_engines)
+
+
+def bytes_before_load(model: str | os.PathLike[str], cache_bytes: int, num_engines: int = 1) -> int:
+    """The most that a model is expected to take while it is loaded, and afterwards.
+
+    Args:
+        cache_bytes: the limit of one engine's cache.
+    """
+    return int(PEAK_OF_LOADING * weight_bytes(model)) + num_engines * (cache_bytes + BYTES_OF_PROCESS)
+
+
+def bytes_when_loaded(info: ModelInfo, num_engines: int = 1) -> int:
+    """The most that a model takes that is loaded."""
+    num_blocks = info.num_blocks // max(1, len(info.cache_groups))
+    cache_bytes = num_blocks * info.block_size * info.kv_bytes_per_token
+    return sum(each.num_bytes for each in info.weights) + num_engines * (cache_bytes + BYTES_OF_PROCESS)
+
+
+def weight_bytes(model: str | os.PathLike[str]) -> int:
+    """The size of a model's weights in its folder, or in its file; 0 if it lies elsewhere."""
+    path = Path(os.path.expanduser(model))
+    if path.is_file():
+        parts = [path.with_name(name) for name in parts_of(path.name)]
+        return sum(part.stat().st_size for part in parts if part.is_file())
+    if not path.is_dir():
+        return 0
+    for pattern in WEIGHTS:
+        if files := list(path.glob(pattern)):
+            return sum(file.stat().st_size for file in files)
+    return 0

@@ -1,0 +1,119 @@
+"""`PoolMetrics`: the metrics of all models, each under its name, and how often they were loaded and unloaded."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, get_args
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from inflight.batches.batch import Batch
+from inflight.server.models.loading import ModelLoad, ServedModel
+from inflight.server.models.pool import Load, ModelPool
+from inflight.server.models.roster import State
+from inflight.server.operations.answered import model_of, run_watched
+from inflight.server.operations.batch_metrics import BatchMetrics
+from inflight.server.operations.exposition import Together
+from inflight.server.operations.metrics import PROCESS, Metrics, http_requests, request_labels
+from inflight.server.operations.middleware import Middleware
+from inflight.server.serving.observer import RequestObserver
+
+NO_MODEL = ""
+"""The label of what belongs to no model: requests that named none, and batch jobs."""
+
+
+class PoolMetrics(Middleware, RequestObserver):
+    """As a middleware, counts answers; as an observer, batch jobs.
+
+    Attributes:
+        of: the metrics of each model; each must be one of the observers of its requests.
+    """
+
+    def __init__(self, loads: Mapping[str, ModelLoad]) -> None:
+        self._loads = loads
+        self.of = {name: _metrics(name, load) for name, load in loads.items()}
+        self._registry = CollectorRegistry()
+        self._http_requests = http_requests(self._registry)
+        self._batches = BatchMetrics(NO_MODEL, self._registry)
+
+    def see(self, pool: ModelPool[ServedModel]) -> None:
+        """Report what a pool does."""
+        self._registry.register(Loads(pool))
+
+    def counted(self, name: str, load: Load[ServedModel]) -> Load[ServedModel]:
+        """A load whose engines are counted: each from its start, and to its end."""
+        metrics = self.of[name]
+
+        @asynccontextmanager
+        async def counted_load(lose: Callable[[Exception], None]) -> AsyncIterator[ServedModel]:
+            async with load(lose) as model:
+                metrics.engines.describe_cache(model.llm.model_info, model.llm.num_replicas)
+                try:
+                    yield model
+                finally:
+                    await metrics.update()
+                    metrics.engines.forget()
+
+        return counted_load
+
+    def saw_batch(self, batch: Batch) -> None:
+        """See `RequestObserver`."""
+        self._batches.see(batch)
+
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Middleware`."""
+        await run_watched(app, scope, receive, send, partial(self._count_answer, scope))
+
+    def _count_answer(self, scope: Scope, status: int) -> None:
+        name = model_of(scope)
+        if name is not None:
+            self.of[name].count_answer(scope, status)
+        else:
+            self._http_requests.labels(NO_MODEL, *request_labels(scope), str(status)).inc()
+
+    async def endpoint(self, request: Request) -> Response:
+        """Answer `/metrics`."""
+        await asyncio.gather(*(self.of[name].update() for name, load in self._loads.items() if load.is_running))
+        together = Together([PROCESS, self._registry, *(metrics.registry for metrics in self.of.values())])
+        return Response(generate_latest(together), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+def _metrics(name: str, load: ModelLoad) -> Metrics:
+    return Metrics(name, load.replica_stats, lambda: load.num_crashes)
+
+
+class Loads(Collector):
+    """What a pool has counted."""
+
+    def __init__(self, pool: ModelPool[Any]) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[Metric]:
+        pool = self._pool
+        what = "1 for the state that a model is in, and 0 for the others."
+        states = GaugeMetricFamily("inflight:model_state", what, labels=["model_name", "state"])
+        for name in pool:
+            for state in get_args(State):
+                states.add_metric([name, state], float(pool.entry(name).state == state))
+        yield states
+        for metric, what, counts in (
+            ("inflight:model_loads", "How often a model was loaded.", pool.num_loads),
+            ("inflight:model_load_failures", "How often a model could not be loaded.", pool.num_failures),
+            ("inflight:model_unloads", "How often a model was unloaded.", pool.num_unloads),
+        ):
+            family = CounterMetricFamily(metric, what, labels=["model_name"])
+            for name, number in counts.items():
+                family.add_metric([name], number)
+            yield family
+        what = "How long a model's last load took."
+        seconds = GaugeMetricFamily("inflight:model_load_seconds", what, labels=["model_name"])
+        for name, last in pool.load_seconds.items():
+            seconds.add_metric([name], last)
+        yield seconds

@@ -1,0 +1,226 @@
+"""`ModelPool`: the models of a server; loads and unloads them as `Roster` decides. Knows neither HTTP nor engines.
+
+Everything runs in one event loop. Each model that is in memory has a task, from its load to its end.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from contextvars import Context
+from types import TracebackType
+from typing import Generic, Protocol, Self, TypeVar
+
+from inflight.contracts.errors import ModelError
+from inflight.server.models.roster import Entry, Roster
+
+logger = logging.getLogger("inflight.server")
+
+
+class InMemory(Protocol):
+    """Whatever is loaded."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes."""
+
+
+M = TypeVar("M", bound=InMemory)
+M_co = TypeVar("M_co", bound=InMemory, covariant=True)
+
+
+class Load(Protocol[M_co]):
+    """Loads a model as the block begins, and unloads it as it ends."""
+
+    def __call__(self, lose: Callable[[Exception], None]) -> AbstractAsyncContextManager[M_co]:
+        """`lose` is to be called if it is of no use any more."""
+
+
+class UnavailableError(ModelError):
+    """A model that could not be loaded is not tried again before some time has passed.
+
+    Attributes:
+        seconds: how much.
+    """
+
+    def __init__(self, error: Exception, seconds: float) -> None:
+        super().__init__(str(error))
+        self.seconds = seconds
+
+
+class Use(Generic[M]):
+    """A request's use of a model: it is not unloaded before the block ends.
+
+    Attributes:
+        name: the model's.
+    """
+
+    def __init__(self, pool: "ModelPool[M]", name: str) -> None:
+        self.name = name
+        self._pool = pool
+        self._ticket: int | None = None
+        self._admitted: asyncio.Future[M] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the model can be used, or could not be loaded: `model` returns at once."""
+        return self._admitted.done()
+
+    async def model(self) -> M:
+        """The model, once it is loaded and it is this request's turn. Raises what its load raised."""
+        return await asyncio.shield(self._admitted)  # others may wait for the same
+
+    def __enter__(self) -> Self:
+        self._ticket = self._pool._join(self.name, self._admitted)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._ticket is not None
+        self._pool._leave(self._ticket)
+        if self._admitted.done() and not self._admitted.cancelled():
+            self._admitted.exception()  # nobody may have asked
+
+
+class ModelPool(Generic[M]):
+    """The models of a server.
+
+    Args:
+        loads: for each model, what loads it.
+        clock: gives seconds.
+        call_later: calls something in so many seconds, unless it is cancelled; None: the event loop's.
+
+    Attributes:
+        num_loads, num_failures, num_unloads: how often each model was loaded, could not be, and was unloaded.
+        load_seconds: for each model, how long its last load took.
+    """
+
+    def __init__(
+        self,
+        loads: Mapping[str, Load[M]],
+        roster: Roster,
+        clock: Callable[[], float] = time.monotonic,
+        call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle] | None = None,
+    ) -> None:
+        self.num_loads, self.num_failures, self.num_unloads = (dict.fromkeys(loads, 0) for _ in range(3))
+        self.load_seconds: dict[str, float] = {}
+        self._loads, self._roster = loads, roster
+        self._clock, self._call_later = clock, call_later
+        self._waiting: dict[int, asyncio.Future[M]] = {}
+        self._models: dict[str, M] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._ends: dict[str, asyncio.Event] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loads)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loads
+
+    def entry(self, name: str) -> Entry:
+        """What is known of a model."""
+        return self._roster[name]
+
+    def loaded(self) -> dict[str, M]:
+        """The models that are loaded now, by their names."""
+        return dict(self._models)
+
+    def use(self, name: str) -> Use[M]:
+        """A use of a model, for a `with` block. Entering it raises `UnavailableError`."""
+        return Use(self, name)
+
+    async def close(self) -> None:
+        """Unload everything. Whoever waits for a model waits in vain."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for name, life in self._lives.items():
+            if self._roster[name].state == "loading":
+                life.cancel()
+            self._ends[name].set()
+        if self._lives:
+            await asyncio.wait(list(self._lives.values()))
+
+    # ------------------------------------------------------------------------------------- uses
+
+    def _join(self, name: str, admitted: "asyncio.Future[M]") -> int:
+        now = self._clock()
+        failure = self._roster.failure(name, now)
+        if failure is not None:
+            raise UnavailableError(failure.error, failure.retry_time - now)
+        ticket = self._roster.ask(name)
+        self._waiting[ticket] = admitted
+        self._decide()
+        return ticket
+
+    def _leave(self, ticket: int) -> None:
+        self._waiting.pop(ticket, None)
+        self._roster.leave(ticket, self._clock())
+        self._decide()
+
+    # ------------------------------------------------------------------------------------- decisions
+
+    def _decide(self) -> None:
+        if self._is_closed:
+            return
+        decision = self._roster.decide(self._clock())
+        for ticket in decision.admitted:
+            self._waiting.pop(ticket).set_result(self._models[self._roster.model_of(ticket)])
+        for name in decision.load:
+            self._ends[name] = asyncio.Event()
+            self._lives[name] = asyncio.create_task(self._live(name), context=Context())  # no request's
+        for name in decision.unload:
+            self._ends[name].set()
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        when = self._roster.next_time()
+        if when is not None:
+            call_later = self._call_later or asyncio.get_running_loop().call_later
+            self._timer = call_later(max(0.0, when - self._clock()), self._decide)
+
+    async def _live(self, name: str) -> None:
+        """One model, from its load to its end."""
+        try:
+            start_time = time.monotonic()
+            async with self._loads[name](lambda error: self._lose(name, error)) as model:
+                self.num_loads[name] += 1
+                self.load_seconds[name] = time.monotonic() - start_time
+                logger.info("%s was loaded in %.1f s", name, self.load_seconds[name])
+                self._models[name] = model
+                self._roster.loaded(name, model.num_bytes, self._clock())
+                self._decide()
+                await self._ends[name].wait()
+                del self._models[name]
+                logger.info("unloading %s", name)
+        except Exception as error:
+            if self._roster[name].state == "loading":
+                self._fail(name, error)
+            else:
+                logger.exception("%s was not unloaded properly", name)
+        finally:
+            self._models.pop(name, None)
+            del self._lives[name], self._ends[name]
+        if self._roster[name].state == "unloading":
+            self.num_unloads[name] += 1
+            self._roster.unloaded(name)
+        self._decide()
+
+    def _fail(self, name: str, error: Exception) -> None:
+        logger.error("%s cannot be loaded: %s", name, error)
+        self.num_failures[name] += 1
+        told = error if isinstance(error, ModelError) else ModelError(str(error))
+        for ticket in self._roster.failed(name, told, self._clock()):
+            self._waiting.pop(ticket).set_exception(told)
+
+    def _lose(self, name: str, error: Exception) -> None:
+        logger.error("%s is lost, and is loaded anew when it is asked for: %s", name, error)
+        self._roster.lost(name, error, self._clock())
+        self._decide()

@@ -1,0 +1,187 @@
+"""`ModelRoute`: hands a request to the application of the model that it names, as soon as that is loaded.
+
+Decides how a client waits: a stream that waits gets keep-alive comments, and so begins before anything is known about
+its end; an error is then its last event. Any other request is answered when there is an answer. Each of them uses its
+model, from its arrival to the last byte of its answer.
+"""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from inflight.contracts.errors import ModelError
+from inflight.server.anthropic import errors as anthropic_errors
+from inflight.server.models.choice import chosen, read_choice
+from inflight.server.models.loading import ServedModel
+from inflight.server.models.pool import ModelPool, UnavailableError, Use
+from inflight.server.operations.answered import MODEL
+from inflight.server.operations.paths import path_of
+from inflight.server.serving.event_stream import KEEP_ALIVE
+from inflight.server.serving.service import settings_of
+from inflight.server.serving.settings import ServerSettings
+from inflight.server.wire.api_errors import ApiError, ClientGoneError
+from inflight.server.wire.client import attended
+from inflight.server.wire.off_loop import off_loop
+
+RESPONSES = "/v1/responses"
+
+_OF_ASGI = frozenset(
+    [
+        *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"),
+        *("headers", "client", "server", "state"),
+    ]
+)
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ModelRoute(APIRoute):
+    """A route whose requests are answered by the model's application. One without a body names it in the query."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        field = self.body_field
+        may_stream = field is not None and "stream" in getattr(field.field_info.annotation, "model_fields", ())
+
+        async def hand_on(request: Request) -> Response:
+            pool: ModelPool[ServedModel] = request.app.state.models
+            name: object = request.query_params.get("model")
+            body, streams = await request.body(), False
+            if field is not None:
+                name, streams = await off_loop(len(body), lambda: read_choice(body))
+            model_name = chosen(pool, name)
+            request.scope.setdefault("state", {})[MODEL] = model_name
+            return _HandedOn(pool, model_name, body, settings_of(request), streams=streams and may_stream)
+
+        return hand_on
+
+
+class _HandedOn(Response):
+    """The answer of a model's application.
+
+    Args:
+        streams: whether the client expects a stream, and may be sent comments.
+    """
+
+    def __init__(
+        self, pool: ModelPool[ServedModel], name: str, body: bytes, settings: ServerSettings, *, streams: bool
+    ) -> None:
+        super().__init__()
+        self._pool, self._name, self._request_body, self._settings = pool, name, body, settings
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = _EarlyStream(scope, send)
+        try:
+            with self._pool.use(self._name) as use:
+                if not use.is_admitted:
+                    await self._wait(use, receive, stream)
+                model = await use.model()
+                answer = stream.send if stream.has_begun else send
+                await model.app(own_scope(scope), again(self._request_body, receive), answer)
+        except ClientGoneError:
+            if not stream.has_begun:
+                raise
+        except (ApiError, ModelError) as error:
+            if not stream.has_begun:
+                raise _answer_to(error) from error
+            await stream.fail(_answer_to(error))
+
+    async def _wait(self, use: Use[ServedModel], receive: Receive, stream: "_EarlyStream") -> None:
+        """Return when the model can be used. Raises what its load raised, `ClientGoneError`, and `ApiError` (504)."""
+        interval = self._settings.keep_alive_interval if self._streams else None
+        async with attended(receive, self._settings.request_timeout):
+            while not use.is_admitted:
+                try:
+                    async with asyncio.timeout(interval):
+                        await use.model()
+                except TimeoutError:
+                    await stream.keep_alive()
+
+
+class _EarlyStream:
+    """A stream that may begin before the application that writes it.
+
+    Attributes:
+        has_begun: whether its status was sent.
+    """
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.has_begun = False
+        self._scope, self._send = scope, send
+        self._error: bytearray | None = None  # an answer that is no stream
+
+    async def keep_alive(self) -> None:
+        """Send a comment."""
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the application's answer; if it is no stream, it is an error, and becomes an event."""
+        if message["type"] == "http.response.start":
+            headers = dict(message["headers"])
+            self._error = None if headers.get(b"content-type", b"").startswith(b"text/event-stream") else bytearray()
+        elif self._error is None:
+            await self._send(message)
+        else:
+            self._error += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._end(bytes(self._error))
+
+    async def fail(self, error: ApiError) -> None:
+        """End with an error."""
+        is_anthropic = path_of(self._scope).startswith(anthropic_errors.PATH)
+        await self._end(anthropic_errors.envelope(error, Request(self._scope)) if is_anthropic else error.envelope())
+
+    async def _end(self, error: bytes) -> None:
+        event = error_event(path_of(self._scope), error)
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+def error_event(path: str, envelope: bytes) -> bytes:
+    """Return an error's answer as an event of the API whose path this is."""
+    if path.startswith(anthropic_errors.PATH):
+        return b"event: error\ndata: " + envelope + b"\n\n"
+    if path == RESPONSES:
+        error = json.loads(envelope)["error"]
+        fields = {"type": "error", "code": error["code"], "message": error["message"], "param": error["param"]}
+        return b"event: error\ndata: " + json.dumps({**fields, "sequence_number": 0}).encode() + b"\n\n"
+    return b"data: " + envelope + b"\n\n"
+
+
+def _answer_to(error: ApiError | ModelError) -> ApiError:
+    answer = ApiError.of(error)
+    if isinstance(error, UnavailableError):
+        answer.headers["Retry-After"] = str(math.ceil(error.seconds))
+    return answer
+
+
+def own_scope(scope: Scope) -> Scope:
+    """What a model's application is told of a request, without the notes of the first application's routers."""
+    return {key: value for key, value in scope.items() if key in _OF_ASGI}
+
+
+def again(body: bytes, receive: Receive) -> Receive:
+    """What an application receives of a request whose body was read."""
+    is_given = False
+
+    async def receive_again() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again

@@ -1,0 +1,103 @@
+"""`ServedModels`: puts this package together: settings in, an application and its metrics out. Decides nothing else."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+
+from inflight.async_llm import AsyncLLM
+from inflight.machine import free_memory
+from inflight.replicas.placement import check_replicas
+from inflight.server.models.app import create_models_app
+from inflight.server.models.live_page import add_live_pages
+from inflight.server.models.loading import LivePage, ModelLoad
+from inflight.server.models.memory import bytes_before_load, cache_limit
+from inflight.server.models.metrics import PoolMetrics
+from inflight.server.models.pool import ModelPool
+from inflight.server.models.roster import Roster
+from inflight.server.models.settings import PoolSettings
+from inflight.server.responses.store import ResponseStore
+from inflight.server.serving.observer import RequestObserver
+from inflight.server.serving.settings import ServerSettings
+from inflight.sources import engine_config, model_source
+
+NOT_OF_CONFIG = {"replicas", "routing", "step_timeout", "tokenizer", "restart_delays", "in_process"}
+"""Options of `AsyncLLM` that are not its configuration's."""
+
+
+class ServedModels:
+    """Several models that can be served. Make it in the process that serves them; the event loop may come later.
+
+    Args:
+        options: those of each engine, as `AsyncLLM` takes them.
+        settings: those of the server; each model has its own name.
+        page: of the server; None: it has no live page.
+
+    Attributes:
+        metrics: of all models, and of what belongs to none.
+        observers: for each model, who hears of its requests; there may be more.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        models: PoolSettings,
+        options: Mapping[str, Any],
+        settings: ServerSettings,
+        page: LivePage | None = None,
+    ) -> None:
+        of_config = {name: value for name, value in options.items() if name not in NOT_OF_CONFIG}
+        config = engine_config(of_config, "AsyncLLM")
+        num_replicas = check_replicas(options.get("replicas", 1), config.tensor_parallel_size)
+        cache_bytes = cache_limit(config, num_replicas * models.num_loaded)
+        own = dict(options)
+        if cache_bytes is not None and models.num_loaded > 1:
+            own["kv_cache_memory"] = cache_bytes
+        self._settings, self._responses, self._has_page = settings, ResponseStore(), page is not None
+        self._num_slots = config.max_num_seqs * num_replicas * models.num_loaded
+        self._loads = {
+            name: ModelLoad(
+                partial(AsyncLLM, source, starts_at_once=True, **own),
+                replace(settings, model_name=name, model_aliases=(), batch_dir=None),
+                self._responses,
+                page,
+            )
+            for name, source in models.models.items()
+        }
+        self.metrics = PoolMetrics(self._loads)
+        self.observers: dict[str, list[RequestObserver]] = {}
+        for name, load in self._loads.items():
+            self.observers[name] = load.observer.observers
+            self.observers[name].append(self.metrics.of[name])
+        num_bytes = {
+            name: bytes_before_load(str(model_source(source)), cache_bytes or 0, num_replicas)
+            for name, source in models.models.items()
+        }
+        max_bytes = free_memory() if models.max_loaded_memory is None else models.max_loaded_memory
+        self.pool = ModelPool(
+            {name: self.metrics.counted(name, load) for name, load in self._loads.items()},
+            Roster(num_bytes, models.num_loaded, max_bytes, models.idle_unload),
+        )
+        self.metrics.see(self.pool)
+
+    def make_app(self) -> FastAPI:
+        """Return the application. Raises `ValueError` if the folder for batch jobs cannot be used."""
+        app = create_models_app(self.pool, self._loads, self._settings, self._responses, self._num_slots, self.metrics)
+        if self._has_page:
+            add_live_pages(app)
+        return app
+
+    async def abort_all(self) -> None:
+        """Abort all running requests; see `Service.abort_all`."""
+        for model in self.pool.loaded().values():
+            await model.service.abort_all()
+
+    async def reload_weights(self) -> None:
+        """Load those models anew that are loaded; see `AsyncLLM.reload_weights`."""
+        for name in self.pool.loaded():
+            with self.pool.use(name) as use:
+                await (await use.model()).llm.reload_weights()

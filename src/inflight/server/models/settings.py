@@ -1,0 +1,39 @@
+"""`PoolSettings`: every choice about several models. Plain data, checked when created."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from inflight.contracts import options
+
+
+@options.strict_options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """Which models there are, and how many of them are in memory.
+
+    Attributes:
+        models: what each name stands for: a hub id, a folder or a GGUF file; None is the embedded model.
+        max_loaded_models: the most that are loaded at once; None: all.
+        max_loaded_memory: bytes that the loaded ones may take together; None: what is free when the server starts.
+        idle_unload: seconds without a request after which a model is unloaded; None: never.
+    """
+
+    models: Mapping[str, str | None]
+    max_loaded_models: int | None = None
+    max_loaded_memory: int | None = None
+    idle_unload: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ValueError("models is empty; there must be at least one")
+        for limit in ("max_loaded_models", "max_loaded_memory"):
+            if (value := getattr(self, limit)) is not None:
+                options.check_integer(limit, value, 1)
+        if self.idle_unload is not None:
+            accepted = "a number of seconds above 0"
+            options.check_number("idle_unload", self.idle_unload, accepted, 0.0, options.MAX_FLOAT, above=True)
+
+    @property
+    def num_loaded(self) -> int:
+        """How many models may be loaded at once."""
+        return min(len(self.models), self.max_loaded_models or len(self.models))

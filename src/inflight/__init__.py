@@ -25,7 +25,15 @@ if TYPE_CHECKING:
         ModelError,
         QueueFullError,
     )
-    from inflight.contracts.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
+    from inflight.contracts.outputs import (
+        ClassificationOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        Logprob,
+        RequestOutput,
+        ScoreOutput,
+        TextDelta,
+    )
     from inflight.contracts.params import SamplingParams
     from inflight.contracts.record import EngineStats
     from inflight.contracts.structured_output import StructuredOutput, Thoughts
@@ -43,6 +51,9 @@ _HOMES = {
     "RequestOutput": "contracts.outputs",
     "CompletionOutput": "contracts.outputs",
     "Logprob": "contracts.outputs",
+    "EmbeddingOutput": "contracts.outputs",
+    "ClassificationOutput": "contracts.outputs",
+    "ScoreOutput": "contracts.outputs",
     "TextDelta": "contracts.outputs",
     "InvalidRequestError": "contracts.errors",
     "ModelError": "contracts.errors",
@@ -60,7 +71,9 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CallbackLLM",
+    "ClassificationOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EngineConfig",
     "EngineDeadError",
     "EngineGivenUpError",
@@ -72,6 +85,7 @@ __all__ = [
     "QueueFullError",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
     "StructuredOutput",
     "TextDelta",
     "Thoughts",

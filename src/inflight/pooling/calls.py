@@ -1,4 +1,4 @@
-"""What a front offers if its model pools: calls that wait (`PoolingCalls`), and calls to await (`AsyncPoolingCalls`)."""
+"""What a front offers if its model pools: calls that wait (`PoolingCalls`), and ones to await (`AsyncPoolingCalls`)."""
 
 import asyncio
 from collections.abc import Callable

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
-from inflight.contracts.pooling import NORMALIZE, PoolingPlan
+from inflight.contracts.pooling import NORMALIZE, PoolingPlan, PoolingTask
 from inflight.execution.hf.source import read_config
 from inflight.gguf.find import find_gguf
 from inflight.text.tokenizer import Tokenizer
@@ -114,7 +114,8 @@ def _plan_of(
     labels = tuple(str(names[number]) for number in sorted(names))
     if task == "rerank" and len(labels) != 1:
         raise ModelError(f"task is 'rerank', but the checkpoint has {len(labels)} labels; a score needs one")
-    return PoolingPlan(task, max_tokens=longest, labels=labels, activation=_activation(model_config, len(labels)))
+    kind: PoolingTask = "rerank" if task == "rerank" else "classify"
+    return PoolingPlan(kind, max_tokens=longest, labels=labels, activation=_activation(model_config, len(labels)))
 
 
 def _embedding_plan(plan: PoolingPlan, files: _Files, modules: Any) -> PoolingPlan:

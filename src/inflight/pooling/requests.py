@@ -90,8 +90,8 @@ def score_request(
     instruction: str | None = None,
     truncate: int | None = None,
 ) -> PoolingRequest[ScoreOutput]:
-    """A score for each pair of texts: each of `first` with its counterpart in `second`, or the only one with all. Raises
-    `InvalidRequestError`.
+    """A score for each pair of texts: each of `first` with its counterpart in `second`, or the only one with all.
+    Raises `InvalidRequestError`.
 
     Args:
         instruction: of a reranker; None: its usual one.

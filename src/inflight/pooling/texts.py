@@ -14,8 +14,8 @@ Text: TypeAlias = str | Sequence[int]
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 BEFORE = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
-    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """What Qwen3-Reranker's card puts around a query and a document."""
@@ -40,8 +40,8 @@ class TextReader:
         self._plan: PoolingPlan = info.pooling
         if truncate is not None and not (truncate == -1 or 1 <= truncate <= info.max_model_len):
             raise InvalidRequestError(
-                f"truncate_prompt_tokens is {truncate}; it must be -1, or from 1 to {info.max_model_len}, the most tokens "
-                "of a text"
+                f"truncate_prompt_tokens is {truncate}; it must be -1, or from 1 to {info.max_model_len}, the most "
+                "tokens of a text"
             )
         self._most = info.max_model_len if truncate == -1 else truncate
 

@@ -1,12 +1,13 @@
 """`Body`: a model below its head as a packed row, proved to give what it gives alone, and made fast.
 
 What is found out by trying, with no architecture known by name: whether later tokens change earlier states, so that a
-query must see its whole text; and which positions the model counts for itself. Then two prompts run alone and in one row,
-and three things must hold, as for models that generate: each attention module gives the plain one's output, the hidden
-states agree, and a neighbour's tokens change nothing. Its linear layers are prepacked, it is compared once more, and its
-forward pass is recorded.
+query must see its whole text; and which positions the model counts for itself. Then two prompts run alone and in one
+row, and three things must hold, as for models that generate: each attention module gives the plain one's output, the
+hidden states agree, and a neighbour's tokens change nothing. Its linear layers are prepacked, it is compared once more,
+and its forward pass is recorded.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -168,7 +169,7 @@ class Body:
             length = len(text.token_ids)
             spans.append(Span(number, number, 0, text.token_ids, length, length))
             num_blocks = -(-length // self._block_size)
-            tables.append(range(first, first + num_blocks))
+            tables.append(array("i", range(first, first + num_blocks)))
             first += num_blocks
         batch = RaggedBatch.from_plan(StepPlan(tuple(spans), (tuple(tables),)), self._block_size, self.model.device)
         positions = self._counting.positions(batch.logit_token_ids_host, batch.query_lens_host)
@@ -307,8 +308,8 @@ class _Proof:
         error = worst(relative_error(own, plain) for own, plain in zip(states, self.states, strict=True))
         if not (attention <= tolerance.attention and error <= tolerance.logits):
             raise ModelError(
-                f"{type(self.model).__name__} does not give the plain model's results when it runs as a packed row: its "
-                f"attention differs by {attention:.1e} of its size ({tolerance.attention:.0e} is allowed in this "
+                f"{type(self.model).__name__} does not give the plain model's results when it runs as a packed row: "
+                f"its attention differs by {attention:.1e} of its size ({tolerance.attention:.0e} is allowed in this "
                 f"dtype), its hidden states by {error:.1e} ({tolerance.logits:.0e} is allowed)"
             )
         return attention, error
@@ -321,6 +322,6 @@ class _Proof:
         leak = relative_error(body.run([other, kept])[1], body.run([changed, kept])[1])
         if not leak <= tolerance.isolation:
             raise ModelError(
-                f"{type(self.model).__name__} lets texts of a packed row see each other by other ways than attention: a "
-                f"neighbour's tokens change the hidden states by {leak:.1e} of their size"
+                f"{type(self.model).__name__} lets texts of a packed row see each other by other ways than attention: "
+                f"a neighbour's tokens change the hidden states by {leak:.1e} of their size"
             )

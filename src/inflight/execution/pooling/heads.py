@@ -75,7 +75,8 @@ def _activation(name: str) -> nn.Module:
     kind = getattr(nn, name.rpartition(".")[2], None) if name.startswith("torch.nn.") else None
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ModelError(f"a dense layer's activation is {name!r}; it must be a module of torch.nn")
-    return kind()
+    activation: nn.Module = kind()
+    return activation
 
 
 class AnswerHead:

@@ -20,8 +20,8 @@ POOLERS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "mean_sqrt_len_tokens": lambda states, first: states.sum(0) / len(states) ** 0.5,
     "weightedmean": _weighted_mean,
 }
-"""Each takes the states `[L, H]` of the tokens that are pooled, float32, and the place of the first of them in the text,
-to `[H]`."""
+"""Each takes the states `[L, H]` of the tokens that are pooled, float32, and the place of the first of them in the
+text, to `[H]`."""
 
 
 def check_modes(modes: Sequence[str]) -> None:

@@ -132,9 +132,10 @@ class PoolingRunner:
 
 def _auto_class(plan: PoolingPlan) -> type[Any]:
     """What finds the model's class in `transformers`."""
-    if plan.task == "embed":
-        return AutoModel
-    return AutoModelForSequenceClassification if plan.answers is None else AutoModelForCausalLM
+    found: type[Any] = AutoModel
+    if plan.task != "embed":
+        found = AutoModelForSequenceClassification if plan.answers is None else AutoModelForCausalLM
+    return found
 
 
 def _head(model: PreTrainedModel, source: ModelSource, config: EngineConfig, plan: PoolingPlan) -> Head:

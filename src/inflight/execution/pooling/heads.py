@@ -93,8 +93,8 @@ class AnswerHead:
 
     def __call__(self, text: PooledText, states: torch.Tensor) -> torch.Tensor:
         """See `Head`."""
-        no, yes = nn.functional.linear(states[-1], self._weight).float()
-        return (yes - no)[None]
+        logits = nn.functional.linear(states[-1], self._weight).float()  # of the two answers
+        return logits.diff()
 
 
 class ClassificationHead:

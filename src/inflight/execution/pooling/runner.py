@@ -77,7 +77,11 @@ class PoolingRunner:
         if self._body.model.device.type == "cpu":
             self._threads.prepare(are_own=not self._body.needs_torch_threads)
         states = self._body.run(texts)
-        numbers = [self._head(text, own) for text, own in zip(texts, states, strict=True)]
+        torch.set_num_threads(1)  # of torch: what a head does with a text is too little work to wait for others
+        try:
+            numbers = [self._head(text, own) for text, own in zip(texts, states, strict=True)]
+        finally:
+            torch.set_num_threads(self._threads.number)
         return [array("f", each.float().cpu().numpy().tobytes()) for each in numbers]
 
     @torch.inference_mode()

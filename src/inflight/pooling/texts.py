@@ -67,15 +67,9 @@ class TextReader:
             return self._checked(self._question(first, second, instruction))
         if instruction is not None:
             raise InvalidRequestError("an instruction was given; this model takes none")
-        read = self._tokenizer.inner(
-            self._written(first),
-            self._written(second),
-            truncation=self._most is not None,
-            max_length=self._most,
-            verbose=False,
+        return self._checked(
+            PooledText(*self._tokenizer.encode_pair(self._written(first), self._written(second), self._most))
         )
-        types = read.get("token_type_ids")
-        return self._checked(PooledText(list(read["input_ids"]), None if types is None else list(types)))
 
     def _question(self, query: str, document: str, instruction: str | None) -> PooledText:
         before, after = (self._tokenizer.encode(each, add_special_tokens=False) for each in (BEFORE, AFTER))
@@ -91,10 +85,7 @@ class TextReader:
             if len(text) > most:
                 raise self._too_long(f"{len(text)} characters")
             return self._tokenizer.encode(self._written(text))
-        token_ids: list[int] = self._tokenizer.inner.encode(
-            self._written(text), truncation=True, max_length=self._most, verbose=False
-        )
-        return token_ids
+        return self._tokenizer.encode_pair(self._written(text), None, self._most)[0]
 
     def _prompt_length(self, prompt: str) -> int:
         """How many tokens a prompt is before a text, without the special token that may end a text."""

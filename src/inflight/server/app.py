@@ -23,6 +23,7 @@ from inflight.server.batches import batches_endpoint, files_endpoint
 from inflight.server.batches.answering import AppAnswerer
 from inflight.server.batches.jobs import BatchJobs
 from inflight.server.openai import chat, completions, tokenization
+from inflight.server.pooling import embeddings, labels, scores
 from inflight.server.responses import endpoint as responses
 from inflight.server.responses.store import ResponseStore
 from inflight.server.serving import status
@@ -37,7 +38,7 @@ logger = logging.getLogger("inflight.server")
 ENDPOINTS = (completions, chat, responses)
 """Those that lines of batch files may name, and more."""
 
-OTHERS = (anthropic_messages, tokenization, files_endpoint, batches_endpoint, status)
+OTHERS = (anthropic_messages, tokenization, embeddings, scores, labels, files_endpoint, batches_endpoint, status)
 
 IN_WORK_FOR_EACH_SLOT = 2
 """So that another request waits when one of a batch job gives its slot back."""

@@ -35,7 +35,7 @@ from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import RESTART_DELAYS
 from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
 from inflight.pooling.calls import AsyncPoolingCalls
-from inflight.pooling.requests import Output, PoolingRequest, refuse_pooling
+from inflight.pooling.requests import Output, PoolingRequest, refusal_to_generate
 from inflight.replicas.fleet import Fleet
 from inflight.replicas.launch import Launches, load_of
 from inflight.replicas.looking import RequestNames, looks, recording_of
@@ -363,7 +363,8 @@ class AsyncLLM(AsyncPoolingCalls):
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._call(request_id) as call:
             ready = (await self._session()).ready
-            refuse_pooling(ready.model_info)
+            if ready.model_info.pooling is not None:
+                raise refusal_to_generate(ready.model_info)
             text, token_ids, salt = await _read(prompt, self.tokenizer)
             params = default_params(prompt, ready.default_params) if params is None else params
             if not isinstance(params, SamplingParams):

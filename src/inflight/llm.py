@@ -35,7 +35,7 @@ from inflight.inputs import TEMPLATE_OPTIONS, Messages, Prompt, check_chat, defa
 from inflight.observe.progress import with_progress
 from inflight.pooling.calls import PoolingCalls
 from inflight.pooling.checkpoint import pooling_plan
-from inflight.pooling.requests import Output, PoolingRequest, refuse_pooling
+from inflight.pooling.requests import Output, PoolingRequest
 from inflight.replicas.launch import load_of
 from inflight.replicas.placement import check_replicas
 from inflight.replicas.replicated_engine import replicated_engine
@@ -133,7 +133,6 @@ class LLM(PoolingCalls):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters used when none are given: the model's `generation_config`, else `SamplingParams()`."""
-        refuse_pooling(self.model_info)
         return self.engine.default_sampling_params()
 
     def generate(
@@ -205,7 +204,6 @@ class LLM(PoolingCalls):
         priority: Sequence[int] | None,
     ) -> "_Stream":
         """Accept all prompts of a call, or refuse the first wrong one by its index."""
-        refuse_pooling(self.model_info)
         is_one = _is_one_prompt(prompts)
         many: Sequence[Any] = [prompts] if is_one else prompts  # type: ignore[assignment]
         if sampling_params is None:
@@ -389,7 +387,7 @@ def _maker(
 ) -> Callable[[], Engine]:
     """What makes the engine of an `LLM`, and another one when its weights are reloaded."""
     if num_replicas == config.tensor_parallel_size == 1:
-        return lambda: cast(Engine, make_engine(source, config, loaded))  # a `PoolingEngine` is used by `_pool` alone
+        return lambda: cast(Engine, make_engine(source, config, loaded))  # one that pools refuses prompts
     if pooling_plan(source, config, loaded) is not None:
         raise ModelError("a model that pools runs in one process here; give replicas to AsyncLLM, or to the server")
     otherwise = "replicas=1" if num_replicas > 1 else "tensor_parallel_size=1"

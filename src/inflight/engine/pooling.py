@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from transformers import PreTrainedModel
 
@@ -20,6 +21,7 @@ from inflight.contracts.record import STEP_SIZES, EngineStats
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.hf.watched_weights import WatchedWeights
 from inflight.execution.pooling import PoolingRunner
+from inflight.pooling.requests import refusal_to_generate
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,14 @@ class PoolingEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether another step would do something."""
         return not all(request.has_ended for request in self._requests.values())
+
+    def accept(self, *args: object, **options: object) -> NoReturn:
+        """Refuse a prompt. Raises `InvalidRequestError`."""
+        raise refusal_to_generate(self.model_info)
+
+    def default_sampling_params(self) -> NoReturn:
+        """Refuse to generate. Raises `InvalidRequestError`."""
+        self.accept()
 
     def submit(self, request_id: str, texts: Sequence[PooledText]) -> None:
         """Queue a request of at least one text.

@@ -157,10 +157,10 @@ def plan_for(info: ModelInfo, does: str, *tasks: str) -> PoolingPlan:
     return info.pooling
 
 
-def refuse_pooling(info: ModelInfo) -> None:
-    """Raise `InvalidRequestError` if a model that pools is asked to generate."""
-    if info.pooling is not None:
-        raise InvalidRequestError(f"{info.model_class} was loaded to {info.pooling.task}; it does not generate text")
+def refusal_to_generate(info: ModelInfo) -> InvalidRequestError:
+    """What a model that pools answers if it is asked to generate."""
+    assert info.pooling is not None
+    return InvalidRequestError(f"{info.model_class} was loaded to {info.pooling.task}; it does not generate text")
 
 
 def as_list(texts: Texts) -> list[Text]:

@@ -3,8 +3,7 @@
     python examples/embeddings.py                               # or: … embeddings.py Qwen/Qwen3-Embedding-0.6B
 
 The embedded model was made to tell stories, and the mean of its hidden states finds what is told in about the same
-words.
-A model for embeddings finds what means the same, and needs no `task`.
+words. A model for embeddings finds what means the same, and needs no `task`.
 """
 
 import sys

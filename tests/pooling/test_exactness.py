@@ -11,7 +11,9 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.pooling import PooledText, PoolingPlan
 from inflight.execution.attention import AttentionSpec
-from inflight.execution.pooling import PoolingRunner, body
+from inflight.execution.pooling import PoolingRunner, body_proof
+from inflight.execution.pooling.body_proof import BodyProof
+from inflight.execution.pooling.row import Counting
 from tests.pooling.checkpoints import CLASSIFIERS, FAMILIES, MAX_POSITIONS, classifier, draw_ids, make_model
 
 LENGTHS = (1, 30, 2, 150, 7, 64, 1, 17, 100)
@@ -91,6 +93,7 @@ def test_bfloat16(family: str) -> None:
     model = make_model(family).to(torch.bfloat16)
     runner = PoolingRunner(model, EngineConfig(), STATES)
     assert runner.info.dtype == "bfloat16"
+    assert runner.info.proved_on == "a float32 twin"
     assert_plain(runner, texts_of(1, 30, 90), lambda ids: embedding_of(model, ids), BFLOAT16_TOLERANCE)
 
 
@@ -125,44 +128,46 @@ def test_tokens_of_a_second_text_have_another_type() -> None:
 # ----------------------------------------------------------------------- what is wrong is refused at load
 
 
-def load_with(change: Callable[[AttentionSpec], AttentionSpec], family: str) -> PoolingRunner:
+def load_with(change: Callable[[AttentionSpec], AttentionSpec], family: str, dtype: torch.dtype) -> PoolingRunner:
     """Load a model whose attention calls are taken for others."""
-    found = body.find_attention_calls
+    found = body_proof.find_attention_calls
 
     def find(model: PreTrainedModel, length: int) -> tuple[tuple[AttentionSpec, ...], object]:
         specs, modules = found(model, length)
         return tuple(map(change, specs)), modules
 
-    with mock.patch.object(body, "find_attention_calls", find):
-        return PoolingRunner(make_model(family), EngineConfig(), STATES)
+    with mock.patch.object(body_proof, "find_attention_calls", find):
+        return PoolingRunner(make_model(family).to(dtype), EngineConfig(), STATES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_wrong_direction_is_refused(family: str) -> None:
-    right = body._Proof._is_causal
+    right = BodyProof._is_causal
     with (
-        mock.patch.object(body._Proof, "_is_causal", lambda proof: not right(proof)),
+        mock.patch.object(BodyProof, "_is_causal", lambda proof: not right(proof)),
         pytest.raises(ModelError, match="does not give the plain model's results"),
     ):
         PoolingRunner(make_model(family), EngineConfig(), STATES)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by", [-1, 1])
 @pytest.mark.parametrize("family", ["modernbert", "gemma3, bidirectional"])
-def test_a_window_that_is_off_by_one_is_refused(family: str, by: int) -> None:
+def test_a_window_that_is_off_by_one_is_refused(family: str, by: int, dtype: torch.dtype) -> None:
+    """In bfloat16, which would hide it, by the twin."""
     from dataclasses import replace
 
     def change(spec: AttentionSpec) -> AttentionSpec:
         return spec if spec.window is None else replace(spec, window=spec.window + by)
 
     with pytest.raises(ModelError, match="does not give the plain model's results"):
-        load_with(change, family)
+        load_with(change, family, dtype)
 
 
 @pytest.mark.parametrize("family", ["roberta", "xlm-roberta"])
 def test_positions_counted_from_zero_are_refused(family: str) -> None:
     with (
-        mock.patch.object(body._Proof, "_counting", return_value=body.Counting()),
+        mock.patch.object(BodyProof, "_counting", return_value=Counting()),
         pytest.raises(ModelError, match="does not give the plain model's results"),
     ):
         PoolingRunner(make_model(family), EngineConfig(), STATES)

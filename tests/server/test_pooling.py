@@ -248,7 +248,7 @@ class _Held:
 @pytest.fixture
 def held(bert: str) -> Iterator[tuple[RunningServer, _Held]]:
     held = _Held()
-    with RunningServer(AsyncLLM(bert, in_process=True), model_name="bert", request_timeout=0.5) as server:
+    with RunningServer(AsyncLLM(bert, in_process=True), model_name="bert") as server:
         post(server, "/v1/embeddings", input="w9")
         server.observer.take_reasons()
         with mock.patch.object(PoolingRunner, "run", lambda runner, texts: held.run(runner, texts)):
@@ -259,13 +259,13 @@ def held(bert: str) -> Iterator[tuple[RunningServer, _Held]]:
 
 def test_a_request_that_takes_too_long_is_a_504(held: tuple[RunningServer, _Held]) -> None:
     server, _ = held
+    object.__setattr__(server.app.state.service.settings, "request_timeout", 0.05)
     assert error_of(server, "/v1/embeddings", 504, input="w9")["code"] == "timeout"
     assert server.observer.take_reasons() == ["timeout"]
 
 
 def test_a_client_that_leaves_aborts_its_request(held: tuple[RunningServer, _Held]) -> None:
     server, holding = held
-    object.__setattr__(server.app.state.service.settings, "request_timeout", None)
     with server.connection() as connection:
         connection.sendall(raw_request("/v1/embeddings", json.dumps({"input": ["w9"] * 5}).encode()))
         assert holding.has_begun.wait(60)
@@ -276,7 +276,6 @@ def test_a_client_that_leaves_aborts_its_request(held: tuple[RunningServer, _Hel
 def test_a_draining_server_aborts_requests(held: tuple[RunningServer, _Held]) -> None:
     server, holding = held
     service = server.app.state.service
-    object.__setattr__(service.settings, "request_timeout", None)
     answers: list[dict[str, Any]] = []
     asking = threading.Thread(target=lambda: answers.append(error_of(server, "/v1/embeddings", 503, input="w9")))
     asking.start()

@@ -46,7 +46,7 @@ MOST_AT_ONCE = 64
 
 
 def serve(
-    load: Callable[[], Engine | PoolingEngine],
+    load: "Callable[[], Engine | PoolingEngine]",
     commands: Commands,
     send: Callable[[Event], None],
     watching: Watching | None = None,

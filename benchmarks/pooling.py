@@ -130,7 +130,7 @@ def sentence_transformers(folder: str, shape: str, dtype: str, num_threads: int)
 
 def infinity(folder: str, shape: str, dtype: str, num_threads: int) -> Contender:
     """infinity-emb's engine, with torch."""
-    from infinity_emb import AsyncEmbeddingEngine, EngineArgs
+    from infinity_emb import AsyncEmbeddingEngine, EngineArgs  # type: ignore[import-not-found]
 
     options = {"bettertransformer": False, "model_warmup": False, "batch_size": BATCH_SIZE}
     arguments = EngineArgs(model_name_or_path=folder, engine="torch", device="cpu", dtype=dtype, **options)
@@ -160,7 +160,7 @@ class _States(torch.nn.Module):
 
 def open_vino(folder: str, shape: str, dtype: str, num_threads: int) -> Contender:
     """OpenVINO, which converts the model."""
-    import openvino
+    import openvino  # type: ignore[import-not-found]
 
     example = torch.ones(2, 8, dtype=torch.long)
     inputs = {"input_ids": example, "attention_mask": example}
@@ -176,7 +176,7 @@ def open_vino(folder: str, shape: str, dtype: str, num_threads: int) -> Contende
 
 def onnx_runtime(folder: str, shape: str, dtype: str, num_threads: int) -> Contender:
     """ONNX Runtime, which fastembed runs; float32 only."""
-    import onnxruntime
+    import onnxruntime  # type: ignore[import-not-found]
 
     if dtype != "float32":
         raise ValueError("its CPU kernels have no bfloat16")

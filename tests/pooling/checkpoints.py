@@ -38,6 +38,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {"pad_token_id": 0, **GROUPED}),
     "llama": ("llama", {"pad_token_id": 0, **GROUPED}),
+    "gpt2": ("gpt2", {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}),
 }
 CLASSIFIERS = ("bert", "roberta", "xlm-roberta", "modernbert", "modernbert, mean", "qwen3", "llama")
 
@@ -84,7 +85,7 @@ def make_tokenizer(family: str = "bert") -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     ids = [("[CLS]", 2), ("[SEP]", 3)]
-    if family in ("qwen3", "llama"):
+    if family in ("qwen3", "llama", "gpt2"):
         single, pair = "$A [SEP]", "$A $B [SEP]"
     else:
         single, pair = "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"

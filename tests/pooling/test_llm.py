@@ -261,8 +261,10 @@ def test_a_model_that_pools_does_not_generate(llm: LLM) -> None:
         llm.classify("w9")
 
 
-def test_a_model_that_generates_does_not_pool() -> None:
-    llm = LLM()
+@pytest.mark.parametrize("llm", [LLM, lambda: LLM(causal_model("gpt2"))])
+def test_a_model_that_generates_does_not_pool(llm: Any) -> None:
+    """GPT-2's class is called a Model, too."""
+    llm = llm()
     for call in (llm.embed, llm.classify, lambda text: llm.score(text, text)):
         with pytest.raises(InvalidRequestError, match=r"generates text; it .* nothing"):
             call("Once")

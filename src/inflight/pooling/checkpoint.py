@@ -97,7 +97,7 @@ def _plan_of(
     if task == "auto":
         if architecture.endswith(CLASSIFIES):
             task = "classify"
-        elif modules is not None or architecture.endswith(EMBEDS):
+        elif modules is not None or (architecture.endswith(EMBEDS) and not _generates(architecture)):
             task = "embed"
         else:
             return None
@@ -116,6 +116,13 @@ def _plan_of(
         raise ModelError(f"task is 'rerank', but the checkpoint has {len(labels)} labels; a score needs one")
     kind: PoolingTask = "rerank" if task == "rerank" else "classify"
     return PoolingPlan(kind, max_tokens=longest, labels=labels, activation=_activation(model_config, len(labels)))
+
+
+def _generates(architecture: str) -> bool:
+    """Whether `transformers` has this class for causal language models; some of them are called Model, too."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def _embedding_plan(plan: PoolingPlan, files: _Files, modules: Any) -> PoolingPlan:

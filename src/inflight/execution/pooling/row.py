@@ -112,7 +112,8 @@ def _one_storage(specs: Sequence[AttentionSpec]) -> Grouping:
 def _states_forward(model: PreTrainedModel) -> Callable[..., torch.Tensor]:
     """A body's forward pass over one row: token ids `[T]`, positions with types `[T]` and rows `[R]` to the hidden
     states `[R, H]` of these rows."""
-    takes_types = "token_type_ids" in forward_parameters(model)
+    has_types = getattr(model.config, "type_vocab_size", None) is not None  # GPT-2 takes some, and has none of its own
+    takes_types = has_types and "token_type_ids" in forward_parameters(model)
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         options = {"token_type_ids": (positions >> TYPE_SHIFT)[None]} if takes_types else {}

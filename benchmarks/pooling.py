@@ -122,7 +122,7 @@ def inflight(folder: str, shape: str, dtype: str, num_threads: int) -> Contender
 
 def sentence_transformers(folder: str, shape: str, dtype: str, num_threads: int) -> Contender:
     """`SentenceTransformer.encode`."""
-    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
 
     model = SentenceTransformer(folder, device="cpu", model_kwargs={"dtype": getattr(torch, dtype)})
     return lambda texts: np.asarray(model.encode(list(texts), batch_size=BATCH_SIZE), dtype=np.float32)

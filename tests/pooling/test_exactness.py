@@ -62,7 +62,7 @@ def test_embeddings_are_those_of_plain_transformers(family: str) -> None:
     model = make_model(family)
     runner = PoolingRunner(model, EngineConfig(), STATES)
     assert runner.info.is_batch_invariant
-    assert runner.info.is_recorded
+    assert runner.info.is_recorded == (family != "gpt2")  # which asks for values of tensors
     assert_plain(runner, texts_of(*LENGTHS), lambda ids: embedding_of(model, ids))
 
 

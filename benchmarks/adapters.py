@@ -11,12 +11,15 @@ import json
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import click
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from benchmarks.peers.models import model_folder
 from inflight import LLM, SamplingParams
@@ -44,14 +47,13 @@ def shapes_of(folder: str, targets: tuple[str, ...] | None) -> dict[str, tuple[i
     """Inputs and outputs of a model's linear layers whose names end so; None: of all but the head."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    shapes = {}
+    head, shapes = model.get_output_embeddings(), {}
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if type(module).__name__ not in ("Linear", "Conv1D") or module is model.get_output_embeddings():
-            continue
-        if targets is None or name.endswith(targets):
-            num_outputs, num_inputs = weight.shape if type(module).__name__ == "Linear" else weight.shape[::-1]
-            shapes[name] = (num_inputs, num_outputs)
+        if module is not head and (targets is None or name.endswith(targets)):
+            if isinstance(module, nn.Linear):
+                shapes[name] = module.in_features, module.out_features
+            elif isinstance(module, Conv1D):
+                shapes[name] = module.nx, module.nf
     return shapes
 
 
@@ -87,9 +89,8 @@ def report(model: str, rank: int, rounds: int, *, all_linear: bool) -> None:
         for number in range(NUM_SEQUENCES):
             adapters[f"adapter-{number}"] = f"{place}/{number}"
             write_adapter(Path(place, str(number)), shapes, rank, number)
-        options = {"max_num_seqs": NUM_SEQUENCES, "speculation": "off", "enable_prefix_caching": False}
-        adapted = LLM(folder, adapters=adapters, adapter_memory=2**33, **options)
-        plain = LLM(folder, **options)
+        make = partial(LLM, folder, max_num_seqs=NUM_SEQUENCES, speculation="off", enable_prefix_caching=False)
+        adapted, plain = make(adapters=adapters, adapter_memory=2**33), make()
         ways = {
             "without, in an engine without": lambda: tokens_per_second(plain, None),
             "without, in an engine with": lambda: tokens_per_second(adapted, None),

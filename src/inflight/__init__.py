@@ -26,7 +26,15 @@ if TYPE_CHECKING:
         ModelError,
         QueueFullError,
     )
-    from inflight.contracts.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
+    from inflight.contracts.outputs import (
+        ClassificationOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        Logprob,
+        RequestOutput,
+        ScoreOutput,
+        TextDelta,
+    )
     from inflight.contracts.params import SamplingParams
     from inflight.contracts.record import EngineStats
     from inflight.contracts.structured_output import StructuredOutput, Thoughts
@@ -44,6 +52,9 @@ _HOMES = {
     "RequestOutput": "contracts.outputs",
     "CompletionOutput": "contracts.outputs",
     "Logprob": "contracts.outputs",
+    "EmbeddingOutput": "contracts.outputs",
+    "ClassificationOutput": "contracts.outputs",
+    "ScoreOutput": "contracts.outputs",
     "TextDelta": "contracts.outputs",
     "AdapterError": "contracts.errors",
     "InvalidRequestError": "contracts.errors",
@@ -63,7 +74,9 @@ __all__ = [
     "AdapterError",
     "AsyncLLM",
     "CallbackLLM",
+    "ClassificationOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EngineConfig",
     "EngineDeadError",
     "EngineGivenUpError",
@@ -75,6 +88,7 @@ __all__ = [
     "QueueFullError",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
     "StructuredOutput",
     "TextDelta",
     "Thoughts",

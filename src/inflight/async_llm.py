@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
+from array import array
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
@@ -30,10 +31,21 @@ from inflight.contracts.record import EngineStats, RecordTo, sum_of
 from inflight.contracts.watching import KVEvents, Watching
 from inflight.engine.admission import Seeds, make_request
 from inflight.engine.process.connection import ThreadConnection
-from inflight.engine.process.protocol import Abort, AskStats, CloseAdapter, Generate, OpenAdapter, Ready
+from inflight.engine.process.protocol import (
+    Abort,
+    AskStats,
+    CloseAdapter,
+    Generate,
+    OpenAdapter,
+    Pool,
+    Pooled,
+    Ready,
+)
 from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import RESTART_DELAYS
 from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
+from inflight.pooling.calls import AsyncPoolingCalls
+from inflight.pooling.requests import Output, PoolingRequest, refusal_to_generate
 from inflight.replicas.fleet import Fleet
 from inflight.replicas.launch import Launches, load_of
 from inflight.replicas.looking import RequestNames, looks, recording_of
@@ -44,6 +56,7 @@ from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from inflight.engine.engine import Engine
+    from inflight.engine.pooling import PoolingEngine
     from inflight.execution.hf.load import ModelSource
     from inflight.sources import TokenizerSource
 
@@ -51,8 +64,9 @@ STEP_TIMEOUT = 60.0
 """Seconds. On the slowest machine that is of any use, no step takes as long."""
 
 
-class AsyncLLM:
-    """A model that generates for many callers at once, each with a stream of its own.
+class AsyncLLM(AsyncPoolingCalls):
+    """A model that generates for many callers at once, each with a stream of its own, or pools their texts (`embed`,
+    `classify`, `score`), as its checkpoint says; the option `task` decides otherwise.
 
     The engine starts with the first call, or with `start()` (`async with` calls that, and `stop()`). If it dies,
     everything that waits for it raises `EngineDeadError`, and the next call starts it again.
@@ -115,10 +129,10 @@ class AsyncLLM:
         watching = Watching(record_to=record_to, kv_events=kv_events)
         self.config = config
 
-        def make() -> Engine:
-            from inflight.engine.engine import Engine  # with torch, which no caller of an engine's process needs
+        def make() -> Engine | PoolingEngine:
+            from inflight.engine.making import make_engine  # with torch, which no caller of an engine's process needs
 
-            return Engine(source, config, loaded)
+            return make_engine(source, config, loaded)
 
         self._launches: Launches | None = None
         if in_process:
@@ -399,6 +413,8 @@ class AsyncLLM:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._call(request_id) as call:
             ready = (await self._session()).ready
+            if ready.model_info.pooling is not None:
+                raise refusal_to_generate(ready.model_info)
             text, token_ids, salt = await _read(prompt, self.tokenizer)
             params = default_params(prompt, ready.default_params) if params is None else params
             if not isinstance(params, SamplingParams):
@@ -428,6 +444,27 @@ class AsyncLLM:
                     if not collector.output.finished:
                         call.abort()
                     delivery.end_with(checked, collector.output.outputs)
+
+    async def _loaded_info(self) -> ModelInfo:
+        return (await self._session()).ready.model_info
+
+    async def _pool(self, request: PoolingRequest[Output]) -> list[Output]:
+        """Run a request to its end. Whoever cancels this aborts it."""
+        if not request.texts:
+            return []
+        await self._session()
+        with self._fleet.deliver(request.texts[0].token_ids, None, len(request.texts)) as delivery:
+            session, address = delivery.session, delivery.mailbox.address
+            session.send(Pool(address, request.texts))
+            ended: Pooled | None = None
+            try:
+                ended = (await delivery.mailbox.read())[0]
+            finally:
+                if ended is None:
+                    session.send(Abort(address))
+        if ended.error is not None:
+            raise RuntimeError(f"the texts could not be run: {ended.error}")
+        return request.finish([array("f", values) for values in ended.values])
 
     @contextmanager
     def _call(self, request_id: str | None) -> Iterator[_Call]:

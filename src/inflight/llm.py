@@ -28,10 +28,15 @@ from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta
 from inflight.contracts.params import SamplingParams
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.engine import Engine
+from inflight.engine.making import make_engine
+from inflight.engine.pooling import PoolingEngine
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.hf.source import check_source
 from inflight.inputs import TEMPLATE_OPTIONS, Messages, Prompt, check_chat, default_params, read_prompt
 from inflight.observe.progress import with_progress
+from inflight.pooling.calls import PoolingCalls
+from inflight.pooling.checkpoint import pooling_plan
+from inflight.pooling.requests import Output, PoolingRequest
 from inflight.replicas.launch import load_of
 from inflight.replicas.placement import check_replicas
 from inflight.replicas.replicated_engine import replicated_engine
@@ -40,8 +45,9 @@ from inflight.text.collector import Collector
 from inflight.text.tokenizer import Tokenizer
 
 
-class LLM:
-    """A model that generates for many prompts at once. Threads may share it: their calls run in one batch.
+class LLM(PoolingCalls):
+    """A model that generates for many prompts at once, or pools many texts (`embed`, `classify`, `score`), as its
+    checkpoint says; the option `task` decides otherwise. Threads may share it: their calls run in one batch.
 
     Args:
         model: a hub id, a local folder, a GGUF file, or a loaded `PreTrainedModel`; None is the small embedded model.
@@ -299,6 +305,29 @@ class LLM:
             self._abandoned.append(stream)
             self._drop_abandoned()
 
+    # ------------------------------------------------------------------------------------- pooling
+
+    def _pool(self, request: PoolingRequest[Output]) -> list[Output]:
+        """Run a request to its end. Steps run the texts of all threads."""
+        engine = cast(PoolingEngine, self.engine)
+        request_id, ended = str(next(self._request_ids)), None
+        try:
+            with self._turn:
+                self._check_caller()
+                engine.submit(request_id, request.texts)
+            while ended is None:
+                with self._turn:
+                    self._check_caller()
+                    if (ended := engine.take(request_id)) is None:
+                        with self._inside:
+                            engine.step()
+        finally:
+            with self._turn:
+                engine.abort(request_id)
+        if ended.error is not None:
+            raise RuntimeError(f"the texts could not be run: {ended.error}")
+        return request.finish(ended.values)
+
     # ------------------------------------------------------------------------------------- the engine, shared
 
     def _submit(self, stream: "_Stream") -> None:
@@ -409,7 +438,9 @@ def _maker(
 ) -> Callable[[], Engine]:
     """What makes the engine of an `LLM`, and another one when its weights are reloaded."""
     if num_replicas == config.tensor_parallel_size == 1:
-        return lambda: Engine(source, config, loaded)
+        return lambda: cast(Engine, make_engine(source, config, loaded))  # one that pools refuses prompts
+    if pooling_plan(source, config, loaded) is not None:
+        raise ModelError("a model that pools runs in one process here; give replicas to AsyncLLM, or to the server")
     otherwise = "replicas=1" if num_replicas > 1 else "tensor_parallel_size=1"
     load = load_of(source, tokenizer, config, otherwise=otherwise)
     return lambda: cast(Engine, replicated_engine(load, num_replicas, loaded))  # it does what is asked of one here

@@ -32,7 +32,7 @@ def test_every_line_is_answered_in_openais_form_and_in_order(command: Command, t
             request("chat", CHAT, messages=hello, **GREEDY),
             request("schema", CHAT, messages=hello, response_format={"type": "json_object"}, max_tokens=2, n=2),
             request("wrong", CHAT, messages=hello, temperature=-1),
-            request("nowhere", "/v1/embeddings", input="x"),
+            request("nowhere", "/v1/moderations", input="x"),
             request("other", COMPLETION, prompt=[5, 6, 7], **GREEDY) | {"body": {"prompt": [5, 6], "model": "b"}},
         )
     )

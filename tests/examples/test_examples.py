@@ -87,6 +87,15 @@ def test_rag_shared_prefix(printed_by: Printed) -> None:
     assert re.fullmatch(r"[1-9]\d% of all prompt tokens were not computed again", last)
 
 
+def test_embeddings(printed_by: Printed) -> None:
+    lines = printed_by("embeddings").splitlines()
+    assert len(lines) == 6
+    for line, word in zip(lines[1::2], ("fox", "lighthouse", "cake"), strict=True):
+        score, passage = re.findall(r"^    (0\.\d{3})  (.*)$", line)[0]
+        assert word in passage
+        assert float(score) > 0.5
+
+
 def test_capacity_planning(printed_by: Printed) -> None:
     text = printed_by("capacity_planning")
     throughput = {

@@ -176,9 +176,17 @@ class Fuzzer:
         value_lanes = -(-value_size // lanes) * lanes
         stripe = lanes * (key_size + value_lanes) * dtype.itemsize + (8 * lanes if dtype == torch.int8 else 0)
         stored = torch.zeros(num_blocks, heads[1], -(-block_size // lanes), stripe, dtype=torch.int8)
-        sizes = [*heads, head_size, value_size, draw.choice([0, 0, 3]), draw.choice([0, 0, 5]), block_size]
+        sizes = [
+            *heads,
+            head_size,
+            value_size,
+            draw.choice([0, 0, 3]),
+            draw.choice([0, 0, 5]),
+            block_size,
+            draw.choice([1, 1, 0]),
+        ]
         if draw.random() < 0.1:
-            sizes[draw.randrange(7)] = draw.choice(EXTREMES)
+            sizes[draw.randrange(8)] = draw.choice(EXTREMES)
         call = self.call("new_call", step, sizes, 0.3, 0.0, draw.choice([0, 0, 0, 1]), stored, dtype, rate=0.03)
         kv_lens = [draw.randint(1, num_blocks * block_size) for _ in range(draw.randint(1, 3))]
         query_lens = [draw.randint(1, length) for length in kv_lens]

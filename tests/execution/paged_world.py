@@ -122,6 +122,7 @@ def random_specs(draw: st.DrawFn) -> AttentionSpec:
         head_size=draw(st.sampled_from([4, 8, 16])),
         value_head_size=draw(st.sampled_from([4, 8, 16])),
         scale=draw(st.sampled_from([0.1, 0.25, 1.0])),
+        is_causal=draw(st.booleans()),
         window=draw(st.none() | st.integers(1, 20)),
         chunk=draw(st.none() | st.integers(1, 20)),
         softcap=draw(st.none() | st.sampled_from([0.5, 3.0])),
@@ -190,8 +191,8 @@ def naive(world: World, call: Call, step: Sequence[Part]) -> Tensor:
                 exponentials, total = [], 0.0
                 visible = [
                     other
-                    for other in range(position + 1)
-                    if (spec.window is None or position - other < spec.window)
+                    for other in range(position + 1 if spec.is_causal else part.end)
+                    if (spec.window is None or abs(position - other) < spec.window)
                     and (spec.chunk is None or other // spec.chunk == position // spec.chunk)
                 ]
                 for other in visible:

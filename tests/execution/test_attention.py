@@ -51,6 +51,8 @@ SPECS = {
     "multi-head": replace(PLAIN, num_kv_heads=4),
     "multi-query": replace(PLAIN, num_kv_heads=1),
     "window": replace(PLAIN, window=5),
+    "bidirectional": replace(PLAIN, is_causal=False),
+    "bidirectional window": replace(PLAIN, is_causal=False, window=5),
     "chunk": replace(PLAIN, chunk=6),
     "window and chunk": replace(PLAIN, window=4, chunk=7),
     "softcap": replace(PLAIN, softcap=1.5),
@@ -155,7 +157,9 @@ def test_torch_matches_the_reference_when_spans_are_sliced(world: World, specs: 
         assert_same_as_reference("torch", world, specs, torch.float32, seed=4)
 
 
-@pytest.mark.parametrize("name", ["plain", "window", "chunk", "softcap", "sinks", "wider values"])
+@pytest.mark.parametrize(
+    "name", ["plain", "window", "chunk", "softcap", "sinks", "wider values", "bidirectional", "bidirectional window"]
+)
 @pytest.mark.parametrize("backend", FAST_BACKENDS)
 def test_backends_match_the_reference_beyond_the_real_limits_of_torch(backend: str, name: str) -> None:
     """A whole prompt, a later chunk and a short prompt, the first two longer than a slice of queries."""

@@ -101,6 +101,7 @@ _TOKENIZER = (Shared("--tokenizer", str, "Hub id or folder of the tokenizer.", "
 _LOADING = (
     Shared("--revision", str, "Branch, tag or commit of a hub repository.", "main"),
     _one_of("--load-format", config.LOAD_FORMATS, "auto: the checkpoint's weights. dummy: random ones."),
+    _one_of("--task", config.TASKS, "What the model is loaded for. auto: what the checkpoint says."),
     Shared("--trust-remote-code", None, "Allow code that comes with the model."),
 )
 _RUNNING = (

@@ -8,6 +8,8 @@ from inflight.contracts.params import MAX_SEED
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+TASKS = ("auto", "generate", "embed", "classify", "rerank")
+"""What a model can be loaded for."""
 POLICIES = ("fcfs", "priority")
 QUANTIZATIONS = ("int8", "int4")
 GROUP_SIZES = (32, 64, 128)
@@ -49,6 +51,9 @@ class EngineConfig:
             this one.
         device: "auto" (CUDA, else MPS, else CPU) or a torch device such as "cuda:1".
         load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the configuration.
+        task: what the model is loaded for: "generate", or to make something of whole texts: "embed" (a vector),
+            "classify" (a number for each label, or a score) or "rerank" (a score, as Qwen3-Reranker's: how likely the
+            answer "yes" is). "auto" is what the checkpoint says of itself.
         trust_remote_code: whether Python code that comes with a checkpoint may run.
         revision: branch, tag or commit of a hub repository.
         executor: how the model is run: "packed" (all tokens of a step in one row), "rows" (batches of rows, with the
@@ -116,6 +121,7 @@ class EngineConfig:
     rank_address: str | None = None
     device: str = "auto"
     load_format: str = "auto"
+    task: str = "auto"
     trust_remote_code: bool = False
     revision: str | None = None
     executor: str = "auto"
@@ -153,6 +159,7 @@ class EngineConfig:
             raise ValueError(f"device is {self.device!r}; it must be 'auto' or the name of a device, such as 'cuda:1'")
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_choice("task", self.task, TASKS)
         check_choice("executor", self.executor, EXECUTORS)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)

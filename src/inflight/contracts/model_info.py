@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from inflight.contracts.cache_layout import CacheGroup
+from inflight.contracts.pooling import PoolingPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class ModelInfo:
         kernels: whose C++ kernels run: "native" for those that were built for this CPU, the kind of CPU that the
             package's own were built for ("avx2", "amx", …), or None: torch's.
         speculation: what guesses tokens; or "off", and why, if it was asked for.
+        pooling: what it makes of whole texts; None: it generates.
     """
 
     model_class: str
@@ -85,6 +87,7 @@ class ModelInfo:
     num_ranks: int = 1
     kernels: str | None = None
     speculation: str = "off"
+    pooling: PoolingPlan | None = None
 
     @property
     def forward_pass(self) -> str:

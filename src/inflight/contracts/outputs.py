@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
+from inflight.contracts.pooling import Values
+
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 
@@ -92,6 +94,48 @@ class RequestOutput:
     finished: bool = False
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A text's vector.
+
+    Attributes:
+        embedding: 32-bit floats, as an `array`; `numpy.asarray` takes it without a copy.
+        num_prompt_tokens: tokens that ran.
+    """
+
+    embedding: Values
+    num_prompt_tokens: int
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """What a classifier says of a text.
+
+    Attributes:
+        probs: a number for each of the model's labels: probabilities, unless the checkpoint says otherwise.
+        label: that of the greatest.
+        num_prompt_tokens: tokens that ran.
+    """
+
+    probs: Values
+    label: str
+    num_prompt_tokens: int
+
+
+@dataclass(slots=True)
+class ScoreOutput:
+    """How well two texts fit each other.
+
+    Attributes:
+        score: of a reranker or a cross encoder from 0 to 1, unless the checkpoint says otherwise; of embeddings their
+            similarity.
+        num_prompt_tokens: tokens that ran.
+    """
+
+    score: float
+    num_prompt_tokens: int
 
 
 class TokenScore(NamedTuple):

@@ -24,6 +24,7 @@ from inflight.server.batches import batches_endpoint, files_endpoint
 from inflight.server.batches.answering import AppAnswerer
 from inflight.server.batches.jobs import BatchJobs
 from inflight.server.openai import adapters, chat, completions, tokenization
+from inflight.server.pooling import embeddings, labels, scores
 from inflight.server.responses import endpoint as responses
 from inflight.server.responses.store import ResponseStore
 from inflight.server.serving import status
@@ -38,7 +39,7 @@ logger = logging.getLogger("inflight.server")
 ENDPOINTS = (completions, chat, responses)
 """Those that lines of batch files may name, and more."""
 
-OF_A_MODEL = (*ENDPOINTS, anthropic_messages, tokenization)
+OF_A_MODEL = (*ENDPOINTS, anthropic_messages, tokenization, embeddings, scores, labels)
 """Those that a model answers."""
 
 OF_FILES = (files_endpoint, batches_endpoint)

@@ -6,6 +6,8 @@ nor streams: `detokenizer` turns a growing sequence into text.
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ class Tokenizer:
 
     def __init__(self, inner: PreTrainedTokenizerBase) -> None:
         self.inner = inner
+        self._cutting_lock = threading.Lock()
 
     @property
     def eos_token_id(self) -> int | None:
@@ -48,6 +51,28 @@ class Tokenizer:
         """Return the token ids of a text, with the special tokens that the tokenizer adds by default, or without."""
         token_ids: list[int] = self.inner.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return token_ids
+
+    def encode_pair(
+        self, first: str, second: str | None, max_tokens: int | None = None
+    ) -> tuple[list[int], list[int] | None]:
+        """Return the token ids of a text, or of two together, with special tokens; and which of the two each belongs
+        to, if the model is told.
+
+        Args:
+            max_tokens: longer ones are cut, as the tokenizer cuts them, special tokens kept.
+        """
+        if max_tokens is None:
+            read = self.inner(first, second, verbose=False)
+        else:
+            with self._cutting_lock:
+                read = self._cutting(first, second, truncation=True, max_length=max_tokens, verbose=False)
+        types = read.get("token_type_ids")
+        return list(read["input_ids"]), None if types is None else list(types)
+
+    @cached_property
+    def _cutting(self) -> PreTrainedTokenizerBase:
+        """A copy that cuts: a tokenizer keeps the length that it was last told, for all threads."""
+        return copy.deepcopy(self.inner)
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """Return a word's token ids at the beginning of a text and after a space, without special tokens."""

@@ -17,6 +17,7 @@ from inflight.engine.python_process import ending, started
 
 if TYPE_CHECKING:
     from inflight.engine.engine import Engine
+    from inflight.engine.pooling import PoolingEngine
 
 SECONDS_TO_END = 5.0
 """How long an engine that was told to end may take before it is killed."""
@@ -93,7 +94,7 @@ class ProcessConnection:
 class ThreadConnection:
     """A connection to a thread of this process: for models that are loaded already, which no other process can have."""
 
-    def __init__(self, load: Callable[[], Engine], watching: Watching | None = None) -> None:
+    def __init__(self, load: Callable[[], Engine | PoolingEngine], watching: Watching | None = None) -> None:
         self._commands: Commands = SimpleQueue()
         self._events: SimpleQueue[Event | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(load, watching), name="inflight: engine", daemon=True)
@@ -117,7 +118,7 @@ class ThreadConnection:
         self._thread.join()
         return "broke"
 
-    def _run(self, load: Callable[[], Engine], watching: Watching | None) -> None:
+    def _run(self, load: Callable[[], Engine | PoolingEngine], watching: Watching | None) -> None:
         from inflight.engine.process.loop import serve  # with torch
 
         try:

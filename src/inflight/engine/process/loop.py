@@ -11,11 +11,14 @@ from contextlib import ExitStack, closing
 
 from inflight.contracts.errors import InvalidRequestError, ModelError, QueueFullError
 from inflight.contracts.outputs import SequenceOutput
+from inflight.contracts.params import SamplingParams
 from inflight.contracts.watching import Watching
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.engine import Engine
 from inflight.engine.live_feed import LiveFeed
+from inflight.engine.pooling import PoolingEngine
 from inflight.engine.prefill_limit import PrefillLimit
+from inflight.engine.process.pooling_loop import run_pooling
 from inflight.engine.process.protocol import (
     Abort,
     AdapterOpened,
@@ -30,6 +33,7 @@ from inflight.engine.process.protocol import (
     Live,
     OpenAdapter,
     Outputs,
+    Pool,
     Ready,
     Refused,
     Stats,
@@ -45,7 +49,7 @@ MOST_AT_ONCE = 64
 
 
 def serve(
-    load: Callable[[], Engine],
+    load: "Callable[[], Engine | PoolingEngine]",
     commands: Commands,
     send: Callable[[Event], None],
     watching: Watching | None = None,
@@ -57,6 +61,10 @@ def serve(
     """
     try:
         engine = load()
+        if isinstance(engine, PoolingEngine):
+            send(Ready(engine.model_info, SamplingParams()))
+            run_pooling(engine, commands, send)
+            return True
         with ExitStack() as stack:
             tell_watchers = _watched(engine, watching or Watching(), stack)
             send(Ready(engine.model_info, engine.default_sampling_params()))
@@ -128,6 +136,8 @@ class _Loop:
         match command:
             case Generate():
                 self._try_to(command.request_id, lambda: self._take_in(command))
+            case Pool():
+                self._try_to(command.request_id, lambda: _refuse_pooling(self.engine))
             case Abort():
                 self._compiling.discard(command.request_id)
                 self._tell(self.engine.abort(command.request_id))
@@ -188,6 +198,10 @@ class _Loop:
     def _tell(self, outputs: list[SequenceOutput]) -> None:
         if outputs:
             self.send(Outputs(outputs))
+
+
+def _refuse_pooling(engine: Engine) -> None:
+    raise InvalidRequestError(f"{engine.model_info.model_class} generates text; it pools nothing")
 
 
 def _raise(error: Exception) -> None:

@@ -16,6 +16,7 @@ from inflight.contracts.live import LiveState
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
+from inflight.contracts.pooling import PooledText
 from inflight.contracts.record import EngineStats, RecordTo
 from inflight.contracts.watching import Watching
 from inflight.engine.frames import framed, read_frame
@@ -43,6 +44,13 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     cache_salt: str | None = None
     adapter_source: str | None = None
     deadline: float | None = None
+
+
+class Pool(msgspec.Struct, tag=True, frozen=True):
+    """Run texts on a model that pools, and answer with `Pooled` of the same `request_id`."""
+
+    request_id: str
+    texts: list[PooledText]
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -90,6 +98,14 @@ class Outputs(msgspec.Struct, tag=True, frozen=True):
     outputs: list[SequenceOutput]
 
 
+class Pooled(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `Pool`: each text's numbers, 32-bit floats in the machine's order; or what went wrong."""
+
+    request_id: str
+    values: list[bytes]
+    error: str | None = None
+
+
 class Stats(msgspec.Struct, tag=True, frozen=True):
     """The answer to `AskStats`."""
 
@@ -125,8 +141,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     is_model_error: bool = False
 
 
-Command: TypeAlias = Generate | Abort | AskStats | AskLive | OpenAdapter | CloseAdapter
-Event: TypeAlias = Ready | Outputs | Stats | Live | AdapterOpened | Refused | Failed
+Command: TypeAlias = Generate | Pool | Abort | AskStats | AskLive | OpenAdapter | CloseAdapter
+Event: TypeAlias = Ready | Outputs | Pooled | Stats | Live | AdapterOpened | Refused | Failed
 Commands: TypeAlias = "SimpleQueue[Command | Callable[[], None] | None]"
 """What an engine's loop does next: commands, and calls that it has put off itself; None: it ends."""
 

@@ -27,6 +27,7 @@ from inflight.engine.process.protocol import (
     Failed,
     Live,
     Outputs,
+    Pooled,
     Ready,
     Refused,
     Stats,
@@ -231,6 +232,9 @@ class Session:
             case Outputs():
                 self._post((output.request_id, output) for output in event.outputs)
                 self.has_served |= any(output.finish_reason in ("stop", "length") for output in event.outputs)
+            case Pooled():
+                self._post([(event.request_id, event)])
+                self.has_served |= event.error is None
             case Refused():
                 self._post([(event.request_id, getattr(errors, event.error)(event.message))])
             case Stats(request_id=address) if address == _WATCHDOG:
@@ -303,7 +307,9 @@ def _described(ready: Ready) -> str:
         f"executor {info.executor}, attention {info.attention_backend}, forward pass {info.forward_pass}",
         *([] if info.quantization is None else [info.quantization]),
         f"context {info.max_model_len} tokens",
-        f"cache {num_tokens} tokens, {num_tokens * info.kv_bytes_per_token / 1e6:,.0f} MB",
+        f"cache {num_tokens} tokens, {num_tokens * info.kv_bytes_per_token / 1e6:,.0f} MB"
+        if info.pooling is None
+        else f"task {info.pooling.task}",
     ]
     return "; ".join(options)
 

@@ -71,7 +71,7 @@ class CpuAttention:
         keys, values, *scales = torch.split(stored, parts, dim=-1)
         key_scales, value_scales = [each.view(torch.float32) for each in scales] or (None, None)
         sizes = [spec.num_heads, spec.num_kv_heads, spec.head_size, spec.value_head_size]
-        sizes += [spec.window or 0, spec.chunk or 0, self.block_size]
+        sizes += [spec.window or 0, spec.chunk or 0, self.block_size, int(spec.is_causal)]
         softcap, group = spec.softcap or 0.0, spec.cache_group
         call = torch.ops.inflight.new_call(self._step, sizes, spec.scale, softcap, group, stored, self.dtype)
         cache = CpuCache(keys.view(self.dtype), values.view(self.dtype), stored, key_scales, value_scales, call)

@@ -20,7 +20,9 @@ class AttentionSpec:
         num_heads, num_kv_heads: H and Hkv; query heads `i * H // Hkv ...` share key/value head i.
         head_size, value_head_size: Dk and Dv.
         scale: factor of the products of queries and keys.
-        window: a query at position i sees keys j with `i - j < window`; None sees all before it.
+        is_causal: whether a query sees no key that comes after it. If not, it sees all keys of its span's sequence, so
+            a sequence that is to see all of itself runs in one step.
+        window: a query at position i sees keys j with `|i - j| < window`; None sees all that it may.
         chunk: a query sees only keys in its own aligned chunk of so many positions (Llama 4); None: no chunks.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2); None: they stay.
         has_sinks: a per-head logit joins each softmax and is dropped from the result (GPT-OSS).
@@ -34,6 +36,7 @@ class AttentionSpec:
     head_size: int
     value_head_size: int
     scale: float
+    is_causal: bool = True
     window: int | None = None
     chunk: int | None = None
     softcap: float | None = None
@@ -55,7 +58,7 @@ class KVStorage:
 
 
 class AttentionBackend(Protocol):
-    """Stores keys and values in blocks, and lets each query attend to those of its own sequence, causally.
+    """Stores keys and values in blocks, and lets each query attend to those of its own sequence.
 
     In every layer all writes of a step are finished before any read.
 

@@ -1,7 +1,7 @@
 """`ReferenceAttention`: the definition, in plain torch, for reading. It attends over the whole row with its mask.
 
 Every other backend is tested against this one. It gathers the keys of all spans end to end, builds the block-diagonal
-causal mask over them, and attends densely: `T x sum(kv_lens)` scores per head, so it is for small steps.
+mask over them, and attends densely: `T x sum(kv_lens)` scores per head, so it is for small steps.
 """
 
 from collections.abc import Sequence
@@ -14,27 +14,34 @@ from inflight.execution.ragged_batch import RaggedBatch, cache_indices, ragged_a
 
 
 def may_attend(
-    query_positions: torch.Tensor, key_positions: torch.Tensor, window: int | None = None, chunk: int | None = None
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    window: int | None = None,
+    chunk: int | None = None,
+    *,
+    is_causal: bool = True,
 ) -> torch.Tensor:
     """Which keys of its own sequence a query may see: `[..., L, K]` bool from positions `[..., L]` and `[..., K]`.
 
-    A key must not come after the query; a window and a chunk narrow that down (see `AttentionSpec`).
+    If it is causal, a key must not come after the query; a window and a chunk narrow that down (see `AttentionSpec`).
     """
     queries, keys = query_positions.unsqueeze(-1), key_positions.unsqueeze(-2)
     distance = queries - keys
-    allowed = distance >= 0
+    allowed = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
-        allowed &= distance < window
+        allowed &= distance.abs() < window
     if chunk is not None:
         allowed &= queries // chunk == keys // chunk
     return allowed
 
 
-def ragged_mask(batch: RaggedBatch, window: int | None = None, chunk: int | None = None) -> torch.Tensor:
+def ragged_mask(
+    batch: RaggedBatch, window: int | None = None, chunk: int | None = None, *, is_causal: bool = True
+) -> torch.Tensor:
     """The mask that keeps sequences apart: `[T, sum(kv_lens)]` bool, on the host.
 
-    Rows are the tokens of the step, columns the keys of all spans end to end. It is block-diagonal (a query sees only
-    keys of its own sequence) and causal.
+    Rows are the tokens of the step, columns the keys of all spans end to end. It is block-diagonal: a query sees only
+    keys of its own sequence.
     """
     query_lens, kv_lens = batch.query_lens_host, batch.kv_lens_host
     query_positions = torch.from_numpy(ragged_arange(query_lens) + np.repeat(kv_lens - query_lens, query_lens))
@@ -42,7 +49,7 @@ def ragged_mask(batch: RaggedBatch, window: int | None = None, chunk: int | None
     query_spans = torch.from_numpy(np.repeat(np.arange(len(query_lens)), query_lens))
     key_spans = torch.from_numpy(np.repeat(np.arange(len(kv_lens)), kv_lens))
     same_sequence = query_spans[:, None] == key_spans[None, :]
-    return same_sequence & may_attend(query_positions, key_positions, window, chunk)
+    return same_sequence & may_attend(query_positions, key_positions, window, chunk, is_causal=is_causal)
 
 
 def dense_attention(
@@ -124,7 +131,7 @@ class ReferenceAttention:
         self, query: torch.Tensor, cache: KVStorage, spec: AttentionSpec, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
-        allowed = ragged_mask(self.batch, spec.window, spec.chunk).to(self.device)
+        allowed = ragged_mask(self.batch, spec.window, spec.chunk, is_causal=spec.is_causal).to(self.device)
         indices = self._cache_indices_of_all_keys(spec.cache_group)
         key = cache.keys.flatten(0, 1)[indices].transpose(0, 1)
         value = cache.values.flatten(0, 1)[indices].transpose(0, 1)

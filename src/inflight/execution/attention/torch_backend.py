@@ -49,7 +49,7 @@ class TorchAttention(ReferenceAttention):
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         super().__init__(device, dtype, block_size)
-        self._gathers: dict[tuple[int, int | None, int | None, bool], list[Gather]] = {}
+        self._gathers: dict[tuple[int, int | None, int | None, bool, bool], list[Gather]] = {}
 
     def begin_step(self, batch: RaggedBatch) -> None:
         """See `AttentionBackend`."""
@@ -99,7 +99,7 @@ class TorchAttention(ReferenceAttention):
 
     def _gathers_for(self, spec: AttentionSpec) -> list[Gather]:
         """The step's gathers for attention calls of this kind; made at the first such call."""
-        kind = (spec.cache_group, spec.window, spec.chunk, _is_plain(spec))
+        kind = (spec.cache_group, spec.window, spec.chunk, spec.is_causal, _is_plain(spec))
         if kind not in self._gathers:
             self._gathers[kind] = self._make_gathers(spec)
         return self._gathers[kind]
@@ -131,14 +131,16 @@ class TorchAttention(ReferenceAttention):
         row_starts = np.cumsum(batch.query_lens_host)[spans] - query_lens
         query_positions = (kv_lens - query_lens)[:, None] + np.arange(first, last)
         first_keys = _first_visible_keys(query_positions[:, 0], spec)
-        num_keys = int((query_positions[:, -1] + 1 - first_keys).max())
+        num_keys = int((_end_of_visible_keys(query_positions[:, -1], kv_lens, spec) - first_keys).max())
         key_positions = first_keys[:, None] + np.arange(num_keys)
         own_positions = np.minimum(key_positions, kv_lens[:, None] - 1)
         tables = batch.groups[spec.cache_group].block_tables_host
         allowed = None
-        if not causal:  # padding lies at positions after its span's last query, so causality hides it
+        if not causal:
             queries, keys = self._to_device(query_positions), self._to_device(key_positions)
-            allowed = may_attend(queries, keys, spec.window, spec.chunk)
+            allowed = may_attend(queries, keys, spec.window, spec.chunk, is_causal=spec.is_causal)
+            if not spec.is_causal:  # else causality hides padding, which lies after a span's last query
+                allowed &= keys[:, None] < self._to_device(kv_lens)[:, None, None]
         return Gather(
             rows=self._to_device(row_starts[:, None] + np.arange(first, last)),
             cache_indices=self._to_device(cache_indices(tables, spans[:, None], own_positions, self.block_size)),
@@ -152,7 +154,7 @@ class TorchAttention(ReferenceAttention):
 
 def _is_plain(spec: AttentionSpec) -> bool:
     """Whether causality alone decides what a query sees, so that a whole prompt needs no mask."""
-    return spec.window is None and spec.chunk is None and spec.softcap is None and not spec.has_sinks
+    return spec.is_causal and spec.window is spec.chunk is spec.softcap is None and not spec.has_sinks
 
 
 def _first_visible_keys(query_positions: IntArray, spec: AttentionSpec) -> IntArray:
@@ -163,3 +165,15 @@ def _first_visible_keys(query_positions: IntArray, spec: AttentionSpec) -> IntAr
     if spec.chunk is not None:
         first = np.maximum(first, query_positions // spec.chunk * spec.chunk)
     return first
+
+
+def _end_of_visible_keys(query_positions: IntArray, kv_lens: IntArray, spec: AttentionSpec) -> IntArray:
+    """One more than the last key that a query at each of these positions `[n]` may see, of so many: `[n]`."""
+    if spec.is_causal:
+        return query_positions + 1
+    end = kv_lens
+    if spec.window is not None:
+        end = np.minimum(end, query_positions + spec.window)
+    if spec.chunk is not None:
+        end = np.minimum(end, (query_positions // spec.chunk + 1) * spec.chunk)
+    return end

@@ -54,6 +54,8 @@ class PackedExecutor:
         grouping: the attention calls of one forward pass in order, as found by `find_attention_calls`, and how they lie
             in the cache (`group_calls`).
         min_rows: rows that a step on a CPU has at least.
+        forward: takes token ids `[T]`, positions `[T]` and logit rows `[R]` to what is wanted of these rows, `[R, …]`;
+            None: the model's logits.
     """
 
     name = "packed"
@@ -66,6 +68,7 @@ class PackedExecutor:
         backend: AttentionBackend,
         grouping: Grouping,
         min_rows: int = MIN_ROWS,
+        forward: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         self.model = model
         self.min_rows = min_rows
@@ -77,7 +80,7 @@ class PackedExecutor:
         self._on_cpu = model.device.type == "cpu"
         self._longrope_length = longrope_length(model.config.get_text_config())
         takes_logit_rows = "logits_to_keep" in forward_parameters(model)
-        self._forward = plain_forward(model, takes_logit_rows=takes_logit_rows)
+        self._forward = forward or plain_forward(model, takes_logit_rows=takes_logit_rows)
         self._recorded: RecordedForward | None = None
         self._kept: KeptStates | None = None
         self.adapters: StepAdapters | None = None

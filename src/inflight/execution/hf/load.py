@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias
@@ -35,11 +35,20 @@ that do so at once would restore each other's."""
 ModelSource: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 
 
-def load_model(source: ModelSource, config: EngineConfig, *, in_own_dtype: bool = False) -> PreTrainedModel:
+def load_model(
+    source: ModelSource,
+    config: EngineConfig,
+    *,
+    in_own_dtype: bool = False,
+    auto_class: type[Any] = AutoModelForCausalLM,
+    spare: Sequence[str] = (),
+) -> PreTrainedModel:
     """The model of `source`, in evaluation mode, on the device and in the dtype that `config` asks for.
 
     Args:
         in_own_dtype: whether a checkpoint's weights keep its dtype, and stay in its files until they are used.
+        auto_class: of `transformers`, which finds the model's class.
+        spare: beginnings of the names of weights that nobody will use, so that a checkpoint may lack them.
 
     A loaded `PreTrainedModel` is copied; the copy shares its parameters, and the caller's model stays as it is. Raises
     `ModelError` if the model cannot be loaded completely: missing weights are never made up.
@@ -57,11 +66,11 @@ def load_model(source: ModelSource, config: EngineConfig, *, in_own_dtype: bool 
         is_dummy = config.load_format == "dummy"
         with ONE_AT_A_TIME, _bars_that_leave():
             if is_dummy:
-                model = _dummy_model(model_config, dtype, device, config)
+                model = _dummy_model(model_config, dtype, device, config, auto_class)
             elif header is not None:
                 model = load_gguf_model(header, model_config, dtype)
             else:
-                model = _pretrained_model(name, model_config, dtype, device, config)
+                model = _pretrained_model(name, model_config, dtype, device, config, auto_class, spare)
         model = model.to(device)
         if not is_dummy and getattr(model_config, "quantization_config", None) is not None:
             for name, module in model.named_modules():
@@ -222,12 +231,16 @@ def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
 
 
 def _dummy_model(
-    model_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, config: EngineConfig
+    model_config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: EngineConfig,
+    auto_class: type[Any],
 ) -> PreTrainedModel:
     """A model with seeded random weights, made on the device."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(config.seed)
-        return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
+        return auto_class.from_config(model_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
 
 @contextmanager
@@ -245,12 +258,18 @@ def _bars_that_leave() -> Iterator[None]:
 
 
 def _pretrained_model(
-    name: str, model_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, config: EngineConfig
+    name: str,
+    model_config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: EngineConfig,
+    auto_class: type[Any],
+    spare: Sequence[str],
 ) -> PreTrainedModel:
     quantized = load_quantized_model(name, model_config, dtype, device, config.revision)
     if quantized is not None:
         return quantized
-    model, report = AutoModelForCausalLM.from_pretrained(
+    model, report = auto_class.from_pretrained(
         name,
         dtype=dtype,
         trust_remote_code=config.trust_remote_code,
@@ -258,7 +277,8 @@ def _pretrained_model(
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # these are reported, and refused below
     )
-    refuse_incomplete(report, f"the checkpoint {name!r}")
+    missing = [key for key in report.get("missing_keys") or () if not key.startswith(tuple(spare))]
+    refuse_incomplete({**report, "missing_keys": missing}, f"the checkpoint {name!r}")
     return model
 
 

@@ -3,8 +3,6 @@
 #include "parallel.h"
 #include <ATen/ops/empty.h>
 
-#include <cmath>
-
 #include "checks.h"
 #include "convert.h"
 
@@ -17,12 +15,7 @@ Floats gelu_tanh(Floats x) {
   const Floats inner = (x + x * x * x * 0.044715f) * 0.7978845608f;
   return x * 0.5f * (tanh(inner) + 1.f);
 }
-Floats gelu(Floats x) {
-  float lanes[kLanes];
-  store(lanes, x);
-  for (float& lane : lanes) lane = lane * 0.5f * (1.f + std::erf(lane * 0.7071067812f));
-  return load<Floats>(lanes);
-}
+Floats gelu(Floats x) { return x * 0.5f * (erf(x * 0.7071067812f) + 1.f); }
 
 // A partial vector is computed like a whole one.
 template <class Value>

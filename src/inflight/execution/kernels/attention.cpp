@@ -142,7 +142,7 @@ class Attention {
   // Whether every token of the span sees the whole tile.
   bool sees_whole(const Span& span, int64_t tile) const {
     const int64_t size = shape_.tile_size();
-    return shape_.first_visible(span.end - 1) <= tile * size && (tile + 1) * size <= span.start + 1;
+    return shape_.first_visible(span.end - 1) <= tile * size && (tile + 1) * size <= shape_.end_visible(span.start, span.end);
   }
 
   // How many of so many rows are an item: fewer, if threads would have nothing to do.
@@ -236,7 +236,7 @@ class Attention {
 
   Visible visible(const Span& span, int64_t row, int64_t tile) const {
     const int64_t position = span.start + row / shape_.group_size(), first = tile * shape_.tile_size();
-    const int64_t low = shape_.first_visible(position) - first, high = position + 1 - first;
+    const int64_t low = shape_.first_visible(position) - first, high = shape_.end_visible(position, span.end) - first;
     return {int(std::clamp<int64_t>(low, 0, shape_.tile_size())), int(std::clamp<int64_t>(high, 0, shape_.tile_size()))};
   }
 
@@ -260,14 +260,14 @@ class Attention {
     }
     const int64_t first_position = span.start + first_row / shape_.group_size();
     const int64_t last_position = span.start + (first_row + num_rows - 1) / shape_.group_size();
-    const int64_t last_tile = last_position / shape_.tile_size();
+    const int64_t end = shape_.end_visible(last_position, span.end), last_tile = (end - 1) / shape_.tile_size();
     for (int64_t tile = shape_.first_visible(first_position) / shape_.tile_size(); tile <= last_tile; ++tile) {
       for (int64_t i = 0; i < num_rows; ++i) thread.visible[i] = visible(span, first_row + i, tile);
       collect(item.first_span, tile, item.kv_head, thread.visible, thread);
       if (tile == last_tile) {
         foresee(next, thread);
       } else {
-        foresee(item.first_span, tile + 1, item.kv_head, 0, last_position + 1, thread);
+        foresee(item.first_span, tile + 1, item.kv_head, 0, end, thread);
       }
       attend_tile<Kind>(shape_, thread.queries.data(), query_stride_, int(num_rows), thread.visible.data(), thread.tile,
                         thread.so_far.data());

@@ -67,10 +67,10 @@ void begin_step(int64_t step, int64_t block_size, const Tensor& query_lens, cons
 
 int64_t new_call(int64_t step, at::IntArrayRef sizes, double scale, double softcap, int64_t group, const Tensor& stored,
                  at::ScalarType dtype) {
-  TORCH_CHECK(sizes.size() == 7, "an attention call has 7 sizes, not ", sizes.size());
+  TORCH_CHECK(sizes.size() == 8, "an attention call has 8 sizes, not ", sizes.size());
   for (const int64_t size : sizes) TORCH_CHECK(size <= 1 << 24, "a size of ", size, " is too large");
   const inflight::Shape shape{int(sizes[0]), int(sizes[1]), int(sizes[2]), int(sizes[3]), float(scale),
-                              sizes[4],      sizes[5],      float(softcap), int(sizes[6])};
+                              sizes[4],      sizes[5],      float(softcap), int(sizes[6]), sizes[7] != 0};
   const auto call = std::make_shared<Call>(Call{shape, int(group), stored, dtype, steps.get(step)});
   inflight::check(*call);
   return calls.add(call);

@@ -26,6 +26,7 @@ struct Shape {
   int64_t window, chunk;  // 0: none
   float softcap;          // 0: none
   int block_size;
+  bool is_causal;
 
   int group_size() const { return num_heads / num_kv_heads; }
   int stripes_per_block() const { return (block_size + kLanes - 1) / kLanes; }
@@ -33,10 +34,16 @@ struct Shape {
   int64_t tile_size() const { return int64_t(blocks_per_tile()) * block_size; }
   int key_steps(int pack) const { return (head_size + pack - 1) / pack; }
   int value_lanes() const { return int(round_up(value_head_size, kLanes)); }
-  // The first position that a query sees; it sees no later one than its own.
+  // The first position that a query sees.
   int64_t first_visible(int64_t position) const {
     int64_t first = window ? std::max<int64_t>(0, position - window + 1) : 0;
     return chunk ? std::max(first, position / chunk * chunk) : first;
+  }
+  // One more than the last that it sees, if its sequence has `length` keys by now.
+  int64_t end_visible(int64_t position, int64_t length) const {
+    if (is_causal) return position + 1;
+    const int64_t end = window ? std::min(length, position + window) : length;
+    return chunk ? std::min(end, (position / chunk + 1) * chunk) : end;
   }
 };
 

@@ -61,7 +61,7 @@ def describe(
         arithmetic=arithmetic_of(model),
         weights=stored_weights(model),
         kernels=kernels_in_use() if model.device.type == "cpu" else None,
-        attention_calls=_describe_calls(report.specs),
+        attention_calls=describe_calls(report.specs),
         logits_error=report.logits_error,
         attention_error=report.attention_error,
         is_batch_invariant=report.is_batch_invariant,
@@ -111,7 +111,7 @@ def _num_blocks(executor: Executor, max_blocks_per_sequence: int, config: Engine
     return min(memory // max(1, bytes_per_block), config.max_num_seqs * max_blocks_per_sequence)
 
 
-def _describe_calls(specs: tuple[AttentionSpec, ...]) -> tuple[str, ...]:
+def describe_calls(specs: tuple[AttentionSpec, ...]) -> tuple[str, ...]:
     """The kinds of attention calls of a forward pass in words, each with its number."""
     kinds = Counter(_describe_call(spec) for spec in specs)
     return tuple(f"{number} x {kind}" for kind, number in kinds.items())
@@ -122,6 +122,8 @@ def _describe_call(spec: AttentionSpec) -> str:
     if spec.value_head_size != spec.head_size:
         sizes += f" (keys) and {spec.value_head_size} (values)"
     words = [f"{spec.num_heads} heads over {spec.num_kv_heads} key/value heads of size {sizes}"]
+    if not spec.is_causal:
+        words.append("bidirectional")
     if spec.window is not None:
         words.append(f"window {spec.window}")
     if spec.chunk is not None:

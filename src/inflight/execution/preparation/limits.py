@@ -32,7 +32,8 @@ def packed_limit(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> tupl
         limit = longest_row
         notes.append(f"sequences are limited to {limit} tokens: beyond, the model scales attention by place in the row")
     short = longrope_length(config)
-    starts_over = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    prepare = getattr(type(model), "prepare_inputs_for_generation", None)  # a model without a head has none
+    starts_over = prepare is not GenerationMixin.prepare_inputs_for_generation
     if short is not None and short < limit and not starts_over:
         notes.append(
             f"a sequence that outgrows {short} tokens is computed anew, as in one forward pass (LongRoPE); "

@@ -126,7 +126,7 @@ class PlainModel:
             together: whether prompts, which are equally long, run as rows of one forward pass.
         """
         vocab_size = num_embeddings(model)
-        prompts = tuple(_with_padding(model, each) for each in draw_prompts(vocab_size, workload.lengths))
+        prompts = tuple(with_padding(model, each) for each in draw_prompts(vocab_size, workload.lengths))
         groups = [prompts] if together else [(prompt,) for prompt in prompts]
         logits = tuple(rows for group in groups for rows in _plain_logits(model, *group))
         if not all(torch.isfinite(each).all() for each in logits):
@@ -230,7 +230,7 @@ def draw_prompts(vocab_size: int, lengths: Sequence[int]) -> tuple[tuple[int, ..
     return tuple(tuple(torch.randint(vocab_size, (each,), generator=generator).tolist()) for each in lengths)
 
 
-def _with_padding(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, ...]:
+def with_padding(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, ...]:
     """The prompt with the model's padding token in it, to which some models give no position (RoBERTa)."""
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     if not isinstance(padding, int) or not 0 <= padding < num_embeddings(model):

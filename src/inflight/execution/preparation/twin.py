@@ -54,27 +54,44 @@ def make_twin(model: PreTrainedModel) -> PlainModel:
     raise ModelError(f"no small float32 copy of {type(model).__name__} can be made to prove it on ({reasons[0]})")
 
 
+def make_body_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A twin of a model without a head, whose attention modules alone will be looked at. Raises `ModelError` if none
+    can be made."""
+    reasons = []
+    for cuts in CHOICES_OF_CUTS:
+        try:
+            return _drawn(model, _smaller(model, cuts), FACTORS[1])
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    raise ModelError(f"no small float32 copy of {type(model).__name__} can be made to prove it on ({reasons[0]})")
+
+
 def _sensitive(model: PreTrainedModel, config: PreTrainedConfig) -> PlainModel:
+    for factor in FACTORS:
+        plain = PlainModel.of(_drawn(model, config, factor)).with_effect()
+        if plain.effect is not None and plain.effect >= ENOUGH:
+            return plain
+        del plain  # before the next one is made
+    raise ModelError("its context does not matter")
+
+
+def _drawn(model: PreTrainedModel, config: PreTrainedConfig, factor: float) -> PreTrainedModel:
+    """A model of this configuration, whose matrices are multiplied by `factor`."""
     with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.device("meta"):
         size = sum(weight.numel() for weight in type(model)(copy.deepcopy(config)).parameters())
     if size > MAX_PARAMETERS:
         raise ModelError(f"it has {size} parameters")
-    for factor in FACTORS:
-        with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            twin = type(model)._from_config(copy.deepcopy(config), dtype=torch.float32).eval().requires_grad_(False)
-        twin.to(model.device)
-        tables = [module.weight for module in twin.modules() if isinstance(module, torch.nn.Embedding)]
-        for name, weight in twin.named_parameters():
-            if weight.dim() >= 2 and not any(weight is table for table in tables):
-                weight.mul_(factor)
-            elif name.endswith("dt_bias"):
-                weight.fill_(SLOW)
-        plain = PlainModel.of(twin).with_effect()
-        if plain.effect is not None and plain.effect >= ENOUGH:
-            return plain
-        del twin, tables, weight, plain  # before the next one is made
-    raise ModelError("its context does not matter")
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        twin = type(model)._from_config(copy.deepcopy(config), dtype=torch.float32).eval().requires_grad_(False)
+    twin.to(model.device)
+    tables = [module.weight for module in twin.modules() if isinstance(module, torch.nn.Embedding)]
+    for name, weight in twin.named_parameters():
+        if weight.dim() >= 2 and not any(weight is table for table in tables):
+            weight.mul_(factor)
+        elif name.endswith("dt_bias"):
+            weight.fill_(SLOW)
+    return twin
 
 
 # ------------------------------------------------------------------------------------------- what is cut

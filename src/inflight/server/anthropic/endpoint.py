@@ -37,7 +37,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     service = service_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
         service.adapter_of(body.model)
-        info = await service.model_info()
+        info = await service.generating_info()
         prepared = await off_loop(len(await request.body()), lambda: _prepare(body, service, info))
         if not body.stream:
             (output,) = await generate(service, prepared.generation, client)
@@ -50,7 +50,7 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Count the tokens of a chat."""
     service = service_of(request)
     service.adapter_of(body.model)
-    info = await service.model_info()
+    info = await service.generating_info()
     size = len(await request.body())
     chat, thinking = body.for_template(), body.wanted_thinking
     written = await off_loop(size, lambda: service.written(chat, info, "messages", thinking))

@@ -36,7 +36,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = service_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
         service.adapter_of(body.model)
-        info = await service.model_info()
+        info = await service.generating_info()
         size = len(await request.body())
         prepared = await off_loop(size, lambda: _prepare(body, service, info))
         if not body.stream:

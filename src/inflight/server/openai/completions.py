@@ -62,7 +62,7 @@ class _PreparedCompletion:
 
 async def _prepare(body: CompletionRequest, service: Service, size: int) -> _PreparedCompletion:
     service.adapter_of(body.model)
-    info = await service.model_info()
+    info = await service.generating_info()
     params = await off_loop(size, lambda: _params(body, service, info))
     prompts = [  # one by one, so that a client that leaves stops the rest
         await off_loop(size, partial(_token_ids, body, prompt, service, info)) for prompt in body.prompts

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 OPERATION = "inflight.operation"
 """The key in an HTTP request's OpenTelemetry context under which the conventions' operation name is stored."""
+OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
+"""The conventions' names of operations; those of other paths are chats."""
 
 
 def exporting_provider(endpoint: str | None = None) -> "TracerProvider":
@@ -116,7 +118,7 @@ class Tracing(Middleware, RequestObserver):
         """See `Middleware`."""
         names = (b"traceparent", b"tracestate")
         carrier = {name.decode(): value.decode("latin-1") for name in names if (value := header_of(scope, name))}
-        operation = "text_completion" if path_of(scope) == "/v1/completions" else "chat"
+        operation = OPERATIONS.get(path_of(scope), "chat")
         context = self._contexts.set_value(OPERATION, operation, self._propagator.extract(carrier))
         token = self._contexts.attach(context)
         try:

@@ -44,7 +44,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     service, store = service_of(request), _store_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
         service.adapter_of(body.model)
-        info = await service.model_info()
+        info = await service.generating_info()
         earlier = _earlier(body, store)
         size = len(await request.body()) + (0 if earlier is None else earlier.num_bytes)
         chat: Chat = () if earlier is None else earlier.chat

@@ -3,6 +3,7 @@
 Decides which names the model answers to and what fits into its context. Knows no endpoint.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ class Service:
         start_time: when serving began, in seconds of Unix time; the model's `created`.
         running: the requests that `llm` has received and that have not ended, by their ids.
         keeps_texts: whether `running` has what they have generated.
+        pooling: the tasks of requests that pool.
         in_background: whether all its requests run in the background, whatever they say, each with a seed that was
             drawn for it if it has none: an engine draws the same seeds after every start, and a job goes on over many.
     """
@@ -61,16 +63,27 @@ class Service:
         self.start_time = start_time
         self.running: dict[str, RunningRequest] = {}
         self.keeps_texts = False
+        self.pooling: set[asyncio.Task[Any]] = set()
 
     async def abort_all(self) -> None:
         """Abort all running requests: streams end with an error event, other requests are answered with a 503."""
         for request_id in tuple(self.running):
             await self.llm.abort(request_id)
+        for task in tuple(self.pooling):
+            task.cancel()
 
     async def model_info(self) -> ModelInfo:
         """Return the engine's `ModelInfo`; start the engine first if necessary."""
         await self.llm.start()
         return self.llm.model_info
+
+    async def generating_info(self) -> ModelInfo:
+        """Return the same. Raises `ApiError` if the model generates no text."""
+        info = await self.model_info()
+        if info.pooling is not None:
+            message = f"this model was loaded to {info.pooling.task}; it does not generate text"
+            raise ApiError(400, message, param="model", code="model_not_supported")
+        return info
 
     @property
     def tokenizer(self) -> Tokenizer:

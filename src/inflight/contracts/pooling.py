@@ -1,0 +1,65 @@
+"""Pooling: what is made of a whole text, instead of more text. Plain data."""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+PoolingTask: TypeAlias = Literal["embed", "classify", "rerank"]
+
+NORMALIZE = ""
+"""Stands for the layer that makes a vector one of length 1, where others are named by their folders."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingPlan:
+    """What a checkpoint says about pooling.
+
+    Attributes:
+        task: "embed" (a vector), "classify" (a number for each label) or "rerank" (a score for a query and a document
+            in Qwen3-Reranker's template: how much likelier the answer "yes" is than "no").
+        modes: of "embed": how the hidden states of a text become one vector: "cls", "lasttoken", "mean", "max",
+            "mean_sqrt_len_tokens", "weightedmean". The vectors of several modes are joined.
+        includes_prompt: whether the tokens of a prompt before the text are pooled, too.
+        layers: of "embed": what follows, in order: folders of dense layers, or `NORMALIZE`.
+        max_tokens: the longest text, in tokens; None: as long as the model allows.
+        lowers: whether texts are made lower case.
+        prompts, default_prompt: texts to begin with, by name, and the name of the one that is used otherwise.
+        labels: of a classification head.
+        activation: what the numbers of such a head, or of "rerank", go through.
+        answers: of "rerank": the token ids of the two answers, the affirmative one last; None: the checkpoint has a
+            classification head instead.
+        similarity: of embeddings: "cosine" or "dot".
+        num_values: how many numbers a text gets; 0: not known before the model is loaded.
+    """
+
+    task: PoolingTask
+    modes: tuple[str, ...] = ("mean",)
+    includes_prompt: bool = True
+    layers: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    lowers: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    labels: tuple[str, ...] = ()
+    activation: Literal["none", "sigmoid", "softmax"] = "none"
+    answers: tuple[int, int] | None = None
+    similarity: str = "cosine"
+    num_values: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PooledText:
+    """A text, or a pair of texts, as tokens.
+
+    Attributes:
+        token_types: which text of a pair each token belongs to; None: all to the first.
+        prompt_length: how many of the first tokens are a prompt that is not pooled.
+    """
+
+    token_ids: list[int]
+    token_types: list[int] | None = None
+    prompt_length: int = 0
+
+
+Values: TypeAlias = "array[float]"
+"""What a text gets: 32-bit floats. `numpy.asarray` takes them without a copy."""

@@ -1,0 +1,128 @@
+"""`/v1/embeddings`, as OpenAI has it, and `/pooling`, as vLLM does: the vectors of texts."""
+
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from inflight.async_llm import AsyncLLM
+from inflight.contracts.outputs import ClassificationOutput, EmbeddingOutput
+from inflight.contracts.pooling import Values
+from inflight.server.pooling.running import Texts, TruncatePromptTokens, as_list, head, pooled, usage_of
+from inflight.server.serving.service import service_of
+from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.json_route import JsonRoute, to_json
+from inflight.server.wire.off_loop import off_loop
+from inflight.server.wire.strict_model import StrictModel
+
+router = APIRouter(route_class=JsonRoute)
+
+BYTES_OF_NUMBER = 20
+"""About what a number takes in JSON."""
+
+
+class EmbeddingRequest(StrictModel):
+    """The body of a request.
+
+    Attributes:
+        input: a text, token ids, or a list of either.
+        encoding_format: "base64" is that of 32-bit floats, the lowest byte first.
+        dimensions: how many of a vector's first numbers are wanted; null: all.
+        truncate_prompt_tokens: the most tokens of a text, beyond which it is cut (-1: the model's limit); null: a
+            longer one is refused.
+        prompt_name: of the model's own prompts, which texts then begin with; null: its default one, if it has one.
+    """
+
+    IGNORED: ClassVar = {"user", "priority", "request_id"}
+    NOT_SUPPORTED: ClassVar = {
+        "add_special_tokens": (True,),
+        "normalize": (True,),
+        "messages": (),
+        "embed_dtype": ("float32",),
+    }
+    MAY_HAVE_MORE = True
+    OF_OTHERS: ClassVar = {*("prompt", "stream", "max_tokens", "documents", "query", "text_1", "text_2", "task")}
+
+    model: str | None = None
+    input: Texts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    truncate_prompt_tokens: TruncatePromptTokens | None = None
+    prompt_name: str | None = None
+
+
+@router.post("/v1/embeddings")
+async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    """The vectors of texts."""
+    outputs = await _embedded(body, request)
+
+    def answer() -> Response:
+        data = [
+            {"object": "embedding", "index": index, "embedding": _written(output.embedding, body)}
+            for index, output in enumerate(outputs)
+        ]
+        name = service_of(request).settings.model_name
+        content = {"object": "list", "data": data, "model": name, "usage": usage_of(outputs)}
+        return Response(to_json(content), media_type="application/json")
+
+    return await off_loop(_size(outputs), answer)
+
+
+@router.post("/pooling")
+async def pooling(body: EmbeddingRequest, request: Request) -> Response:
+    """What the model makes of texts: vectors, or the probabilities of labels."""
+    plan = (await service_of(request).model_info()).pooling
+    outputs: Sequence[EmbeddingOutput | ClassificationOutput]
+    if plan is not None and plan.task == "classify":
+        outputs = await _classified(body, request)
+    else:
+        outputs = await _embedded(body, request)
+
+    def answer() -> Response:
+        values = [each.embedding if isinstance(each, EmbeddingOutput) else each.probs for each in outputs]
+        data = [{"index": index, "object": "pooling", "data": _written(own, body)} for index, own in enumerate(values)]
+        content = {**head(request, "pool"), "data": data, "usage": usage_of(outputs)}
+        return Response(to_json(content), media_type="application/json")
+
+    return await off_loop(_size(outputs), answer)
+
+
+async def _embedded(body: EmbeddingRequest, request: Request) -> list[EmbeddingOutput]:
+    texts = as_list(body.input)
+
+    async def run(llm: AsyncLLM) -> list[EmbeddingOutput]:
+        return await llm.embed(
+            texts,
+            prompt_name=body.prompt_name,
+            dimensions=body.dimensions,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+        )
+
+    return await pooled(request, body.model, texts, "input", run)
+
+
+async def _classified(body: EmbeddingRequest, request: Request) -> list[ClassificationOutput]:
+    for name in ("dimensions", "prompt_name"):
+        if getattr(body, name) is not None:
+            raise ApiError(400, f"{name} is given; this model gives labels, not vectors", param=name)
+    texts = as_list(body.input)
+    return await pooled(
+        request,
+        body.model,
+        texts,
+        "input",
+        lambda llm: llm.classify(texts, truncate_prompt_tokens=body.truncate_prompt_tokens),
+    )
+
+
+def _written(values: Values, body: EmbeddingRequest) -> Any:
+    return base64.b64encode(values.tobytes()).decode() if body.encoding_format == "base64" else list(values)
+
+
+def _size(outputs: Sequence[EmbeddingOutput | ClassificationOutput]) -> int:
+    """About how many bytes the answer has."""
+    each = len(outputs[0].embedding if isinstance(outputs[0], EmbeddingOutput) else outputs[0].probs)
+    return len(outputs) * each * BYTES_OF_NUMBER

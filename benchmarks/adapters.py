@@ -61,10 +61,8 @@ def tokens_per_second(llm: LLM, adapter: list[str] | None) -> float:
     """Of the steps in which all sequences decode."""
     prompts = [[7 * number + 3 + place for place in range(PROMPT_LEN)] for number in range(NUM_SEQUENCES)]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    times: list[float] = []
-    for delta in llm.stream(prompts, params, adapter=adapter):
-        if delta.prompt_index == 0:
-            times.append(time.perf_counter())
+    deltas = llm.stream(prompts, params, adapter=adapter)
+    times = [time.perf_counter() for delta in deltas if delta.prompt_index == 0]
     return NUM_SEQUENCES * (len(times) - 1) / (times[-1] - times[0])
 
 

@@ -9,6 +9,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -17,14 +18,12 @@ import torch
 from inflight.contracts.errors import ModelError
 from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.adapters.checkpoint import AdapterCheckpoint
-from inflight.execution.adapters.layers import AdaptableLayers, watch_rows
+from inflight.execution.adapters.layers import AdaptableLayers
 from inflight.execution.adapters.packed_adapter import PackedAdapter
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.ragged_batch import IntArray, RaggedBatch
 from inflight.execution.weights.panels import PanelLinear
 
-NUM_TOKENS, NUM_LOGIT_ROWS = 10, 5
-"""Of the step that shows how many rows each layer gets. No step of so many is filled up to more."""
 MAX_OPEN = 1024
 """Adapters whose files stay open although no request needs them."""
 
@@ -46,11 +45,7 @@ class Adapters:
             raise ModelError(f"adapters need a model that runs packed; this one runs as {executor.name}")
         if not any(isinstance(module, PanelLinear) for module in executor.model.modules()):
             raise ModelError("adapters need our kernels, on a CPU with AVX2, and a model in float32 or bfloat16")
-        tables = tuple((array("i", [0] * -(-NUM_TOKENS // block_size)),) for _ in executor.cache_groups)
-        plan = StepPlan((Span(0, 0, 0, [0] * NUM_TOKENS, NUM_LOGIT_ROWS, NUM_TOKENS),), tables)
-        with watch_rows(executor.model) as rows_of:
-            executor.outputs(RaggedBatch.from_plan(plan, block_size, executor.model.device))
-        self.layers = AdaptableLayers(executor.model, rows_of, NUM_TOKENS, NUM_LOGIT_ROWS)
+        self.layers = AdaptableLayers(executor.model, partial(_run, executor, block_size))
         self.max_bytes = max_bytes
         self.num_bytes = 0
         """What all that are in memory take."""
@@ -154,6 +149,14 @@ class Adapters:
                     break
                 self.num_bytes -= self._packed.pop(each).num_bytes
         return self._packed[digest]
+
+
+def _run(executor: PackedExecutor, block_size: int, num_tokens: int, num_logit_rows: int) -> None:
+    """Run a step of one sequence, of any tokens."""
+    tables = tuple((array("i", [0] * -(-num_tokens // block_size)),) for _ in executor.cache_groups)
+    token_ids = [number % executor.model.get_input_embeddings().weight.shape[0] for number in range(num_tokens)]
+    plan = StepPlan((Span(0, 0, 0, token_ids, num_logit_rows, num_tokens),), tables)
+    executor.outputs(RaggedBatch.from_plan(plan, block_size, executor.model.device))
 
 
 def _filled_up(numbers: IntArray, size: int) -> list[int]:

@@ -4,7 +4,7 @@ Every layer of the kernels has a place, in which it looks for what is added to i
 place, where each has outputs of its own; each projection of each expert is a place, too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,12 +43,16 @@ class Target:
         return f"[{self.out_features}, {self.in_features}]"
 
 
+STEPS = ((10, 5), (23, 7))
+"""Tokens and rows of logits of steps that show how many rows each layer gets. None of them is filled up to more."""
+
+
 class AdaptableLayers:
     """The places of a model, in which its layers look from now on.
 
     Args:
         model: ours alone, prepacked.
-        rows_of: how many rows each layer was given in a step of so many tokens and rows of logits.
+        run: runs a step of so many tokens and rows of logits.
 
     Attributes:
         step: the kernels' number of what tells rows their adapters.
@@ -58,7 +62,8 @@ class AdaptableLayers:
         experts: the weights of all experts of a module, by its name: of each of its parameters, by name.
     """
 
-    def __init__(self, model: PreTrainedModel, rows_of: dict[int, int], num_tokens: int, num_logit_rows: int) -> None:
+    def __init__(self, model: PreTrainedModel, run: Callable[[int, int], object]) -> None:
+        reads_logit_rows = _what_layers_read(model, run)
         self.step: int = torch.ops.inflight.new_adapted_step()
         delete_with(self, torch.ops.inflight.delete_adapted_step, self.step)
         self.num_places = 0
@@ -67,9 +72,8 @@ class AdaptableLayers:
         self._place_of: dict[int, int] = {}  # by the kernels' number of a layer
         for name, module in model.named_modules(remove_duplicate=False):
             for layer, first_output, num_outputs in _layers_of(module):
-                num_rows = rows_of.get(layer.number)
-                if num_rows in (num_tokens, num_logit_rows) or _router_layer(module) is not None:
-                    place = self._place(layer, reads_logit_rows=num_rows == num_logit_rows)
+                if layer.number in reads_logit_rows or _router_layer(module) is not None:
+                    place = self._place(layer, reads_logit_rows=reads_logit_rows.get(layer.number, False))
                     self.weights[name] = Target(place, first_output, layer.in_features, num_outputs, layer.weight.dtype)
             if isinstance(module, AdaptedEmbedding):
                 place = module.look_in(self.step, self._new_place())
@@ -105,18 +109,31 @@ class AdaptableLayers:
         return self.num_places - 1
 
 
+def _what_layers_read(model: nn.Module, run: Callable[[int, int], object]) -> dict[int, bool]:
+    """Of the kernels' layers, by number, those that get a row for each token in every step, or one for each row of
+    logits: whether it is the latter."""
+    steps = []
+    for num_tokens, num_logit_rows in STEPS:
+        with _watch_rows(model) as num_rows:
+            run(num_tokens, num_logit_rows)
+        kinds = {num_tokens: False, num_logit_rows: True}
+        steps.append({number: kinds[each] for number, each in num_rows.items() if each in kinds})
+    first, second = steps
+    return {number: kind for number, kind in first.items() if second.get(number) is kind}
+
+
 @contextmanager
-def watch_rows(model: nn.Module) -> Iterator[dict[int, int]]:
+def _watch_rows(model: nn.Module) -> Iterator[dict[int, int]]:
     """How many rows each of the kernels' layers is given in a forward pass, by its number; experts' are left out."""
-    rows_of: dict[int, int] = {}
+    num_rows: dict[int, int] = {}
 
     def see(number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        rows_of[number] = args[0].numel() // args[0].shape[-1]
+        num_rows[number] = args[0].numel() // args[0].shape[-1]
 
     layers = {layer.number: layer for module in model.modules() for layer, _, _ in _layers_of(module)}
     hooks = [layer.register_forward_pre_hook(partial(see, number)) for number, layer in layers.items()]
     try:
-        yield rows_of
+        yield num_rows
     finally:
         for hook in hooks:
             hook.remove()

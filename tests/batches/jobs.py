@@ -79,12 +79,12 @@ class Jobs:
         self.files = Files(self.database, self.clock)
         self.ledger = Ledger(self.database, self.files, self.clock)
 
-    def create(self, content: bytes, seconds: int | None = None, **options: Any) -> Batch:
+    def create(self, content: bytes, seconds: int | None = None, endpoint: str = COMPLETIONS, **options: Any) -> Batch:
         """Begin a job of these lines."""
         new = self.files.create()
         new.write(content)
         file = self.files.add(new, "", "requests.jsonl", "batch")
-        return self.ledger.create(file.id, COMPLETIONS, "24h", seconds, **options)
+        return self.ledger.create(file.id, endpoint, "24h", seconds, **options)
 
     def worker(self, answerer: Any, max_in_work: int = 4, see: Callable[[Batch], None] = lambda _: None) -> Worker:
         """Somebody to do them."""

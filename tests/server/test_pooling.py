@@ -1,9 +1,12 @@
 """Embeddings, reranking, scores and labels over HTTP, with OpenAI's client and plain requests."""
 
+import asyncio
 import base64
 import json
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,7 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
 from inflight import LLM, AsyncLLM
+from inflight.batches.batch import Batch
 from inflight.execution.pooling import PoolingRunner
+from inflight.server.app import create_app
+from inflight.server.batches.answering import AppAnswerer
+from inflight.server.serving.settings import ServerSettings
+from tests.batches.jobs import Jobs
 from tests.pooling.checkpoints import classifier, make_model, make_tokenizer, save, words
 from tests.server.serving import RunningServer, raw_request
 
@@ -67,6 +75,30 @@ def error_of(server: RunningServer, path: str, status: int = 400, **body: Any) -
 
 
 # ------------------------------------------------------------------------------------------ embeddings
+
+
+def test_lines_of_batch_jobs_are_embedded(bert: str, tmp_path: Path) -> None:
+    texts = words(3, 7)
+    bodies = [{"model": "bert", "input": text} for text in texts]
+    lines = [
+        json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/embeddings", "body": body})
+        for number, body in enumerate([*bodies, {"model": "bert", "prompt": "w9"}])
+    ]
+    jobs = Jobs(tmp_path, time.time)
+
+    async def work() -> Batch:
+        async with AsyncLLM(bert) as llm:
+            answerer = AppAnswerer(create_app(llm, ServerSettings(model_name="bert")), llm)
+            job = jobs.create("\n".join(lines).encode(), endpoint="/v1/embeddings")
+            assert await jobs.worker(answerer, 8).work_on_next()
+        return job
+
+    job = jobs.get(asyncio.run(work()))
+    results, errors = jobs.lines(job.output_file_id), jobs.lines(job.error_file_id)
+    given = [result["response"]["body"]["data"][0]["embedding"] for result in results]
+    assert np.array_equal(np.float32(given), [np.asarray(output.embedding) for output in LLM(bert).embed(texts)])
+    assert [error["custom_id"] for error in errors] == ["2"]
+    jobs.database.close()
 
 
 def test_openais_client_gets_what_llm_gives(embedder: RunningServer, bert: str) -> None:

@@ -25,7 +25,7 @@ from inflight.batches.ledger import Ledger, Work
 from inflight.batches.request_lines import RequestLine, read_lines
 from inflight.batches.result_lines import Result, result_of_answer
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """What a request may name as its `url`."""
 
 LINES_AT_ONCE = 4096

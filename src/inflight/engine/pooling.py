@@ -1,7 +1,8 @@
 """`PoolingEngine`: runs the texts of many requests on one model that pools, step by step.
 
 Before each step it decides which texts run in it: whole ones, one of each request in turn, as many as fit into the
-token budget. So a request of one text is not held up by one of thousands.
+token budget. So a request of one text is not held up by one of thousands. Where texts can share what they begin with,
+that counts once.
 """
 
 import logging
@@ -75,7 +76,7 @@ class PoolingEngine:
         self._watched = WatchedWeights(model) if isinstance(model, PreTrainedModel) else None
         self.model_info: ModelInfo = self._runner.info
         self._requests: OrderedDict[str, _Request] = OrderedDict()  # those that were served last come last
-        self._num_requests = self._num_steps = self._num_tokens = 0
+        self._num_requests = self._num_steps = self._num_tokens = self._num_shared_tokens = 0
         self._num_steps_by_size = [0] * (len(STEP_SIZES) + 1)
 
     @property
@@ -131,8 +132,11 @@ class PoolingEngine:
             for request in requests.values():
                 request.error = repr(error)
             return list(requests)
-        num_tokens = sum(len(text.token_ids) for text in texts)
+        prefixes = self._runner.prefixes()
+        num_shared = sum(prefixes.place(text).start for text in texts)
+        num_tokens = sum(len(text.token_ids) for text in texts) - num_shared
         self._num_steps += 1
+        self._num_shared_tokens += num_shared
         self._num_tokens += num_tokens
         self._num_steps_by_size[bisect_left(STEP_SIZES, num_tokens)] += 1
         for (request, _), own in zip(chosen, values, strict=True):
@@ -153,8 +157,8 @@ class PoolingEngine:
         """What the engine has done since it was made, and what it holds now."""
         return EngineStats(
             num_requests=self._num_requests,
-            num_prompt_tokens=self._num_tokens,
-            num_cached_tokens=0,
+            num_prompt_tokens=self._num_tokens + self._num_shared_tokens,
+            num_cached_tokens=self._num_shared_tokens,
             num_generated_tokens=0,
             num_steps=self._num_steps,
             num_preemptions=0,
@@ -174,13 +178,13 @@ class PoolingEngine:
 
     def _chosen(self) -> Iterator[tuple[_Request, PooledText]]:
         """The texts of the next step, each with its request."""
-        left = self.config.max_num_batched_tokens
+        left, prefixes = self.config.max_num_batched_tokens, self._runner.prefixes()
         turns = deque((request, request.left()) for request in self._requests.values())
         while turns:
             request, texts = turns.popleft()
             if (text := next(texts, None)) is None:
                 continue
-            length = len(text.token_ids)
+            length = len(text.token_ids) - prefixes.place(text).start
             if length > left and left < self.config.max_num_batched_tokens:
                 return
             left -= length

@@ -36,10 +36,10 @@ from inflight.server.wire.api_errors import add_error_handlers
 
 logger = logging.getLogger("inflight.server")
 
-ENDPOINTS = (completions, chat, responses)
+ENDPOINTS = (completions, chat, responses, embeddings)
 """Those that lines of batch files may name, and more."""
 
-OF_A_MODEL = (*ENDPOINTS, anthropic_messages, tokenization, embeddings, scores, labels)
+OF_A_MODEL = (*ENDPOINTS, anthropic_messages, tokenization, scores, labels)
 """Those that a model answers."""
 
 OF_FILES = (files_endpoint, batches_endpoint)

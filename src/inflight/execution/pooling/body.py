@@ -19,6 +19,7 @@ from inflight.execution.attention import AttentionSpec, make_backend
 from inflight.execution.executors.packed import MIN_ROWS
 from inflight.execution.pooling.body_proof import BodyProof
 from inflight.execution.pooling.row import Row
+from inflight.execution.pooling.step_prefixes import StepPrefixes
 from inflight.execution.preparation.agreement import FULL_PRECISION, ROUNDED_ANEW, as_model_error, precision_of
 from inflight.execution.preparation.attention_calls import num_embeddings
 from inflight.execution.preparation.choice import ITSELF, LARGE, TWIN
@@ -86,6 +87,7 @@ class Body:
                 errors = proof.require_agreement(self._row, afterwards)
             except Exception as error:
                 raise RuntimeError(f"the weights of {type(model).__name__} could not be prepacked") from error
+        self._is_causal = all(spec.is_causal for spec in proof.specs)
         is_invariant = self._make_batch_invariant([min(each, longest) for each in INVARIANCE_LENGTHS])
         reason: str | None = "it is turned off"
         if config.record_forward and model.device.type == "cpu":
@@ -111,8 +113,18 @@ class Body:
         return self._row.executor.needs_torch_threads
 
     def run(self, texts: Sequence[PooledText]) -> list[torch.Tensor]:
-        """The last hidden states `[L, H]` of each of several texts, which run in one row."""
+        """See `Row.run`."""
         return self._row.run(texts)
+
+    def share_prefixes(self) -> bool:
+        """Compute once from now on what several texts of a step begin with, where the body lets them; only the last
+        token's states may be used. Returns whether it does."""
+        self._row.shares_prefixes = self._is_causal and self._row.counts_from_zero
+        return self._row.shares_prefixes
+
+    def prefixes(self) -> StepPrefixes:
+        """Where the texts of a step will lie."""
+        return self._row.prefixes()
 
     def _make_batch_invariant(self, lengths: Sequence[int]) -> bool:
         """Find the fewest rows with which a text has the same bits alone and in company. Returns whether there are

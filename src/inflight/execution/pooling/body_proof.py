@@ -93,7 +93,7 @@ class BodyProof:
         prompt, tolerance = self.prompts[0], precision_of(self.model).logits
         padding = getattr(self.model.config.get_text_config(), "pad_token_id", None)
         for counting in (Counting(), *([Counting(padding)] if isinstance(padding, int) else [])):
-            positions = counting.positions(np.array(prompt), np.array([len(prompt)]))
+            positions = counting.positions(np.array(prompt), np.array([len(prompt)]), np.array([0]))
             if relative_error(self._plain(prompt, positions), self.states[0]) <= tolerance:
                 return counting
         raise ModelError(f"{type(self.model).__name__} counts positions in a way that a packed row cannot give it")

@@ -16,6 +16,7 @@ from inflight.execution.attention.grouping import BlockPart, Grouping
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.executors.packed import MIN_ROWS
 from inflight.execution.hf.model_call import forward_parameters
+from inflight.execution.pooling.step_prefixes import StepPrefixes
 from inflight.execution.ragged_batch import IntArray, RaggedBatch, ragged_arange, to_device
 
 TYPE_SHIFT = 20
@@ -39,10 +40,11 @@ class Counting:
         """The position of a text's first token."""
         return 0 if self.padding is None else self.padding + 1
 
-    def positions(self, input_ids: IntArray, lengths: IntArray) -> IntArray:
-        """The position of each token, `[T]`, from all texts' token ids end to end and their lengths `[S]`."""
+    def positions(self, input_ids: IntArray, lengths: IntArray, starts: IntArray) -> IntArray:
+        """The position of each token, `[T]`, from token ids of texts end to end, how many are of each `[S]`, and how
+        many come before them `[S]`: none, where the padding token counts."""
         if self.padding is None:
-            return ragged_arange(lengths)
+            return ragged_arange(lengths) + np.repeat(starts, lengths)
         counts = input_ids != self.padding
         so_far = np.cumsum(counts)
         before = np.concatenate([[0], so_far])[np.cumsum(lengths) - lengths]
@@ -51,7 +53,7 @@ class Counting:
 
 
 class Row:
-    """Runs whole texts. Nothing is kept between steps.
+    """Runs texts. Nothing is kept between steps.
 
     Args:
         model: a body that is ours alone, with "inflight" for its attention implementation.
@@ -60,6 +62,7 @@ class Row:
 
     Attributes:
         executor: runs the row.
+        shares_prefixes: whether what several texts of a step begin with is computed once.
     """
 
     def __init__(
@@ -72,25 +75,37 @@ class Row:
     ) -> None:
         self.executor = PackedExecutor(model, backend, _one_storage(specs), MIN_ROWS, _states_forward(model))
         self.executor.allocate(num_blocks)
+        self.shares_prefixes = False
         self._counting, self._block_size, self._device = counting, backend.block_size, model.device
+        self._padding = getattr(model.config.get_text_config(), "pad_token_id", None)
         self._has_types = int(getattr(model.config, "type_vocab_size", None) or 1) > 1
 
     def run(self, texts: Sequence[PooledText]) -> list[torch.Tensor]:
-        """The last hidden states `[L, H]` of each of several texts, which run in one row."""
-        states = self.executor.forward(self._batch(texts))
-        return list(states.split([len(text.token_ids) for text in texts]))  # type: ignore[no-untyped-call]
+        """The last hidden states `[L, H]` of each of several texts, which run in one row: of the L tokens that are not
+        computed for another text."""
+        batch = self._batch(texts)
+        return list(self.executor.forward(batch).split(batch.query_lens_host.tolist()))  # type: ignore[no-untyped-call]
+
+    @property
+    def counts_from_zero(self) -> bool:
+        """Whether a text's positions are those of its tokens."""
+        return self._counting.padding is None
+
+    def prefixes(self) -> StepPrefixes:
+        """Where the texts of a step will lie."""
+        return StepPrefixes(self._block_size, are_shared=self.shares_prefixes, padding=self._padding)
 
     def _batch(self, texts: Sequence[PooledText]) -> RaggedBatch:
-        """All texts whole. The cache lasts for one attention call, so every step has all blocks."""
-        spans, tables, first = [], [], 0
+        """All texts to their ends. The cache lasts for one attention call, so every step has all blocks."""
+        spans, tables, prefixes = [], [], self.prefixes()
         for number, text in enumerate(texts):
+            start, blocks = prefixes.place(text)
             length = len(text.token_ids)
-            spans.append(Span(number, number, 0, text.token_ids, length, length))
-            num_blocks = -(-length // self._block_size)
-            tables.append(array("i", range(first, first + num_blocks)))
-            first += num_blocks
+            spans.append(Span(number, number, start, text.token_ids[start:], length - start, length))
+            tables.append(array("i", blocks))
         batch = RaggedBatch.from_plan(StepPlan(tuple(spans), (tuple(tables),)), self._block_size, self._device)
-        positions = self._counting.positions(batch.logit_token_ids_host, batch.query_lens_host)
+        starts = batch.kv_lens_host - batch.query_lens_host
+        positions = self._counting.positions(batch.logit_token_ids_host, batch.query_lens_host, starts)
         if self._has_types and any(text.token_types is not None for text in texts):
             types = [text.token_types or [0] * len(text.token_ids) for text in texts]
             positions = positions + (np.concatenate(types).astype(np.int64) << TYPE_SHIFT)

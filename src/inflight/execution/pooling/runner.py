@@ -20,6 +20,7 @@ from inflight.execution.pooling.body import Body
 from inflight.execution.pooling.dense_files import read_dense
 from inflight.execution.pooling.heads import AnswerHead, ClassificationHead, EmbeddingHead, Head
 from inflight.execution.pooling.poolers import check_modes
+from inflight.execution.pooling.step_prefixes import StepPrefixes
 from inflight.execution.preparation.agreement import precision_of
 from inflight.execution.preparation.attention_calls import num_embeddings
 from inflight.execution.preparation.describe import describe_calls
@@ -36,6 +37,7 @@ class PoolingRunner:
 
     Attributes:
         plan: with the number of values that a text gets.
+        shares_prefixes: whether what several texts of a step begin with is computed once.
         info: what was found out about the model.
     """
 
@@ -62,6 +64,7 @@ class PoolingRunner:
             give_back_freed_memory()
         if expected is not None:
             self._check_head(*expected)
+        self.shares_prefixes = self._needs_last_token_only() and self._body.share_prefixes()
         num_values = len(self.run([PooledText([0])])[0])
         limits = [each for each in (self._body.report.max_tokens, plan.max_tokens) if each is not None]
         self.plan = replace(plan, num_values=num_values, max_tokens=min(limits))
@@ -79,10 +82,32 @@ class PoolingRunner:
         states = self._body.run(texts)
         torch.set_num_threads(1)  # of torch: what a head does with a text is too little work to wait for others
         try:
-            numbers = [self._head(text, own) for text, own in zip(texts, states, strict=True)]
+            numbers = [self._numbers(text, own) for text, own in zip(texts, states, strict=True)]
         finally:
             torch.set_num_threads(self._threads.number)
         return [array("f", each.float().cpu().numpy().tobytes()) for each in numbers]
+
+    def prefixes(self) -> StepPrefixes:
+        """Where the texts of a step will lie, and how many of their tokens will be computed."""
+        return self._body.prefixes()
+
+    def _numbers(self, text: PooledText, states: torch.Tensor) -> torch.Tensor:
+        """What the head gives. Where texts share prefixes it sees the last token only, so that a text's bits do not
+        depend on how much of it was computed for another one."""
+        if self.prefixes().can_share(text):
+            return self._head(PooledText(text.token_ids[-1:]), states[-1:])
+        return self._head(text, states)
+
+    @torch.inference_mode()
+    def _needs_last_token_only(self) -> bool:
+        """Whether the head gives the same for a text's last token as for all of it."""
+        prompts = draw_prompts(num_embeddings(self._body.model), [9, 14])
+        for text in (PooledText(list(prompt)) for prompt in prompts):
+            (states,) = self._body.run([text])
+            whole, last = self._head(text, states), self._head(PooledText(text.token_ids[-1:]), states[-1:])
+            if _error(last, whole) > precision_of(self._body.model).logits:
+                return False
+        return True
 
     @torch.inference_mode()
     def _check_head(self, prompt: Sequence[int], expected: torch.Tensor) -> None:
@@ -91,7 +116,7 @@ class PoolingRunner:
         tolerance = max(10 * precision_of(self._body.model).logits, 1e-4)
         (states,) = self._body.run([text])
         given = self._head(text, states)
-        error = float((given - expected).norm() / expected.norm().clamp_min(1e-6))
+        error = _error(given, expected)
         if not error <= tolerance:
             raise ModelError(
                 f"the head of {type(self._body.model).__name__} does not give the plain model's results: they differ "
@@ -117,7 +142,7 @@ class PoolingRunner:
             vocab_size=num_embeddings(model),
             max_model_len=self.plan.max_tokens or report.max_tokens,
             recompute_beyond=None,
-            can_share_prefixes=False,
+            can_share_prefixes=self.shares_prefixes,
             block_size=config.block_size,
             num_blocks=0,
             cache_groups=(ALL_TOKENS,),
@@ -132,6 +157,11 @@ class PoolingRunner:
             kernels=kernels_in_use() if model.device.type == "cpu" else None,
             pooling=self.plan,
         )
+
+
+def _error(given: torch.Tensor, expected: torch.Tensor) -> float:
+    """How much numbers differ from others, relative to these."""
+    return float((given - expected).norm() / expected.norm().clamp_min(1e-6))
 
 
 def _auto_class(plan: PoolingPlan) -> type[Any]:

@@ -82,6 +82,15 @@ TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
         },
         "model.layers.9.mlp is no layer of the model that an adapter can change",
     ),
+    "an embedding's matrices": (
+        {
+            f"{Q}A__weight": None,
+            f"{Q}B__weight": None,
+            f"{Q}embedding_A": torch.ones(4, 64),
+            f"{Q}embedding_B": torch.ones(64, 4),
+        },
+        "the matrices of model.layers.0.self_attn.q_proj are for an embedding",
+    ),
     "whole numbers": ({f"{Q}A__weight": torch.ones(4, 64, dtype=torch.int64)}, "is no matrix of an adapter"),
 }
 

@@ -31,6 +31,7 @@ class Target:
         place: where its layer looks.
         first_output: which of the layer's outputs is the weight's first.
         dtype: of the layer's rows.
+        is_embedding: whether rows are looked up in it, not multiplied with.
     """
 
     place: int
@@ -38,6 +39,7 @@ class Target:
     in_features: int
     out_features: int
     dtype: torch.dtype
+    is_embedding: bool = False
 
     def __str__(self) -> str:
         return f"[{self.out_features}, {self.in_features}]"
@@ -77,7 +79,9 @@ class AdaptableLayers:
                     self.weights[name] = Target(place, first_output, layer.in_features, num_outputs, layer.weight.dtype)
             if isinstance(module, AdaptedEmbedding):
                 place = module.look_in(self.step, self._new_place())
-                self.weights[name] = Target(place, 0, module.num_embeddings, module.embedding_dim, model.dtype)
+                self.weights[name] = Target(
+                    place, 0, module.num_embeddings, module.embedding_dim, model.dtype, is_embedding=True
+                )
             experts = getattr(module, "inflight_experts", None)
             if isinstance(experts, PrepackedExperts) and experts.run_in_kernel:
                 self.experts[name] = {

@@ -28,7 +28,7 @@ class PackedAdapter:
 
     def __init__(self, checkpoint: AdapterCheckpoint, layers: AdaptableLayers) -> None:
         parts = [
-            (target, _down_of(target, down, is_embedding=update.is_embedding), panels_of(up.to(target.dtype)))
+            (target, _down_of(target, down), panels_of(up.to(target.dtype)))
             for update in checkpoint.updates
             for target, down, up in matrices_of(update, checkpoint.scaling, layers)
         ]
@@ -53,6 +53,10 @@ def matrices_of(
     module, down, up = update.module, update.down, update.up.float()
     sizes = down.shape[1], up.shape[0]
     if (target := layers.weights.get(module)) is not None:
+        if update.is_embedding is not target.is_embedding:
+            raise AdapterError(
+                f"the matrices of {module} are for {'an embedding' if update.is_embedding else 'a linear layer'}"
+            )
         if sizes != (target.in_features, target.out_features):
             raise AdapterError(f"the adapter changes a weight {_shape(*sizes)} of {module}; the model's is {target}")
         yield target, down, up * scaling.of(len(down), module, f"{module}.weight")
@@ -81,8 +85,8 @@ def _shape(in_features: int, out_features: int) -> str:
     return f"[{out_features}, {in_features}]"
 
 
-def _down_of(target: Target, down: torch.Tensor, *, is_embedding: bool) -> torch.Tensor:
+def _down_of(target: Target, down: torch.Tensor) -> torch.Tensor:
     """`[rank, in]` as the kernels read it: filled with zeros to a multiple of inputs; an embedding's rows by token."""
-    if is_embedding:
+    if target.is_embedding:
         return down.to(target.dtype).T.contiguous()
     return nn.functional.pad(down.to(target.dtype), (0, -target.in_features % MULTIPLE)).contiguous()

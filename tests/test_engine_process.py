@@ -93,7 +93,7 @@ class _Pipe:
     ],
 )
 def test_a_command_arrives_unchanged(params: SamplingParams) -> None:
-    commands = [Generate("7", [1, 2, 3], params, -4, "salt", 1234.5), Abort("7"), AskStats("8")]
+    commands = [Generate("7", [1, 2, 3], params, -4, "salt", "adapter", 1234.5), Abort("7"), AskStats("8")]
     pipe = _Pipe(b"".join(map(to_frame, commands)))
     assert [read_command(pipe.file) for _ in commands] == commands
     assert read_command(pipe.file) is None

@@ -240,7 +240,7 @@ both = pytest.mark.parametrize("options", [SamplingParams, EngineConfig])
         (EngineConfig, "max_batched_tokens", "max_num_batched_tokens is the most tokens of a step"),
         (EngineConfig, "max_seqs", "did you mean 'max_num_seqs'?"),
         (EngineConfig, "blocksize", "did you mean 'block_size'?"),
-        (EngineConfig, "gpus", "it accepts aging_steps, attention_backend, background_tokens_per_step, "),
+        (EngineConfig, "gpus", "it accepts adapter_memory, adapters, aging_steps, attention_backend, "),
     ],
 )
 def test_an_unknown_option_is_refused_with_a_hint(options: type, name: str, hint: str) -> None:

@@ -101,11 +101,15 @@ def prepare_with_other_spec(model: PreTrainedModel, changes: dict[str, Any]) -> 
 def prepare_with_wider_mask(model: PreTrainedModel, also_seen: Callable[[Tensor, Tensor], Tensor]) -> PreparationReport:
     correct = reference.ragged_mask
 
-    def mask(batch: RaggedBatch, window: int | None = None, chunk: int | None = None) -> Tensor:
+    def mask(
+        batch: RaggedBatch, window: int | None = None, chunk: int | None = None, *, is_causal: bool = True
+    ) -> Tensor:
         query_spans = torch.arange(len(batch.kv_lens_host)).repeat_interleave(torch.from_numpy(batch.query_lens_host))
         key_spans = torch.arange(len(batch.kv_lens_host)).repeat_interleave(torch.from_numpy(batch.kv_lens_host))
         same_sequence = query_spans[:, None] == key_spans
-        return correct(batch, window, chunk) | also_seen(same_sequence, same_sequence & ~correct(batch))
+        return correct(batch, window, chunk, is_causal=is_causal) | also_seen(
+            same_sequence, same_sequence & ~correct(batch)
+        )
 
     with mock.patch.object(reference, "ragged_mask", mask):
         return report_of(model, "reference")

@@ -13,7 +13,7 @@ from tests import others, zoo
 
 
 def call(window: int | None = None, num_kv_heads: int = 1, size: int = 8, **options: int | None) -> AttentionSpec:
-    return AttentionSpec(4, num_kv_heads, size, size, 1.0, window, **options)  # type: ignore[arg-type]
+    return AttentionSpec(4, num_kv_heads, size, size, 1.0, window=window, **options)  # type: ignore[arg-type]
 
 
 def bytes_of(spec: AttentionSpec) -> int:

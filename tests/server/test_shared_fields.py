@@ -40,7 +40,7 @@ def test_every_api_takes_all_sampling_fields(
     seen: list[SamplingParams] = []
     started = shared_server.observer.started
 
-    def watch(request_id: str, num_sequences: int, params: SamplingParams) -> None:
+    def watch(request_id: str, num_sequences: int, params: SamplingParams, adapter: str | None = None) -> None:
         seen.append(params)
         started(request_id, num_sequences, params)
 

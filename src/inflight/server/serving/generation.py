@@ -107,8 +107,8 @@ async def _follow(
     params, priority = generation.params, generation.priority
     prompt = generation.prompts[prompt_index]
     texts: list[list[str]] | None = [[] for _ in range(params.n)] if service.keeps_texts else None
-    running = service.running[request_id] = RunningRequest(prompt, params, priority, texts)
     observer.started(request_id, generation.params.n, generation.params, generation.adapter)
+    running = service.running[request_id] = RunningRequest(prompt, params, priority, texts)
     try:
         if service.in_background:
             priority = BACKGROUND

@@ -10,14 +10,12 @@ from tests.ranks.folders import folder_of
 
 ARCHITECTURES = {
     "llama": 2,
-    "qwen2": 2,  # biases
     "qwen3": 2,  # norms of heads
     "gemma2": 2,  # windows, caps, a scaled embedding with the head's weights
     "phi3": 2,  # projections that are put together again
     "gpt_neox": 4,  # biases of what is summed; four ranks
     "olmo2": 2,  # norms over all heads
     "mixtral": 2,  # experts
-    "qwen3_moe": 2,
     "deepseek_v3": 2,  # heads that all ranks compute
 }
 """And the number of their ranks."""

@@ -107,7 +107,7 @@ def test_a_list_that_cannot_be_given_is_refused(jobs_server: RunningServer, path
 @pytest.mark.parametrize(
     ("changed", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"endpoint": None}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"completion_window": "0h"}, "completion_window"),

@@ -10,7 +10,7 @@ from tests.server.serving import read_until, send
 
 PROMPT = list(range(5, 15))
 NUM_TOKENS = 6
-NUM_REQUESTS = 60
+NUM_REQUESTS = 30
 
 
 @pytest.mark.parametrize("max_loaded", [1, 2])

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator, Mapping
 
-from inflight.contracts.config import EngineConfig, check_adapter
+from inflight.contracts.config import NO_ADAPTERS, EngineConfig, check_adapter
 from inflight.contracts.errors import AdapterError
 from inflight.sources import full_source
 
@@ -40,7 +40,7 @@ class AdapterNames(Mapping[str, str]):
         """The source of an adapter that is about to be loaded. Raises `AdapterError` if it cannot be: there is one of
         this name, or the engine was made without adapters."""
         if not self._can_grow:
-            raise AdapterError("this engine was made without adapters; with adapters={} they can be loaded later")
+            raise AdapterError(NO_ADAPTERS)
         try:
             check_adapter(name, source)
         except ValueError as error:

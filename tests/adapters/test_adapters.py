@@ -156,7 +156,13 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
         LLM(None, **options)
 
 
-def test_models_that_cannot_have_adapters_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_adapter_is_said_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inflight.engine.engine.make_runner", lambda *_: pytest.fail("the model is loaded"))
+    with pytest.raises(ModelError, match="the adapter 'a' cannot be used: there is no folder /nowhere"):
+        LLM(zoo.build("llama"), adapters={"a": "/nowhere"})
+
+
+def test_models_that_cannot_have_adapters_say_why() -> None:
     with pytest.raises(ModelError, match="adapters need a model that runs packed; this one runs as rows"):
         LLM(zoo.build("llama"), adapters={}, executor="rows")
     with pytest.raises(ModelError, match="runs as"):

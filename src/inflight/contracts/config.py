@@ -27,6 +27,7 @@ ROUTINGS = ("prefix", "least-loaded", "round-robin")
 MAX_RANKS = 64
 """Processes that may run a model together; `kernels/exchange.cpp` has the same number."""
 RANKS_ARE_BUSY = "with a rank_address the weights cannot be reloaded: the ranks serve until the engine is stopped"
+NO_ADAPTERS = "this engine was made without adapters; with adapters={} they can be loaded later"
 BACKGROUND = 2**31 - 1
 """The lowest priority. Whatever the policy, requests of it run in the background: in steps that no others need."""
 

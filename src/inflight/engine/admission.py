@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from inflight.contracts.config import BACKGROUND, EngineConfig
+from inflight.contracts.config import BACKGROUND, NO_ADAPTERS, EngineConfig
 from inflight.contracts.errors import AdapterError, InvalidRequestError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import is_text
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from inflight.grammar.matcher import GrammarMatcher
 
 MAX_PRIORITY = BACKGROUND
-NO_ADAPTERS = "this engine was made without adapters; with adapters={} they can be loaded later"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Literal
 
 from transformers import PreTrainedModel
 
-from inflight.contracts.config import BACKGROUND, EngineConfig
+from inflight.contracts.config import BACKGROUND, NO_ADAPTERS, EngineConfig
 from inflight.contracts.errors import (
     AdapterError,
     InvalidRequestError,
@@ -45,7 +45,7 @@ from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import StepPlan, StepTokens
 from inflight.contracts.record import STEP_SIZES, ArrivalRecord, EngineStats, StepRecord
-from inflight.engine.admission import NO_ADAPTERS, AcceptedRequest, Admission
+from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.deadlines import Deadlines
 from inflight.engine.prefill_limit import PrefillLimit
 from inflight.engine.prefix_storing import open_prefix_store, pin_prefix
@@ -91,12 +91,9 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         check_draft(config)
+        _each_adapter(config, AdapterCheckpoint.read)  # what is wrong with one is said before anything that takes long
         self.runner = make_runner(model, config)
-        for name, source in (config.adapters or {}).items():
-            try:
-                self.adapters.get(source)
-            except AdapterError as error:
-                raise ModelError(f"the adapter {name!r} cannot be used: {error}") from error
+        _each_adapter(config, lambda source: self.adapters.get(source))
         self._watched: WatchedWeights | None = None
         if isinstance(model, PreTrainedModel) and not writes_to_its_weights(model):
             self._watched = WatchedWeights(model)
@@ -536,6 +533,15 @@ class Engine:
             num_step_tokens=self._num_step_tokens,
             num_steps_by_size=tuple(self._num_steps_by_size),
         )
+
+
+def _each_adapter(config: EngineConfig, use: Callable[[str], object]) -> None:
+    """Do something with the source of each adapter. Raises `ModelError` if it is refused."""
+    for name, source in (config.adapters or {}).items():
+        try:
+            use(source)
+        except AdapterError as error:
+            raise ModelError(f"the adapter {name!r} cannot be used: {error}") from error
 
 
 def _adapted(accepted: AcceptedRequest, adapter: AdapterCheckpoint) -> AcceptedRequest:

@@ -123,8 +123,8 @@ class PoolingEngine:
         chosen = list(self._chosen())
         if not chosen:
             return []
-        texts = [text for _, text in chosen]
-        requests = {request.request_id: request for request, _ in chosen}
+        requests = {request.request_id: request for request, _, _ in chosen}
+        texts, num_shared = [text for _, text, _ in chosen], sum(start for _, _, start in chosen)
         try:
             values = self._runner.run(texts)
         except Exception as error:
@@ -132,14 +132,12 @@ class PoolingEngine:
             for request in requests.values():
                 request.error = repr(error)
             return list(requests)
-        prefixes = self._runner.prefixes()
-        num_shared = sum(prefixes.place(text).start for text in texts)
         num_tokens = sum(len(text.token_ids) for text in texts) - num_shared
         self._num_steps += 1
         self._num_shared_tokens += num_shared
         self._num_tokens += num_tokens
         self._num_steps_by_size[bisect_left(STEP_SIZES, num_tokens)] += 1
-        for (request, _), own in zip(chosen, values, strict=True):
+        for (request, _, _), own in zip(chosen, values, strict=True):
             request.values.append(own)
         for request_id in requests:
             self._requests.move_to_end(request_id)  # behind those that were not served
@@ -176,17 +174,18 @@ class PoolingEngine:
         """Texts that have not run."""
         return sum(len(request.texts) - len(request.values) for request in self._requests.values())
 
-    def _chosen(self) -> Iterator[tuple[_Request, PooledText]]:
-        """The texts of the next step, each with its request."""
+    def _chosen(self) -> Iterator[tuple[_Request, PooledText, int]]:
+        """The texts of the next step, each with its request, and how many of its first tokens another one computes."""
         left, prefixes = self.config.max_num_batched_tokens, self._runner.prefixes()
         turns = deque((request, request.left()) for request in self._requests.values())
         while turns:
             request, texts = turns.popleft()
             if (text := next(texts, None)) is None:
                 continue
-            length = len(text.token_ids) - prefixes.place(text).start
+            start = prefixes.place(text).start
+            length = len(text.token_ids) - start
             if length > left and left < self.config.max_num_batched_tokens:
                 return
             left -= length
-            yield request, text
+            yield request, text, start
             turns.append((request, texts))

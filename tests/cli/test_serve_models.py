@@ -68,6 +68,77 @@ def test_a_file_and_a_variable_may_have_several(given: dict[str, Any], tmp_path:
     assert given["models"].models == {"e": "x", "f": "y"}
 
 
+TABLES = """
+model = "a=x"
+dtype = "float32"
+
+[models.b]
+model = "y"
+dtype = "bfloat16"
+max_model_len = 100
+kv-cache-memory = "2GiB"
+adapter = ["fix=./fix"]
+
+[models."org/c"]
+model = "z"
+tool-call-parser = "hermes"
+strict-fields = true
+"""
+
+
+def test_a_file_may_have_options_for_each_model(given: dict[str, Any], tmp_path: Path) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text(TABLES)
+    result = run("--config", str(config))
+    assert result.exit_code == 0, result.output
+    first = given["models"]
+    own = {"dtype": "bfloat16", "max_model_len": 100, "kv_cache_memory": 2**31, "adapters": {"fix": "./fix"}}
+    assert first == PoolSettings(
+        models={"a": "x", "b": "y", "org/c": "z"},
+        own_options={"b": own, "org/c": {"tool_call_parser": "hermes", "strict_fields": True}},
+    )
+    assert given["dtype"] == "float32"
+    assert first.adapters == {"fix": "b"}
+    config.write_text(run("--config", str(config), "--print-config").output)
+    assert run("--config", str(config)).exit_code == 0
+    assert given["models"] == first
+    assert run("b=other", "--config", str(config)).exit_code == 0
+    assert given["models"].models == {"b": "other", "org/c": "z"}  # the command line counts more
+    assert given["models"].own_options == first.own_options
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models = 1", "models must be tables: [models.NAME]"),
+        ("[models]\na = 1", "models must be tables: [models.NAME]"),
+        ("[models.a]", 'models.a needs one model: model = "…"'),
+        ('[models.a]\nmodel = ["x", "y"]', "models.a needs one model"),
+        ('[models."a b"]\nmodel = "x"', "'a b' is no name for a model"),
+        ('[models.a]\nmodel = "x"\nport = 1', "models.a.port is not an option of one of the models"),
+        ('[models.a]\nmodel = "x"\nmax-num-seq = 1', "there is no option 'max-num-seq'; did you mean 'max-num-seqs'?"),
+        ('[models.a]\nmodel = "x"\ndtype = "float"', "models.a.dtype: 'float' is not one of"),
+        ('[models.a]\nmodel = "x"\nadapter = "fix"', "models.a.adapter: 'fix' is no adapter; give NAME=PATH"),
+        ('model = "a=y"\n[models.a]\nmodel = ["x", "y"]\n[models.b]', "models.b needs one model"),
+    ],
+)
+def test_wrong_tables_are_refused_by_name(given: dict[str, Any], tmp_path: Path, text: str, message: str) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text(text)
+    result = run("--config", str(config))
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not given
+
+
+def test_a_name_has_one_meaning() -> None:
+    for own in ({"a": {"adapters": {"b": "x"}}}, {"a": {"adapters": {"f": "x"}}, "b": {"adapters": {"f": "y"}}}):
+        with pytest.raises(ValueError, match="has the name of another model or adapter"):
+            PoolSettings(models={"a": "x", "b": "y"}, own_options=own)
+    with pytest.raises(ValueError, match="options of 'c', which is none of the models"):
+        PoolSettings(models={"a": "x"}, own_options={"c": {}})
+
+
 def test_a_single_model_is_served_as_ever(given: dict[str, Any], tmp_path: Path) -> None:
     assert run("org/model", "--max-loaded-models", "3").exit_code == 0
     assert (given["model"], given["names"]) == ("org/model", ())

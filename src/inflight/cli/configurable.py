@@ -1,14 +1,15 @@
 """Commands whose options may also stand in a file and in the environment.
 
 Decides what counts first: what is given on the command line, then variables, then the file, then defaults. Refuses, by
-name, what no option of the command is called.
+name, what no option of the command is called. A file may have tables besides, each with options for one thing by name.
 """
 
 import difflib
 import json
 import os
+import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,16 @@ NOT_IN_FILES = {"config", "print_config"}
 
 
 class ConfigurableCommand(Command):
-    """A command with `--config` and `--print-config`; its options are also variables, such as INFLIGHT_SERVE_PORT."""
+    """A command with `--config` and `--print-config`; its options are also variables, such as INFLIGHT_SERVE_PORT.
 
-    def __init__(self, *args: Any, **attributes: Any) -> None:
+    Args:
+        tables: what a file may have tables of (`[models.NAME]`), and the parameters that each of them may set. The
+            command is given them as a parameter of that name with `_tables`: their parameters, by NAME.
+    """
+
+    def __init__(self, *args: Any, tables: Mapping[str, Collection[str]] | None = None, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
+        self.tables = tables or {}
         self.prefix = f"INFLIGHT_{(self.name or '').upper().replace('-', '_')}"
         self.context_settings = {**self.context_settings, "auto_envvar_prefix": self.prefix}
         self.params += [
@@ -49,6 +56,7 @@ class ConfigurableCommand(Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         self._check_variables()
+        ctx.params |= {f"{kind}_tables": ctx.meta.get(_meta(kind), {}) for kind in self.tables}
         if ctx.params.pop("print_config"):
             click.echo(self._written(ctx))
             return None
@@ -73,12 +81,32 @@ class ConfigurableCommand(Command):
         except ValueError as error:  # not UTF-8, or not TOML
             raise click.UsageError(f"{str(path)!r} is not TOML: {error}") from error
         options, defaults = self._options(), {}
+        for kind in self.tables.keys() & given.keys():
+            ctx.meta[f"{_meta(kind)} as given"] = given[kind]
+            ctx.meta[_meta(kind)] = self._read_tables(ctx, str(path), kind, given.pop(kind))
         for key, value in given.items():
-            option = options.get(key.replace("_", "-"))
-            if option is None or option.name is None:
-                raise click.UsageError(f"{str(path)!r}: there is no option {key!r}{_hint(key, options)}")
+            option = _option(str(path), key, options)
+            assert option.name is not None
             defaults[option.name] = _value(f"{str(path)!r}: {key}", option, value)
         ctx.default_map = {**(ctx.default_map or {}), **defaults}
+
+    def _read_tables(self, ctx: click.Context, path: str, kind: str, tables: Any) -> dict[str, dict[str, Any]]:
+        """The parameters of each of a file's tables, by its name. Raises `click.UsageError`."""
+        options = self._options()
+        read: dict[str, dict[str, Any]] = {}
+        if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
+            raise click.UsageError(f"{path!r}: {kind} must be tables: [{kind}.NAME]")
+        for name, table in tables.items():
+            read[name] = {}
+            for key, value in table.items():
+                option, where = _option(path, key, options), f"{path!r}: {kind}.{name}.{key}"
+                if option.name is None or option.name not in self.tables[kind]:
+                    raise click.UsageError(f"{where} is not an option of one of the {kind}")
+                try:
+                    read[name][option.name] = option.process_value(ctx, _value(where, option, value))
+                except click.BadParameter as error:
+                    raise click.UsageError(f"{where}: {error.message}") from error
+        return read
 
     def _check_variables(self) -> None:
         names = {f"{self.prefix}_{(param.name or '').upper()}" for param in self.params}
@@ -97,7 +125,24 @@ class ConfigurableCommand(Command):
                 value = self._defaults.get(name)
             text = "" if value in (None, ()) else json.dumps(value, ensure_ascii=False, default=str)
             lines.append(f"# {key}{f' = {text}' if text else ''}" if is_default else f"{key} = {text}")
+        for kind in self.tables:
+            for name, table in ctx.meta.get(f"{_meta(kind)} as given", {}).items():
+                written = name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name, ensure_ascii=False)
+                lines += ["", f"[{kind}.{written}]"]
+                lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in table.items()]
         return "\n".join(lines)
+
+
+def _meta(kind: str) -> str:
+    return f"{__name__}: {kind}"
+
+
+def _option(path: str, key: str, options: Mapping[str, click.Option]) -> click.Option:
+    """The option that a key of a file means. Raises `click.UsageError`."""
+    option = options.get(key.replace("_", "-"))
+    if option is None:
+        raise click.UsageError(f"{path!r}: there is no option {key!r}{_hint(key, options)}")
+    return option
 
 
 def _key(option: click.Option) -> str:

@@ -1,8 +1,10 @@
-"""Which models a server is to have: one or several MODEL arguments or `--model` options, each with a name if given."""
+"""Which models a server is to have: one or several MODEL arguments or `--model` options, each with a name if given, and
+tables in its file of options."""
 
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from click.core import ParameterSource
 
 from inflight.cli.help import Option
 from inflight.cli.options import MODEL, Command, size
+from inflight.contracts.config import EngineConfig
 
 if TYPE_CHECKING:
     from inflight.server.models.settings import PoolSettings
@@ -23,10 +26,18 @@ ONE_MODEL_ONLY = {
     "record": ("--record", "steps of one model are recorded"),
     "kv_events_config": ("--kv-events-config", "one model's prefix cache is told of"),
     "rank_address": ("--rank-address", "ranks of one model join there"),
-    "adapters": ("--adapter", "adapters are of one model"),
+    "adapters": ("--adapter", "adapters are of one model, and stand in its table of a file for --config"),
     "allow_adapter_loading": ("--allow-adapter-loading", "adapters are of one model"),
 }
 """Options that do not go with several models: how they are called, and why."""
+
+OF_A_TABLE = {
+    "model",
+    *("tokenizer", "replicas", "routing", "step_timeout"),
+    *("max_n", "max_num_sequences", "max_logprobs", "strict_fields", "trust_request_chat_template", "tool_call_parser"),
+    *(field.name for field in fields(EngineConfig)),
+} - {"rank_address"}
+"""Parameters that a file may set for one of several models, in its table."""
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
@@ -105,7 +116,8 @@ def named(given: str) -> tuple[str | None, str]:
 
 def pool_settings(models: Sequence[str], options: Mapping[str, Any]) -> "PoolSettings | None":
     """The settings of a server whose models come and go; None: it has one that stays. Raises `click.UsageError`."""
-    if len(models) < 2 and options["idle_unload"] is None:
+    tables: Mapping[str, Mapping[str, Any]] = options["models_tables"]
+    if len(models) < 2 and options["idle_unload"] is None and not tables:
         return None
     from inflight.server.models.settings import PoolSettings
     from inflight.server.serving.settings import names_of
@@ -115,10 +127,28 @@ def pool_settings(models: Sequence[str], options: Mapping[str, Any]) -> "PoolSet
             raise click.UsageError(f"{flag} goes neither with several models nor with --idle-unload: {reason}")
     of_name: dict[str, str | None] = {}
     given: list[tuple[str | None, str | None]] = [named(each) for each in models]
+    given += _of_tables(tables, {name for name, _ in given})
     for name, model in given or [(None, None)]:
         own = names_of(model)[0] if name is None else name
         if own in of_name:
             raise click.UsageError(f"there are two models called {own!r}; give one of them another name: NAME=MODEL")
         of_name[own] = model
     limits = {name: options[name] for name in ("max_loaded_models", "max_loaded_memory", "idle_unload")}
-    return PoolSettings(models=of_name, **limits)
+    own_options = {
+        name: {option: value for option, value in table.items() if option != "model" and value is not None}
+        for name, table in tables.items()
+    }
+    return PoolSettings(models=of_name, own_options=own_options, **limits)
+
+
+def _of_tables(tables: Mapping[str, Mapping[str, Any]], elsewhere: set[str | None]) -> list[tuple[str | None, str]]:
+    """The models of a file's tables, but for those that were given elsewhere. Raises `click.UsageError`."""
+    models: list[tuple[str | None, str]] = []
+    for name, table in tables.items():
+        if NAME.fullmatch(name) is None:
+            raise click.UsageError(f"models.{name}: {name!r} is no name for a model")
+        if name not in elsewhere:
+            if len(table.get("model", ())) != 1:
+                raise click.UsageError(f'models.{name} needs one model: model = "…"')
+            models.append((name, table["model"][0]))
+    return models

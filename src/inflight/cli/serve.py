@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from inflight.cli.configurable import ConfigurableCommand
-from inflight.cli.models import models_argument, named, pool_settings
+from inflight.cli.models import OF_A_TABLE, models_argument, named, pool_settings
 from inflight.cli.options import (
     adapters_option,
     engine_options,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from inflight.server.models.settings import PoolSettings
 
 
-@click.command(cls=ConfigurableCommand, settings=(ServerSettings, OperatorSettings))
+@click.command(cls=ConfigurableCommand, settings=(ServerSettings, OperatorSettings), tables={"models": OF_A_TABLE})
 @click.option("--host", default="127.0.0.1", help="The address to listen on; 0.0.0.0: all of this machine's.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: any free port.")
 @click.option(

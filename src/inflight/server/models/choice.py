@@ -30,9 +30,10 @@ def read_choice(body: bytes) -> tuple[object, bool]:
 
 
 def chosen(pool: ModelPool[Any], name: object) -> str:
-    """Return the name of a request's model. Raises `ApiError` if there is none such, or more than one and no choice."""
+    """Return the name of a request's model, which may have been asked for by its adapter's. Raises `ApiError` if there
+    is none such, or more than one and no choice."""
     names = list(pool)
-    listed = ", ".join(map(repr, names))
+    listed = ", ".join(map(repr, (*names, *pool.adapters)))
     if name is None:
         if len(names) == 1:
             return names[0]
@@ -40,6 +41,7 @@ def chosen(pool: ModelPool[Any], name: object) -> str:
         raise ApiError(400, message, param="model", code="missing_required_parameter")
     if not isinstance(name, str):
         raise ApiError(400, f"model is {str(name)[:200]}; it should be a valid string", param="model")
+    name = pool.adapters.get(name, name)
     if name not in pool:
         message = f"there is no model {name[:200]!r}; this server has {listed}"
         raise ApiError(404, message, param="model", code="model_not_found")

@@ -91,8 +91,10 @@ class ModelPool(Generic[M]):
         loads: for each model, what loads it.
         clock: gives seconds.
         call_later: calls something in so many seconds, unless it is cancelled; None: the event loop's.
+        adapters: the model of each adapter, by whose name requests may ask for it.
 
     Attributes:
+        adapters: the model of each.
         num_loads, num_failures, num_unloads: how often each model was loaded, could not be, and was unloaded.
         load_seconds: for each model, how long its last load took.
     """
@@ -103,9 +105,11 @@ class ModelPool(Generic[M]):
         roster: Roster,
         clock: Callable[[], float] = time.monotonic,
         call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle] | None = None,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         self.num_loads, self.num_failures, self.num_unloads = (dict.fromkeys(loads, 0) for _ in range(3))
         self.load_seconds: dict[str, float] = {}
+        self.adapters: Mapping[str, str] = adapters or {}
         self._loads, self._roster = loads, roster
         self._clock, self._call_later = clock, call_later
         self._waiting: dict[int, asyncio.Future[M]] = {}

@@ -1,13 +1,14 @@
 """`ServedModels`: puts this package together: settings in, an application and its metrics out. Decides nothing else."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 
 from inflight.async_llm import AsyncLLM
+from inflight.contracts.config import EngineConfig
 from inflight.machine import free_memory
 from inflight.replicas.placement import check_replicas
 from inflight.server.models.app import create_models_app
@@ -26,13 +27,16 @@ from inflight.sources import engine_config, model_source
 NOT_OF_CONFIG = {"replicas", "routing", "step_timeout", "tokenizer", "restart_delays", "in_process"}
 """Options of `AsyncLLM` that are not its configuration's."""
 
+OF_ANSWERS = {field.name for field in fields(ServerSettings)} - {"model_name", "model_aliases", "batch_dir"}
+"""Options of a single model that say how it answers; all others are its engine's."""
+
 
 class ServedModels:
     """Several models that can be served. Make it in the process that serves them; the event loop may come later.
 
     Args:
-        options: those of each engine, as `AsyncLLM` takes them.
-        settings: those of the server; each model has its own name.
+        options: those of each engine, as `AsyncLLM` takes them, unless it has its own.
+        settings: those of the server; each model has its own name, and may have its own for answers.
         page: of the server; None: it has no live page.
 
     Attributes:
@@ -50,37 +54,39 @@ class ServedModels:
         settings: ServerSettings,
         page: LivePage | None = None,
     ) -> None:
-        of_config = {name: value for name, value in options.items() if name not in NOT_OF_CONFIG}
-        config = engine_config(of_config, "AsyncLLM")
-        num_replicas = check_replicas(options.get("replicas", 1), config.tensor_parallel_size)
-        cache_bytes = cache_limit(config, num_replicas * models.num_loaded)
-        own = dict(options)
-        if cache_bytes is not None and models.num_loaded > 1:
-            own["kv_cache_memory"] = cache_bytes
+        engines = {
+            name: _Engines.of({**options, **_without(OF_ANSWERS, models.own_options.get(name, {}))}, models.num_loaded)
+            for name in models.models
+        }
         self._settings, self._responses, self._has_page = settings, ResponseStore(), page is not None
-        self._num_slots = config.max_num_seqs * num_replicas * models.num_loaded
+        self._num_slots = max(each.num_slots for each in engines.values()) * models.num_loaded
         self._loads = {
             name: ModelLoad(
-                partial(AsyncLLM, source, starts_at_once=True, **own),
-                replace(settings, model_name=name, model_aliases=(), batch_dir=None),
+                partial(AsyncLLM, source, starts_at_once=True, **engines[name].options),
+                _settings_of(name, settings, models.own_options.get(name, {})),
                 self._responses,
                 page,
             )
             for name, source in models.models.items()
         }
         self.metrics = PoolMetrics(self._loads)
+        for name in set(models.adapters.values()):
+            self.metrics.of[name].describe_adapters(engines[name].num_slots, of_several_models=True)
         self.observers: dict[str, list[RequestObserver]] = {}
         for name, load in self._loads.items():
             self.observers[name] = load.observer.observers
             self.observers[name].append(self.metrics.of[name])
         num_bytes = {
-            name: bytes_before_load(str(model_source(source)), cache_bytes or 0, num_replicas)
+            name: bytes_before_load(
+                str(model_source(source)), engines[name].cache_bytes or 0, engines[name].num_replicas
+            )
             for name, source in models.models.items()
         }
         max_bytes = free_memory() if models.max_loaded_memory is None else models.max_loaded_memory
         self.pool = ModelPool(
             {name: self.metrics.counted(name, load) for name, load in self._loads.items()},
             Roster(num_bytes, models.num_loaded, max_bytes, models.idle_unload),
+            adapters=models.adapters,
         )
         self.metrics.see(self.pool)
 
@@ -101,3 +107,43 @@ class ServedModels:
         for name in self.pool.loaded():
             with self.pool.use(name) as use:
                 await (await use.model()).llm.reload_weights()
+
+
+@dataclass(frozen=True, slots=True)
+class _Engines:
+    """What the engines of one model are to be.
+
+    Attributes:
+        options: what `AsyncLLM` is given.
+        cache_bytes: the limit of the cache of each; None: it is given in blocks.
+    """
+
+    options: Mapping[str, Any]
+    config: EngineConfig
+    num_replicas: int
+    cache_bytes: int | None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], num_loaded: int) -> "_Engines":
+        """Those of one of so many models that may be loaded at once. Raises `ValueError`."""
+        config = engine_config(_without(NOT_OF_CONFIG, options), "AsyncLLM")
+        num_replicas = check_replicas(options.get("replicas", 1), config.tensor_parallel_size)
+        cache_bytes = cache_limit(config, num_replicas * num_loaded)
+        if cache_bytes is not None and num_loaded > 1:
+            options = {**options, "kv_cache_memory": cache_bytes}
+        return cls(options, config, num_replicas, cache_bytes)
+
+    @property
+    def num_slots(self) -> int:
+        """How many sequences run at once."""
+        return self.config.max_num_seqs * self.num_replicas
+
+
+def _settings_of(name: str, settings: ServerSettings, own_options: Mapping[str, Any]) -> ServerSettings:
+    """The settings of one model."""
+    own = {option: value for option, value in own_options.items() if option in OF_ANSWERS}
+    return replace(settings, **{**own, "model_name": name, "model_aliases": (), "batch_dir": None})
+
+
+def _without(names: set[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in names}

@@ -1,7 +1,8 @@
 """`PoolSettings`: every choice about several models. Plain data, checked when created."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from inflight.contracts import options
 
@@ -13,12 +14,15 @@ class PoolSettings:
 
     Attributes:
         models: what each name stands for: a hub id, a folder or a GGUF file; None is the embedded model.
+        own_options: of single models, by their names: what `AsyncLLM` takes, and fields of `ServerSettings`. They win
+            over those of all models.
         max_loaded_models: the most that are loaded at once; None: all.
         max_loaded_memory: bytes that the loaded ones may take together; None: what is free when the server starts.
         idle_unload: seconds without a request after which a model is unloaded; None: never.
     """
 
     models: Mapping[str, str | None]
+    own_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     max_loaded_models: int | None = None
     max_loaded_memory: int | None = None
     idle_unload: float | None = None
@@ -26,12 +30,24 @@ class PoolSettings:
     def __post_init__(self) -> None:
         if not self.models:
             raise ValueError("models is empty; there must be at least one")
+        for name in self.own_options:
+            if name not in self.models:
+                raise ValueError(f"there are options of {name!r}, which is none of the models")
+        adapters = [adapter for own in self.own_options.values() for adapter in own.get("adapters") or ()]
+        for adapter in adapters:
+            if adapter in self.models or adapters.count(adapter) > 1:
+                raise ValueError(f"the adapter {adapter!r} has the name of another model or adapter")
         for limit in ("max_loaded_models", "max_loaded_memory"):
             if (value := getattr(self, limit)) is not None:
                 options.check_integer(limit, value, 1)
         if self.idle_unload is not None:
             accepted = "a number of seconds above 0"
             options.check_number("idle_unload", self.idle_unload, accepted, 0.0, options.MAX_FLOAT, above=True)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The model of each adapter."""
+        return {adapter: model for model, own in self.own_options.items() for adapter in own.get("adapters") or ()}
 
     @property
     def num_loaded(self) -> int:

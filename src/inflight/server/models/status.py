@@ -24,14 +24,17 @@ async def health() -> Response:
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """All models, and the state of each."""
-    return JSONResponse({"object": "list", "data": [_card(request, name) for name in _pool(request)]})
+    """All models and their adapters, and the state of each."""
+    return JSONResponse(
+        {"object": "list", "data": [_card(request, name) for name in (*_pool(request), *_pool(request).adapters)]}
+    )
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> Response:
     """One of them."""
-    return JSONResponse(_card(request, chosen(_pool(request), name)))
+    chosen(_pool(request), name)
+    return JSONResponse(_card(request, name))
 
 
 def _pool(request: Request) -> ModelPool[ServedModel]:
@@ -40,9 +43,12 @@ def _pool(request: Request) -> ModelPool[ServedModel]:
 
 
 def _card(request: Request, name: str) -> dict[str, Any]:
-    """Return a model's card. Its `status` is that of llama.cpp's router."""
-    entry, loads = _pool(request).entry(name), request.app.state.loads
-    load: ModelLoad = loads[name]
+    """Return the card of a model or an adapter, which is loaded with its model. `status` is that of llama.cpp's
+    router."""
+    pool = _pool(request)
+    parent = pool.adapters.get(name)
+    entry = pool.entry(parent or name)
+    load: ModelLoad = request.app.state.loads[parent or name]
     status: dict[str, Any] = {"value": entry.state}
     if entry.failure is not None:
         status |= {"failed": True, "error": str(entry.failure.error)}
@@ -51,6 +57,7 @@ def _card(request: Request, name: str) -> dict[str, Any]:
         "object": "model",
         "created": request.app.state.start_time,
         "owned_by": "inflight",
+        "parent": parent,
         "status": status,
     }
     return card if load.info is None else {**card, "max_model_len": load.info.max_model_len}

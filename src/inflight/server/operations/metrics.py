@@ -98,9 +98,10 @@ class Metrics(Middleware, RequestObserver):
         self._request_metrics()
         self._batches = BatchMetrics(model_name, self.registry)
 
-    def describe_adapters(self, most: int) -> None:
+    def describe_adapters(self, most: int, *, of_several_models: bool = False) -> None:
         """Report which adapters requests have, of which so many run at once; call it where there may be any."""
-        self.registry.register(AdapterMetrics(most, self._adapters))
+        model_name = self._model_name if of_several_models else None
+        self.registry.register(AdapterMetrics(most, self._adapters, model_name))
 
     def _adapters(self) -> Iterator[tuple[str, bool]]:
         """The adapter of each request that has one, and whether it has got its first token."""

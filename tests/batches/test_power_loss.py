@@ -10,7 +10,7 @@ from tests.batches.jobs import Echo, Jobs
 from tests.batches.power_loss import Disk, read_log, recorder
 from tests.batches.recorded_job import NUM_LINES
 
-NUM_LOSSES = 150
+NUM_LOSSES = 60
 
 
 def test_a_job_survives_the_loss_of_power_at_any_moment(tmp_path: Path) -> None:

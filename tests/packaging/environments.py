@@ -2,7 +2,8 @@
 
 `declared` takes the dependencies from the environment that runs the tests, in a second and without a network: a package
 is there only if the wheel asks for it, itself or by way of what it asks for. `registry` is what a user gets: uv finds
-everything anew in package indexes, with pip's settings (`make package-test`).
+everything anew in package indexes, with pip's settings (`make package-test`). `oldest` is what the package says to be
+enough: the lowest version of each requirement.
 """
 
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 UV_NAMES = {"PIP_FIND_LINKS": "UV_FIND_LINKS", "PIP_EXTRA_INDEX_URL": "UV_EXTRA_INDEX_URL", "PIP_CERT": "SSL_CERT_FILE"}
@@ -63,6 +65,19 @@ def registry(folder: Path, wheel: Path, requirements: Iterable[str]) -> Path:
     scripts."""
     python = _new(folder)
     uv("pip", "install", "--constraint", ROOT / "constraints.txt", "--python", python, wheel)
+    return python.parent
+
+
+def oldest(folder: Path, wheel: Path, requirements: Iterable[str]) -> Path:
+    """An environment in `folder` with the wheel, and the oldest versions that it asks for, out of package indexes; but
+    torch is that of the tests, whose kernels are built. Returns its folder of scripts."""
+    python = _new(folder)
+    asked_for = folder / "requirements.txt"
+    asked_for.write_text("\n".join(each for each in requirements if "extra ==" not in each))
+    torch = folder / "constraints.txt"
+    torch.write_text(f"torch=={Version(distribution('torch').version).public}")
+    uv("pip", "install", "--resolution", "lowest-direct", "--constraint", torch, "--python", python, "-r", asked_for)
+    uv("pip", "install", "--offline", "--no-deps", "--python", python, wheel)
     return python.parent
 
 

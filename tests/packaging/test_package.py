@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 import inflight
-from tests.packaging.environments import ROOT, build, declared, needs_registry, registry, uv, with_dependencies
+from tests.packaging.environments import ROOT, build, declared, needs_registry, oldest, registry, uv, with_dependencies
 from tests.server.test_serve_command import READY
 
 SOURCES = ROOT / "src"
@@ -27,7 +27,9 @@ def metadata(wheel: Path) -> Message:
         return Parser().parsestr(files.read(name).decode())
 
 
-@pytest.fixture(scope="module", params=[declared, pytest.param(registry, marks=needs_registry)])
+@pytest.fixture(
+    scope="module", params=[declared, *(pytest.param(each, marks=needs_registry) for each in (registry, oldest))]
+)
 def scripts(
     request: pytest.FixtureRequest, wheel: Path, metadata: Message, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
@@ -105,6 +107,10 @@ def test_the_server_answers(scripts: Path, tmp_path: Path) -> None:
             assert match, process.stderr.read()
             assert httpx2.get(f"{match[2]}/health", timeout=60).status_code == 200
             assert httpx2.get(f"{match[2]}/version", timeout=60).json() == {"version": inflight.__version__}
+            chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+            answer = httpx2.post(f"{match[2]}/v1/chat/completions", json=chat, timeout=60).json()
+            assert answer["usage"]["completion_tokens"] == 3
+            assert "vllm:generation_tokens_total" in httpx2.get(f"{match[2]}/metrics", timeout=60).text
         finally:
             process.terminate()
             process.communicate(timeout=60)

@@ -63,9 +63,11 @@ def test_ranks_on_a_network_give_the_bits_of_ranks_on_a_machine(llama: str, addr
         assert run_all(engine, requests) == here
 
 
-def test_when_a_rank_leaves_its_engine_ends_and_the_next_waits_for_another_one(llama: str, address: str) -> None:
+def test_a_rank_joins_again_and_when_it_leaves_the_next_engine_waits_for_another_one(llama: str, address: str) -> None:
     async def work() -> None:
         with rank_at(address) as rank:
+            async with AsyncLLM(llama, rank_address=address, **OPTIONS) as llm:
+                assert await tokens(llm, PROMPT, 20) == plain()
             async with AsyncLLM(llama, rank_address=address, **OPTIONS) as llm:
                 assert await tokens(llm, PROMPT, 20) == plain()
                 with pytest.raises(ModelError, match="the weights cannot be reloaded"):
@@ -73,16 +75,6 @@ def test_when_a_rank_leaves_its_engine_ends_and_the_next_waits_for_another_one(l
                 (message,) = await messages_after(rank.kill, llm, PROMPT)
                 assert re.search(r"rank 1 on 127\.[0-9.]* has left", message)
                 with rank_at(address):
-                    assert await tokens(llm, PROMPT, 20) == plain()
-
-    run(work())
-
-
-def test_a_rank_joins_again_when_its_engine_is_started_anew(llama: str, address: str) -> None:
-    async def work() -> None:
-        with rank_at(address):
-            for _ in range(2):
-                async with AsyncLLM(llama, rank_address=address, **OPTIONS) as llm:
                     assert await tokens(llm, PROMPT, 20) == plain()
 
     run(work())

@@ -10,7 +10,7 @@ from schemathesis import GenerationMode
 
 from tests.server.serving import RunningServer
 
-NUM_EXAMPLES = 10
+NUM_EXAMPLES = 5
 """The number for each endpoint, both of requests that the document allows and of those that it does not."""
 
 

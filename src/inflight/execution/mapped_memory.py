@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-MADV_DONTNEED, MADV_POPULATE_WRITE = 4, 23
+MADV_DONTNEED, MADV_POPULATE_WRITE, MADV_COLLAPSE = 4, 23, 25
+LARGE_PAGE = 2**21
 
 
 def untouched_memory(num_bytes: int) -> torch.Tensor:
@@ -32,6 +33,17 @@ def populate(memory: memoryview) -> None:
         address, page = ctypes.addressof(ctypes.c_char.from_buffer(memory)), mmap.PAGESIZE
         first, last = address // page * page, -(-(address + memory.nbytes) // page) * page
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_POPULATE_WRITE)
+
+
+def move_to_large_pages(tensor: torch.Tensor) -> None:
+    """Let the system move memory to large pages, which the processor reads faster: it looks up fewer addresses, and reads
+    ahead farther. Does nothing where that cannot be asked for (before Linux 6.1), and what does not lie in anonymous
+    memory stays where it is."""
+    if sys.platform != "linux":
+        return
+    first = tensor.data_ptr() // LARGE_PAGE * LARGE_PAGE  # with neighbours, which are weights, too
+    last = -(-(tensor.data_ptr() + tensor.nbytes) // LARGE_PAGE) * LARGE_PAGE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_COLLAPSE)
 
 
 def lies_in_file(tensor: torch.Tensor) -> bool:

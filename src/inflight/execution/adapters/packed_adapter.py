@@ -9,10 +9,13 @@ from inflight.contracts.errors import AdapterError
 from inflight.execution.adapters.checkpoint import AdapterCheckpoint, LowRankUpdate, Scaling
 from inflight.execution.adapters.layers import AdaptableLayers, Target
 from inflight.execution.kernels import delete_with
+from inflight.execution.mapped_memory import untouched_memory
 from inflight.execution.weights.panels import panels_of
 
-MULTIPLE = 32
-"""Inputs: the kernels multiply so many at a time (`kernels/adapters.cpp`)."""
+MULTIPLE, TOGETHER = 32, 8
+"""Inputs and rows: the kernels multiply so many at a time (`kernels/adapters.h`)."""
+LINE = 64
+"""Bytes of a line of the processor's cache."""
 
 
 class PackedAdapter:
@@ -32,8 +35,11 @@ class PackedAdapter:
             for update in checkpoint.updates
             for target, down, up in matrices_of(update, checkpoint.scaling, layers)
         ]
-        targets, downs, ups = (list(each) for each in zip(*parts, strict=True)) if parts else ([], [], [])
-        self.num_bytes = sum(each.nbytes for each in (*downs, *ups))
+        parts.sort(key=lambda part: (part[0].place, part[0].first_output))
+        targets = [target for target, _, _ in parts]
+        together = _in_one_piece([matrix for _, down, up in parts for matrix in (down, up)])
+        downs, ups = together[::2], together[1::2]
+        self.num_bytes = sum(each.nbytes for each in together)
         self.number: int = torch.ops.inflight.new_adapter(
             layers.num_places,
             [target.place for target in targets],
@@ -86,7 +92,23 @@ def _shape(in_features: int, out_features: int) -> str:
 
 
 def _down_of(target: Target, down: torch.Tensor) -> torch.Tensor:
-    """`[rank, in]` as the kernels read it: filled with zeros to a multiple of inputs; an embedding's rows by token."""
+    """`[rank, in]` filled with zeros to a multiple of inputs, and in the order in which the kernels read it; of an
+    embedding, its rows by token."""
     if target.is_embedding:
         return down.to(target.dtype).T.contiguous()
-    return nn.functional.pad(down.to(target.dtype), (0, -target.in_features % MULTIPLE)).contiguous()
+    filled = nn.functional.pad(down.to(target.dtype), (0, -target.in_features % MULTIPLE))
+    rank, num_inputs = filled.shape
+    num_whole = rank // TOGETHER * TOGETHER
+    whole = filled[:num_whole].view(-1, TOGETHER, num_inputs // MULTIPLE, MULTIPLE).transpose(1, 2)
+    return torch.cat([whole.reshape(num_whole, num_inputs), filled[num_whole:]])
+
+
+def _in_one_piece(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same matrices one after the other in large pages: a step reads all of them once, in this order."""
+    sizes = [-(-each.nbytes // LINE) * LINE for each in matrices]
+    memory, copies, first = untouched_memory(sum(sizes)), [], 0
+    for matrix, size in zip(matrices, sizes, strict=True):
+        copy = memory[first : first + matrix.nbytes].view(matrix.dtype).view(matrix.shape)
+        copies.append(copy.copy_(matrix))
+        first += size
+    return copies

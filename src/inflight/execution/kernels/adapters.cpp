@@ -1,5 +1,6 @@
 // A row's products with `down` are dot products, its products with `up` sums over the rank in ascending order: whatever
-// thread computes them and whatever rows are beside it. Both matrices are read in the order in which they lie.
+// thread computes them and whatever rows are beside it. Both matrices are read in the order in which they lie, and asked
+// for a while before: each is read once a step, so reading them is most of the work.
 #include "adapters.h"
 
 #include <ATen/ops/empty.h>
@@ -17,6 +18,7 @@ namespace {
 constexpr int kOutputVectors = kPanelOutputs / kLanes;
 constexpr int64_t kStep = 32;  // inputs
 constexpr int kDots = 8;       // that are computed together
+constexpr int64_t kAhead = 4096;  // bytes
 
 // Dot products of a row with rows of a matrix, of float32 or bfloat16, in steps of `kStep` elements.
 template <class Value>
@@ -38,15 +40,24 @@ struct Dot<at::BFloat16> {
 
 #endif
 
+// Asks for what will be read after `kAhead` more bytes.
+template <int64_t kBytes>
+void read_ahead(const void* at) {
+  for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(static_cast<const char*>(at) + kAhead + line);
+}
+
 template <class Value, int kCount>
 void add_dots(const Value* x, int64_t size, const Value* matrix, float* to) {
   Floats sums[kCount] = {};
   for (int64_t i = 0; i < size; i += kStep)
-    for (int row = 0; row < kCount; ++row) sums[row] = Dot<Value>::add(sums[row], x + i, matrix + row * size + i);
+    for (int row = 0; row < kCount; ++row, matrix += kStep) {
+      read_ahead<kStep * sizeof(Value)>(matrix);
+      sums[row] = Dot<Value>::add(sums[row], x + i, matrix);
+    }
   for (int row = 0; row < kCount; ++row) to[row] = sum_of_lanes(sums[row]);
 }
 
-// `matrix * x`, for a matrix `[rank, size]`; the size is a multiple of `kStep`.
+// `matrix * x`, for a matrix `[rank, size]` in the order of `LowRank::down`; the size is a multiple of `kStep`.
 template <class Value>
 void multiply_down(const Value* x, int64_t size, const Value* matrix, int64_t rank, float* to) {
   int64_t row = 0;
@@ -69,13 +80,15 @@ void add_up(const LowRank& matrices, const float* inner, float* to) {
   for (int64_t number = 0; number < num_panels; ++number, to += kPanelOutputs) {
     Floats sums[kOutputVectors];
     for (int v = 0; v < kOutputVectors; ++v) sums[v] = load<Floats>(to + v * kLanes);
-    for (int64_t step = 0; step < steps; ++step, panel += kPanelOutputs * kPack)
+    for (int64_t step = 0; step < steps; ++step, panel += kPanelOutputs * kPack) {
+      read_ahead<kPanelOutputs * sizeof(float)>(panel);
       for (int v = 0; v < kOutputVectors; ++v) {
         std::array<Floats, kPack> weights;
         load_pack(panel + v * kLanes * kPack, weights);
         for (int64_t i = 0; i < kPack; ++i)
           sums[v] = fused(weights[i], broadcast(inner[step * kPack + i]), sums[v]);
       }
+    }
     for (int v = 0; v < kOutputVectors; ++v) store(to + v * kLanes, sums[v]);
   }
 }

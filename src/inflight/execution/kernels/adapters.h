@@ -13,7 +13,8 @@ namespace inflight {
 struct Linear;
 
 // Adds `up * (down * x)` to some outputs of a layer. `down` is `[rank, in]`, or, of an embedding, `[rows, rank]`: what each
-// row of the table is in its place. `up` lies in panels `[out / 32, rank / pack, 32, pack]` as in linear.h, and has the
+// row of the table is in its place. Of every 8 rows of the former, 32 inputs lie together: `[rank / 8, in / 32, 8, 32]`;
+// rows that are left over lie one after the other. `up` lies in panels `[out / 32, rank / pack, 32, pack]` as in linear.h, and has the
 // scale in it. Both are float32 or bfloat16.
 struct LowRank {
   at::Tensor down, up;

@@ -54,16 +54,14 @@ class ServedModels:
         settings: ServerSettings,
         page: LivePage | None = None,
     ) -> None:
-        engines = {
-            name: _Engines.of({**options, **_without(OF_ANSWERS, models.own_options.get(name, {}))}, models.num_loaded)
-            for name in models.models
-        }
+        own = {name: models.own_options.get(name, {}) for name in models.models}
+        engines = {name: _Engines.of({**options, **_without(OF_ANSWERS, own[name])}, models.num_loaded) for name in own}
         self._settings, self._responses, self._has_page = settings, ResponseStore(), page is not None
         self._num_slots = max(each.num_slots for each in engines.values()) * models.num_loaded
         self._loads = {
             name: ModelLoad(
                 partial(AsyncLLM, source, starts_at_once=True, **engines[name].options),
-                _settings_of(name, settings, models.own_options.get(name, {})),
+                _settings_of(name, settings, own[name]),
                 self._responses,
                 page,
             )

@@ -50,6 +50,39 @@ float write_vector(const Input* from, int size, typename Kind::Stored* to, int64
   }
 }
 
+// Whether what is stored is what is given, and so only its place changes.
+template <class Kind, class Input>
+constexpr bool kIsStoredAsGiven = std::is_same_v<Input, std::conditional_t<Kind::kPack == 2, at::BFloat16, float>> &&
+                                  !std::is_same_v<Kind, Int8>;
+
+// The vectors of kLanes tokens, which lie so many elements apart, of one head: all of a stripe, in the order of its memory.
+template <class Kind, class Input>
+void write_stripe(const Shape& shape, const Input* keys, int64_t key_stride, const Input* values, int64_t value_stride,
+                  const Stripe<Kind>& to) {
+  using Stored = typename Kind::Stored;
+  constexpr int kPack = Kind::kPack;
+  struct Pack {
+    Stored elements[kPack];
+  };
+  const int num_steps = shape.head_size / kPack;
+  for (int step = 0; step < num_steps; ++step)
+    for (int lane = 0; lane < kLanes; ++lane)
+      std::memcpy(to.keys + (step * kLanes + lane) * kPack, keys + lane * key_stride + step * kPack, sizeof(Pack));
+  if (shape.head_size % kPack)
+    for (int lane = 0; lane < kLanes; ++lane)
+      for (int i = 0; i < kPack; ++i) {
+        const int at = num_steps * kPack + i;
+        store_float(at < shape.head_size ? float(keys[lane * key_stride + at]) : 0.f,
+                    to.keys + (num_steps * kLanes + lane) * kPack + i);
+      }
+  const auto* from = reinterpret_cast<const Stored*>(values);
+  for (int lane = 0; lane < kLanes; lane += kPack) {
+    auto* packs = reinterpret_cast<Pack*>(to.values + lane * shape.value_lanes());
+    for (int i = 0; i < shape.value_head_size; ++i)
+      for (int each = 0; each < kPack; ++each) packs[i].elements[each] = from[(lane + each) * value_stride + i];
+  }
+}
+
 template <class Kind, class Input>
 void write_rows(const Call& call, const at::Tensor& cache_indices, const at::Tensor& key, const at::Tensor& value) {
   const Shape& shape = call.shape;
@@ -59,15 +92,29 @@ void write_rows(const Call& call, const at::Tensor& cache_indices, const at::Ten
   const int64_t num_heads = shape.num_kv_heads, per_block = shape.stripes_per_block();
   const int64_t value_lanes = shape.value_lanes();
   const Input *keys = key.data_ptr<Input>(), *values = value.data_ptr<Input>();
+  // Whether a row and those after it are all of a stripe.
+  const auto fills_stripe = [&](int64_t row, int64_t offset) {
+    if (offset % kLanes || offset + kLanes > shape.block_size || row + kLanes > num_rows) return false;
+    for (int lane = 1; lane < kLanes; ++lane)
+      if (indices[row + lane] != indices[row] + lane) return false;
+    return true;
+  };
   const auto write_head = [&](int64_t head) {
     for (int64_t row = 0; row < num_rows; ++row) {
       if (indices[row] < 0) continue;
       const int64_t block = indices[row] / shape.block_size, offset = indices[row] % shape.block_size;
       const auto stripe = storage.stripe((block * num_heads + head) * per_block + offset / kLanes);
       const int64_t lane = offset % kLanes;
-      const float key_scale = write_vector<Kind>(keys + row * key.stride(0) + head * key.stride(1), shape.head_size,
-                                                 stripe.keys + lane * Kind::kPack, kLanes * Kind::kPack);
+      const Input* key_of_row = keys + row * key.stride(0) + head * key.stride(1);
       const Input* from = values + row * value.stride(0) + head * value.stride(1);
+      if constexpr (kIsStoredAsGiven<Kind, Input>)
+        if (fills_stripe(row, offset)) {
+          write_stripe<Kind>(shape, key_of_row, key.stride(0), from, value.stride(0), stripe);
+          row += kLanes - 1;
+          continue;
+        }
+      const float key_scale = write_vector<Kind>(key_of_row, shape.head_size, stripe.keys + lane * Kind::kPack,
+                                                 kLanes * Kind::kPack);
       auto* to = stripe.values + lane / Kind::kPack * value_lanes * Kind::kPack + lane % Kind::kPack;
       if constexpr (std::is_same_v<Kind, Int8>) {
         stripe.key_scales[lane] = key_scale;

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from inflight.execution.kernels import PANEL_OUTPUTS, delete_with
+from inflight.execution.mapped_memory import new_weight
 from inflight.execution.shared_memory import shared
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, StoredRows, WeightLayout
 
@@ -52,7 +53,7 @@ def panels_of(weight: torch.Tensor) -> torch.Tensor:
     width = PANEL_INPUTS[weight.dtype]
     num_outputs, num_inputs = weight.shape
     num_steps = -(-num_inputs // width)
-    panels = weight.new_empty(-(-num_outputs // PANEL_OUTPUTS), num_steps, PANEL_OUTPUTS, width)
+    panels = new_weight((-(-num_outputs // PANEL_OUTPUTS), num_steps, PANEL_OUTPUTS, width), weight.dtype)
     if num_inputs % width:
         weight = nn.functional.pad(weight, (0, num_steps * width - num_inputs))
     num_whole = num_outputs // PANEL_OUTPUTS

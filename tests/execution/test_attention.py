@@ -237,13 +237,14 @@ def test_sequences_can_share_whole_tiles(world: str, name: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block_size", [16, 24])
+@pytest.mark.parametrize(("block_size", "head_size"), [(16, 40), (24, 39)])
 @pytest.mark.parametrize("window", [None, 20, 50, 300])
 def test_a_token_has_the_same_bits_alone_and_among_others(
-    window: int | None, block_size: int, dtype: torch.dtype
+    window: int | None, block_size: int, head_size: int, dtype: torch.dtype
 ) -> None:
-    """With a window, tokens that are computed together begin to look back at different keys."""
-    spec, length = replace(PLAIN, window=window, head_size=40), 600
+    """With a window, tokens that are computed together begin to look back at different keys. Together they are written
+    into the cache together, too."""
+    spec, length = replace(PLAIN, window=window, head_size=head_size, value_head_size=head_size), 600
     together = make_world(block_size, [[Part(0, 0, length)]], [(0, 0)], seed=5)
     alone = make_world(block_size, [[Part(0, i, i + 1)] for i in range(length)], [(0, 0)], seed=5)
     outputs = []

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 UV_NAMES = {"PIP_FIND_LINKS": "UV_FIND_LINKS", "PIP_EXTRA_INDEX_URL": "UV_EXTRA_INDEX_URL", "PIP_CERT": "SSL_CERT_FILE"}
@@ -75,7 +74,7 @@ def oldest(folder: Path, wheel: Path, requirements: Iterable[str]) -> Path:
     asked_for = folder / "requirements.txt"
     asked_for.write_text("\n".join(each for each in requirements if "extra ==" not in each))
     torch = folder / "constraints.txt"
-    torch.write_text(f"torch=={Version(distribution('torch').version).public}")
+    torch.write_text(f"torch=={distribution('torch').version}")
     uv("pip", "install", "--resolution", "lowest-direct", "--constraint", torch, "--python", python, "-r", asked_for)
     uv("pip", "install", "--offline", "--no-deps", "--python", python, wheel)
     return python.parent

@@ -156,7 +156,7 @@ const int32_t* AdapterPlace::of_rows(int64_t num_rows) const {
 }
 
 Additions::Additions(const Linear& linear, const at::Tensor& x, const int32_t* adapter_of_row) {
-  if (!adapter_of_row) return;
+  if (!adapter_of_row || !linear.adapters) return;  // of several experts, some may have no place
   const auto& adapters = linear.adapters->step->adapters;
   const auto matrices_of = [&](int64_t row) -> const std::vector<LowRank>& {
     return adapters.at(adapter_of_row[row])->places.at(linear.adapters->number);

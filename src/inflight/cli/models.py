@@ -124,7 +124,9 @@ def pool_settings(models: Sequence[str], options: Mapping[str, Any]) -> "PoolSet
 
     for option, (flag, reason) in ONE_MODEL_ONLY.items():
         if options[option]:
-            raise click.UsageError(f"{flag} goes neither with several models nor with --idle-unload: {reason}")
+            raise click.UsageError(
+                f"{flag} goes neither with several models nor with --idle-unload or a table [models.NAME]: {reason}"
+            )
     of_name: dict[str, str | None] = {}
     given: list[tuple[str | None, str | None]] = [named(each) for each in models]
     given += _of_tables(tables, {name for name, _ in given})

@@ -18,7 +18,7 @@ demo: $(READY)            ## a dozen prompts through the embedded model at once,
 	$(BIN)/inflight demo
 
 test: $(READY)            ## the whole test suite
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --max-worker-restart 1
 
 browser: $(READY)         ## a Chromium for the tests of the live page: Debian's, or else Playwright's
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium \

@@ -1,12 +1,15 @@
-"""The garbage collector is as it was, whatever is imported while it rests."""
+"""The garbage collector is as it was, whatever is imported while it rests; what it takes away may have to end."""
 
 import gc
+import subprocess
+import sys
+import threading
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
-from inflight.garbage_collection import garbage_collection_paused
+from inflight.garbage_collection import call_after, garbage_collection_paused
 
 
 class Node:
@@ -53,3 +56,41 @@ def test_what_its_owner_has_frozen_stays_frozen() -> None:
     with garbage_collection_paused():
         pass
     assert gc.get_freeze_count() > 0  # some may die meanwhile
+
+
+def test_what_is_called_after_an_object_may_take_any_lock() -> None:
+    lock, called = threading.Lock(), threading.Event()
+
+    def take() -> None:
+        with lock:
+            called.set()
+
+    node = Node()
+    call_after(node, take)
+    with lock:  # as the thread may do that the collector comes in
+        del node
+        gc.collect()
+    assert called.wait(60)
+
+
+def test_what_fails_after_one_object_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    called, node, other = threading.Event(), Node(), Node()
+    call_after(node, lambda: [].pop())
+    del node
+    gc.collect()
+    call_after(other, called.set)
+    del other
+    gc.collect()
+    assert called.wait(60)
+    assert "pop from empty list" in caplog.text
+
+
+def test_at_the_end_of_a_process_everything_is_called() -> None:
+    code = (
+        "import time; from inflight.garbage_collection import call_after\n"
+        "class Node: pass\n"
+        "def say(text, seconds): time.sleep(seconds); print(text, flush=True)\n"
+        "gone, there = Node(), Node()\n"
+        "call_after(there, lambda: say('there', 0)); call_after(gone, lambda: say('gone', 0.1)); del gone"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "gone\nthere\n"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import weakref
 from array import array
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +42,7 @@ from inflight.engine.process.protocol import (
 )
 from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import RESTART_DELAYS
+from inflight.garbage_collection import call_after
 from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
 from inflight.pooling.calls import AsyncPoolingCalls
 from inflight.pooling.requests import Output, PoolingRequest, refusal_to_generate
@@ -159,7 +159,7 @@ class AsyncLLM(AsyncPoolingCalls):
         self._numbers = count()
         self._seeds = Seeds(config.seed)
         self.adapters = AdapterNames(config)
-        weakref.finalize(self, self._fleet.stop)  # an engine must not outlive its front
+        call_after(self, self._fleet.stop)  # an engine must not outlive its front
 
     # ------------------------------------------------------------------------------------- the engine
 

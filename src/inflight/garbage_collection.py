@@ -1,10 +1,21 @@
 """A process without what the garbage collector does in vain: it would go through the million objects of torch and
 `transformers`, of which none is garbage, for a quarter to half a second each time: at the start, at the end, and under
-load again and again."""
+load again and again.
 
+And objects whose end takes locks: the garbage collector comes at any line, in a thread that may hold the same ones.
+"""
+
+import atexit
+import functools
 import gc
-from collections.abc import Iterator
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
+
+logger = logging.getLogger(__name__)
 
 THRESHOLDS = 20_000, 20, 20
 """See `gc.set_threshold`; by default 700, 10, 10."""
@@ -36,3 +47,44 @@ def spare_what_stays() -> None:
 def end_without_garbage_collection() -> None:
     """For the end of a process: the interpreter collects once more before it ends, and now finds nothing to look at."""
     gc.freeze()
+
+
+def call_after(owner: object, function: Callable[[], object]) -> None:
+    """Call a function soon after an object is gone, or at the end of the process. It may take locks and wait: a thread
+    that does nothing else calls it, or at the end the main thread, when nothing is collected any more."""
+    weakref.finalize(owner, _hand_over, function)
+    _start_thread()
+
+
+_handed_over: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+_is_ending = False
+
+
+def _hand_over(function: Callable[[], object]) -> None:
+    if _is_ending:
+        function()
+    else:
+        _handed_over.put(function)  # which takes no lock that a collected thread could hold
+
+
+@functools.cache
+def _start_thread() -> None:
+    thread = threading.Thread(target=_call, name="inflight: ends", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        global _is_ending
+        _handed_over.put(None)
+        thread.join()
+        _is_ending = True
+
+    atexit.register(end)  # after `finalize` has registered its own, so this is called before
+
+
+def _call() -> None:
+    while (function := _handed_over.get()) is not None:
+        try:
+            function()
+        except Exception:
+            logger.exception("the end of something that is gone failed")
+        del function  # with what it refers to

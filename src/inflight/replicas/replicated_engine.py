@@ -7,7 +7,6 @@ So are all requests after an exception in the middle of the bookkeeping (`start_
 """
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from inflight.contracts.params import SamplingParams
 from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.process.protocol import Abort, CloseAdapter, Generate, Load, OpenAdapter
 from inflight.engine.process.session import DirectMailbox
+from inflight.garbage_collection import call_after
 from inflight.replicas.fleet import Delivery, Fleet
 from inflight.replicas.launch import Launches
 from inflight.text.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ class ReplicatedEngine:
         self.outbox: deque[SequenceOutput] = deque()
         self.observer: None = None
         self._fleet = fleet
-        weakref.finalize(self, _end, fleet)
+        call_after(self, partial(_end, fleet))
         ready = fleet.start().result()
         self.model_info: ModelInfo = ready.ready.model_info
         self._default_params = ready.ready.default_params

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -136,18 +137,23 @@ def test_a_model_that_is_used_is_not_unloaded(folders: dict[str, str], monkeypat
             assert red.result()["model"] == "red"
 
 
-def test_a_model_that_cannot_be_loaded_fails_its_own_requests(folders: dict[str, str], tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_fails_its_own_requests(
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(folders["red"], broken)
     (broken / "model.safetensors").write_bytes(b"nothing of the kind")
     with RunningModels({**folders, "broken": str(broken)}) as server:
         server.complete("green")
-        error = server.complete("broken", 503)["error"]
-        assert error["code"] == "model_error"
-        assert error["message"].startswith("the model could not be loaded: ")
-        answer = server.http.post("/v1/completions", json={"model": "broken", "prompt": "a"})
-        assert answer.status_code == 503
-        assert int(answer.headers["retry-after"]) >= 1
+        with monkeypatch.context() as patch:
+            now = time.monotonic()
+            patch.setattr(server.served.pool, "_clock", lambda: now)  # a second, or the next request is a new try
+            error = server.complete("broken", 503)["error"]
+            assert error["code"] == "model_error"
+            assert error["message"].startswith("the model could not be loaded: ")
+            answer = server.http.post("/v1/completions", json={"model": "broken", "prompt": "a"})
+            assert answer.status_code == 503
+            assert int(answer.headers["retry-after"]) >= 1
         card = server.http.get("/v1/models/broken").json()
         assert card["status"]["value"] == "unloaded"
         assert card["status"]["failed"] is True

@@ -1,6 +1,5 @@
 """`make_runner`: the runner of an engine: of a whole model, or of rank 0 of one that several processes run."""
 
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from inflight.execution.executors import PackedExecutor
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.sampling.token_mask import TokenMasks
+from inflight.garbage_collection import call_after
 
 
 def make_runner(model: ModelSource, config: EngineConfig) -> ModelRunner:
@@ -37,7 +37,7 @@ class LeadingRunner(ModelRunner):
 
     def __init__(self, model: str, config: EngineConfig) -> None:
         self._group = group = RankGroup(model, config)
-        weakref.finalize(self, group.end)
+        call_after(self, group.end)
         try:
             with group.preparing():
                 super().__init__(model, group.config, group.rank)

@@ -7,12 +7,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from contextlib import suppress
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+from inflight.engine import python_process
+from inflight.engine.process import connection
+from inflight.engine.ranks import local_ranks
 from inflight.execution.kernels import kernels_available
 from inflight.grammar import compiler
+from tests.preloaded import serve_preloaded
 
 # Every run draws the same examples, regardless of machine speed and of modules that a worker imported earlier.
 settings.register_profile(
@@ -36,3 +41,12 @@ os.environ["INFLIGHT_REMEMBER_VERDICTS"] = "0"
 
 # Built here if necessary, and not during a test that checks what a command prints.
 assert kernels_available()
+
+serve_preloaded()
+
+
+@pytest.fixture
+def started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes import everything anew, as they do for users, and are children of the one that starts them."""
+    for module in (connection, local_ranks):
+        monkeypatch.setattr(module, "started", python_process.started)

@@ -42,6 +42,8 @@ from inflight.engine.process.protocol import (
 from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import Supervisor
 
+pytestmark = pytest.mark.usefixtures("started_anew")
+
 INFO = ModelInfo(
     model_class="Model",
     num_parameters=1,

@@ -1,0 +1,209 @@
+"""Processes of ours that are forked from one which has imported torch and `transformers` already.
+
+For users each imports them anew. That takes five seconds of a core, and took half the time of all tests; what such a
+process does afterwards is the same. It stands where `python_process.started` does, in a test's process and in all that
+come of it. Some tests start processes as users do: see the fixture `started_anew`.
+"""
+
+import functools
+import os
+import pickle
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, BinaryIO
+
+from inflight.engine import python_process
+from inflight.engine.process import connection
+from inflight.engine.ranks import local_ranks
+
+PRELOADED = (
+    "inflight.engine.making",
+    "inflight.engine.process.loop",
+    "inflight.engine.ranks.following",
+    "inflight.execution.ranks.memory_rank",
+    "inflight.execution.shared_memory",
+    "inflight.sources",
+)
+STANDARD = (0, 1, 2)
+MOST_FILES = 32
+FIRST_FREE = 500
+"""File descriptors from here on belong to nobody."""
+SECONDS_TO_BEGIN = 300.0
+
+
+class Forked:
+    """What tests and `ProcessConnection` need of a `Popen`."""
+
+    def __init__(self, control: socket.socket, stdin: BinaryIO, stdout: BinaryIO) -> None:
+        self.stdin, self.stdout = stdin, stdout
+        self.returncode: int | None = None
+        self._control = control
+        self._has_ended = threading.Event()
+        control.settimeout(SECONDS_TO_BEGIN)
+        (self.pid,) = struct.unpack("i", control.recv(4))
+        control.settimeout(None)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._has_ended.wait(timeout):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _listen(self) -> None:
+        with self._control:
+            said = self._control.recv(4)
+        self.returncode = struct.unpack("i", said)[0] if said else -signal.SIGKILL
+        self._has_ended.set()
+
+
+def stand_in(address: str, begin: Callable[[], object] = lambda: None) -> None:
+    """Let this process start others through the server at an address. `begin` is called before each."""
+
+    def started(module: str, files: Collection[int] = ()) -> Forked:
+        begin()
+        (own_in, stdin), (stdout, own_out) = os.pipe(), os.pipe()
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control.connect("\0" + address)
+        numbers = (*STANDARD, *files)
+        asked = {
+            "module": module,
+            "numbers": numbers,
+            "environment": python_process.IDLE_THREADS_SLEEP | os.environ,
+            "path": list(map(os.path.abspath, sys.path)),
+            "folder": os.getcwd(),
+            "cpus": os.sched_getaffinity(0),
+        }
+        socket.send_fds(control, [pickle.dumps(asked)], [own_in, own_out, 2, *files])
+        os.close(own_in)
+        os.close(own_out)
+        return Forked(control, os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"))
+
+    connection.started = local_ranks.started = started  # type: ignore[assignment]
+
+
+def serve_preloaded() -> None:
+    """Let this process use a server, which starts with the first process and ends with this one. (Elsewhere than on
+    Linux, do nothing.)"""
+    if sys.platform != "linux":
+        return
+    address = f"inflight: {uuid.uuid4()}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("\0" + address)
+    listener.listen(100)
+
+    @functools.cache
+    def server() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "tests.preloaded", address],
+            stdin=subprocess.PIPE,
+            stdout=listener.fileno(),
+            env=python_process.IDLE_THREADS_SLEEP | os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            start_new_session=True,
+        )
+
+    stand_in(address, server)
+
+
+class _Server:
+    """Forks. Its own standard input ends with the process that has started it; its output is where it listens."""
+
+    def __init__(self) -> None:
+        self._listener = socket.socket(fileno=os.dup(1))
+        self._controls: dict[int, socket.socket] = {}
+        self._woken, waking = os.pipe()
+        os.set_blocking(waking, False)
+        signal.set_wakeup_fd(waking)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._own_files = [self._woken, waking]
+
+    def next_child(self) -> "tuple[dict[str, Any], socket.socket]":
+        """Serve. Returns in each new process, with what it is to be, and whom to tell that it is."""
+        while True:
+            ready, _, _ = select.select([0, self._woken, self._listener], [], [])
+            if 0 in ready:
+                os._exit(0)
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+                self._tell_ends()
+            if self._listener in ready and (child := self._accept()) is not None:
+                return child
+
+    def _accept(self) -> "tuple[dict[str, Any], socket.socket] | None":
+        control, _ = self._listener.accept()
+        message, files, _, _ = socket.recv_fds(control, 2**20, MOST_FILES)
+        pid = os.fork()
+        if pid == 0:
+            asked: dict[str, Any] = pickle.loads(message)
+            for own in (*self._controls.values(), self._listener):
+                own.close()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            control = socket.socket(fileno=_moved(control.detach(), FIRST_FREE - 1))
+            _take(files, asked["numbers"], self._own_files)
+            return asked, control
+        for file in files:
+            os.close(file)
+        self._controls[pid] = control
+        return None
+
+    def _tell_ends(self) -> None:
+        while self._controls:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            with self._controls.pop(pid) as control, suppress(OSError):  # whoever has started it may have ended
+                control.send(struct.pack("i", os.waitstatus_to_exitcode(status)))
+
+
+def _take(files: list[int], numbers: Iterable[int], own: list[int]) -> None:
+    """Give the files that were received their numbers, in place of this process's own."""
+    received = [_moved(file, FIRST_FREE + number) for number, file in enumerate(files)]
+    for file in own:
+        os.close(file)
+    for file, number in zip(received, numbers, strict=True):
+        _moved(file, number)
+
+
+def _moved(file: int, number: int) -> int:
+    os.dup2(file, number)
+    os.close(file)
+    return number
+
+
+def _become(asked: dict[str, Any], address: str) -> None:
+    """Be what `python -m` would have started."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    os.chdir(asked["folder"])
+    os.sched_setaffinity(0, asked["cpus"])
+    sys.path[:] = asked["path"]
+    stand_in(address)
+
+
+if __name__ == "__main__":
+    for name in PRELOADED:
+        import_module(name)
+    asked, control = _Server().next_child()
+    _become(asked, sys.argv.pop())
+    with control:
+        control.send(struct.pack("i", os.getpid()))
+    runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)

@@ -175,19 +175,48 @@ struct InParts {
 
 #ifdef INFLIGHT_MATRIX_UNIT
 
-// The same with the matrix unit, a run of panels at a time. Rows that are too long for the L2 cache go through all panels
-// of the run with some of their inputs, and then with the next ones.
+// The same with the matrix unit, a run of panels at a time. Through a short panel rows go 32 at a time, whose sums stay in
+// the unit. Of a long one a part goes through the L1 cache with all rows, and then the next one; meanwhile sums lie in
+// memory. Rows that are too long for the L2 cache go through all panels of the run with some of their inputs, and then
+// with the next ones.
 template <class Kind, class Weight, class Output>
 struct Tiled {
   using Sum = std::conditional_t<Kind::kPack == 4, int32_t, float>;
   using Rows = TiledRows;
   static constexpr int64_t kRowsOfItem = 256, kMaxPanels = 16, kStepsOfPart = 128, kStepsOfBlock = 4 * kStepsOfPart;
   static constexpr int64_t kMaxStepsOfRows = 1 << 18;  // so many operands stay in the L2 cache, beside panels and sums
+  static constexpr int64_t kMaxStepsOfShort = 1024;    // of a panel
 
   void operator()(const Rows& rows, int64_t num_rows, const Weight* panels, int64_t num_panels, int64_t steps,
                   int64_t first_row, int64_t first_output, const Finish<Output>& finish) {
-    constexpr int64_t kStepSize = kPanelOutputs * Kind::kPack;
     const bool is_whole = num_rows * steps <= kMaxStepsOfRows;
+    if (!is_whole || steps > kMaxStepsOfShort)
+      return run_parts(rows, num_rows, panels, num_panels, steps, is_whole, first_row, first_output, finish);
+    for (int64_t panel = 0; panel < num_panels; ++panel, panels += steps * kStepSize, first_output += kPanelOutputs)
+      run_panel(rows, num_rows, panels, steps, first_row, first_output, finish);
+  }
+
+ private:
+  static constexpr int64_t kStepSize = kPanelOutputs * Kind::kPack, kBytesAhead = kStepsOfPart * kPanelBytes;
+
+  void run_panel(const Rows& rows, int64_t num_rows, const Weight* panel, int64_t steps, int64_t first_row,
+                 int64_t first_output, const Finish<Output>& finish) {
+    const int64_t num_groups = (num_rows + kGroupRows - 1) / kGroupRows;
+    // What comes out of memory with each group: a share of the next panel; if this one is read only once, what follows soon.
+    const int64_t next_bytes = steps * kPanelBytes / num_groups;
+    const char* next = reinterpret_cast<const char*>(panel) + (num_groups > 1 ? steps * kPanelBytes : kBytesAhead);
+    for (int64_t row = 0; row < num_rows; row += kGroupRows, next += next_bytes) {
+      const int64_t count = std::min<int64_t>(kGroupRows, num_rows - row);
+      alignas(64) Sum sums[kGroupRows][kPanelOutputs];
+      unit.begin(sums[0], int(count));
+      add_part(unit, rows, first_row + row, count, 0, panel, steps, sums, next, next_bytes);
+      unit.settle();
+      finish.all(sums, first_row + row, count, first_output);
+    }
+  }
+
+  void run_parts(const Rows& rows, int64_t num_rows, const Weight* panels, int64_t num_panels, int64_t steps,
+                 bool is_whole, int64_t first_row, int64_t first_output, const Finish<Output>& finish) {
     const int64_t at_once = is_whole ? 1 : kMaxPanels, steps_of_block = is_whole ? steps : kStepsOfBlock;
     thread_local AlignedVector<Sum> memory;
     if (const size_t size = at_once * kRowsOfItem * kPanelOutputs; memory.size() < size) memory.resize(size);
@@ -216,7 +245,6 @@ struct Tiled {
     }
   }
 
- private:
   MatrixUnit unit;
 };
 

@@ -84,7 +84,15 @@ class MatrixUnit {
     }
   }
 
-  // Writes the sums to where they came from.
+  // New sums, which are zero, of up to `kGroupRows` rows. They will be written to `[rows, 32]` int32 or float.
+  void begin(void* sums, int num_rows) {
+    settle();
+    shape(num_rows, kTileOperands);
+    clear_sums(num_rows);
+    held_ = sums;
+  }
+
+  // Writes the sums to where they belong.
   void settle() {
     if (!held_) return;
     _tile_stored(0, place_of(0), kPanelBytes);

@@ -1,8 +1,8 @@
 """Processes of ours that are forked from one which has imported torch and `transformers` already.
 
-For users each imports them anew. That takes five seconds of a core, and took half the time of all tests; what such a
-process does afterwards is the same. It stands where `python_process.started` does, in a test's process and in all that
-come of it. Some tests start processes as users do: see the fixture `started_anew`.
+For users each imports them anew. That takes three to five seconds of a core, for each of a hundred processes; what they
+do afterwards is the same. It stands where `python_process.started` does, in a test's process and in all that come of
+it. Some tests start processes as users do: see the fixture `started_anew`.
 """
 
 import functools
@@ -65,7 +65,8 @@ class Forked:
 
     def kill(self) -> None:
         if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def _listen(self) -> None:
         with self._control:

@@ -121,7 +121,7 @@ def test_a_killed_job_goes_on_with_the_same_requests_and_options(refused: Comman
     arguments = [sys.executable, "-m", "inflight", "batch", str(requests), "-o", str(output), "--max-num-seqs", "4"]
     journal = tmp_path / "results.jsonl.job" / "batches.sqlite-wal"
     process = subprocess.Popen(arguments, stderr=subprocess.DEVNULL, start_new_session=True)
-    end, size = time.monotonic() + 60, 0
+    end, size = time.monotonic() + 300, 0
     while size < 100_000:  # it grows with each result
         assert process.poll() is None
         assert time.monotonic() < end

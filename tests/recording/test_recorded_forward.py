@@ -15,6 +15,7 @@ from inflight.execution.recording.program import RecordedPass
 from inflight.execution.recording.recorded_forward import RecordedForward, record_forward
 from inflight.execution.recording.recorder import UnrecordableError
 from inflight.execution.recording.row_kernel import RowKernel
+from tests.execution.test_threads import torch_threads
 
 pytestmark = pytest.mark.skipif(not kernels_available(), reason="needs a C++ compiler")
 
@@ -154,6 +155,26 @@ def test_sums_have_the_bits_of_torch(size: int) -> None:
         for num_tokens in (1, 2, 40):
             rows = torch.arange(num_tokens)
             assert torch.equal(*recorded(rows % 16, rows, rows), forward(rows % 16, rows, rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_norms_have_the_bits_of_torch_on_any_number_of_threads(dtype: torch.dtype) -> None:
+    scale, shift = (each.to(dtype) for each in (WIDE[1], WIDE[2]))
+
+    def forward(input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        x = functional.layer_norm(embedded(input_ids, dtype, WIDE), (4096,), scale, shift, 1e-6)
+        x = functional.layer_norm(x.view(-1, 2, 2048), (2048,))
+        whole, means, deviations = torch.native_layer_norm(x, (2, 2048), scale.view(2, -1), None, 1e-5)
+        x, more_means, _ = torch.native_layer_norm(whole.transpose(0, 1), (2048,), None, shift[:2048], 1e-5)
+        return (x + more_means).transpose(0, 1)[logit_rows] + means[logit_rows] * deviations[logit_rows]
+
+    with torch.inference_mode():
+        recorded = RecordedForward(record(forward))
+        expected = {inputs: forward(*inputs) for inputs in (step_of(*sizes) for sizes in STEPS)}
+        for number in (1, 2, 5):
+            with torch_threads(number, are_own=True):
+                for inputs, rows in expected.items():
+                    assert torch.equal(*recorded(*inputs), rows)
 
 
 def test_a_pass_may_give_several_tensors() -> None:

@@ -4,7 +4,10 @@
 #include <ATen/core/List.h>
 #include <ATen/record_function.h>
 
+#include <cstring>
+
 #include "checks.h"
+#include "parallel.h"
 #include "read_ahead.h"
 #include "threads.h"
 #include "torch_alone.h"
@@ -14,6 +17,7 @@ namespace {
 
 constexpr int64_t kNumInputs = 3, kMaxValues = 1 << 20;
 constexpr int64_t kMaxTokensReadingAhead = 8;  // of a step that memory bounds
+constexpr int64_t kMinNormalized = 1 << 14;    // elements of a layer norm that are worth another thread
 
 enum class Work : int64_t { kRowKernel, kOperator, kLinear };
 
@@ -45,6 +49,38 @@ at::Tensor wrapped(const at::Scalar& number) {
   at::Tensor tensor = c10::scalar_to_tensor(number);
   tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
   return tensor;
+}
+
+// Torch's layer norm, which would run on this thread alone. No row knows of another, so ours deal them out.
+void call_layer_norm(const c10::OperatorHandle& layer_norm, torch::jit::Stack& stack) {
+  const at::Tensor input = stack.at(0).toTensor();
+  const int64_t size = input.dim() > 0 ? input.size(-1) : 0, num_threads = at::get_num_threads();
+  const int64_t num_ranges = std::min(kRangesOfThread * num_threads, input.numel() / kMinNormalized);
+  if (num_ranges < 2 || num_threads < 2 || stack.at(1).toIntVector() != std::vector<int64_t>{size}) {
+    const TorchAlone alone;
+    return layer_norm.callBoxed(&stack);
+  }
+  const at::Tensor rows = input.reshape({-1, size}).contiguous();
+  at::Tensor output = at::empty(input.sizes(), input.options());
+  const int64_t row_bytes = size * input.element_size();
+  std::vector<torch::jit::Stack> parts(num_ranges, stack);
+  for_each_item(num_ranges, [&](int64_t i) {
+    const c10::InferenceMode is_inferring;  // which only the calling thread may be in
+    const TorchAlone alone;
+    const int64_t begin = rows.size(0) * i / num_ranges, end = rows.size(0) * (i + 1) / num_ranges;
+    parts[i][0] = rows.narrow(0, begin, end - begin);
+    layer_norm.callBoxed(&parts[i]);
+    std::memcpy(static_cast<char*>(output.data_ptr()) + begin * row_bytes, parts[i][0].toTensor().const_data_ptr(),
+                (end - begin) * row_bytes);
+  });
+  at::DimVector sizes(input.sizes());  // of means and deviations, which some overloads give, too
+  sizes.back() = 1;
+  stack = {output};
+  for (size_t result = 1; result < parts[0].size(); ++result) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& part : parts) tensors.push_back(part[result].toTensor());
+    stack.emplace_back(at::cat(tensors).reshape(sizes));
+  }
 }
 
 }  // namespace
@@ -82,7 +118,9 @@ OperatorCall::OperatorCall(Reader& reader)
   TORCH_CHECK(arguments_.size() == schema.size(), "an operator of a program has ", schema.size(), " arguments, not ",
               arguments_.size());
   outputs_ = reader.list([&] { return reader.code(); });
-  is_torchs_ = operator_.schema().name().starts_with("aten::");
+  const std::string& name = operator_.schema().name();
+  is_torchs_ = name.starts_with("aten::");
+  is_layer_norm_ = name == "aten::native_layer_norm" || name == "aten::layer_norm";
 }
 
 OperatorCall::Argument OperatorCall::read_argument(Reader& reader, const c10::TypePtr& type) const {
@@ -142,7 +180,9 @@ void OperatorCall::run(std::vector<at::Tensor>& values, const StepSize& step, Re
   torch::jit::Stack stack;
   stack.reserve(arguments_.size());
   for (const Argument& argument : arguments_) stack.push_back(value_of(argument, values, step));
-  {
+  if (is_layer_norm_ && uses_own_threads()) {
+    call_layer_norm(operator_, stack);
+  } else {
     const auto alone = is_torchs_ && uses_own_threads() ? std::make_optional<TorchAlone>() : std::nullopt;
     operator_.callBoxed(&stack);
   }

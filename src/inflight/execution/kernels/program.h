@@ -47,7 +47,7 @@ class OperatorCall {
 
   c10::OperatorHandle operator_;
   std::vector<Argument> arguments_;
-  bool is_torchs_;
+  bool is_torchs_, is_layer_norm_;
   std::vector<int64_t> outputs_;  // values
 };
 

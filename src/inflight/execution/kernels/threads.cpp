@@ -114,7 +114,7 @@ class Pool {
 
   void serve(size_t number) {
     pthread_setname_np(pthread_self(), "inflight");
-    at::internal::lazy_init_num_threads();
+    at::get_num_threads();   // torch sets its number when a thread first asks, and that must not come later
     omp_set_num_threads(1);  // for what torch's operators do within an item
     for (uint32_t job; job = num_jobs_.load(), number < num_wanted_.load();) {
       help();

@@ -87,10 +87,10 @@ def test_what_fails_after_one_object_holds_up_no_other(caplog: pytest.LogCapture
 
 def test_at_the_end_of_a_process_everything_is_called() -> None:
     code = (
-        "import time; from inflight.garbage_collection import call_after\n"
+        "import threading; from inflight.garbage_collection import call_after\n"
         "class Node: pass\n"
-        "def say(text, seconds): time.sleep(seconds); print(text, flush=True)\n"
+        "def say_late(): threading.main_thread().join(); print('gone', flush=True)\n"
         "gone, there = Node(), Node()\n"
-        "call_after(there, lambda: say('there', 0)); call_after(gone, lambda: say('gone', 0.1)); del gone"
+        "call_after(there, lambda: print('there', flush=True)); call_after(gone, say_late); del gone"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "gone\nthere\n"

@@ -64,7 +64,7 @@ def _hand_over(function: Callable[[], object]) -> None:
     if _is_ending:
         function()
     else:
-        _handed_over.put(function)  # which takes no lock that a collected thread could hold
+        _handed_over.put(function)  # which takes no lock that this thread could hold
 
 
 @functools.cache

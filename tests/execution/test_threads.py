@@ -76,7 +76,7 @@ def workers() -> set[str]:
 def test_threads_stay_however_little_there_is_to_do() -> None:
     with torch_threads(5, are_own=True):
         activated()
-        while len(before := workers()) < 4:  # each begins with its name
+        while len(before := workers()) < 4:  # a thread takes its name when it first has a core, of which nothing tells
             time.sleep(0.01)
         assert len(before) == 4
         for count in (1, 2, 3, 64):

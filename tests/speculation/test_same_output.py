@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from inflight import LLM, SamplingParams
+from inflight import LLM, SamplingParams, StructuredOutput
+from inflight.contracts.plan import SpanTokens, StepPlan, StepTokens
 from inflight.contracts.record import StepRecord
 from tests import zoo
+from tests.grammar.helpers import WIDE
 from tests.speculation.oracle import Oracle, make_it_ask, make_rows_free
 from tests.speculation.random_requests import generate, random_requests, said, sequences
 from tests.text.tokenizers_for_tests import byte_level
@@ -88,6 +90,59 @@ def test_every_kind_of_attention_takes_wrong_guesses_back(name: str) -> None:
     for output, wanted in zip(llm.generate(prompts, params, use_tqdm=False), expected, strict=True):
         assert said(output) == said(wanted)
     assert oracle.num_guessed > 500
+
+
+@pytest.mark.parametrize("stop", [None, "time"])
+def test_a_sequence_that_fails_after_accepted_guesses_ends_alone(
+    stop: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with what came before, and with its error; unless a stop string in that has ended it."""
+    prompts, params = ["Once upon a", "The cat"], SamplingParams(temperature=0, max_tokens=30, logprobs=1, stop=stop)
+    expected = generate(LLM(speculation="off"), prompts, [params] * 2)
+    llm = LLM()
+    make_it_ask(llm.engine, Oracle(sequences(generate(LLM(), prompts, [replace(params, stop=None)] * 2)), 1000, 1.0))
+    run, failed = llm.engine.runner.run, list[int]()
+
+    def failing(plan: StepPlan, masks: Any) -> StepTokens:
+        given = run(plan, masks)
+        if not failed and len(given[0].token_ids) > 2:
+            first = given[0]
+            failed.append(len(first.token_ids) - 1)
+            given[0] = SpanTokens(first.token_ids[:-1], False, first.scores[:-1], first.prompt_scores)
+        return given
+
+    monkeypatch.setattr(llm.engine.runner, "run", failing)
+    first, second = generate(llm, prompts, [params] * 2)
+    assert said(second) == said(expected[1])
+    assert failed
+    if stop is not None:
+        assert said(first) == said(expected[0])
+        return
+    (completion,), (whole,) = first.outputs, expected[0].outputs
+    assert (completion.finish_reason, first.error) == (
+        "error",
+        "the model's logits are not finite, or no token is allowed",
+    )
+    assert len(completion.token_ids) >= failed[0]
+    assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
+    assert [each.keys() for each in completion.logprobs or []] == [
+        each.keys() for each in (whole.logprobs or [])[: len(completion.token_ids)]
+    ]
+    llm.engine.scheduler.block_pool.check([])
+
+
+def test_a_grammar_over_its_limits_after_accepted_guesses_ends_alone() -> None:
+    llm = LLM()
+    make_rows_free(llm.engine)
+    grammar = WIDE.replace("start: ", 'start: /[xy]/ "abc" ')  # after its first token a guess reaches the limit
+    wide = SamplingParams(temperature=0, structured_output=StructuredOutput(grammar=grammar))
+    free = SamplingParams(temperature=0)
+    failed, other = generate(llm, ["The cat"] * 2, [wide, free])
+    assert "cannot be followed" in (failed.error or "")
+    assert failed.outputs[0].finish_reason == "error"
+    assert failed.metrics.num_accepted_tokens > 0
+    expected = generate(LLM(speculation="off"), ["The cat"] * 2, [wide, free])
+    assert [said(failed), said(other)] == [said(each) for each in expected]
 
 
 def test_a_model_that_cannot_take_back_says_so() -> None:

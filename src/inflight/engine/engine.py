@@ -443,15 +443,16 @@ class Engine:
             if span_tokens.scores:
                 scores[span.sequence_id] = span_tokens.scores
         progress = self.scheduler.commit(plan, [span_tokens.token_ids for span_tokens in given])
-        self._reporter.add(
-            News(step.sequence, step.new_token_ids, scores.get(step.sequence.sequence_id, ())) for step in progress
-        )
+        errors = {}
         for span, span_tokens in zip(plan.spans, given, strict=True):
             if not span_tokens.is_finite and (sequence := self.scheduler.finish(span.sequence_id, "error")) is not None:
                 num_given = len(span_tokens.token_ids)
                 reason = None if constraints is None else constraints.failure(span.sequence_id, num_given)
-                reason = reason or "the model's logits are not finite, or no token is allowed"
-                self._reporter.add([News(sequence, [], error=reason)])
+                errors[sequence] = reason or "the model's logits are not finite, or no token is allowed"
+        for step in progress:  # one that fails after accepted guesses has both tokens and an error
+            step_scores = scores.get(step.sequence.sequence_id, ())
+            self._reporter.add([News(step.sequence, step.new_token_ids, step_scores, errors.pop(step.sequence, None))])
+        self._reporter.add(News(sequence, [], error=error) for sequence, error in errors.items())
 
     def _output_of(self, sequence_id: int) -> list[int]:
         sequence = self.scheduler.running(sequence_id)

@@ -144,7 +144,7 @@ class Reporter:
             if stop_reason is not None:
                 num_kept = text.num_tokens_until_stop
                 self._scheduler.finish(sequence.sequence_id, "stop", num_kept)
-                sequence.finish_reason = "stop"
+                sequence.finish_reason, error = "stop", None  # what failed came after the stop string
                 new_token_ids = new_token_ids[: num_kept - num_before]
         if sequence.finish_reason is not None and not self._has_more(sequence):
             del self._requests[sequence.request.request_id]

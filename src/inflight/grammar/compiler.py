@@ -134,8 +134,7 @@ def _build(output: StructuredOutput, vocabulary: Vocabulary, tokens: Mapping[str
         raise _refusal(output, reason(inner))
     if warnings := inner.get_grammar_warnings():
         raise _refusal(output, warnings[0])
-    has_limits = output.thoughts is not None and output.thoughts.max_tokens is not None
-    matcher = GrammarMatcher(vocabulary, inner, has_limits=has_limits)
+    matcher = GrammarMatcher(vocabulary, inner)
     try:  # a grammar that allows no first token is refused now; the matcher keeps what this mask computed
         matcher.fill_mask(np.empty(vocabulary.num_words, dtype=np.int32))
     except GrammarError as error:

@@ -169,12 +169,11 @@ class Constraints:
 
 
 def _states(matcher: GrammarMatcher, guessed_ids: Sequence[int]) -> list[GrammarMatcher]:
-    """The matcher, and copies of it after each guess, as long as its grammar allows them: no row after a token that is
-    not allowed will count."""
+    """The matcher, and copies of it after each guess, up to one that is not accepted: a mask may have allowed it where
+    the grammar reaches its limits. No row after that will count."""
     states = [matcher]
     for token_id in guessed_ids:
-        following = states[-1].clone()
-        if not following.accept(token_id):
+        states.append(states[-1].clone())
+        if not states[-1].accept(token_id):
             break
-        states.append(following)
     return states

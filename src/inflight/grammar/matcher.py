@@ -21,19 +21,18 @@ class GrammarError(RuntimeError):
 class GrammarMatcher:
     """Follows one sequence's output through its grammar. Not thread-safe.
 
-    Args:
-        has_limits: whether the grammar limits tokens. At such a limit the library cannot say what is forced, and fails.
+    What only looks ahead (`num_allowed`, `forced`) asks a copy, which takes microseconds: the library's answers may
+    leave its state changed, and even failed.
     """
 
-    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, *, has_limits: bool = False) -> None:
+    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
-        self._has_limits = has_limits
         self._is_ended = False  # by EOS, which is hidden from the library
 
     def clone(self) -> Self:
         """Return a matcher in the same state, for another sequence."""
-        twin = type(self)(self._vocabulary, self._matcher.deep_copy(), has_limits=self._has_limits)
+        twin = type(self)(self._vocabulary, self._matcher.deep_copy())
         twin._is_ended = self._is_ended
         return twin
 
@@ -53,14 +52,14 @@ class GrammarMatcher:
         if self._is_ended:
             return 0
         known = list(takewhile(self._vocabulary.has, token_ids))
-        return self._matcher.validate_tokens(known) if known else 0
+        return self._matcher.deep_copy().validate_tokens(known) if known else 0
 
     def forced(self) -> list[int]:
         """The text that must come next, if there is only one, in tokens as a tokenizer divides it; nothing advances.
         Other tokens that spell the same text are allowed, too."""
         if self._is_ended or self._matcher.is_stopped():
             return []
-        matcher = self._matcher.deep_copy() if self._has_limits else self._matcher
+        matcher = self._matcher.deep_copy()
         if not matcher.compute_ff_bytes():
             return []
         return list(takewhile(self._vocabulary.has, matcher.compute_ff_tokens()))

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from inflight import LLM, ModelError, SamplingParams
 from inflight.contracts.plan import Span, StepPlan
+from inflight.execution.attention.cpu_backend import CpuAttention
 from inflight.execution.preparation import own_attention
 from inflight.execution.preparation.agreement import relative_error
 from inflight.execution.preparation.own_attention import make_executor
@@ -18,6 +19,7 @@ from inflight.execution.preparation.verdict import Way
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.profiling.decode_profile import profile_decode
 from tests import others, zoo
+from tests.gguf.files import tiny
 
 PROMPTS = random.Random(0)
 LENGTHS = (1, 60, 7, 33, 2, 50, 19, 41)
@@ -236,6 +238,31 @@ def test_a_deep_model_that_amplifies_rounding_is_not_refused(dtype: str) -> None
         num_tokens = sum(map(len, outputs))
         num_wrong = sum(len(others.wrong_tokens(model, p, o)) for p, o in zip(prompts(), outputs, strict=True))
         assert num_wrong <= 0.05 * num_tokens
+
+
+def sharp_and_deep() -> PreTrainedModel:
+    """Layers whose softmax takes almost everything from one key, so that rounding of scores changes much."""
+    model = tiny("llama", num_hidden_layers=12)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "embed" not in name:
+                weight.mul_(16)
+    return model
+
+
+def test_a_sharp_and_deep_model_runs_packed() -> None:
+    info = LLM(sharp_and_deep(), num_blocks=60, executor="packed").model_info
+    assert info.logits_error < 2e-5
+
+
+@pytest.mark.parametrize("wrong", [1.01, 1.1])
+def test_a_slightly_wrong_attention_is_refused_in_a_sharp_and_deep_model(
+    wrong: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = CpuAttention.attend
+    monkeypatch.setattr(CpuAttention, "attend", lambda self, *args: attend(self, *args) * wrong)
+    with pytest.raises(ModelError, match="does not give the plain model's results"):
+        LLM(sharp_and_deep(), num_blocks=60, executor="packed")
 
 
 @pytest.mark.parametrize(

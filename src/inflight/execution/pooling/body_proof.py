@@ -27,9 +27,9 @@ from inflight.execution.preparation.agreement import (
 )
 from inflight.execution.preparation.attention_calls import (
     DRY_RUN_LENGTH,
+    PlainAttention,
     find_attention_calls,
     num_embeddings,
-    watch_outputs,
 )
 from inflight.execution.preparation.proof import draw_prompts, with_padding
 from inflight.execution.ragged_batch import IntArray, to_device
@@ -63,16 +63,15 @@ class BodyProof:
         length = min(DRY_RUN_LENGTH, max_positions)
         use_attention(model, "inflight")
         with watch_linears(model) as self.linear_calls:
-            specs, self.modules = find_attention_calls(model, length)
+            specs, modules = find_attention_calls(model, length)
         lengths = [min(each, length // 2) for each in PROOF_LENGTHS]
         self.prompts = [with_padding(model, each) for each in draw_prompts(num_embeddings(model), lengths)]
         use_attention(model, "eager")
-        with watch_outputs(self.modules) as seen:
+        self._attention = PlainAttention(modules)
+        with self._attention.recording(len(self.prompts)):
             self.states = [self._plain(prompt) for prompt in self.prompts]
         if not all(torch.isfinite(each).all() for each in self.states):
             raise NotFiniteError(model)
-        num_calls = len(seen) // len(self.prompts)
-        self._outputs = [torch.cat([row[0] for row in seen[number::num_calls]]) for number in range(num_calls)]
         self.counting = self._counting()
         is_causal = self._is_causal()
         self.specs = tuple(replace(spec, is_causal=is_causal) for spec in specs)
@@ -108,11 +107,12 @@ class BodyProof:
         """The largest relative errors of an attention module's output and of a text's states. Raises `ModelError` if
         they are more than is tolerated."""
         texts = [PooledText(list(prompt)) for prompt in self.prompts]
-        with watch_outputs(self.modules, self._outputs) as seen:
+        pieces = [(number, 0, len(prompt)) for number, prompt in enumerate(self.prompts)]
+        with self._attention.in_row(pieces) as outputs:
             states = row.run(texts)
-        attention = worst(relative_error(own[0], plain) for own, plain in zip(seen, self._outputs, strict=True))
+        attention = worst(self._attention.errors(outputs, pieces))
         error = worst(relative_error(own, plain) for own, plain in zip(states, self.states, strict=True))
-        if not (attention <= tolerance.attention and error <= tolerance.logits):
+        if not tolerance.allows(attention, error):
             raise ModelError(
                 f"{type(self.model).__name__} does not give the plain model's results when it runs as a packed row: "
                 f"its attention differs by {attention:.1e} of its size ({tolerance.attention:.0e} is allowed in this "

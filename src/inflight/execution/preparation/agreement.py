@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isnan
 
 import torch
@@ -45,7 +45,25 @@ class Tolerance:
     logits: float
     isolation: float
 
+    def allows(self, attention: float, logits: float) -> bool:
+        """Whether these errors are no larger; NaN is."""
+        return attention <= self.attention and logits <= self.logits
 
+    def with_noise(self, attention: float, logits: float) -> "Tolerance":
+        """What rounding explains in a model that amplifies it, but never more than in low precision.
+
+        Args:
+            attention, logits: what one more rounding changes about them, as relative errors.
+        """
+        return replace(
+            self,
+            attention=max(self.attention, min(NOISE_MARGIN * attention, LOW_PRECISION.attention)),
+            logits=max(self.logits, min(NOISE_MARGIN * logits, LOW_PRECISION.logits)),
+        )
+
+
+NOISE_MARGIN = 20
+"""A model rounds in every layer: its results may differ by this many times what one rounding changes about them."""
 FULL_PRECISION = Tolerance(attention=2e-5, logits=2e-5, isolation=2e-5)
 LOW_PRECISION = Tolerance(attention=3e-2, logits=1e-2, isolation=1e-3)
 ROUNDED_IN_PARTS = Tolerance(attention=1e-1, logits=1e-1, isolation=1e-3)
@@ -63,6 +81,22 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     expected = expected.float()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
     return float((actual.float() - expected).norm() / spread.clamp_min(1e-30))
+
+
+def rounded_again(states: torch.Tensor) -> torch.Tensor:
+    """States `[…, n]` in which every second number is replaced by the next one of its dtype."""
+    every_second = torch.arange(states.shape[-1], device=states.device) % 2
+    return states * (1 + every_second * torch.finfo(states.dtype).eps).to(states.dtype)
+
+
+@contextmanager
+def embeddings_rounded_again(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, a model's embeddings are `rounded_again`."""
+    hook = model.get_input_embeddings().register_forward_hook(lambda module, args, output: rounded_again(output))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def worst(errors: Iterable[float]) -> float:

@@ -15,7 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from inflight.contracts.errors import ModelError
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.hf.hook import attend_with, attention_sinks
+from inflight.execution.preparation.agreement import relative_error, rounded_again
 
+_STATES = "hidden_states"
 DRY_RUN_LENGTH = 160
 """Tokens of a dry forward pass: enough for compressed keys (DeepSeek-V4 makes one of every 128) to appear."""
 
@@ -82,29 +84,87 @@ def _attention_spec(
     )
 
 
-@contextmanager
-def watch_outputs(modules: Sequence[nn.Module], substitutes: Sequence[Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Collect what `modules` return in a forward pass of B rows: `[B, T, …]` for each of their calls, in order.
+class PlainAttention:
+    """What attention modules are given and return while prompts run plainly, to compare a packed row's with.
+
+    In the row each module is given the plain states, and its output is replaced by the plain one before it goes on: so
+    rounding does not add up from layer to layer, and no router chooses otherwise.
 
     Args:
-        substitutes: what to pass on instead, `[T, …]` for each call; only for one row.
+        modules: those that call attention.
     """
-    seen: list[Tensor] = []
 
-    def collect(module: nn.Module, args: object, output: Any) -> Any:
-        states = output[0] if isinstance(output, tuple) else output
-        seen.append(states)
-        if substitutes is None:
-            return None
-        substitute = substitutes[len(seen) - 1][None]
-        return (substitute, *output[1:]) if isinstance(output, tuple) else substitute
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self._calls: list[list[tuple[Tensor | None, Tensor]]] = []  # states and output of each call and prompt, [L, …]
 
-    hooks = [module.register_forward_hook(collect) for module in modules]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
+    @contextmanager
+    def recording(self, num_prompts: int) -> Iterator[None]:
+        """Inside, the model runs so many prompts plainly, in one forward pass or one by one."""
+        seen: list[tuple[Tensor | None, Tensor]] = []
+
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            states, outputs = args[0] if args else kwargs.get(_STATES), _first(output)
+            is_by_token = isinstance(states, Tensor) and states.shape[:2] == outputs.shape[:2]
+            seen.append((states if is_by_token else None, outputs))
+
+        hooks = [module.register_forward_hook(see, with_kwargs=True) for module in self.modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        num_calls = len(seen) * len(seen[0][1]) // num_prompts
+        for number in range(num_calls):
+            passes = seen[number::num_calls]
+            rows = [(states, outputs, row) for states, outputs in passes for row in range(len(outputs))]
+            self._calls.append([(None if states is None else states[row], own[row]) for states, own, row in rows])
+
+    @contextmanager
+    def in_row(self, pieces: Sequence[tuple[int, int, int]], rounds_again: bool = False) -> Iterator[list[Tensor]]:
+        """Inside, the model runs one row of these pieces of the prompts, each as (prompt, start, end). Yields what the
+        modules return, `[1, T, …]`, in the order of their calls.
+
+        Args:
+            rounds_again: whether the states that they are given are rounded once more.
+        """
+        seen: list[Tensor] = []
+
+        def give(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+            states = self._plain(len(seen), 0, pieces)
+            if states is None:
+                return None
+            states = rounded_again(states) if rounds_again else states
+            return ((states, *args[1:]), kwargs) if args else (args, kwargs | {_STATES: states})
+
+        def take(module: nn.Module, args: object, output: Any) -> Any:
+            plain = self._plain(len(seen), 1, pieces)
+            seen.append(_first(output))
+            return (plain, *output[1:]) if isinstance(output, tuple) else plain
+
+        hooks = [module.register_forward_pre_hook(give, with_kwargs=True) for module in self.modules]
+        hooks += [module.register_forward_hook(take) for module in self.modules]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def errors(self, outputs: Sequence[Tensor], pieces: Sequence[tuple[int, int, int]]) -> list[float]:
+        """The relative error of each output of a row."""
+        plain = (self._plain(number, 1, pieces) for number in range(len(outputs)))
+        return [relative_error(own, each) for own, each in zip(outputs, plain, strict=True) if each is not None]
+
+    def _plain(self, number: int, which: int, pieces: Sequence[tuple[int, int, int]]) -> Tensor | None:
+        """The states (0) or the output (1) of a call, as a row `[1, T, …]` of pieces."""
+        calls = self._calls[number]
+        parts = [tensor[start:end] for prompt, start, end in pieces if (tensor := calls[prompt][which]) is not None]
+        return torch.cat(parts)[None] if parts else None
+
+
+def _first(output: Any) -> Tensor:
+    states: Tensor = output[0] if isinstance(output, tuple) else output
+    return states
 
 
 def num_embeddings(model: PreTrainedModel) -> int:

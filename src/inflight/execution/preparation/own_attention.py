@@ -14,12 +14,17 @@ from transformers import PreTrainedModel
 
 from inflight.contracts.errors import ModelError
 from inflight.execution.executors import Executor, RowsExecutor, SequentialExecutor
-from inflight.execution.preparation.agreement import FULL_PRECISION, as_model_error, precision_of, relative_error
+from inflight.execution.preparation.agreement import (
+    FULL_PRECISION,
+    NOISE_MARGIN,
+    as_model_error,
+    precision_of,
+    relative_error,
+)
 from inflight.execution.preparation.attention_calls import num_embeddings
 from inflight.execution.preparation.limits import depends_on_row, own_limit
 from inflight.execution.preparation.proof import (
     IN_SHORT,
-    NOISE_MARGIN,
     NUM_PROOF_SLOTS,
     PROOF,
     PROOF_BLOCK_SIZE,

@@ -18,8 +18,10 @@ from inflight.contracts.errors import ModelError
 from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.executors import Executor
 from inflight.execution.preparation.agreement import (
+    NOISE_MARGIN,
     NotFiniteError,
     as_model_error,
+    embeddings_rounded_again,
     precision_of,
     relative_error,
     worst,
@@ -32,8 +34,6 @@ NUM_PROOF_BLOCKS = 32
 NUM_PROOF_SLOTS = 2
 PADDING_PLACE = 4
 """Where proof prompts have the model's padding token, which is a token like any other."""
-NOISE_MARGIN = 20
-"""A model rounds in every layer: its logits may differ by this many times what one rounding changes about them."""
 MIN_EFFECT = 20
 """How many times the error the effect of the context must be."""
 
@@ -135,7 +135,8 @@ class PlainModel:
 
     def with_noise(self) -> "PlainModel":
         """The same, with `noise` measured."""
-        rounded = _rounded_logits(self.model, self.prompts[0])
+        with embeddings_rounded_again(self.model):
+            (rounded,) = _plain_logits(self.model, self.prompts[0])
         return replace(self, noise=relative_error(rounded, self.logits[0]))
 
     def with_effect(self) -> "PlainModel":
@@ -284,20 +285,6 @@ def _plain_logits(model: PreTrainedModel, *prompts: Sequence[int]) -> torch.Tens
     tokens = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
     logits: torch.Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
     return logits
-
-
-def _rounded_logits(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tensor:
-    """The logits `[L, V]` of embeddings in which every second number is replaced by the next one of its dtype."""
-
-    def round_again(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        every_second = torch.arange(output.shape[-1], device=output.device) % 2
-        return output * (1 + every_second * torch.finfo(output.dtype).eps).to(output.dtype)
-
-    hook = model.get_input_embeddings().register_forward_hook(round_again)
-    try:
-        return _plain_logits(model, prompt)[0]
-    finally:
-        hook.remove()
 
 
 class _Dictation(LogitsProcessor):  # type: ignore[misc]

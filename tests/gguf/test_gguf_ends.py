@@ -99,6 +99,12 @@ def test_a_file_s_ends_are_what_its_keys_and_its_template_say(
             {"</s>": "configuration", "<|im_end|>": "configuration, chat template"},
         ),
         (closed_by("<|end|>"), "</s>", [], {"</s>": "tokenizer", "<|end|>": "chat template"}),
+        (
+            closed_by("<|end|></s>"),
+            "</s>",
+            ["<|im_end|>"],
+            {"<|im_end|>": "configuration", "</s>": "tokenizer, chat template"},
+        ),
     ],
 )
 def test_a_folder_s_ends_are_those_of_its_configuration_tokenizer_and_template(
@@ -143,6 +149,8 @@ def test_an_end_outside_the_vocabulary_is_refused_by_its_key(role: str, tmp_path
     write_vocabulary(path, tokenizer(None), "gpt-2", {role: size})
     with pytest.raises(ModelError, match=rf"the file's '{KEY(role)}' is {size}, which is not below {size}"):
         read_tokenizer(str(path))
+    said = json.loads(CliRunner().invoke(app, ["info", "--json", str(path)]).output)["notes"]
+    assert KEY(role) in said[0], "and the rest of the header is shown"
 
 
 @pytest.mark.parametrize("number", [NO_TOKEN, 257 + len(MARKS)])

@@ -9,6 +9,7 @@ import click
 from inflight.cli.help import Command
 from inflight.cli.options import engine_options, engine_values, model_argument, quiet_libraries
 from inflight.cli.words import in_bytes, in_words
+from inflight.contracts.errors import ModelError
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 from inflight.gguf.summary import GgufSummary
@@ -43,14 +44,17 @@ def info(model: str | None, as_json: bool, loads: bool, **options: Any) -> None:
     quiet_libraries()
     gguf = None if loads or model is None else find_gguf(model, options.get("revision"))
     if gguf is not None:
-        summary, tokenizer = GgufSummary.of(GgufHeader.read(gguf)), read_tokenizer(str(gguf))
-        ends = {} if tokenizer is None else tokenizer.ends()
+        summary = GgufSummary.of(GgufHeader.read(gguf))
+        try:
+            tokenizer, notes = read_tokenizer(str(gguf)), []
+        except ModelError as error:
+            tokenizer, notes = None, [str(error)]
+        ends, notes = (tokenizer.ends(), [*tokenizer.notes]) if tokenizer else ({}, notes)
         if as_json:
-            eos = {"eos_token_ids": [*ends], "eos_named_by": [*ends.values()]}
-            print(json.dumps({**asdict(summary), **eos}, indent=2))
+            named = {"eos_token_ids": [*ends], "eos_named_by": [*ends.values()], "notes": notes}
+            print(json.dumps({**asdict(summary), **named}, indent=2))
         else:
-            notes = "" if tokenizer is None else "\n".join(tokenizer.notes)
-            _print({**_header_for_people(summary), "ends at": _ends(tokenizer, ends), "notes": notes})
+            _print({**_header_for_people(summary), "ends at": _ends(tokenizer, ends), "notes": "\n".join(notes)})
         return
     from inflight import LLM
 
@@ -96,8 +100,9 @@ def _header_for_people(summary: GgufSummary) -> dict[str, str]:
 
 def _ends(tokenizer: Tokenizer | None, ends: dict[int, str]) -> str:
     """The tokens that end a sequence, and what names them, line by line."""
-    lines = [f"{each if tokenizer is None else tokenizer.text_of(each)} ({names})" for each, names in ends.items()]
-    return "\n".join(lines) or "nothing: give --max-tokens"
+    return "\n".join(
+        f"{each if tokenizer is None else tokenizer.text_of(each)} ({names})" for each, names in ends.items()
+    )
 
 
 def _around(llm: "LLM") -> dict[str, Any]:
@@ -137,7 +142,7 @@ def _for_people(llm: "LLM") -> dict[str, str]:
         f"{in_bytes(info.kv_bytes_per_token)} a token"
         + ("" if info.can_share_prefixes else "; prefixes cannot be shared"),
         "speculation": info.speculation,
-        "ends at": _ends(llm.tokenizer, ends),
+        "ends at": _ends(llm.tokenizer, ends) or "nothing: give --max-tokens",
         "chat template": "yes" if around["has_chat_template"] else "none: it completes texts, and cannot chat",
         "notes": "\n".join(info.notes),
     }

@@ -160,13 +160,12 @@ class Engine:
         info = replace(self.runner.info, speculation=describe_speculation(self.config, self.runner.info))
         if info.speculation.startswith("off:") and (self.config.draft_model or self.config.speculation != "auto"):
             logger.warning("speculation is %s", info.speculation)
-        notes, ends = info.notes, dict.fromkeys(info.eos_token_ids, CONFIGURATION)
+        ends, notes = dict.fromkeys(info.eos_token_ids, CONFIGURATION), info.notes
         if self.tokenizer is not None:
+            named, notes = self.tokenizer.ends(info.eos_token_ids), notes + self.tokenizer.notes
+            ends = {token_id: names for token_id, names in named.items() if token_id < info.vocab_size}
             for note in self.tokenizer.notes:
                 logger.warning("%s", note)
-            notes += self.tokenizer.notes
-            named = self.tokenizer.ends(info.eos_token_ids)
-            ends = {token_id: names for token_id, names in named.items() if token_id < info.vocab_size}
         return replace(info, eos_token_ids=tuple(ends), eos_named_by=tuple(ends.values()), notes=notes)
 
     def default_sampling_params(self) -> SamplingParams:

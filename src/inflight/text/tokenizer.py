@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ANSWER = "Quixotic"
 """A word that no chat template writes by itself."""
 CONFIGURATION = "configuration"
+"""What names the tokens that end a sequence in `generation_config`, which without a file is made of the `config`."""
 
 
 class Tokenizer:
@@ -31,15 +32,10 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        inner: PreTrainedTokenizerBase,
-        *,
-        named_ends: Mapping[str, int] | None = None,
-        notes: tuple[str, ...] = (),
+        self, inner: PreTrainedTokenizerBase, named_ends: Mapping[str, int] | None = None, notes: Sequence[str] = ()
     ) -> None:
         self.inner = inner
-        self.named_ends = named_ends or {}
-        self.notes = notes
+        self.named_ends, self.notes = named_ends or {}, tuple(notes)
         self._cutting_lock = threading.Lock()
 
     @property
@@ -55,19 +51,17 @@ class Tokenizer:
         The template names the first token that it writes right behind an answer, or, of several, one that is named
         elsewhere, too: Harmony's and Command A's templates also write tokens that end only a part of a turn.
         """
-        named = [
-            *((each, CONFIGURATION) for each in configured),
-            *((each, key) for key, each in self.named_ends.items()),
-        ]
-        known = {token_id for token_id, _ in named}
-        if self.eos_token_id is not None and (self.inner.chat_template or not known) and not self.named_ends:
-            named.append((self.eos_token_id, "tokenizer"))
-        closing = self._closing_tokens()
-        named += [(each, "chat template") for each in [*(each for each in closing if each in known), *closing][:1]]
+        named = [(each, CONFIGURATION) for each in configured]
+        named += [(each, key) for key, each in self.named_ends.items()]
+        eos_token_id = None if self.named_ends else self.eos_token_id
+        if eos_token_id is not None and (self.inner.chat_template or not named):
+            named.append((eos_token_id, "tokenizer"))
+        closing, known = self._closing_tokens(), {token_id for token_id, _ in named}
+        named += [(each, "chat template") for each in sorted(closing, key=lambda each: each not in known)[:1]]
         return {token_id: ", ".join(name for each, name in named if each == token_id) for token_id, _ in named}
 
     def _closing_tokens(self) -> list[int]:
-        """The added tokens that the chat template writes right behind an answer."""
+        """The added tokens that the chat template writes right behind an answer, in order."""
         if not self.inner.chat_template:
             return []
         messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
@@ -75,10 +69,10 @@ class Tokenizer:
             _, answer, behind = self.write_chat(messages, add_generation_prompt=False).rpartition(ANSWER)
         except InvalidRequestError:
             return []
-        token_ids = self.encode(behind if answer else "", add_special_tokens=False)
-        closing = [each for each in token_ids if each in self.inner.added_tokens_decoder]
-        is_text_between = closing and self.decode(token_ids[: token_ids.index(closing[0])]).strip()
-        return [] if is_text_between else closing
+        token_ids, added = self.encode(behind, add_special_tokens=False), self.inner.added_tokens_decoder
+        closing = [each for each in token_ids if each in added]
+        follows = answer and closing and not self.decode(token_ids[: token_ids.index(closing[0])]).strip()
+        return closing if follows else []
 
     @cached_property
     def vocab_size(self) -> int:

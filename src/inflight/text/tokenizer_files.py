@@ -106,7 +106,7 @@ def _from_gguf(path: Path) -> Tokenizer | None:
         backend, _ = convert_gguf_tokenizer(metadata["general.architecture"], given)
         notes = set_pre_tokenizer(backend, given.get("pre_tokenizer_type")) if kind == "gpt2" else ()
         inner = PreTrainedTokenizerFast(tokenizer_object=_Handed(backend), **options)
-        return Tokenizer(inner, named_ends=ends, notes=notes)
+        return Tokenizer(inner, ends, notes)
     except Exception as error:
         missing = [key for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items() if error.args == (name,)]
         is_missing = isinstance(error, KeyError) and missing

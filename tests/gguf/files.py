@@ -45,6 +45,8 @@ COMMON = {
     "vocab_size": "vocab_size",
 }
 """Metadata, and what they are called in a configuration."""
+ROLES = {"bos": "bos", "eos": "eos", "padding": "pad"}
+"""Tokens with a role, and what a tokenizer calls the role."""
 GPT2 = {"context_length": "n_positions", "attention.layer_norm_epsilon": "layer_norm_epsilon"}
 
 
@@ -95,10 +97,11 @@ def write(
     extra: Mapping[str, str | float] | None = None,
     more: Mapping[str, torch.Tensor] | None = None,
     tensors_of_part: int = 0,
+    ids: Mapping[str, int] | None = None,
 ) -> None:
     """Write `model` to a file; `kind_of` says by its name in the file in which type a matrix is. `extra` is metadata
-    about the architecture, and `more` are further tensors. With `tensors_of_part` it becomes several files, of so many
-    tensors each."""
+    about the architecture, `more` are further tensors, and `ids` tokens with a role, as the file calls it. With
+    `tensors_of_part` it becomes several files, of so many tensors each."""
     config = model.config
     architecture = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_of_part)
@@ -107,7 +110,7 @@ def write(
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         add(f"{architecture}.{key}", value)
     if tokenizer is not None:
-        _write_tokenizer(writer, tokenizer)
+        _write_tokenizer(writer, tokenizer, ids or {})
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tied = config.tie_word_embeddings
@@ -143,7 +146,20 @@ def _write_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
         writer.add_uint32("llama.rope.dimension_count", config.head_dim)
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase) -> None:
+def write_vocabulary(
+    path: Path, tokenizer: PreTrainedTokenizerBase, pre: str | None = None, ids: Mapping[str, int] | None = None
+) -> None:
+    """Write a file that has only a tokenizer, with the name `pre` of its pre-tokenizer."""
+    writer = gguf.GGUFWriter(path, "llama")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    _write_tokenizer(writer, tokenizer, ids or {})
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, ids: Mapping[str, int]) -> None:
     """Byte-level BPE."""
     written = json.loads(tokenizer.backend_tokenizer.to_str())
     control = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -152,10 +168,13 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in control else 1 for token in tokens])
     writer.add_token_merges([" ".join(pair) for pair in written["model"]["merges"]])
-    for name in ("bos", "eos", "pad"):
-        getattr(writer, f"add_{name}_token_id")(getattr(tokenizer, f"{name}_token_id"))
-    writer.add_add_bos_token(True)
-    writer.add_chat_template(tokenizer.chat_template)
+    own = {name: getattr(tokenizer, f"{short}_token_id") for name, short in ROLES.items()}
+    for name, token_id in {**own, **ids}.items():
+        if token_id is not None:
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
 
 
 def _as_converted(

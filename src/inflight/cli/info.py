@@ -9,9 +9,12 @@ import click
 from inflight.cli.help import Command
 from inflight.cli.options import engine_options, engine_values, model_argument, quiet_libraries
 from inflight.cli.words import in_bytes, in_words
+from inflight.contracts.errors import ModelError
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 from inflight.gguf.summary import GgufSummary
+from inflight.text.tokenizer import Tokenizer
+from inflight.text.tokenizer_files import read_tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,10 +45,16 @@ def info(model: str | None, as_json: bool, loads: bool, **options: Any) -> None:
     gguf = None if loads or model is None else find_gguf(model, options.get("revision"))
     if gguf is not None:
         summary = GgufSummary.of(GgufHeader.read(gguf))
+        try:
+            tokenizer, notes = read_tokenizer(str(gguf)), []
+        except ModelError as error:
+            tokenizer, notes = None, [str(error)]
+        ends, notes = (tokenizer.ends(), [*tokenizer.notes]) if tokenizer else ({}, notes)
         if as_json:
-            print(json.dumps(asdict(summary), indent=2))
+            named = {"eos_token_ids": [*ends], "eos_named_by": [*ends.values()], "notes": notes}
+            print(json.dumps({**asdict(summary), **named}, indent=2))
         else:
-            _print(_header_for_people(summary))
+            _print({**_header_for_people(summary), "ends at": _ends(tokenizer, ends), "notes": "\n".join(notes)})
         return
     from inflight import LLM
 
@@ -89,6 +98,13 @@ def _header_for_people(summary: GgufSummary) -> dict[str, str]:
     }
 
 
+def _ends(tokenizer: Tokenizer | None, ends: dict[int, str]) -> str:
+    """The tokens that end a sequence, and what names them, line by line."""
+    return "\n".join(
+        f"{each if tokenizer is None else tokenizer.text_of(each)} ({names})" for each, names in ends.items()
+    )
+
+
 def _around(llm: "LLM") -> dict[str, Any]:
     """What a model's own information lacks: memory in bytes, and whether it can chat."""
     info = llm.model_info
@@ -109,8 +125,7 @@ def _for_people(llm: "LLM") -> dict[str, str]:
     errors = f"logits differ by at most {info.logits_error:.1e} of their range"
     if info.attention_error is not None:
         errors += f", attention by {info.attention_error:.1e}"
-    tokenizer = llm.tokenizer
-    ends = info.eos_token_ids if tokenizer is None else [tokenizer.decode([i], False) for i in info.eos_token_ids]
+    ends = dict(zip(info.eos_token_ids, info.eos_named_by, strict=True))
     return {
         "model": f"{info.model_class}, {in_words(info.num_parameters)} parameters, a vocabulary of {info.vocab_size:,}",
         "weights": f"{in_bytes(around['weight_bytes'])}: {kinds}",
@@ -127,7 +142,7 @@ def _for_people(llm: "LLM") -> dict[str, str]:
         f"{in_bytes(info.kv_bytes_per_token)} a token"
         + ("" if info.can_share_prefixes else "; prefixes cannot be shared"),
         "speculation": info.speculation,
-        "ends at": ", ".join(map(str, ends)) or "nothing: give --max-tokens",
+        "ends at": _ends(llm.tokenizer, ends) or "nothing: give --max-tokens",
         "chat template": "yes" if around["has_chat_template"] else "none: it completes texts, and cannot chat",
         "notes": "\n".join(info.notes),
     }

@@ -43,6 +43,8 @@ class ModelInfo:
         kv_bytes_per_token: cache memory of one token in all layers.
         kv_bytes_per_lasting_token: cache memory of one token that has left all windows.
         eos_token_ids: tokens that end a sequence.
+        eos_named_by: what names each of them: "configuration", "tokenizer", "chat template", a key of a GGUF file, or
+            several of these.
         notes: what is limited or not honoured, and why.
         arithmetic: how weights of a few bits are multiplied: "fast" or "exact"; None: there are none.
         weights: what the weights are stored in, the largest share first.
@@ -88,6 +90,7 @@ class ModelInfo:
     kernels: str | None = None
     speculation: str = "off"
     pooling: PoolingPlan | None = None
+    eos_named_by: tuple[str, ...] = ()
 
     @property
     def forward_pass(self) -> str:

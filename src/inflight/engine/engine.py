@@ -59,7 +59,7 @@ from inflight.execution.hf.load import ModelSource, writes_to_its_weights
 from inflight.execution.hf.watched_weights import WatchedWeights
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import SoFar
-from inflight.text.tokenizer import Tokenizer
+from inflight.text.tokenizer import CONFIGURATION, Tokenizer
 
 if TYPE_CHECKING:
     from inflight.grammar.constraints import Constraints
@@ -156,14 +156,17 @@ class Engine:
         return self._state == "changing"
 
     def _describe(self) -> ModelInfo:
-        """What was found out about the model. If it names no EOS token, the tokenizer's is taken."""
-        info, eos_token_id = self.runner.info, self.tokenizer.eos_token_id if self.tokenizer else None
-        info = replace(info, speculation=describe_speculation(self.config, info))
+        """What was found out about the model and its tokenizer."""
+        info = replace(self.runner.info, speculation=describe_speculation(self.config, self.runner.info))
         if info.speculation.startswith("off:") and (self.config.draft_model or self.config.speculation != "auto"):
             logger.warning("speculation is %s", info.speculation)
-        if info.eos_token_ids or eos_token_id is None or eos_token_id >= info.vocab_size:
-            return info
-        return replace(info, eos_token_ids=(eos_token_id,))
+        ends, notes = dict.fromkeys(info.eos_token_ids, CONFIGURATION), info.notes
+        if self.tokenizer is not None:
+            named, notes = self.tokenizer.ends(info.eos_token_ids), notes + self.tokenizer.notes
+            ends = {token_id: names for token_id, names in named.items() if token_id < info.vocab_size}
+            for note in self.tokenizer.notes:
+                logger.warning("%s", note)
+        return replace(info, eos_token_ids=tuple(ends), eos_named_by=tuple(ends.values()), notes=notes)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's `generation_config` asks for, else `SamplingParams()`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,25 @@ from inflight.contracts.errors import InvalidRequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ANSWER = "Quixotic"
+"""A word that no chat template writes by itself."""
+CONFIGURATION = "configuration"
+"""What names the tokens that end a sequence in `generation_config`, which without a file is made of the `config`."""
+
 
 class Tokenizer:
-    """A thin wrapper around a `transformers` tokenizer, fast or slow; `.inner` is the wrapped one."""
+    """A thin wrapper around a `transformers` tokenizer, fast or slow; `.inner` is the wrapped one.
 
-    def __init__(self, inner: PreTrainedTokenizerBase) -> None:
+    Attributes:
+        named_ends: token ids that end a turn, by what names them in the file that it comes from.
+        notes: what had to be assumed when it was read.
+    """
+
+    def __init__(
+        self, inner: PreTrainedTokenizerBase, named_ends: Mapping[str, int] | None = None, notes: Sequence[str] = ()
+    ) -> None:
         self.inner = inner
+        self.named_ends, self.notes = named_ends or {}, tuple(notes)
         self._cutting_lock = threading.Lock()
 
     @property
@@ -30,6 +43,36 @@ class Tokenizer:
         """The id of the tokenizer's own end-of-sequence token; a model's `generation_config` may name others."""
         token_id: int | None = self.inner.eos_token_id
         return token_id
+
+    def ends(self, configured: Iterable[int] = ()) -> dict[int, str]:
+        """Return the tokens that end a sequence, and what names each: the model's configuration (`configured`), a file
+        (`named_ends`), and, if the model chats or no other is named, the tokenizer (its EOS) and its chat template.
+
+        The template names the first token that it writes right behind an answer, or, of several, one that is named
+        elsewhere, too: Harmony's and Command A's templates also write tokens that end only a part of a turn.
+        """
+        named = [(each, CONFIGURATION) for each in configured]
+        named += [(each, key) for key, each in self.named_ends.items()]
+        eos_token_id = None if self.named_ends else self.eos_token_id
+        if eos_token_id is not None and (self.inner.chat_template or not named):
+            named.append((eos_token_id, "tokenizer"))
+        closing, known = self._closing_tokens(), {token_id for token_id, _ in named}
+        named += [(each, "chat template") for each in sorted(closing, key=lambda each: each not in known)[:1]]
+        return {token_id: ", ".join(name for each, name in named if each == token_id) for token_id, _ in named}
+
+    def _closing_tokens(self) -> list[int]:
+        """The added tokens that the chat template writes right behind an answer, in order."""
+        if not self.inner.chat_template:
+            return []
+        messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
+        try:
+            _, answer, behind = self.write_chat(messages, add_generation_prompt=False).rpartition(ANSWER)
+        except InvalidRequestError:
+            return []
+        token_ids, added = self.encode(behind, add_special_tokens=False), self.inner.added_tokens_decoder
+        closing = [each for each in token_ids if each in added]
+        follows = answer and closing and not self.decode(token_ids[: token_ids.index(closing[0])]).strip()
+        return closing if follows else []
 
     @cached_property
     def vocab_size(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from inflight.contracts.errors import ModelError
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
+from inflight.text.gguf_pre_tokenizers import set_pre_tokenizer
 from inflight.text.tokenizer import Tokenizer, one_line
 
 # A folder with none of these has no tokenizer. `AutoTokenizer` cannot be asked: from a config.json alone it makes a
@@ -26,6 +27,10 @@ _TOKENIZER_FILES = (
 
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """What a tokenizer and a GGUF file call the tokens with a role."""
+ENDS = ("eos", "eot", "eom")
+"""What a GGUF file calls the tokens that end a sequence, a turn, and a message that waits for a tool."""
+NO_TOKEN = (-1, 2**32 - 1)
+"""What GGUF files say of a role that no token has."""
 
 
 def read_tokenizer(source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer | None:
@@ -83,12 +88,25 @@ def _from_gguf(path: Path) -> Tokenizer | None:
         options.setdefault("add_bos_token", True)  # files from before there was such a key
     elif kind == "gemma4":
         options["add_bos_token"] = False  # its chat template writes one
+
+    def token_of(role: str) -> int | None:
+        """None if the file gives it to no token, or to one outside its vocabulary, and nothing here depends on it."""
+        token_id, size = metadata.get(key := f"tokenizer.ggml.{role}_token_id"), len(given["tokens"])
+        if token_id is None or (isinstance(token_id, int) and 0 <= token_id < size):
+            return token_id
+        if options.get(f"add_{role}_token") or (role in ENDS and token_id not in NO_TOKEN):
+            raise ValueError(f"the file's {key!r} is {token_id}, which is not below {size}, the size of its vocabulary")
+        return None
+
     try:
-        for role, key in SPECIAL_TOKENS.items():
-            number = metadata.get(f"tokenizer.ggml.{key}_token_id")
-            options[f"{role}_token"] = None if number is None else given["tokens"][number]
+        for name, role in SPECIAL_TOKENS.items():
+            token_id = token_of(role)
+            options[f"{name}_token"] = None if token_id is None else given["tokens"][token_id]
+        ends = {f"tokenizer.ggml.{role}_token_id": each for role in ENDS if (each := token_of(role)) is not None}
         backend, _ = convert_gguf_tokenizer(metadata["general.architecture"], given)
-        return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=_Handed(backend), **options))
+        notes = set_pre_tokenizer(backend, given.get("pre_tokenizer_type")) if kind == "gpt2" else ()
+        inner = PreTrainedTokenizerFast(tokenizer_object=_Handed(backend), **options)
+        return Tokenizer(inner, ends, notes)
     except Exception as error:
         missing = [key for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items() if error.args == (name,)]
         is_missing = isinstance(error, KeyError) and missing

@@ -56,6 +56,9 @@ def read_gguf_config(header: GgufHeader) -> PreTrainedConfig:
 def _complete(config: PreTrainedConfig, header: GgufHeader) -> None:
     """Set what `transformers` overlooks in some architectures' metadata."""
     config.vocab_size = header.tensors["token_embd.weight"].shape[0]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if (getattr(config, name, None) or 0) >= config.vocab_size:
+            setattr(config, name, None)  # a role that no token has: torch refuses to pad with it
     for key, name in OVERLOOKED.items():
         value = header.metadata.get(f"{header.architecture}.{key}")
         is_computed = isinstance(getattr(type(config), name, None), property)

@@ -197,6 +197,7 @@ def all_commands(group: click.Group) -> Iterator[click.Command]:
 OF_BENCHMARKS = {
     name
     for path in (ROOT / "benchmarks").rglob("*.py")
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)  # environments of peers
     for name in re.findall(r'"(--[a-z][\w-]*)"', path.read_text(encoding="utf-8"))
 }
 ALL_OPTIONS = {name for command in all_commands(app) for name in names_of(command)} | OF_BENCHMARKS

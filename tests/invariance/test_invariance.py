@@ -183,9 +183,9 @@ def test_the_bits_do_not_depend_on_a_batch_of_all_kinds_at_once(name: str, preci
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_bits_do_not_depend_on_the_number_of_threads(name: str, precision: str) -> None:
+def test_the_bits_do_not_depend_on_the_number_of_threads_and_the_block_size(name: str, precision: str) -> None:
     needs(precision)
-    options = PRECISIONS[precision] | {"max_num_seqs": 16, "max_num_batched_tokens": 300}
+    options = PRECISIONS[precision] | {"max_num_seqs": 16, "max_num_batched_tokens": 300, "block_size": 48}
     expected = alone(name, precision)  # with one thread
     with threads(2):
         actual, _ = run(name, **options)

@@ -115,8 +115,8 @@ def test_classifiers_are_those_of_plain_transformers(family: str) -> None:
 
 
 def test_tokens_of_a_second_text_have_another_type() -> None:
-    model = classifier("bert", 1)
-    runner = PoolingRunner(model, EngineConfig(), PoolingPlan("classify", labels=("a",)))
+    model = classifier("bert", 3)  # one logit alone may be small by chance, and its relative error large
+    runner = PoolingRunner(model, EngineConfig(), PoolingPlan("classify", labels=("a", "b", "c")))
     ids = draw_ids(12)[0]
     types = [0] * 5 + [1] * 7
     single, pair = runner.run([PooledText(ids), PooledText(ids, types)])

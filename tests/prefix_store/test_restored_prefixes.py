@@ -1,14 +1,18 @@
 """Prefixes that come from a folder give the bits of those that were computed, and nobody notices anything else."""
 
 import asyncio
+import errno
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from inflight import LLM, AsyncLLM, ModelError, SamplingParams
+from inflight.cli import app
 from inflight.contracts.outputs import RequestOutput
+from inflight.prefix_store import block_file
 from inflight.prefix_store.inspection import holdings
 from tests import others, zoo
 from tests.speculation.random_requests import generate, random_requests, said
@@ -168,6 +172,34 @@ def test_a_prefix_is_kept_before_anybody_needs_it(tmp_path: Path) -> None:
     assert restored(llm) == output.metrics.num_cached_tokens >= num_tokens - 16
     with pytest.raises(ValueError, match="there is no prefix_cache_dir to keep a prefix in"):
         LLM().cache_prefix(TEXT)
+
+
+@pytest.mark.parametrize("num_written", [0, 2])
+def test_a_prefix_is_kept_only_if_all_of_it_is_saved(
+    num_written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, numbers = block_file.write, iter(range(1000))
+
+    def full(*args: Any) -> int:
+        if next(numbers) >= num_written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args)
+
+    monkeypatch.setattr(block_file, "write", full)
+    llm = LLM(prefix_cache_dir=tmp_path)
+    num_blocks = len(llm.tokenizer.encode(TEXT)) // 16
+    with pytest.raises(OSError, match=rf"{num_blocks - num_written} blocks of the prefix are not saved in .*No space"):
+        llm.cache_prefix(TEXT)
+    result = CliRunner().invoke(app, ["cache", "warm", str(tmp_path / "other"), TEXT])
+    assert result.exit_code == 1
+    assert "is not kept" in result.output
+    assert "No space left" in result.output
+
+
+def test_a_prefix_that_is_deleted_before_it_is_pinned_is_not_kept(tmp_path: Path) -> None:
+    llm = LLM(prefix_cache_dir=tmp_path, prefix_cache_size=50_000)
+    with pytest.raises(OSError, match="they were deleted"):
+        llm.cache_prefix(TEXT)
 
 
 def test_an_engine_that_is_stopped_saves_what_it_knows(tmp_path: Path) -> None:

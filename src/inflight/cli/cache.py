@@ -121,7 +121,10 @@ def warm(folder: Path, prompts: tuple[str, ...], files: tuple[Path, ...], model:
     texts = [*prompts, *(path.read_text(encoding="utf-8") for path in files)]
     llm = LLM(model, **{**engine_values(options), "prefix_cache_dir": str(folder)})
     for text in texts:
-        print(f"{llm.cache_prefix(text):,} tokens kept of {text[:40]!r}")
+        try:
+            print(f"{llm.cache_prefix(text):,} tokens kept of {text[:40]!r}")
+        except OSError as error:
+            raise click.ClickException(f"{text[:40]!r} is not kept: {error}") from error
 
 
 @cache.command(cls=Command)

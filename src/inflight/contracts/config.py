@@ -103,8 +103,8 @@ class EngineConfig:
         prefix_cache_dir: a folder in which full blocks of the cache are kept, so that prefixes outlive the process and
             their eviction; several engines may share it. None: they are kept in memory only.
         prefix_cache_size: the bytes that all files in it may have.
-        block_size: tokens in a block of the cache. Results are the same bits for all multiples of 16; other sizes, which
-            are padded in memory, add up attention's keys in another order.
+        block_size: tokens in a block of the cache. Results are the same bits for all multiples of 16; other sizes are
+            padded in memory, and add up attention's keys in another order.
         num_blocks: blocks in the cache; None: as many as `kv_cache_memory` holds. A sequence takes one for each
             `block_size` tokens, and in a model with sliding windows one in each cache group.
         kv_cache_memory: bytes for keys and values, of all ranks together; None: 90 % of what is free on a CUDA device,

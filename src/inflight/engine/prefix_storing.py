@@ -35,10 +35,12 @@ def open_prefix_store(config: EngineConfig, runner: ModelRunner) -> PrefixStore 
 def pin_prefix(
     store: PrefixStore, info: ModelInfo, token_ids: Sequence[int], cache_salt: str | None, adapter: str | None
 ) -> None:
-    """Let what is saved of a prompt stay. Raises `ValueError` if that is too much, `OSError` if it is impossible."""
+    """Let what is saved of a prompt stay. Raises `ValueError` if that is too much, `OSError` if it is impossible or
+    not all of it is saved."""
     size, tokens = info.block_size, array("i", token_ids)
     blocks = [tokens[end - size : end].tobytes() for end in range(size, len(tokens) + 1, size)]
-    store.pin(blocks, len(info.cache_groups), cache_salt, adapter)
+    firsts = [group.first_visible(len(blocks) * size) // size for group in info.cache_groups]
+    store.pin(blocks, firsts, cache_salt, adapter)
 
 
 def _about(config: EngineConfig, runner: ModelRunner) -> dict[str, object]:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from inflight.contracts.block_store import BlockContent
 from inflight.prefix_store import block_file
@@ -98,6 +99,7 @@ class PrefixStore:
         self._seconds_to_save = seconds_to_save
         self._deadline = 0.0  # once it has ended
         self._num_failures: dict[str, int] = {}
+        self._write_error: OSError | None = None  # the latest
         self._thread = threading.Thread(target=self._work, name="inflight-prefix-store", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -158,23 +160,32 @@ class PrefixStore:
             self._loads.clear()
             self._changed.wait_for(lambda: not self._is_working)
 
-    def pin(self, blocks: Sequence[bytes], num_groups: int, cache_salt: str | None, adapter: str | None = None) -> None:
-        """Let what is saved of a prompt stay, however long nobody asks for it.
+    def pin(
+        self, blocks: Sequence[bytes], firsts: Sequence[int], cache_salt: str | None, adapter: str | None = None
+    ) -> None:
+        """Let what is saved of a prompt stay, however long no request asks for it.
 
         Args:
             blocks: the tokens of each of its blocks, as int32.
+            firsts: the first block that later tokens see, in each cache group.
 
         Raises:
             ValueError: too much would be pinned.
-            OSError: the folder cannot be used.
+            OSError: the folder cannot be used, or blocks that later tokens see are not in it.
         """
-        paths = []
+        paths, num_missing = list[Path](), len(blocks) * len(firsts)
         for is_long in (False, True):
-            digest = self.digest_of_root(cache_salt, is_long, adapter)
-            for token_ids in blocks:
+            digest, needed = self.digest_of_root(cache_salt, is_long, adapter), list[Path]()
+            for number, token_ids in enumerate(blocks):
                 digest = self.digest(digest, token_ids)
-                paths += [self._folder.path_of(digest, group) for group in range(num_groups)]
+                of_groups = [self._folder.path_of(digest, group) for group in range(len(firsts))]
+                needed += [path for path, first in zip(of_groups, firsts, strict=True) if number >= first]
+                paths += of_groups
+            num_missing = min(num_missing, sum(not path.exists() for path in needed))
         self._folder.pin(paths)
+        if num_missing:
+            why = self._write_error or "they were deleted, or taken for other tokens, before"
+            raise OSError(f"{num_missing} blocks of the prefix are not saved in {str(self._folder.path)!r}: {why}")
 
     def flush(self, seconds: float) -> None:
         """Save what is still to be saved, at most so long."""
@@ -314,6 +325,7 @@ class PrefixStore:
                 self.num_saved += 1
                 self._folder.see_written(num_bytes)
         except OSError as error:
+            self._write_error = error
             self._fail("unwritable", f"a block of the cache cannot be saved in {self._folder.path} ({error})")
 
     def _fail(self, kind: str, message: str) -> None:

@@ -142,7 +142,7 @@ class LLM(PoolingCalls):
 
         Raises:
             ValueError: there is no `prefix_cache_dir`, the prompt is none, or half of `prefix_cache_size` is pinned.
-            OSError: the folder cannot be used, or not all was saved: the disk is full, or `prefix_cache_size` too small.
+            OSError: the folder cannot be used, or not all was saved: the disk is full, or `prefix_cache_size` small.
         """
         config = self.engine.config
         if config.prefix_cache_dir is None:

@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 _SPACE = regex.compile(r"\s*+")
 _VALUE = regex.compile(r"\(\?P<value>((?:[^()\\]|\\.|\((?1)\))*)\)", regex.DOTALL)
-_OUTSIDE_STRINGS = regex.compile('"')
-_INSIDE_STRINGS = regex.compile(r'\\.?|["\x00-\x1f]', regex.DOTALL)
 _CAST = hf.load_response_template(
     {"start_anchor_pattern": "(?!)", "fields": {"calls": {"open": "!", "content": "json"}}}
 )
@@ -134,24 +132,6 @@ class CallText:
         ]
         ends = [*(mark.start() for mark in marks[1:]), last.start()]
         return _unique([(mark["key"], body[mark.end() : end]) for mark, end in zip(marks, ends, strict=True)])
-
-
-class JsonStrings:
-    """Tells which places of a text that grows are within a string of JSON; they are asked for in order."""
-
-    def __init__(self, start: int) -> None:
-        self._position, self._is_inside = start, False
-
-    def have(self, text: str, place: int) -> bool:
-        while self._position < place:
-            pattern = _INSIDE_STRINGS if self._is_inside else _OUTSIDE_STRINGS
-            if (match := pattern.search(text, self._position, place)) is None:
-                break
-            self._position = match.end()
-            if not match[0].startswith("\\"):  # a control character is no part of a string, so this was none
-                self._is_inside = not self._is_inside
-        self._position = place
-        return self._is_inside
 
 
 def _keys_of(parameters: Any) -> Collection[str] | None:

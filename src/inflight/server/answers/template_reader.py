@@ -16,7 +16,8 @@ from typing import Any
 
 from transformers.utils.chat_parsing import response_templates as hf
 
-from inflight.server.answers.call_text import CallText, JsonStrings, ReadCall
+from inflight.server.answers.call_parser import ObjectScanner
+from inflight.server.answers.call_text import CallText, ReadCall
 from inflight.server.answers.pieces import CallDelta, Piece, Thought
 
 MOST_TRIED = 64
@@ -30,19 +31,21 @@ class _Call:
     Attributes:
         mark: its opening mark.
         searched: up to where closing marks were looked for.
-        strings: where strings are, if it is JSON.
+        searched_in_thought: up to where the end of the thought that it is in was looked for.
+        scanned: up to where `strings` has seen it.
+        strings: knows where strings are, if it is JSON.
         first: the first closing mark.
         last: the one that leaves a well-formed call, so far.
         following: the opening mark of a call behind that.
         is_torn: whether behind `last` there is a closing mark that belongs to no call.
         end: the calls and where they end, once that is certain; no calls: it is none, and content up to there.
-        searched_in_thought: up to where the end of the thought that it is in was looked for.
     """
 
     mark: Any
     searched: int
-    strings: JsonStrings
     searched_in_thought: int
+    scanned: int
+    strings: ObjectScanner
     first: Any = None
     last: Any = None
     following: Any = None
@@ -144,7 +147,7 @@ class TemplateReader:
         is_empty = match.end() == self._position
         self._tell(begin)
         if not is_closing and self._calls is not None and field is self._calls.field:
-            self._call = _Call(match, match.end(), JsonStrings(match.end()), match.end())
+            self._call = _Call(match, match.end(), match.end(), match.end(), ObjectScanner())
             return True
         self._move(match.end(), self._implicit if is_closing else field)
         return not (is_closing and is_empty)
@@ -223,7 +226,9 @@ class TemplateReader:
             if not form.may_begin(text, begin, close.start()):
                 return None, call.first.end()
             if form.has_json_strings:
-                if not call.strings.have(text, close.start()):
+                call.strings.feed(text[call.scanned : close.start()])
+                call.scanned = close.start()
+                if not call.strings.is_in_string:
                     calls = form.read(text, call.mark, close.start())
                     return calls, (close if calls else call.first).end()
                 continue

@@ -353,6 +353,36 @@ def test_thoughts_before_free_text_have_a_limit(generating: RunningServer) -> No
         assert choice["message"]["content"]
 
 
+def test_stop_strings_act_on_the_answer(generating: RunningServer) -> None:
+    """The thought has the stop string, too."""
+    assert generating.llm.tokenizer is not None
+    template = generating.llm.tokenizer.inner.chat_template
+    generating.llm.tokenizer.inner.chat_template = OPEN
+    more: dict[str, Any] = {"thinking_token_budget": 12, "stop": ["e"], "temperature": 0}
+    try:
+        choice = chat(generating, **more)["choices"][0]
+        deltas, reason = streamed(generating, model="inflight-demo", extra_body=more)
+        response = generating.client.responses.create(model="inflight-demo", input=HELLO, extra_body=more)  # type: ignore[arg-type]
+        for message in messages(
+            generating,
+            model="inflight-demo",
+            thinking={"type": "enabled", "budget_tokens": 12},
+            stop_sequences=["e"],
+            extra_body={"temperature": 0},
+        ):
+            blocks = [block.thinking if isinstance(block, ThinkingBlock) else block.text for block in message.content]  # type: ignore[union-attr]
+            assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "e")
+    finally:
+        generating.llm.tokenizer.inner.chat_template = template
+    thought, text = choice["message"]["reasoning_content"], choice["message"]["content"]
+    assert "e" in thought
+    assert text
+    assert "e" not in text
+    assert choice["finish_reason"] == reason == "stop"
+    assert [deltas["reasoning_content"], deltas["content"]] == blocks == [thought, text]
+    assert [item.content[0].text for item in response.output] == blocks  # type: ignore[union-attr,index]
+
+
 def test_a_required_call_may_follow_thoughts(generating: RunningServer) -> None:
     asked = {"chat_template": OPEN, "tools": TOOLS, "tool_choice": "required", "thinking_token_budget": 5}
     (choice,) = chat(generating, **asked, max_tokens=200)["choices"]

@@ -195,8 +195,108 @@ RECORDED = {
 }
 
 
+WRITE = [
+    {
+        "type": "function",
+        "function": {"name": "write", "parameters": {"properties": {"text": {"type": "string"}, "path": {}}}},
+    }
+]
+CHATML, HARMONY = "<|im_start|>assistant\n", "<|start|>assistant"
+
+
+def xml(*texts: str) -> str:
+    written = "".join(f"<parameter=text>\n{text}\n</parameter>\n" for text in texts)
+    return f"<tool_call>\n<function=write>\n{written}</function>\n</tool_call>"
+
+
+def in_json(text: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'write', 'arguments': {'text': text}})}\n</tool_call>"
+
+
+def writing(text: str) -> tuple[str, Any]:
+    return "write", {"text": text}
+
+
+def bare(body: str) -> str:
+    return f"<|tool_call>call:write{body}<tool_call|>"
+
+
+def commentary(head: str, text: str) -> str:
+    return f"<|channel|>commentary{head}<|message|>{json.dumps({'text': text})}"
+
+
+IN_VALUES = [
+    *("x = '</parameter>'\ny = 2", "a <parameter=x> b", "a\n</function>\n</tool_call>", "</think>", "", "\n"),
+    *("a\n</parameter>\n</function>\n</tool_call>\nb", "a\n</parameter>\n<parameter=other>\nb", xml("a")[:-30]),
+]
+UNCLOSED = "<tool_call>\n<function=write>\n<parameter=text>\nhello\n</function>\n</tool_call>"
+TORN = f"{xml('a')} b\n</function></tool_call"
+HARD = {
+    **{f"xml: {text!r}": Recorded(families.QWEN_XML, CHATML, xml(text), (writing(text),)) for text in IN_VALUES},
+    **{
+        f"xml, among others: {text!r}": Recorded(
+            families.QWEN_XML,
+            CHATML,
+            f"I do.\n{xml('1')}\n{xml(text)} And\n{xml('2')}\nmore.",
+            ("I do.", writing("1"), writing(text), " And", writing("2"), "\nmore."),
+        )
+        for text in IN_VALUES
+    },
+    "xml: a value that is not closed": Recorded(families.QWEN_XML, CHATML, UNCLOSED, (UNCLOSED,)),
+    "xml: a closing mark too many": Recorded(families.QWEN_XML, CHATML, f"{TORN}> c", (f"{TORN}> c",)),
+    "xml: twice the same key": Recorded(
+        families.QWEN_XML, CHATML, xml("a", "b"), (writing("a\n</parameter>\n<parameter=text>\nb"),)
+    ),
+    "hermes: marks in strings": Recorded(
+        families.HERMES,
+        CHATML,
+        f"Hi.{in_json('</tool_call>')}\n{in_json('</think><tool_call>{')} b",
+        ("Hi.", writing("</tool_call>"), writing("</think><tool_call>{"), " b"),
+    ),
+    "hermes: a string without an end": Recorded(
+        families.HERMES,
+        CHATML,
+        f'<tool_call>{{"name": "write", "arguments": {{"text": "a</tool_call>\n{in_json("b")}',
+        ('<tool_call>{"name": "write", "arguments": {"text": "a</tool_call>', writing("b")),
+    ),
+    "harmony: marks in strings": Recorded(
+        families.HARMONY,
+        HARMONY,
+        f"{commentary(' to=functions.write json', '<|call|>')}<|call|><|start|>assistant<|channel|>final<|message|>b",
+        (writing("<|call|>"), "b"),
+    ),
+    **{
+        f"harmony: {head}": Recorded(families.HARMONY, HARMONY, f"{commentary(head, 'a')}<|call|>", (writing("a"),))
+        for head in ("<|constrain|>json to=functions.write", " <|constrain|>json to=functions.write")
+    },
+    "gemma: keys": Recorded(
+        families.GEMMA4,
+        "<|turn>model\n",
+        bare('{ my-key:1, my.key : [2],\nmy key:<|"|>a<tool_call|>b<|"|>}'),
+        (("write", {"my-key": 1, "my.key": [2], "my key": "a<tool_call|>b"}),),
+    ),
+    "a call in a thought": Recorded(
+        families.HERMES, CHATML, f"<think>\nplan <tool_call>? {in_json('a')}", (T("plan <tool_call>?"), writing("a"))
+    ),
+    "two calls in a thought that the prompt has begun": Recorded(
+        families.QWEN_XML,
+        f"{CHATML}<think>\n",
+        f"plan\n{xml('a')}\n{xml('b')}",
+        (T("plan"), writing("a"), writing("b")),
+    ),
+    "a call in a thought that is closed": Recorded(
+        families.HERMES, CHATML, f"<think>plan {in_json('a')}</think>b", (T(f"plan {in_json('a')}"), "b")
+    ),
+    "half a call in a thought": Recorded(
+        families.HERMES, CHATML, '<think>plan <tool_call>{"na', (T('plan <tool_call>{"na'),)
+    ),
+}
+
+
 def read(recorded: Recorded, pieces: list[str], **options: Any) -> list[Piece]:
-    reader = AnswerTemplate(recorded.family.template, recorded.family).reader(recorded.prompt, TOOLS, NAMES, **options)
+    reader = AnswerTemplate(recorded.family.template, recorded.family).reader(
+        recorded.prompt, [*TOOLS, *WRITE], [*NAMES, "write"], **options
+    )
     return [piece for text in [*pieces] for piece in reader.feed(text)] + reader.finish()
 
 
@@ -218,9 +318,9 @@ def parts_of(pieces: list[Piece]) -> tuple[Any, ...]:
     return tuple((part[0], json.loads(part[1])) if isinstance(part, list) else part for part in parts)
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", [*RECORDED, *HARD])
 def test_answers_are_divided_however_they_are_cut(name: str) -> None:
-    recorded = RECORDED[name]
+    recorded = {**RECORDED, **HARD}[name]
     text = recorded.text
     assert parts_of(read(recorded, [text])) == recorded.parts
     for place in range(1, len(text)):
@@ -315,10 +415,41 @@ def test_the_tokenizers_own_template_counts_before_the_familys() -> None:
     assert answer_template_of(own(template), "the request's own") is None
 
 
-def test_a_template_that_cannot_be_read_is_said_and_left(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "field",
+    [{"open": 3}, {"open": "!", "content": "xml-inline", "content_args": {"tag_pattern": "(?P<key>)(?P<value>))"}}],
+)
+def test_a_template_that_cannot_be_read_is_said_and_left(field: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert answer_template_of(own({"fields": {"a": {"open": 3}}}), "{{ messages }}") is None
+        template = {"start_anchor": "A:", "fields": {"tool_calls": field}}
+        assert answer_template_of(own(template), "{{ messages }}") is None
     assert "the tokenizer's response template cannot be used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "body", "arguments"),
+    [
+        (r"<p (?P<key>\w+)>(?P<value>(?:.|\n)*?)</p>", "<p text>a</p> b</p>", {"text": "a</p> b"}),
+        (r"<p (?P<key>\w+)>(?P<value>(?:.|\n)*?)</p>", "<p text>a b", None),
+        (r"<p (?P<value>\d*)=(?P<key>\w+)>", "<p 3=text>", {"text": "3"}),
+        (r"<p (?P<value>\d*)=(?P<key>\w+)>", "<p 3=text> 4", None),
+    ],
+)
+def test_the_tokenizers_own_notation_of_values_loses_nothing(pattern: str, body: str, arguments: Any) -> None:
+    calls = {
+        "open_pattern": r"<call (?P<name>\w+)>",
+        "close": "</call>",
+        "repeats": True,
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": pattern},
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    }
+    reader = AnswerTemplate({**families.NO_ANCHOR, "fields": {"content": {}, "tool_calls": calls}}).reader(
+        "", WRITE, ["write"]
+    )
+    text = f"<call write>{body}</call>"
+    read = parts_of(reader.feed(text) + reader.finish())
+    assert read == ((text,) if arguments is None else (("write", arguments),))
 
 
 def test_marks_that_are_special_tokens_are_found() -> None:
@@ -396,7 +527,5 @@ def test_a_mark_that_never_ends_is_not_searched_for_for_ever(family: Family, ope
     reader.feed(opened)
     for _ in range(300):
         reader.feed("abcd")
-    parser = reader._parser
-    assert len(parser._buffer) - parser._pos < 600 or (
-        parser._current is not None and parser._current != parser._implicit_name
-    )
+    searched = reader._position if reader._call is None else reader._call.searched
+    assert len(reader._text) - searched < 600

@@ -2,6 +2,7 @@
 meant; what breaks a schema is not accepted."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_files import read_tokenizer
 from tests.grammar.helpers import compiler
 from tests.server.answers.test_template_reader import parts_of
+from tests.server.tools.scripted import cut
 
 SCHEMA = {
     "type": "object",
@@ -26,6 +28,7 @@ SCHEMA = {
         "unit": {"enum": ["C", "F"]},
         "days": {"type": "integer", "minimum": 1, "maximum": 9},
         "exact": {"type": "boolean"},
+        "my-key": {"type": "boolean"},
         "places": {"type": "array", "items": {"$ref": "#/$defs/place"}},
     },
     "required": ["city", "unit"],
@@ -129,7 +132,7 @@ NOTATIONS = {
 
 RIGHT = [
     {"city": "Rome", "unit": "C"},
-    {"city": 'a "quoted" <b>\n{x}, é', "unit": "F", "days": 3, "exact": True},
+    {"city": 'a "quoted" <b>\n{x}, é', "unit": "F", "days": 3, "exact": True, "my-key": False},
     {"city": "", "unit": "C", "places": [{"name": "Monte, {x}", "height": 1.5}, {"name": "Sea", "height": None}]},
 ]
 WRONG = [
@@ -155,6 +158,9 @@ def form_of(notation: Notation, tokenizer: Tokenizer, tools: list[Any], choice: 
     assert form is not None
     assert form.structured_output is not None
     return form
+
+
+READERS = {name: form_of(each, tokenizer_of(each, "as text"), [TOOL, ANY], "auto") for name, each in NOTATIONS.items()}
 
 
 def ends(form: AnswerForm, tokenizer: Tokenizer, text: str) -> bool:
@@ -199,6 +205,50 @@ def test_any_arguments_come_back_as_they_were(name: str, city: str, places: list
     reader = form.make_reader()
     text = notation.write("weather", arguments)
     assert parts_of([*reader.feed(text), *reader.finish()]) == (("weather", arguments),)
+
+
+def fragments(notation: Notation) -> list[str]:
+    """The marks of a notation and what stands between them, as its writer writes it, and what else may mislead."""
+    call = notation.write("weather", {"city": "a", "unit": "b"})
+    marks = re.findall(r'<\|?"?\|?>|<[^<>]*>|\[[A-Z_]*\]|[^<\[]+', call)
+    whole = [call, *call.split("a", 1), "".join(marks[-3:]), notation.write("weather", {"city": ""})]
+    return [
+        *marks,
+        *whole,
+        *notation.marks,
+        "<think>",
+        "</think>",
+        "<parameter=x>",
+        '"',
+        "\\",
+        "{",
+        "}",
+        "\n",
+        " ",
+        "é",
+    ]
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+@pytest.mark.parametrize("name", NOTATIONS)
+def test_marks_within_a_value_never_shorten_a_call(name: str, data: st.DataObject) -> None:
+    notation = NOTATIONS[name]
+    value = "".join(data.draw(st.lists(st.sampled_from(fragments(notation)), max_size=6)))
+    arguments = data.draw(st.permutations([("city", value), ("unit", "C")]))
+    text = notation.write("weather", dict(arguments))
+    form = READERS[name]
+    reader = form.make_reader()
+    parts = parts_of([*reader.feed(text), *reader.finish()])
+    places = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    for pieces in (list(text), cut(text, places)):
+        reader = form.make_reader()
+        assert parts_of([piece for each in pieces for piece in reader.feed(each)] + reader.finish()) == parts
+    if parts != (("weather", dict(arguments)),):
+        # No notation without quotes is free of doubt: then nothing is called, or the text is what was understood.
+        understood = [part if isinstance(part, str) else notation.write(*part) for part in parts]
+        assert name in ("qwen3-coder", "glm-4.5", "gemma4")
+        assert parts == (text,) or re.sub(r"\s", "", "".join(understood)) == re.sub(r"\s", "", text)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Answers: how a model's text is divided into thoughts, content and tool calls.
 
 `families` knows how models write, `answer_template` which of that applies to a model, `template_reader` and
-`call_parser` read a text as it grows, `blocks` and `message` give what was read the form of an API.
+`call_parser` read a text as it grows, `call_text` knows where a call ends and what it says, `blocks` and `message` give
+what was read the form of an API.
 """

@@ -1,27 +1,24 @@
 """`AnswerTemplate`: what a model's answers consist of, and how they are read.
 
 Decides where that is known from: the response template that a tokenizer brings, else the family of its chat template.
-What a template says about tool calls is applied to the text of one call at a time, when it is complete, so a call that
-does not keep to it harms nothing else.
 """
 
-import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers.utils.chat_parsing import ResponseParser, parse_response
+import regex
 from transformers.utils.chat_parsing import response_templates as hf
 
-from inflight.contracts.options import is_text
 from inflight.contracts.structured_output import Thoughts
 from inflight.server.answers.call_format import CallFormat, new_call_id
+from inflight.server.answers.call_text import CallText
 from inflight.server.answers.families import Family, ResponseTemplate, family_of
-from inflight.server.answers.template_reader import ReadCall, TemplateReader
+from inflight.server.answers.pieces import Thought
+from inflight.server.answers.template_reader import TemplateReader
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 
@@ -42,15 +39,15 @@ class AnswerTemplate:
         family: the family that it was taken from, or whose chat template it comes with.
 
     Raises:
-        ValueError: it is not one.
+        ValueError, regex.error: it is not one.
     """
 
     def __init__(self, template: ResponseTemplate, family: Family | None = None) -> None:
         self._template = dict(template)
         self._family = family
         self._exact = hf.load_response_template(self._template)
-        self._lax = hf.load_response_template(_as_texts(self._template))
-        self._without_calls = hf.load_response_template(_as_texts(self._template, without=CALLS))
+        if self.has_calls:
+            CallText(self._exact.fields[CALLS], (), ())  # its patterns are checked
         self._special_token_ids: WeakKeyDictionary[Tokenizer, frozenset[int]] = WeakKeyDictionary()
 
     @property
@@ -102,28 +99,20 @@ class AnswerTemplate:
             names: the names of those that may be called; a call of another is content.
             is_parallel: whether there may be several calls; if not, all but the first are dropped.
         """
-        template = self._without_calls if tools is None else self._lax
-
-        def read(text: str) -> list[ReadCall] | None:
-            return _read_calls(text, self._exact, list(tools or ()), names)
-
+        fields = self._exact.fields
         return TemplateReader(
-            template,
+            [field for name, field in fields.items() if name != CALLS or tools is not None],
             self._begun(prompt),
             thoughts=THOUGHTS,
-            calls=CALLS,
-            joins={name: field.join for name, field in self._exact.fields.items() if field.join},
-            is_whole_when_open=not self.has_calls or self._exact.fields[CALLS].content == "json",
-            read_calls=read,
+            calls=CallText(fields[CALLS], tools, names) if self.has_calls and tools is not None else None,
             new_call_id=lambda: new_call_id(None if self.call_format is None else self.call_format.call_id_length),
             is_parallel=is_parallel,
         )
 
     def begins_with_a_thought(self, prompt: str) -> bool:
         """Whether a prompt ends within a thought."""
-        parser = ResponseParser(self._without_calls, prefix=self._begun(prompt))
-        events = [*parser.initial_events, *parser.feed("x")]  # where a next letter would belong
-        return bool(events) and events[-1]["type"] == "region_chunk" and events[-1]["field"] in THOUGHTS
+        pieces = self.reader(prompt, None, ()).feed("x")  # where a next letter would belong
+        return bool(pieces) and isinstance(pieces[-1], Thought)
 
     def thoughts_first(self, prompt: str, max_tokens: int | None = None) -> Thoughts | None:
         """What may come before that which a grammar asks for; None: nothing.
@@ -222,7 +211,7 @@ class _Held:
 def _own_template(held: _Held, chat_template: str) -> AnswerTemplate | None:
     try:
         return AnswerTemplate(held.template, family_of(chat_template))
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, regex.error) as error:
         logger.warning("the tokenizer's response template cannot be used, so answers are not parsed: %s", error)
         return None
 
@@ -237,40 +226,7 @@ def _template_of_family(chat_template: str) -> AnswerTemplate | None:
     return AnswerTemplate({**family.template, "fields": fields}, family)
 
 
-def _as_texts(template: Mapping[str, Any], without: str | None = None) -> dict[str, Any]:
-    """Return a template that finds the same fields and takes each for text, whatever is in it."""
-    lax = deepcopy(dict(template))
-    lax["fields"] = {name: field for name, field in lax["fields"].items() if name != without}
-    for field in lax["fields"].values():
-        for name in ("join", "optional", "transform_each", "content_args"):
-            field.pop(name, None)
-        field.update(content="text", repeats=True)
-        if "transform" in field:  # names of groups are allowed only beside one
-            field["transform"] = "{content}"
-    return lax
-
-
 def _may_begin(pattern: Any, text: str) -> bool:
     """Whether a compiled mark is, or begins with, this text."""
     match = pattern.search(text, partial=True)
     return match is not None and match.end() - match.start() == len(text)
-
-
-def _read_calls(
-    text: str, template: hf.ResponseTemplate, tools: list[Any], names: Collection[str]
-) -> list[ReadCall] | None:
-    """Read the text of calls, marks included; None: it has none that can be made."""
-    try:
-        parsed = parse_response(text, template, prefix="", tools=tools)
-        calls = []
-        for each in parsed.get(CALLS) or []:
-            function = each.get("function", each)
-            name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
-            if name not in names or not isinstance(arguments, dict):
-                return None
-            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            calls.append(ReadCall(name, written if is_text(written) else json.dumps(arguments, allow_nan=False)))
-    except Exception as error:  # the patterns are the checkpoint's, and the text is the model's: they may fail anyhow
-        logger.debug("a call cannot be read: %r", error)
-        return None
-    return calls or None

@@ -42,7 +42,7 @@ class CallParser:
         self._is_parallel = is_parallel
         self._held = ""  # text that is not classified yet
         self._opened = ""  # what came before the object being read; content, if the object is not a call
-        self._scanner = _ObjectScanner()
+        self._scanner = ObjectScanner()
         self._num_scanned = 0  # characters of the held text
         self._pieces: list[Piece] = []
         # The current state. It takes what it understands from the held text and returns whether to call the state again
@@ -111,7 +111,7 @@ class CallParser:
             if self._held.startswith(head):
                 self._begin_call(name)
                 self._held = self._held[len(head) :]
-                self._scanner = _ObjectScanner()
+                self._scanner = ObjectScanner()
                 self._read = self._read_arguments
                 return True
         if any(head.startswith(self._held) for head in self._heads):
@@ -163,7 +163,7 @@ class CallParser:
     def _open_object(self, start: int) -> None:
         opened, self._held = _cut(self._held, start)
         self._opened += opened
-        self._scanner = _ObjectScanner()
+        self._scanner = ObjectScanner()
         self._num_scanned = 0
         self._read = self._read_object
 
@@ -193,12 +193,16 @@ class CallParser:
             self._pieces.append(content)
 
 
-class _ObjectScanner:
-    """Finds the end of a JSON object whose text arrives in pieces, without checking that it is valid JSON."""
+class ObjectScanner:
+    """Finds the end of a JSON object whose text arrives in pieces, without checking that it is valid JSON.
+
+    Attributes:
+        is_in_string: whether the text so far ends within a string.
+    """
 
     def __init__(self) -> None:
+        self.is_in_string = False
         self._depth = 0
-        self._is_in_string = False
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
@@ -209,7 +213,7 @@ class _ObjectScanner:
                 self._is_escaped = False
                 position += 1
                 continue
-            match = (_INSIDE_STRINGS if self._is_in_string else _OUTSIDE_STRINGS).search(text, position)
+            match = (_INSIDE_STRINGS if self.is_in_string else _OUTSIDE_STRINGS).search(text, position)
             if match is None:
                 return None
             position = match.end()
@@ -217,7 +221,7 @@ class _ObjectScanner:
                 case "\\":
                     self._is_escaped = True
                 case '"':
-                    self._is_in_string = not self._is_in_string
+                    self.is_in_string = not self.is_in_string
                 case "{" | "[":
                     self._depth += 1
                 case _:

@@ -75,15 +75,16 @@ HARMONY = Family(
             # The recipient stands before or after the channel, and the kind of the content may be named.
             "tool_calls": _calls(
                 r"(?: to=functions\.(?P<name>[^<\s]{1,256})[^<]{0,64}<\|channel\|>(?:commentary|analysis)[^<]{0,64}"
-                r"|<\|channel\|>(?:commentary|analysis) to=functions\.(?P<name>[^<\s]{1,256})[^<]{0,64})"
+                r"|<\|channel\|>(?:commentary|analysis)\s{0,8}(?:<\|constrain\|>)?[^<\s]{0,64}"
+                r" to=functions\.(?P<name>[^<\s]{1,256})[^<]{0,64})"
                 r"(?:<\|constrain\|>[^<]{0,64})?<\|message\|>",
                 r"<\|call\|>|<\|end\|>",
                 "json",
                 _CALL,
             ),
             "content": {
-                "open_pattern": r"<\|channel\|>(?:final|commentary)(?! to=)[^<]{0,64}"
-                r"(?:<\|constrain\|>[^<]{0,64})?<\|message\|>",
+                "open_pattern": r"<\|channel\|>(?:final|commentary)(?:(?! to=)[^<]){0,64}"
+                r"(?:<\|constrain\|>(?:(?! to=)[^<]){0,64})?<\|message\|>",
                 "close": ["<|end|>", "<|return|>"],
                 "repeats": True,
                 "join": "\n\n",
@@ -125,7 +126,8 @@ DEEPSEEK = Family(
             # R1 and V3: a kind, the name, and a block of JSON; V3.1: the name and JSON.
             "tool_calls": _calls(
                 r"(?:<｜tool▁calls▁begin｜>\s{0,8})?<｜tool▁call▁begin｜>"
-                r"(?:function<｜tool▁sep｜>(?P<name>[^\n<]{1,256})\n```(?:json)?\n|(?P<name>[^\n<]{1,256})<｜tool▁sep｜>)",
+                r"(?:function<｜tool▁sep｜>(?P<name>[^\n<]{1,256})\n```(?:json)?\n|"
+                r"(?!function<｜tool▁sep｜>)(?P<name>[^\n<]{1,256})<｜tool▁sep｜>)",
                 r"(?:\n```)?\s{0,8}<｜tool▁call▁end｜>",
                 "json",
                 _CALL,
@@ -154,7 +156,7 @@ QWEN_XML = Family(
                 _CALL,
                 content_args={
                     "tag_pattern": r"<parameter=(?P<key>[^>\n]{1,256})>"
-                    r"\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
+                    r"\n?(?P<value>.*?)\n?</parameter>"
                 },
             ),
             **_CONTENT,
@@ -177,7 +179,7 @@ GLM = Family(
                 _CALL,
                 content_args={
                     "tag_pattern": r"<arg_key>(?P<key>[^<]{1,256})</arg_key>\s{0,8}"
-                    r"<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>"
+                    r"<arg_value>(?P<value>.*?)</arg_value>"
                 },
             ),
             **_CONTENT,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from inflight.contracts.structured_output import StructuredOutput
+from inflight.contracts.structured_output import StructuredOutput, Thoughts
 from inflight.server.answers.answer_template import AnswerTemplate, answer_template_of, chat_template_of
 from inflight.server.answers.call_format import CALL_FORMATS, PLAIN, CallFormat, format_of_template
 from inflight.server.answers.call_parser import CallParser
@@ -28,17 +28,19 @@ class AnswerForm:
         make_reader: makes a reader for one text.
         structured_output: the form that the text must have, calls included; None: it is free.
         shows_special_tokens: whether marks are special tokens, so that the text must include special tokens.
+        thoughts: what the text may begin with, and where stop strings do not count; None: nothing that is known.
     """
 
     make_reader: Callable[[], Reader]
     structured_output: StructuredOutput | None
     shows_special_tokens: bool
+    thoughts: Thoughts | None
 
     @property
     def sampling_options(self) -> dict[str, Any]:
         """The `SamplingParams` options that the request needs."""
         shown = {"skip_special_tokens": False} if self.shows_special_tokens else {}
-        return {"structured_output": self.structured_output, **shown}
+        return {"structured_output": self.structured_output, "thoughts": self.thoughts, **shown}
 
 
 def answer_form(
@@ -66,6 +68,7 @@ def answer_form(
     fields.check_tools()
     written = chat_template_of(tokenizer) if chat_template is None else chat_template
     template = answer_template_of(tokenizer, written)
+    thoughts = None if template is None else template.thoughts_first(prompt)
     if not fields.callable_tools:
         if template is None or not template.has_thoughts:
             return None
@@ -73,6 +76,7 @@ def answer_form(
             lambda: template.reader(prompt, None, ()),
             _after_thoughts(content, template, prompt, thinking, template.content_begin if content else ""),
             bool(template.special_token_ids(tokenizer)),
+            thoughts,
         )
     reads_calls = parser_name is None and template is not None and template.has_calls
     call_format = format_of_template(written) if parser_name is None else CALL_FORMATS[parser_name]
@@ -88,6 +92,7 @@ def answer_form(
             _by_template(template, prompt, fields),
             _after_thoughts(form, template, prompt, thinking),
             bool(template.special_token_ids(tokenizer)),
+            thoughts,
         )
     tokens = {*marker_tokens(tokenizer, call_format or PLAIN).values()}
     if template is not None:
@@ -96,6 +101,7 @@ def answer_form(
         _by_format(template, prompt, fields, call_format or PLAIN, is_guaranteed=form is not None),
         form if template is None else _after_thoughts(form, template, prompt, thinking),
         not all(map(tokenizer.has_text, tokens)),
+        thoughts,
     )
 
 

@@ -100,9 +100,9 @@ class BareArguments:
             raise ValueError("properties that have no name cannot be enforced in this model's notation of calls")
         first, rest = "", ""  # what may follow when nothing, or something, was written
         for key, value in reversed(properties.items()):
-            if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", key):
+            if not re.fullmatch(r'[^\s"{}\[\]:,]([^\n"{}\[\]:,]*[^\s"{}\[\]:,])?', key):
                 raise ValueError(f"the property {key!r} cannot be written in this model's notation of calls")
-            pair = self._new(f'"{key}:" {self._new(self._value(value))}')
+            pair = self._new(f"{quoted(f'{key}:')} {self._new(self._value(value))}")
             if key in required:
                 first, rest = self._new(f"{pair} {rest}"), self._new(f'"," {pair} {rest}')
             else:

@@ -1,0 +1,170 @@
+"""`CallText`: the text of one call, as a response template describes it: where it may end, and what it says.
+
+Decides which closing marks belong to a value. In JSON those within strings do, and that is certain at once. In
+notations that put values between marks of their own, any mark may be part of a value: one that closes a value stands
+before the next property of the schema, or at the end of the call. What cannot be read as a whole is no call; it is
+never a shorter one.
+"""
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import regex
+from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing import response_templates as hf
+from transformers.utils.chat_parsing.content_parsers import process_field
+
+from inflight.contracts.options import is_text
+
+logger = logging.getLogger(__name__)
+
+_SPACE = regex.compile(r"\s*+")
+_VALUE = regex.compile(r"\(\?P<value>((?:[^()\\]|\\.|\((?1)\))*)\)", regex.DOTALL)
+_CAST = hf.load_response_template(
+    {"start_anchor_pattern": "(?!)", "fields": {"calls": {"open": "!", "content": "json"}}}
+)
+"""Reads calls in JSON; all that it adds is that arguments get the types of their schema."""
+
+
+class ReadCall(NamedTuple):
+    """A complete call; its arguments are JSON."""
+
+    name: str
+    arguments: str
+
+
+class CallText:
+    """How calls are written.
+
+    Args:
+        field: the field of calls.
+        tools: the tools that the model was told about, in OpenAI's form.
+        names: the names of those that may be called.
+
+    Attributes:
+        has_json_strings: whether the strings of JSON tell which closing marks are text.
+    """
+
+    def __init__(
+        self, field: hf.ResponseTemplateField, tools: Sequence[Mapping[str, Any]], names: Collection[str]
+    ) -> None:
+        self.field = field
+        self._tools, self._names = list(tools), names
+        self._keys = {tool["function"]["name"]: _keys_of(tool["function"].get("parameters")) for tool in tools}
+        self._in_json = replace(field, content="json", content_args={})
+        self._delims = field.content_args.get("string_delims", [])
+        self.has_json_strings = field.content == "json" and not self._delims
+        begin, end = (r"[{\[]", r"[}\]]") if field.content == "json" else ("", "")
+        pattern = field.content_args.get("tag_pattern", "")
+        value = _VALUE.search(pattern)
+        self._is_marked = value is not None and "(?P<key>" in pattern[: value.start()]
+        if value is not None and self._is_marked:
+            begin, end = f"(?:{pattern[: value.start()]})", f"(?:{pattern[value.end() :]})"
+        self._between = regex.compile(rf"{end}\s*{begin}", regex.DOTALL)
+        self._begins = regex.compile(rf"\s*(?:{begin}|\Z)" if self._is_marked else rf"\s*{begin}", regex.DOTALL)
+        self._ends = regex.compile(rf"(?r){end}\s*", regex.DOTALL)
+
+    def may_begin(self, text: str, start: int, end: int | None = None) -> bool:
+        """Whether what stands behind an opening mark, up to `end`, may be a call; None: more text may follow."""
+        if end is None:
+            return self._begins.match(text, start, partial=True) is not None
+        return self._begins.match(text, start, end) is not None
+
+    def may_end(self, text: str, start: int, end: int) -> bool:
+        """Whether a closing mark at `end` may be that of the call whose opening mark ends at `start`."""
+        is_empty = self._is_marked and _SPACE.fullmatch(text, start, end) is not None
+        return is_empty or (self.may_begin(text, start, end) and self._ends.match(text, start, end) is not None)
+
+    def opening(self, text: str, start: int, close: Any) -> Any:
+        """The first opening mark from `start` on behind which a call may stand that `close` ends; None: there is none.
+
+        Marks are matches in the text."""
+        for mark in self.field.open_re.finditer(text, start, close.end()):
+            is_known = mark.groupdict().get("name") in (None, *self._names)
+            if is_known and mark.end() <= close.start() and self.may_begin(text, mark.end(), close.start()):
+                return mark
+        return None
+
+    def read(self, text: str, opened: Any, end: int) -> list[ReadCall] | None:
+        """Read the calls between an opening mark (its match) and `end`; None: there are none that can be made."""
+        captures = {name: each for name, each in opened.groupdict().items() if each is not None}
+        body = text[opened.end() : end]
+        try:
+            value = process_field(*self._prepared(body, captures.get("name")), captures)
+            calls = json.dumps(value if isinstance(value, list) else [value])
+            read = []
+            for each in parse_response(f"!{calls}", _CAST, prefix="", tools=self._tools).get("calls") or []:
+                function = each.get("function", each)
+                name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
+                if name not in self._names or not isinstance(arguments, dict):
+                    return None
+                written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+                read.append(ReadCall(name, written if is_text(written) else json.dumps(arguments, allow_nan=False)))
+        except Exception as error:  # the patterns are the checkpoint's, and the text is the model's
+            logger.debug("a call cannot be read: %r", error)
+            return None
+        return read or None
+
+    def _prepared(self, body: str, name: str | None) -> tuple[str, hf.ResponseTemplateField]:
+        """What is between a call's marks, so that the library reads all of it, and the field to read it by."""
+        args = self.field.content_args
+        if self._is_marked:
+            return json.dumps(self._marked(body, name)), self._in_json
+        if self._delims or args.get("unquoted_keys"):
+            return _as_json(body, self._delims), self._in_json
+        if "tag_pattern" in args and regex.sub(args["tag_pattern"], "", body, flags=regex.DOTALL).strip():
+            raise ValueError("there is text outside of the marks")
+        return body, self.field
+
+    def _marked(self, body: str, name: str | None) -> dict[str, str]:
+        """Arguments that are written one by one between marks. Raises ValueError if they cannot be told apart."""
+        if not body.strip():
+            return {}
+        first, last = self._begins.match(body), self._ends.match(body)
+        keys = None if name is None else self._keys.get(name)
+        between = self._between.finditer(body, first.end(), last.start())
+        marks = [
+            first,
+            *(each for each in between if each["key"] != first["key"] and (keys is None or each["key"] in keys)),
+        ]
+        ends = [*(mark.start() for mark in marks[1:]), last.start()]
+        return _unique([(mark["key"], body[mark.end() : end]) for mark, end in zip(marks, ends, strict=True)])
+
+
+def _keys_of(parameters: Any) -> Collection[str] | None:
+    """The keys that a tool's schema names; None: any key may come."""
+    if not isinstance(parameters, dict) or parameters.get("additionalProperties"):
+        return None
+    properties = parameters.get("properties")
+    return properties if isinstance(properties, dict) and properties else None
+
+
+def _as_json(text: str, string_delims: Sequence[Sequence[str]]) -> str:
+    """Write JSON in which keys may have no quotes, and strings marks of their own, as JSON.
+
+    Raises ValueError if it cannot be told where a string ends."""
+    alternatives = [r'"(?:[^"\\]|\\.)*+"', r'(?P<before>[{,]\s*)(?P<key>[^\s"{}\[\]:,][^"{}\[\]:,]*?)\s*:']
+    for begin, end in string_delims:
+        begin, end = regex.escape(begin), regex.escape(end)
+        alternatives += [rf"{begin}(?P<string>.*?){end}(?=\s*(?:[,:}}\]]|\Z))", f"(?P<torn>{begin})"]
+
+    def written(match: Any) -> str:
+        found = match.groupdict()
+        if found.get("torn") is not None:
+            raise ValueError("a string has no end")
+        if found.get("string") is not None:
+            return json.dumps(found["string"])
+        return match[0] if found["key"] is None else f"{found['before']}{json.dumps(found['key'])}:"
+
+    found = regex.sub("|".join(alternatives), written, text, flags=regex.DOTALL)
+    return json.dumps(json.loads(found, object_pairs_hook=_unique))
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object. Raises ValueError if two values have the same key: one of them may be a part of another value."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("two values have the same key")
+    return found

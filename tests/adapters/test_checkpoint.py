@@ -117,6 +117,9 @@ def test_what_is_no_adapter_is_refused(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / WEIGHTS).write_bytes(b"nothing that could be read")
     with pytest.raises(AdapterError, match="cannot be read"):
         llm.load_adapter("a", tmp_path)
+    save_file({}, tmp_path / WEIGHTS)
+    with pytest.raises(AdapterError, match="is no adapter: its file has no tensors"):
+        llm.load_adapter("a", tmp_path)
     with pytest.raises(ModelError, match="the adapter 'a' cannot be used"):
         LLM(zoo.build("llama"), adapters={"a": tmp_path})
 

@@ -3,6 +3,7 @@
 import io
 import json
 import random
+from codecs import BOM_UTF8
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,7 @@ def read(content: bytes) -> list[RequestLine | LineError]:
 
 
 def test_lines_are_found_again_by_their_place() -> None:
-    content = b"\n" + line(custom_id="ä") + b"\r\n\n  \n" + line(custom_id="b", url=CHAT, body={"n": [1]})
+    content = BOM_UTF8 + b"\n" + line(custom_id="ä") + b"\r\n\n  \n" + line(custom_id="b", url=CHAT, body={"n": [1]})
     first, second = read(content)
     assert isinstance(first, RequestLine)
     assert isinstance(second, RequestLine)
@@ -33,6 +34,14 @@ def test_lines_are_found_again_by_their_place() -> None:
     for each, expected in ((first, (COMPLETION, {"prompt": "x"})), (second, (CHAT, {"n": [1]}))):
         url, body = request_of(content[each.offset : each.offset + each.num_bytes])
         assert (url, json.loads(body)) == expected
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line() -> None:
+    content = BOM_UTF8 + line(custom_id="a") + b"\n" + line(custom_id="b")
+    for each, name in zip(read(content), "ab", strict=True):
+        assert isinstance(each, RequestLine)
+        assert each.custom_id == name
+        assert request_of(content[each.offset : each.offset + each.num_bytes])[0] == COMPLETION
 
 
 @pytest.mark.parametrize(
@@ -44,6 +53,8 @@ def test_lines_are_found_again_by_their_place() -> None:
         (b"[]", "invalid_request", "a request has a custom_id"),
         (line(custom_id=None), "invalid_request", "custom_id"),
         (line(custom_id=3), "invalid_request", "custom_id"),
+        (line(custom_id=""), "invalid_request", "length >= 1 - at `$.custom_id`"),
+        (line(custom_id="x" * 513), "invalid_request", "length <= 512 - at `$.custom_id`"),
         (line(body=None), "invalid_request", "body"),
         (line(body=[]), "invalid_request", "the body is wrong"),
         (line(priority=3), "invalid_request", "priority"),

@@ -81,7 +81,7 @@ def test_prompts_are_read_from_standard_input_and_files(command: Command, tmp_pa
     piped = inflight("generate", "--max-tokens", 5, "--temperature", 0, stdin="Once upon a time\n\nOne morning\n")
     assert [line["prompt"] for line in lines_of(piped.stdout)] == ["Once upon a time", "One morning"]
     assert "tokens/s" in piped.stderr
-    (tmp_path / "prompts.txt").write_text("Once upon a time\nOne morning\n")
+    (tmp_path / "prompts.txt").write_text("\ufeffOnce upon a time\nOne morning\n")
     out = tmp_path / "out.jsonl"
     written = command("generate", "-f", tmp_path / "prompts.txt", "-o", out, "--max-tokens", 5, "--temperature", 0)
     assert (written.returncode, written.stdout) == (0, "")

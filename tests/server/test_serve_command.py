@@ -20,6 +20,8 @@ from inflight import AsyncLLM
 from inflight.cli import main
 from inflight.demo_model import DEMO_MODEL
 from inflight.observe.recorder import read_recording
+from inflight.server.operations.listener import listen
+from inflight.server.operations.settings import OperatorSettings
 
 READY = re.compile(r"(\S+) (?:is )?served at (http://127\.0\.0\.1:\d+)")
 
@@ -151,6 +153,28 @@ def test_an_address_that_cannot_be_bound_is_reported_in_one_sentence() -> None:
     assert "cannot listen on 192.0.2.1, port 0" in done.stderr
     assert "Traceback" not in done.stderr
     assert not done.stdout
+
+
+def test_an_idle_connection_stays_open_for_longer_than_clients_keep_theirs_or_for_as_long_as_is_asked() -> None:
+    assert OperatorSettings().timeout_keep_alive >= 95
+    with (
+        served_at("--timeout-keep-alive", "1") as (_, _, url),
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection,
+    ):
+        connection.settimeout(60)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))  # up to where the server closes it
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" not in answer.lower()
+
+
+def test_all_addresses_are_those_of_ipv4_too() -> None:
+    try:
+        listener = listen("::", 0, 60.0)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with listener, socket.create_connection(("127.0.0.1", listener.getsockname()[1])):
+        listener.accept()[0].close()
 
 
 def test_a_port_in_use_is_noticed_before_anything_is_loaded(

@@ -5,15 +5,18 @@ contain is its endpoint's affair.
 """
 
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import msgspec
 
 from inflight.batches.batch import LineError
 
 MAX_LINE_BYTES = 32 * 2**20
+MAX_CUSTOM_ID = 512
+"""Characters of a request's id."""
 
 PREFIX_LENGTHS = tuple(64 << step for step in range(11))
 """Bytes. Requests that share their first 64 KiB run together, within those that share their first 32 KiB, and so on."""
@@ -38,7 +41,7 @@ class RequestLine:
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
     body: msgspec.Raw
-    custom_id: str
+    custom_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CUSTOM_ID)]
     url: str
     method: str = "POST"
 
@@ -73,6 +76,8 @@ def read_lines(file: BinaryIO, urls: Collection[str]) -> Iterator[RequestLine | 
     number = offset = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
+        if number == 1 and line.startswith(BOM_UTF8):  # as some editors write it
+            line, offset = line.removeprefix(BOM_UTF8), len(BOM_UTF8)
         if len(line) > MAX_LINE_BYTES:
             yield LineError("line_too_long", f"it has more than {MAX_LINE_BYTES} bytes", number)
             return

@@ -118,7 +118,7 @@ def warm(folder: Path, prompts: tuple[str, ...], files: tuple[Path, ...], model:
     quiet_libraries()
     from inflight import LLM
 
-    texts = [*prompts, *(path.read_text(encoding="utf-8") for path in files)]
+    texts = [*prompts, *(path.read_text(encoding="utf-8-sig") for path in files)]
     llm = LLM(model, **{**engine_values(options), "prefix_cache_dir": str(folder)})
     for text in texts:
         try:

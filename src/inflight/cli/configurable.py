@@ -75,7 +75,7 @@ class ConfigurableCommand(Command):
         if path is None:
             return
         try:
-            given = tomllib.loads(path.read_text(encoding="utf-8"))
+            given = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise click.UsageError(f"{str(path)!r} cannot be read: {error.strerror}") from error
         except ValueError as error:  # not UTF-8, or not TOML

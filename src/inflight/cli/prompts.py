@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from inflight.batches.request_lines import MAX_CUSTOM_ID
 from inflight.contracts.errors import InvalidRequestError
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
@@ -52,7 +53,7 @@ def read_prompts(arguments: Iterable[str], file: Path | None) -> list[PromptLine
 
 def _from_file(file: Path) -> list[PromptLine]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"the prompt file {str(file)!r} cannot be read: {error}") from error
     return _parse(text, str(file), as_json=file.suffix in (".jsonl", ".ndjson"))
@@ -61,7 +62,7 @@ def _from_file(file: Path) -> list[PromptLine]:
 def _from_stdin() -> list[PromptLine]:
     if sys.stdin.isatty():
         print("inflight: type prompts, one per line, and end with Ctrl-D", file=sys.stderr)
-    text = sys.stdin.read()
+    text = sys.stdin.read().removeprefix("\ufeff")
     return _parse(text, "standard input", as_json=text.lstrip().startswith('{"'))
 
 
@@ -95,12 +96,15 @@ def _parse_json(line: str, where: str) -> PromptLine:
 def _parse_batch(value: dict[str, Any], where: str) -> PromptLine:
     """A line of one of OpenAI's batch files; what its body may have is the endpoint's affair."""
     extra = sorted(value.keys() - {"custom_id", "method", "url", "body"})
-    url, body = value.get("url"), value["body"]
-    if extra or value.get("method", "POST") != "POST" or not isinstance(url, str) or not isinstance(body, dict):
+    url, body, custom_id = value.get("url"), value["body"], value.get("custom_id")
+    is_named = isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID
+    is_post = value.get("method", "POST") == "POST" and isinstance(url, str) and isinstance(body, dict)
+    if extra or not is_named or not is_post:
         raise InvalidRequestError(
-            f'{where} must have a custom_id, the method "POST", a url such as "/v1/chat/completions", a body that is '
-            f"an object, and nothing else{f'; it has {extra}' if extra else ''}"
+            f'{where} must have a custom_id of 1 to {MAX_CUSTOM_ID} characters, the method "POST", a url such as '
+            f'"/v1/chat/completions", a body that is an object, and nothing else'
+            + (f"; it has {extra}" if extra else "")
         )
     if body.get("stream"):
         raise InvalidRequestError(f"{where}: a request of a batch cannot stream")
-    return PromptLine(custom_id=value.get("custom_id"), where=where, url=url, body=body)
+    return PromptLine(custom_id=custom_id, where=where, url=url, body=body)

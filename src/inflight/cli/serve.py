@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 @click.option("--api-key-file", type=click.Path(), help=f"API keys, one per line (besides those in {KEYS_VARIABLE}).")
 @click.option("--max-body-size", type=size, help="Most bytes of a request's body; units such as 4MiB are known.")
 @click.option("--max-requests", type=int, help="Most HTTP requests served at once; more are refused.")
+@click.option("--timeout-keep-alive", type=int, help="Seconds after which an idle connection is closed.")
 @click.option("--grace-period", type=float, help="Seconds that running requests have to finish after SIGTERM.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="For people, or one JSON object per line.")
 @click.option("--ui/--no-ui", default=None, help="Whether / answers with the live page.")

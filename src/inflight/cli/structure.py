@@ -41,6 +41,6 @@ def _text_or_file(flag: str, value: str, mark: str) -> str:
     if mark in value:
         return value
     try:
-        return Path(value).read_text(encoding="utf-8")
+        return Path(value).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"{flag}: the file {value!r} cannot be read: {error}") from error

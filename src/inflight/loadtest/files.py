@@ -47,7 +47,7 @@ def read_trace(path: Path, outputs: Lengths, seed: int) -> list[Sketch]:
 
 def _read(path: Path, convert: Callable[[Any, int], Sketch], outputs: Lengths, seed: int) -> list[Sketch]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the file {str(path)!r} cannot be read: {error}") from error
     entries, sketches = _entries(text), []

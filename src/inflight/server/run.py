@@ -163,6 +163,7 @@ def _run(
         access_log=False,
         log_config=None,
         server_header=False,
+        timeout_keep_alive=surroundings.timeout_keep_alive,
     )
     on_signals = {"SIGHUP": surroundings.reload, "SIGUSR1": model_reload.begin}
     server = DrainingServer(config, surroundings.drain, on_signals)

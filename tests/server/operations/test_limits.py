@@ -43,6 +43,21 @@ def test_a_body_up_to_the_limit_is_accepted_whole_and_a_larger_one_is_refused() 
     run(check())
 
 
+def test_a_compressed_body_is_refused_by_the_name_of_its_coding() -> None:
+    async def check() -> None:
+        server = SmallServer()
+        async with client_of(BodyLimit(100).middleware(server.app)) as client:
+            for path in (COMPLETIONS, "/v1/files"):
+                async with client.post(path, data=b"x", headers={"Content-Encoding": "gzip"}) as answer:
+                    assert answer.status == 415
+                    assert "Content-Encoding is 'gzip'" in (await answer.json())["error"]["message"]
+            async with client.post(COMPLETIONS, data=b"x", headers={"Content-Encoding": "identity"}) as answer:
+                assert answer.status == 200
+            assert server.num_calls == 1
+
+    run(check())
+
+
 def test_a_declared_length_over_the_limit_is_refused_before_the_body_is_sent() -> None:
     async def check() -> None:
         async with serving(BodyLimit(100).middleware(SmallServer().app)) as url:

@@ -108,6 +108,8 @@ class AdapterCheckpoint:
             raise AdapterError(f"{config_file} has no options")
         _check_config(config)
         tensors, digest = _tensors(source)
+        if not tensors:
+            raise AdapterError(f"{source} is no adapter: its file has no tensors")
         digest.update(json.dumps(config, sort_keys=True).encode())
         scaling = Scaling(config["lora_alpha"], config.get("alpha_pattern") or {}, bool(config.get("use_rslora")))
         return cls(digest.hexdigest(), tuple(_updates(tensors)), scaling)

@@ -50,7 +50,7 @@ def read_api_keys(keys: Iterable[str] = (), file: Path | None = None, environmen
 
 def _of_file(file: Path) -> list[tuple[str, str]]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the file of API keys {str(file)!r} cannot be read: {error}") from error
     texts = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]

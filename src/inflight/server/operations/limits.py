@@ -26,7 +26,7 @@ SECONDS_TO_READ = 2.0
 
 
 class BodyLimit(Middleware):
-    """Refuses bodies that are too large (413) or too slow (408).
+    """Refuses bodies that are too large (413), too slow (408) or compressed (415).
 
     Args:
         max_bytes: most bytes of a body, however its size is announced.
@@ -38,6 +38,11 @@ class BodyLimit(Middleware):
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """See `Middleware`."""
+        coding = (header_of(scope, b"content-encoding") or b"identity").decode("latin-1")
+        if coding.lower() != "identity":
+            message = f"the request's Content-Encoding is {coding!r}; bodies are accepted as they are, without any"
+            await refuse(scope, send, 415, message, "invalid_request_error", "unsupported_content_encoding")
+            return
         if path_of(scope) in STREAMED_PATHS:
             await app(scope, receive, send)
             return

@@ -17,7 +17,8 @@ def listen(host: str, port: int, max_stall: float) -> socket.socket:
         OSError: the address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    takes_both = host == "::" and socket.has_dualstack_ipv6()  # all addresses, IPv4's among them
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=takes_both)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * max_stall))
     return listener

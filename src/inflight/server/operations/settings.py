@@ -20,6 +20,8 @@ class OperatorSettings:
         api_key_file: a file with more keys, one per line.
         max_body_size: most bytes of a request's body.
         max_requests: most HTTP requests served at once; further ones are told to retry. None: any number.
+        timeout_keep_alive: seconds after which an idle connection is closed. Clients and proxies keep theirs for up to
+            90 seconds, and a request on a connection that is being closed fails.
         grace_period: seconds that running requests have to finish after SIGTERM.
         log_format: "text" for people or "json" for log collectors.
         log_text: whether prompts and answers are logged.
@@ -32,6 +34,7 @@ class OperatorSettings:
     api_key_file: str | None = None
     max_body_size: int = MAX_BODY_SIZE
     max_requests: int | None = None
+    timeout_keep_alive: int = 120
     grace_period: float = 30.0
     log_format: str = "text"
     log_text: bool = False
@@ -41,6 +44,7 @@ class OperatorSettings:
 
     def __post_init__(self) -> None:
         options.check_integer("max_body_size", self.max_body_size, 1)
+        options.check_integer("timeout_keep_alive", self.timeout_keep_alive, 1)
         if self.max_requests is not None:
             options.check_integer("max_requests", self.max_requests, 1)
         options.check_number(

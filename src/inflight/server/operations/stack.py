@@ -59,6 +59,7 @@ class Surroundings:
         self.drain = Drain(settings.grace_period, abort_all)
         self.access_log = AccessLog(with_text=settings.log_text)
         self._settings, self._around = settings, metrics
+        self.timeout_keep_alive = settings.timeout_keep_alive
         file = None if settings.api_key_file is None else Path(settings.api_key_file)
         self._read_keys = partial(read_api_keys, settings.api_keys, file, environment_keys)
         keys = self._read_keys()

@@ -100,6 +100,7 @@ def _parse_batch(value: dict[str, Any], where: str) -> PromptLine:
     is_named = isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID
     is_post = value.get("method", "POST") == "POST" and isinstance(url, str) and isinstance(body, dict)
     if extra or not is_named or not is_post:
+        found = f"; it has {extra}" if extra else ""
         raise InvalidRequestError(
             f'{where} must have a custom_id of 1 to {MAX_CUSTOM_ID} characters, the method "POST", a url such as '
             f'"/v1/chat/completions", a body that is an object, and nothing else'

@@ -103,8 +103,7 @@ def _parse_batch(value: dict[str, Any], where: str) -> PromptLine:
         found = f"; it has {extra}" if extra else ""
         raise InvalidRequestError(
             f'{where} must have a custom_id of 1 to {MAX_CUSTOM_ID} characters, the method "POST", a url such as '
-            f'"/v1/chat/completions", a body that is an object, and nothing else'
-            + (f"; it has {extra}" if extra else "")
+            f'"/v1/chat/completions", a body that is an object, and nothing else{found}'
         )
     if body.get("stream"):
         raise InvalidRequestError(f"{where}: a request of a batch cannot stream")

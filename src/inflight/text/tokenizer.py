@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +183,16 @@ class Tokenizer:
     def _text_of(self) -> Callable[[int], str]:
         return lru_cache(maxsize=2**16)(lambda token_id: self.decode([token_id], skip_special_tokens=False))
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a single token's text; of a token that is a part of a character, that part."""
+        if token_id in self.byte_of_token:
+            return bytes([self.byte_of_token[token_id]])
+        text = self.text_of(token_id)
+        if "\ufffd" in text and self.inner.is_fast:
+            with suppress(KeyError, TypeError):  # a vocabulary of bytes that no letters stand for
+                return bytes(map(_byte_of_letter().__getitem__, self.inner.convert_ids_to_tokens(token_id)))
+        return text.encode(errors="replace")
+
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` writes text for `token_id`: it is not a skipped special token, and it has a token.
 
@@ -212,6 +223,14 @@ class Tokenizer:
         if self.inner.is_fast:
             return frozenset(i for i, token in self.inner.added_tokens_decoder.items() if token.special)
         return frozenset(self.inner.all_special_ids)
+
+
+@lru_cache(maxsize=1)
+def _byte_of_letter() -> Mapping[str, int]:
+    """The byte that each letter stands for in the vocabularies of byte-level tokenizers."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def one_line(error: Exception) -> str:

@@ -156,7 +156,8 @@ def _choice(
     if body.logprobs is not None:
         echoed = (output.prompt_token_ids, output.prompt_logprobs or []) if body.echo else None
         positions = [] if nothing else completion.logprobs or []
-        choice["logprobs"] = _logprobs(prepared, token_ids, positions, len(echo), echoed)
+        offsets = _offsets(prepared, output.prompt_token_ids, len(echo))
+        choice["logprobs"] = _logprobs(prepared, token_ids, positions, offsets, echoed, len(choice["text"]))
     if body.prompt_logprobs is not None:
         choice["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs or [])
     if body.return_token_ids:
@@ -168,17 +169,22 @@ def _logprobs(
     prepared: _PreparedCompletion,
     token_ids: Sequence[int],
     positions: logprobs.Positions,
-    offset: int,
+    offsets: logprobs.TextOffsets,
     echoed: tuple[Sequence[int], logprobs.Positions] | None,
+    end: int | None,
 ) -> dict[str, Any]:
-    """Return `logprobs` of an output's tokens, which begin at `offset` in the text, after the prompt's if echoed."""
+    """Return `logprobs` of an output's tokens, after the prompt's if echoed. (`end`: see `logprobs.of_completion`.)"""
     num_top, tokenizer = prepared.body.logprobs or 0, prepared.tokenizer
-    skip = prepared.generation.params.skip_special_tokens
-    own = logprobs.of_completion(token_ids, positions, num_top, tokenizer, offset=offset, skip_special_tokens=skip)
+    own = logprobs.of_completion(token_ids, positions, num_top, tokenizer, offsets, end)
     if echoed is None:
         return own
-    skip = prepared.is_text_echoed
-    return logprobs.joined(logprobs.of_completion(*echoed, num_top, tokenizer, skip_special_tokens=skip), own)
+    of_prompt = logprobs.TextOffsets(tokenizer, skip_special_tokens=prepared.is_text_echoed)
+    return logprobs.joined(logprobs.of_completion(*echoed, num_top, tokenizer, of_prompt), own)
+
+
+def _offsets(prepared: _PreparedCompletion, prompt: Sequence[int], start: int) -> logprobs.TextOffsets:
+    skip = prepared.generation.params.skip_special_tokens
+    return logprobs.TextOffsets(prepared.tokenizer, prompt, start, skip_special_tokens=skip)
 
 
 # ------------------------------------------------------------------------------------- streams
@@ -195,8 +201,8 @@ class _Chunks(ChunkWriter):
         is_scored = body.logprobs is not None or body.prompt_logprobs is not None
         self._is_plain = not (body.echo or body.return_token_ids or body.generates_nothing or is_scored)
         num_choices = len(prompts) * body.num_answered
-        self._has_begun = [False] * num_choices
         self._num_shown = [0] * num_choices  # characters of each choice
+        self._offsets: dict[int, logprobs.TextOffsets] = {}  # of each choice that has begun
         self._prompt_logprobs: dict[int, logprobs.Positions] = {}  # they come with the first sequence's first delta
 
     def events_of(self, delta: TextDelta) -> bytes:
@@ -212,9 +218,10 @@ class _Chunks(ChunkWriter):
 
     def _choice(self, index: int, delta: TextDelta) -> dict[str, Any]:
         prepared, body, nothing = self._prepared, self._prepared.body, self._prepared.body.generates_nothing
-        is_first, self._has_begun[index] = not self._has_begun[index], True
-        prompt = prepared.generation.prompts[delta.prompt_index] if is_first else []
+        is_first, prompt = index not in self._offsets, prepared.generation.prompts[delta.prompt_index]
         echo = prepared.echoes[delta.prompt_index] if is_first else ""
+        if is_first:
+            self._offsets[index] = _offsets(prepared, prompt, len(echo))
         text = "" if nothing else delta.text
         token_ids = [] if nothing else delta.token_ids
         choice: dict[str, Any] = {"index": index, "text": echo + text, "logprobs": None}
@@ -223,7 +230,8 @@ class _Chunks(ChunkWriter):
         if body.logprobs is not None:
             echoed = (prompt, self._prompt_logprobs[delta.prompt_index]) if is_first and body.echo else None
             positions = [] if nothing else delta.logprobs or []
-            choice["logprobs"] = _logprobs(prepared, token_ids, positions, self._num_shown[index] + len(echo), echoed)
+            end = self._num_shown[index] + len(choice["text"]) if delta.finish_reason is not None else None
+            choice["logprobs"] = _logprobs(prepared, token_ids, positions, self._offsets[index], echoed, end)
         self._num_shown[index] += len(choice["text"])
         if body.prompt_logprobs is not None and is_first:
             choice["prompt_logprobs"] = logprobs.of_prompt(self._prompt_logprobs[delta.prompt_index])

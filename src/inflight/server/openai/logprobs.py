@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from inflight.contracts.outputs import Logprob, TokenLogprobs
+from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.tokenizer import Tokenizer
 
 LEAST = -9999.0
@@ -16,32 +17,60 @@ Positions = Sequence[TokenLogprobs | None]
 """One entry per token; None where nothing is known, as for a prompt's first token."""
 
 
+class TextOffsets:
+    """Where the tokens of a text begin, in characters; each token of an incomplete character begins where that does.
+
+    Args:
+        context: the tokens before the first one.
+        start: where the first one begins.
+        skip_special_tokens: whether special tokens are left out of the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        context: Sequence[int] = (),
+        start: int = 0,
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._next = start
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = IncrementalDetokenizer(tokenizer, context, skip_special_tokens)
+
+    def place(self, token_id: int, text: str) -> int:
+        """Return where the next token begins. Without a tokenizer, its `text` is taken for what is written."""
+        begin = self._next
+        self._next += len(text if self._detokenizer is None else self._detokenizer.append([token_id]))
+        return begin
+
+
 def of_completion(
     token_ids: Sequence[int],
     positions: Positions,
     num_top: int,
     tokenizer: Tokenizer | None,
-    *,
-    offset: int = 0,
-    skip_special_tokens: bool = True,
+    offsets: TextOffsets,
+    end: int | None = None,
 ) -> dict[str, Any]:
     """Return `logprobs` of a choice of `/v1/completions`.
 
     Args:
         num_top: how many of the likeliest tokens are reported at each position, in addition to the token itself.
-        offset: where in the choice's text the first token begins, in characters.
-        skip_special_tokens: whether special tokens are left out of the text.
+        offsets: gives the places of the tokens in the choice's text.
+        end: where the text ends, if that is known: behind it there may be tokens of a stop string.
     """
-    tokens, of_tokens, tops, offsets = [], [], [], []
+    tokens, of_tokens, tops, places = [], [], [], []
     for token_id, position in zip(token_ids, positions, strict=True):
         own = None if position is None else position[token_id]
         text = _text(token_id, own, tokenizer)
         tokens.append(text)
         of_tokens.append(None if own is None else _finite(own))
         tops.append(None if position is None else _alternatives(position, token_id, num_top, tokenizer))
-        offsets.append(offset)
-        offset += len(text) if tokenizer is None or tokenizer.has_text(token_id, skip_special_tokens) else 0
-    return {"tokens": tokens, "token_logprobs": of_tokens, "top_logprobs": tops, "text_offset": offsets}
+        place = offsets.place(token_id, text)
+        places.append(place if end is None else min(place, end))
+    return {"tokens": tokens, "token_logprobs": of_tokens, "top_logprobs": tops, "text_offset": places}
 
 
 def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -92,7 +121,8 @@ def _likeliest(position: TokenLogprobs, number: int) -> list[tuple[int, Logprob]
 
 def _chat_entry(token_id: int, logprob: Logprob, tokenizer: Tokenizer | None) -> dict[str, Any]:
     text = _text(token_id, logprob, tokenizer)
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode(errors="replace"))}
+    of_token = text.encode(errors="replace") if tokenizer is None else tokenizer.bytes_of(token_id)
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(of_token)}
 
 
 def _text(token_id: int, logprob: Logprob | None, tokenizer: Tokenizer | None) -> str:

@@ -8,10 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.structured_output import MAX_CHARACTERS, StructuredOutput
 from inflight.grammar import compiler as compiler_module
+from inflight.grammar.json_schema import checked_schema
 from tests.grammar.helpers import TOKENIZERS, allowed, compiler, matcher, spelled, write
 
 BYTE_LEVEL = TOKENIZERS["byte_level"]
@@ -56,7 +59,8 @@ def test_a_structured_output_survives_serialisation() -> None:
         ({"$defs": {"x": {"anyOf": [{"if": True}]}}}, r"'if' at #/\$defs/x/anyOf/0"),
         ({"additionalProperties": {"contains": {}}}, r"'contains' at #/additionalProperties"),
         ({"$schema": "http://json-schema.org/draft-07/schema#", "unevaluatedProperties": False}, r"'unevaluatedProp"),
-        ({"type": "string", "nullable": True}, r"'nullable' at #"),
+        ({"type": "object", "propertyNames": {"format": "uuid"}}, r"'propertyNames' at #, which cannot be enforced"),
+        ({"propertyNames": {"enum": ["a"]}, "properties": {"b": {}}}, r"'propertyNames' at #"),
         ({"x-guidance": {"lenient": True}}, r"'x-guidance' at #"),
         ({"type": "string", "min_length": 3}, r"has 'min_length' at #; did you mean 'minLength'\?"),
         ({"exclusiveMinimum": True, "minimum": 3}, r"exclusiveMinimum True at #; it must be a number"),
@@ -71,7 +75,10 @@ def test_a_structured_output_survives_serialisation() -> None:
         ({"type": "integer", "minimum": 5, "maximum": 3}, r"minimum \(5\) is greater than maximum \(3\)"),
         ({"$ref": "http://example.com/x.json"}, r"example.com/x.json"),
         ({"$ref": "#/$defs/absent"}, r"/\$defs/absent"),
-        ({"type": "string", "pattern": "(?=a)b"}, r"look-around"),
+        (
+            {"properties": {"a": {"pattern": "(?=a)b"}}},
+            r"the pattern '\(\?=a\)b' at #/properties/a, which cannot be enforced; write it without look-around",
+        ),
         ({"type": "string", "pattern": "("}, r"unclosed group"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, r"oneOf is accepted only where .*anyOf"),
         (False, r"json_schema is false; it must be a JSON object"),
@@ -88,6 +95,51 @@ def test_a_schema_that_cannot_be_enforced_is_refused(schema: object, message: st
 def test_a_schema_that_is_not_json_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"json_schema is not JSON: .+"):
         matcher(BYTE_LEVEL, json_schema=text)
+
+
+ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        ({"type": "string", "nullable": True, "maxLength": 2}, {'"ab"': True, "null": True, '"abc"': False}),
+        ({"type": ["null", "integer"], "nullable": True}, {"null": True, "3": True, '"3"': False}),
+        ({"type": "integer", "nullable": False}, {"null": False, "3": True}),
+        ({"propertyNames": True, "type": "object"}, {"{}": True, '{"a": 1}': True}),
+        ({"propertyNames": {"type": "string"}, "properties": {"a": {}}}, {'{"a": 1}': True, '{"b": 1}': False}),
+        (
+            {"propertyNames": {"pattern": "^[a-c]+$"}, "additionalProperties": {"type": "integer"}, "type": "object"},
+            {'{"ab": 1}': True, '{"ad": 1}': False, '{"ab": "x"}': False},
+        ),
+        (
+            {"propertyNames": {"type": "string", "minLength": 2, "maxLength": 3}, "type": "object"},
+            {'{"ab": 1}': True, '{"a": 1}': False, '{"abcd": 1}': False},
+        ),
+        (
+            {"propertyNames": {"enum": ["x", "y"]}, "additionalProperties": {"type": "boolean"}, "type": "object"},
+            {'{"y": true}': True, '{"z": true}': False, '{"x": 1}': False},
+        ),
+        (
+            {"type": "string", "format": "email", "pattern": ZOD_EMAIL},
+            {'"a.b@c.de"': True, '"a..b@c.de"': False, '".a@c.de"': False, '"a@c..de"': False},
+        ),
+    ],
+)
+def test_what_can_be_said_otherwise_is_enforced(schema: object, texts: dict[str, bool]) -> None:
+    start = matcher(BYTE_LEVEL, json_schema=json.dumps(schema))
+    for text, is_valid in texts.items():
+        here = start.clone()
+        assert (write(here, BYTE_LEVEL, text) == len(text) and here.may_stop) == is_valid, text
+
+
+@settings(max_examples=500)
+@given(st.text("aZ0.'+-@_", max_size=12))
+def test_the_pattern_of_zod_is_replaced_by_one_for_the_same_texts(text: str) -> None:
+    pattern = checked_schema(json.dumps({"pattern": ZOD_EMAIL}))["pattern"]
+    assert pattern != ZOD_EMAIL
+    for each in (text, f"a{text}@a.aZ", f"a@{text}.aZ"):
+        assert bool(re.search(ZOD_EMAIL, each)) == bool(re.search(pattern, each))
 
 
 def test_annotations_in_a_schema_are_accepted() -> None:

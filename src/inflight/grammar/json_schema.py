@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from llguidance import LLMatcher
+
 from inflight.contracts.errors import InvalidRequestError
 from inflight.grammar.closed_objects import close_objects
 
@@ -56,6 +58,14 @@ _STRICTER: dict[str, dict[str, Any]] = {
 }
 
 
+_NAME_SAYS_NOTHING = {"title", "description", "$comment"}
+_ZOD_EMAIL = (
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+    r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+)
+"""The pattern that zod writes beside the format "email", and one for the same texts without look-around."""
+
+
 def checked_schema(text: str, *, is_exact: bool = False) -> dict[str, Any]:
     """Return the schema for the library. Raises `InvalidRequestError` if it is invalid or cannot be enforced.
 
@@ -82,6 +92,7 @@ def checked_schema(text: str, *, is_exact: bool = False) -> dict[str, Any]:
                 f"json_schema is too large: at most {MAX_SCHEMAS} schemas and {MAX_PATTERN_PROPERTIES} "
                 "patternProperties are accepted, counted with all that are inside it"
             )
+        _simplify(each)
         _check(place, each)
         for name, numbers in bounds.items():
             if isinstance(each.get(name), int | float):
@@ -93,6 +104,40 @@ def checked_schema(text: str, *, is_exact: bool = False) -> dict[str, Any]:
     if not is_exact:
         close_objects(schema)
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def _simplify(schema: dict[str, Any]) -> None:
+    """Write what says nothing, or can be said otherwise, as the library takes it. Changes the schema."""
+    kinds = schema.get("type")
+    if isinstance(schema.get("nullable"), bool) and schema.pop("nullable") and kinds is not None:  # OpenAPI's
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        schema["type"] = kinds if "null" in kinds else [*kinds, "null"]
+    if schema.get("pattern") == _ZOD_EMAIL[0]:
+        schema["pattern"] = _ZOD_EMAIL[1]
+    names = {} if schema.get("propertyNames") is True else schema.get("propertyNames")
+    if not isinstance(names, dict) or names.get("type", "string") != "string":
+        return
+    names = {name: value for name, value in names.items() if name not in {"type", *_NAME_SAYS_NOTHING}}
+    if names and not schema.keys().isdisjoint(("properties", "patternProperties")):
+        return
+    values = schema.get("additionalProperties", {})
+    match sorted(names.items()):
+        case []:
+            said: dict[str, Any] = {}
+        case [("enum", [*choices])]:
+            said = {
+                "properties": {each: values for each in choices if isinstance(each, str)},
+                "additionalProperties": False,
+            }
+        case [("pattern", str(pattern))]:
+            said = {"patternProperties": {pattern: values}, "additionalProperties": False}
+        case _ if names.keys() <= {"minLength", "maxLength"}:
+            bounds = f"{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}"
+            said = {"patternProperties": {rf"^[\s\S]{bounds}$": values}, "additionalProperties": False}
+        case _:
+            return
+    del schema["propertyNames"]
+    schema.update(said)
 
 
 def _check(place: str, schema: Mapping[str, Any]) -> None:
@@ -107,6 +152,15 @@ def _check(place: str, schema: Mapping[str, Any]) -> None:
             raise InvalidRequestError(f"json_schema has {keyword} {schema[keyword]} at {place}; it must be a number")
     if "$ref" in schema and place != "#" and not schema.keys().isdisjoint(("$id", "id")):
         raise InvalidRequestError(f"json_schema has an id beside $ref at {place}; drafts differ on what that refers to")
+    patterns = schema.get("patternProperties")
+    for pattern in (schema.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
+        # Most patterns have none of these marks, and need no trial.
+        is_doubtful = isinstance(pattern, str) and re.search(r"\(\?|\\[1-9k]", pattern) is not None
+        if is_doubtful and LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(pattern)):
+            raise InvalidRequestError(
+                f"json_schema has the pattern {pattern[:80]!r} at {place}, which cannot be enforced; write it without "
+                "look-around and backreferences, or leave it out"
+            )
     _check_properties(place, schema)
 
 

@@ -31,9 +31,13 @@ class ContinuousModel:
         }
         dtype = getattr(torch, settings.dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, attn_implementation="sdpa")
-        self._manager = model.eval().init_continuous_batching(
-            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
-            continuous_batching_config=ContinuousBatchingConfig(**self.options),
+        self._manager = (
+            model.eval()
+            .to(settings.device)
+            .init_continuous_batching(
+                generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+                continuous_batching_config=ContinuousBatchingConfig(**self.options),
+            )
         )
         self.options |= {"dtype": settings.dtype, "attn_implementation": "sdpa"}
         self._manager.start()

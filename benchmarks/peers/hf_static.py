@@ -22,9 +22,12 @@ class StaticModel:
         self.options: dict[str, Any] = {"dtype": settings.dtype, "attn_implementation": "sdpa"}
         dtype = getattr(torch, settings.dtype)
         self._num_slots = settings.num_slots
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            settings.model, dtype=dtype, attn_implementation="sdpa"
-        ).eval()
+        self._model: Any = (
+            AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, attn_implementation="sdpa")
+            .eval()
+            .to(settings.device)
+        )
+        self._device = settings.device
 
     def generate(self, requests: Sequence[Request]) -> list[Times]:
         times: list[Times] = []
@@ -42,14 +45,18 @@ class StaticModel:
             """A stopping criterion that stops nothing: it is called after every token."""
             if not first_token_times:
                 first_token_times.append(time.perf_counter())
-            return torch.zeros(len(input_ids), dtype=torch.bool)
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
         longest_prompt = max(len(request.prompt) for request in wave)
         longest_output = max(request.num_output_tokens for request in wave)
         padding = [longest_prompt - len(request.prompt) for request in wave]
         output = self._model.generate(
-            torch.tensor([[0] * pad + request.prompt for pad, request in zip(padding, wave, strict=True)]),
-            attention_mask=torch.tensor([[0] * pad + [1] * (longest_prompt - pad) for pad in padding]),
+            torch.tensor(
+                [[0] * pad + request.prompt for pad, request in zip(padding, wave, strict=True)], device=self._device
+            ),
+            attention_mask=torch.tensor(
+                [[0] * pad + [1] * (longest_prompt - pad) for pad in padding], device=self._device
+            ),
             generation_config=GenerationConfig(
                 max_new_tokens=longest_output, do_sample=False, pad_token_id=0, eos_token_id=None
             ),

@@ -44,6 +44,7 @@ class Settings:
             guessed, because what a model of random weights says repeats itself.
         draft_model: file or folder, in the peer's format.
         acceptance: how likely a guessed token counts as right, whatever the model says; None: if it is.
+        device: "cpu" or "cuda", for runners that know both.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Settings:
     speculation: str | None = None
     draft_model: str | None = None
     acceptance: float | None = None
+    device: str = "cpu"
 
     def acceptance_rates(self, length: int) -> list[float]:
         """How likely the first 1, 2, … guessed tokens are all right."""

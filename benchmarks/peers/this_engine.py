@@ -30,7 +30,9 @@ class InflightModel:
         }
         if settings.quantization is not None and not settings.model.endswith(".gguf"):
             self.options["quantization"] = settings.quantization
-        self._engine = LLM(settings.model, device="cpu", draft_model=settings.draft_model, **self.options).engine
+        self._engine = LLM(
+            settings.model, device=settings.device, draft_model=settings.draft_model, **self.options
+        ).engine
         if settings.draft_model is not None:
             self.options["draft_model"] = Path(settings.draft_model).name
         if settings.acceptance is not None:

@@ -47,13 +47,13 @@ def references(name: str) -> list[Reference]:
     return make_references(name, zoo.build(name))
 
 
-def make_references(name: str, model: PreTrainedModel) -> list[Reference]:
+def make_references(name: str, model: PreTrainedModel, number: int = NUM_REQUESTS) -> list[Reference]:
     """The same for a model of that architecture on any device."""
     lengths, rng = random.Random(name), random.Random(name)
     made = []
-    for number in range(NUM_REQUESTS):
+    for place in range(number):
         at_edges = (1, 2, 7, 16, 17, 31, 32, 33, 50, 64, 90)  # of blocks and windows
-        length = lengths.choice(at_edges) if number % 2 else lengths.randint(1, 100)
+        length = lengths.choice(at_edges) if place % 2 else lengths.randint(1, 100)
         num_tokens = lengths.randint(1, 24)
         while True:
             prompt = [rng.randrange(zoo.VOCAB_SIZE) for _ in range(length)]

@@ -17,7 +17,7 @@ port = 8001
 max-num-seqs = 12
 max_body_size = "4MiB"
 ui = false
-strict-fields = true
+strict = true
 cors-origin = ["http://a", "http://b"]
 request-timeout = 2.5
 """
@@ -50,7 +50,7 @@ def test_a_file_has_options(tmp_path: Path, given: dict[str, Any]) -> None:
     assert result.exit_code == 0, result.output
     assert (given["model"], given["port"], given["host"]) == ("a model", 8001, "127.0.0.1")
     assert (given["max_num_seqs"], given["max_body_size"], given["request_timeout"]) == (12, 4 * 2**20, 2.5)
-    assert (given["ui"], given["strict_fields"], given["log_text"]) == (False, True, None)
+    assert (given["ui"], given["strict"], given["log_text"]) == (False, True, None)
     assert given["cors_origins"] == ("http://a", "http://b")
 
 
@@ -59,11 +59,11 @@ def test_variables_count_more_than_the_file_and_the_command_line_most(tmp_path: 
         *("another", "--config", file(tmp_path), "--port", "8003", "--ui"),
         INFLIGHT_SERVE_PORT="8002",
         INFLIGHT_SERVE_MAX_NUM_SEQS="13",
-        INFLIGHT_SERVE_STRICT_FIELDS="0",
+        INFLIGHT_SERVE_STRICT="0",
     )
     assert result.exit_code == 0, result.output
     assert (given["model"], given["port"], given["max_num_seqs"], given["ui"]) == ("another", 8003, 13, True)
-    assert given["strict_fields"] is False
+    assert given["strict"] is False
 
 
 def test_what_applies_can_be_printed_and_read_again(tmp_path: Path, given: dict[str, Any]) -> None:

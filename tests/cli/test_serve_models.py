@@ -82,7 +82,7 @@ adapter = ["fix=./fix"]
 [models."org/c"]
 model = "z"
 tool-call-parser = "hermes"
-strict-fields = true
+strict = true
 """
 
 
@@ -95,7 +95,7 @@ def test_a_file_may_have_options_for_each_model(given: dict[str, Any], tmp_path:
     own = {"dtype": "bfloat16", "max_model_len": 100, "kv_cache_memory": 2**31, "adapters": {"fix": "./fix"}}
     assert first == PoolSettings(
         models={"a": "x", "b": "y", "org/c": "z"},
-        own_options={"b": own, "org/c": {"tool_call_parser": "hermes", "strict_fields": True}},
+        own_options={"b": own, "org/c": {"tool_call_parser": "hermes", "strict": True}},
     )
     assert given["dtype"] == "float32"
     assert first.adapters == {"fix": "b"}

@@ -38,5 +38,5 @@ def offline() -> LLM:
 
 @pytest.fixture
 def strictly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers refuse all fields that they do not know or support, as with `strict_fields`."""
+    """Servers refuse all fields that they do not know or support, as with `strict`."""
     monkeypatch.setattr(json_route, "Reading", lambda is_strict: Reading(is_strict=True))

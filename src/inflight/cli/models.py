@@ -34,7 +34,7 @@ ONE_MODEL_ONLY = {
 OF_A_TABLE = {
     "model",
     *("tokenizer", "replicas", "routing", "step_timeout"),
-    *("max_n", "max_num_sequences", "max_logprobs", "strict_fields", "trust_request_chat_template", "tool_call_parser"),
+    *("max_n", "max_num_sequences", "max_logprobs", "strict", "trust_request_chat_template", "tool_call_parser"),
     *(field.name for field in fields(EngineConfig)),
 } - {"rank_address"}
 """Parameters that a file may set for one of several models, in its table."""

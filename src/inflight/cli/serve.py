@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @click.option("--keep-alive-interval", type=float, help="Seconds of silence before a keep-alive comment on a stream.")
 @click.option("--max-stall", type=float, help="Seconds that a stream waits for a client that does not read.")
 @click.option(
-    "--strict-fields", is_flag=True, default=None, help="Refuse request fields that could be ignored, too, by name."
+    "--strict", is_flag=True, default=None, help="Refuse what could be ignored or replaced in requests, by name."
 )
 @click.option(
     "--trust-request-chat-template", is_flag=True, default=None, help="Let requests bring their own chat template."

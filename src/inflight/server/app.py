@@ -113,7 +113,7 @@ def batch_jobs(folder: Path, answerer: Answerer, max_in_work: int, observer: Req
 
 def _add_endpoints(app: FastAPI, service: Service, *modules: ModuleType) -> None:
     app.state.service, app.state.settings = service, service.settings
-    app.state.refuses_unknown_fields = service.settings.strict_fields
+    app.state.is_strict = service.settings.strict
     app.state.responses = ResponseStore()
     for module in modules:
         app.include_router(module.router)

@@ -155,9 +155,39 @@ def test_calls_follow_the_text_of_their_message(hermes: RunningServer) -> None:
     assert "assistant : Let me see.Weather(Rome)Weather(Rome)<|end|>" in prompt_of(hermes)
 
 
+@pytest.mark.parametrize("namespace", ["mcp__sky", "mcp__sky__"])
+def test_functions_of_a_namespace_have_qualified_names(hermes: RunningServer, namespace: str) -> None:
+    """Codex looks a call's function up by its namespace and name; two namespaces may have functions of one name."""
+    tools = [
+        {"type": "namespace", "name": name, "description": "", "tools": TOOLS[:1]} for name in (namespace, "indoors")
+    ]
+    choice = {"type": "function", "name": "mcp__sky__Weather"}
+    for answer in both(hermes, tools=tools, tool_choice=choice):
+        call = call_of(answer)
+        assert (call.namespace, call.name) == (namespace, "Weather")
+    city = Weather.model_validate_json(call.arguments).city
+    end = f"assistant : mcp__sky__Weather({city})<|end|><|user|>tool mcp__sky__Weather: 20 C<|end|><|user|>user : Well?"
+    say(hermes, "Yes.")
+    for going_on in (
+        {"previous_response_id": answer.id, "input": [*output_of(call), ASK_AGAIN]},
+        {"input": [{"role": "user", "content": ASK}, call.model_dump(), *output_of(call), ASK_AGAIN], "tools": []},
+    ):
+        both(hermes, **{"tools": tools, **going_on})
+        assert f"{end}<|end|>" in prompt_of(hermes)
+    say(hermes, CALL)
+    (plain, _) = both(hermes, tools=[*tools, TOOLS[0]])
+    assert (call_of(plain).namespace, call_of(plain).name) == (None, "Weather")
+
+
 @pytest.mark.parametrize(
     ("fields", "message", "param"),
     [
+        ({"tools": [{"type": "namespace", "name": "a", "tools": TOOLS[:1] * 129}] * 2}, "tools has 258 func", "tools"),
+        (
+            {"tools": [{"type": "namespace", "name": "a", "tools": TOOLS[:1]}] * 2},
+            "tools has 'a__Weather' more",
+            "tools",
+        ),
         ({"tools": [TOOLS[0]] * 2, "tool_choice": "required"}, "tools has 'Weather' more than once", "tools"),
         ({"tool_choice": "required"}, "a tool must be called, but tools has no tools", "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]: the type is 'web_search'; this server takes tools", None),

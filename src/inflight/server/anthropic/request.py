@@ -39,7 +39,7 @@ class TextBlock(TextPart):
     cache_control: CacheControl | None = None
 
 
-Text = str | Many[Annotated[TextBlock, of_type("parts", "text")]]
+Text = str | Many[Annotated[TextBlock, of_type("parts", "text", has_placeholder=True)]]
 
 
 class ToolUseBlock(StrictModel):
@@ -50,7 +50,7 @@ class ToolUseBlock(StrictModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: Any
     cache_control: CacheControl | None = None
 
 
@@ -79,6 +79,7 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("#tool_use")]
     | Annotated[ToolResultBlock, Tag("#tool_result")],
     by_type("text"),
+    of_type("parts", "text", "thinking", "tool_use", "tool_result", has_placeholder=True),
 ]
 BLOCKS_OF = {
     "user": (TextBlock, ToolResultBlock),
@@ -96,10 +97,7 @@ class Turn(StrictModel):
     """A message of a chat."""
 
     role: Literal["user", "assistant", "system"]
-    content: (
-        str
-        | Annotated[Many[Annotated[Block, of_type("parts", "text", "thinking", "tool_use", "tool_result")]], NO_SECRETS]
-    )
+    content: str | Annotated[Many[Block], NO_SECRETS]
 
     def for_template(self, where: str) -> Iterator[dict[str, Any]]:
         """Yield each block as a message of its own. Raises `ApiError` for blocks that the role cannot have."""

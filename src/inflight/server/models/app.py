@@ -62,7 +62,7 @@ def create_models_app(
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.models, app.state.loads, app.state.settings = pool, loads, settings
     app.state.responses, app.state.start_time = responses, int(time.time())
-    app.state.refuses_unknown_fields = settings.strict_fields
+    app.state.is_strict = settings.strict
     for module in OF_A_MODEL:
         for route in module.router.routes:
             if isinstance(route, APIRoute):

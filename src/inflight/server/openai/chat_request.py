@@ -88,7 +88,7 @@ class Message(StrictModel):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[Annotated[TextPart, of_type("parts", "text")]] | None = None
+    content: str | Many[Annotated[TextPart, of_type("parts", "text", has_placeholder=True)]] | None = None
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None

@@ -111,13 +111,11 @@ def item(
     if isinstance(block, ThoughtBlock):
         encoded = {"encrypted_content": encoded_thought(block.text)} if ENCODED in (prepared.body.include or ()) else {}
         return {**head, "type": "reasoning", "summary": [], "content": [thought_part(block.text)], **encoded}
-    return {
-        **head,
-        "type": "function_call",
-        "call_id": block.call_id,
-        "name": block.name,
-        "arguments": block.arguments,
-    }
+    called = next((each for each in prepared.body.functions if each.tool.function.name == block.name), None)
+    names = (
+        {"name": block.name} if called is None else called.model_dump(include={"name", "namespace"}, exclude_none=True)
+    )
+    return {**head, "type": "function_call", "call_id": block.call_id, **names, "arguments": block.arguments}
 
 
 def part(text: str, token_logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from inflight.server.tools.fields import (
 from inflight.server.tools.in_templates import call_for_template
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import to_json
-from inflight.server.wire.strict_model import Many, StrictModel, by_type, of_type
+from inflight.server.wire.strict_model import Many, StrictModel, by_type, leaving_out, of_type
 
 Chat: TypeAlias = tuple[Mapping[str, Any], ...]
 """Messages with a role and a content, as templates expect them."""
@@ -54,7 +54,7 @@ class TextPart(StrictModel):
     logprobs: list[Any] | None = None
 
 
-Text = str | Many[Annotated[TextPart, of_type("parts", "input_text", "output_text")]]
+Text = str | Many[Annotated[TextPart, of_type("parts", "input_text", "output_text", has_placeholder=True)]]
 
 
 class Item(StrictModel):
@@ -83,21 +83,23 @@ class CallItem(Item):
     """A call that the model made in an earlier turn.
 
     Attributes:
+        namespace: the one of the tool.
         parsed_arguments: the arguments again, as `openai`'s client sends them back; ignored.
     """
 
     # (The client's own `model_dump` of an answer's item writes `async` as `async_`.)
-    NOT_SUPPORTED: ClassVar = {"caller": (), "namespace": (), "async": (False,), "async_": (False,)}
+    NOT_SUPPORTED: ClassVar = {"caller": (), "async": (False,), "async_": (False,)}
 
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     parsed_arguments: Any = None
 
     def for_template(self, where: str) -> dict[str, Any]:
         """Return the call as a message without text."""
-        call = call_for_template(self.call_id, self.name, self.arguments)
+        call = call_for_template(self.call_id, qualified(self.namespace, self.name), self.arguments)
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
@@ -162,21 +164,55 @@ InputItem = Annotated[
 ]
 
 
+def qualified(namespace: str | None, name: str) -> str:
+    """Return the name under which the model knows a function. (Some of Codex's namespaces end with the underscores.)"""
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
 class FunctionTool(FunctionDefinition):
-    """A function that the client provides."""
+    """A function that the client provides, perhaps in a namespace."""
 
     NOT_SUPPORTED: ClassVar = {"allowed_callers": (), "async": (False,), "defer_loading": (False,), "output_schema": ()}
     IGNORED: ClassVar = {"allowed_callers", "defer_loading", "output_schema"}
 
     type: Literal["function"]
+    namespace: str | None = None
+
+    @property
+    def functions(self) -> list["FunctionTool"]:
+        return [self]
 
     @property
     def tool(self) -> Tool:
-        """The same in the form of chat completions."""
-        return Tool(type="function", function=self)
+        """The same in the form of chat completions, under the name that the model knows."""
+        known = self.model_copy(update={"name": qualified(self.namespace, self.name)})
+        return Tool(type="function", function=known)
 
 
-AnyTool = Annotated[FunctionTool, of_type("tools", "function")]
+class NamespaceTool(StrictModel):
+    """Functions of one origin, such as an MCP server."""
+
+    NOT_SUPPORTED: ClassVar = {"description": ("",)}
+    IGNORED: ClassVar = {"description"}
+
+    type: Literal["namespace"]
+    name: str
+    tools: Annotated[
+        Many[Annotated[FunctionTool, of_type("tools", "function")]], Field(max_length=MAX_TOOLS), NO_OTHER_TOOLS
+    ]
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        return [each.model_copy(update={"namespace": self.name}) for each in self.tools]
+
+
+NO_OTHER_KINDS = leaving_out("tools", lambda kind: kind not in ("function", "namespace"))
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("#function")] | Annotated[NamespaceTool, Tag("#namespace")],
+    by_type("function"),
+    of_type("tools", "function", "namespace"),
+]
 
 
 class NamedFunction(StrictModel):
@@ -319,7 +355,7 @@ class ResponsesRequest(SharedSamplingFields):
     input: str | Annotated[Many[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS), NO_OTHER_TOOLS] | None = None
+    tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS), NO_OTHER_KINDS] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
@@ -355,10 +391,19 @@ class ResponsesRequest(SharedSamplingFields):
         return with_budget(thinking, self.thinking_token_budget, "thinking_token_budget")
 
     @property
+    def functions(self) -> list[FunctionTool]:
+        """The functions among the tools. Raises `ApiError` if there are too many."""
+        functions = [each for tool in self.tools or [] for each in tool.functions]
+        if len(functions) > MAX_TOOLS:
+            message = f"tools has {len(functions)} functions; this server takes at most {MAX_TOOLS}"
+            raise ApiError(400, message, param="tools")
+        return functions
+
+    @property
     def tool_fields(self) -> ToolFields:
         """The fields about tools, in the form of chat completions."""
         return ToolFields(
-            tools=[each.tool for each in self.tools or []],
+            tools=[each.tool for each in self.functions],
             tool_choice=self.tool_choice
             if self.tool_choice is None or isinstance(self.tool_choice, str)
             else self.tool_choice.choice,

@@ -17,12 +17,14 @@ from inflight.contracts.structured_output import StructuredOutput
 from inflight.inputs import Prompt, read_prompt, written_chat
 from inflight.server.answers.answer_template import answer_template_of, chat_template_of
 from inflight.server.serving.answer_form import AnswerForm, answer_form
+from inflight.server.serving.histories import forms_of
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.running import RunningRequest
 from inflight.server.serving.settings import ANY_NAME, ServerSettings
 from inflight.server.serving.thinking import AS_THE_MODEL_WANTS, Thinking
 from inflight.server.tools.fields import ToolFields
 from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.strict_model import READING
 from inflight.text.tokenizer import Tokenizer
 
 MAX_SCORES = 2**19
@@ -151,18 +153,24 @@ class Service:
         """Return a chat as text and as token ids; see `token_ids`.
 
         A model that is not to think, and whose chat template cannot be told so, begins with an empty thought. What the
-        request itself tells the chat template counts more than `thinking`.
+        request itself tells the chat template counts more than `thinking`. A history that the template refuses is
+        written in the next of `forms_of` that it takes, and said to be.
         """
-        try:
-            if thinking is AS_THE_MODEL_WANTS or self.llm.tokenizer is None:
-                text = written_chat(chat, self.llm.tokenizer)
-            else:
-                text = self._written_with(chat, self.llm.tokenizer, thinking)
-        except InvalidRequestError as error:
-            raise ApiError(400, f"{param}: {error}", param=param) from error
-        return WrittenChat(text, self._encoded(text, info, param, add_special_tokens=False))
+        refusal = None
+        for form, changed in forms_of(chat["messages"]):
+            try:
+                text = self._written_with({**chat, "messages": form}, self.llm.tokenizer, thinking)
+            except InvalidRequestError as error:
+                refusal = refusal or error
+                continue
+            for name in changed:
+                READING.get().ignore(name)
+            return WrittenChat(text, self._encoded(text, info, param, add_special_tokens=False))
+        raise ApiError(400, f"{param}: {refusal}", param=param) from refusal
 
-    def _written_with(self, chat: Mapping[str, Any], tokenizer: Tokenizer, thinking: Thinking) -> str:
+    def _written_with(self, chat: Mapping[str, Any], tokenizer: Tokenizer | None, thinking: Thinking) -> str:
+        if thinking is AS_THE_MODEL_WANTS or tokenizer is None:
+            return written_chat(chat, tokenizer)
         template = chat["chat_template"] if "chat_template" in chat else chat_template_of(tokenizer)
         own, variables = chat.get("chat_template_kwargs", {}), thinking.variables(template)
         text = written_chat({**chat, "chat_template_kwargs": {**variables, **own}}, tokenizer)

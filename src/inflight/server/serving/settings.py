@@ -38,7 +38,7 @@ class ServerSettings:
         keep_alive_interval: seconds of silence after which a comment is sent on a stream, so that no proxy takes the
             connection for dead.
         max_stall: seconds that a stream waits for a client that does not read before its request is aborted.
-        strict_fields: whether request fields that could be ignored are refused, too.
+        strict: whether what could be ignored or replaced in a request is refused, too.
         trust_request_chat_template: whether a request may bring a chat template, a program that runs in this process.
         batch_dir: a folder for files and batch jobs; None: there are none.
         max_file_size: the most bytes of a file that is uploaded.
@@ -54,7 +54,7 @@ class ServerSettings:
     request_timeout: float | None = None
     keep_alive_interval: float = 10.0
     max_stall: float = 60.0
-    strict_fields: bool = False
+    strict: bool = False
     trust_request_chat_template: bool = False
     batch_dir: str | None = None
     max_file_size: int = 2**30
@@ -72,7 +72,7 @@ class ServerSettings:
             if seconds != "request_timeout" or self.request_timeout is not None:
                 value = getattr(self, seconds)
                 options.check_number(seconds, value, "a number of seconds above 0", 0.0, options.MAX_FLOAT, above=True)
-        options.check_switch("strict_fields", self.strict_fields)
+        options.check_switch("strict", self.strict)
         options.check_switch("trust_request_chat_template", self.trust_request_chat_template)
         options.check_switch("allow_adapter_loading", self.allow_adapter_loading)
         if self.tool_call_parser is not None:

@@ -10,6 +10,7 @@ def call_for_template(call_id: str | None, name: str, arguments: str) -> dict[st
     was cut off comes back with its tool's complaint, and an agent could not go on if it were refused."""
     try:
         parsed = json.loads(arguments or "{}")
+        json.dumps(parsed, ensure_ascii=False).encode()  # half of a surrogate pair is no text for a tokenizer
     except (ValueError, RecursionError):
         parsed = arguments
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.off_loop import off_loop
-from inflight.server.wire.strict_model import Reading
+from inflight.server.wire.strict_model import READING, Reading
 
 to_json = msgspec.json.encode
 
@@ -37,21 +37,22 @@ logger = logging.getLogger("inflight.server")
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is strict JSON. The names of fields that were ignored are in a header of the answer."""
+    """A route whose body is strict JSON. The names of what was ignored or replaced are in a header of the answer."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         model = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def read_and_handle(request: Request) -> Response:
-            given = _JsonRequest(request, model)
+            reading = Reading(is_strict=getattr(request.app.state, "is_strict", False))
+            READING.set(reading)
             try:
-                response = await handle(given)
+                response = await handle(_JsonRequest(request, model))
             except HTTPException as error:
                 if isinstance(error.__cause__, ApiError):  # FastAPI has replaced the error of `json`
                     raise error.__cause__ from None
                 raise
-            if ignored := given.reading.shown_ignored:
+            if ignored := reading.shown_ignored:
                 response.headers[IGNORED_FIELDS_HEADER] = ignored
                 logger.info("ignored fields of a request: %s", ignored)
             return response
@@ -62,7 +63,6 @@ class JsonRoute(APIRoute):
 class _JsonRequest(Request):
     def __init__(self, request: Request, model: Any) -> None:
         super().__init__(request.scope, request.receive)
-        self.reading = Reading(is_strict=getattr(request.app.state, "refuses_unknown_fields", False))
         self._model = model
 
     async def json(self) -> Any:
@@ -81,7 +81,7 @@ class _JsonRequest(Request):
         if self._model is None:
             return given
         try:
-            return self._model.model_validate(given, context=self.reading)
+            return self._model.model_validate(given)
         except ValidationError as error:
             raise ApiError.of_validation(error.errors(include_url=False)) from error
 

@@ -9,10 +9,11 @@ import difflib
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Set
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from inflight.server.wire.api_errors import ApiError
@@ -32,11 +33,11 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 
 @dataclass(slots=True)
 class Reading:
-    """How a body is read; the context of its validation.
+    """How a request is read.
 
     Attributes:
-        is_strict: whether fields that could be ignored are refused, too.
-        ignored: the names of fields that were ignored.
+        is_strict: whether what could be ignored or replaced is refused, too.
+        ignored: the names of what was ignored or replaced.
     """
 
     is_strict: bool = False
@@ -54,6 +55,10 @@ class Reading:
             self.ignored.append(name)
         if len(self.ignored) > MAX_IGNORED:
             raise refusal("unknown_field", name, f"more than {MAX_IGNORED} fields are unknown or not supported")
+
+
+READING: ContextVar[Reading] = ContextVar("READING", default=Reading(is_strict=True))  # noqa: B039
+"""Of the request at hand."""
 
 
 class StrictModel(BaseModel):
@@ -76,15 +81,10 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _let_through_what_changes_nothing(cls, given: Any, info: ValidationInfo) -> Any:
+    def _let_through_what_changes_nothing(cls, given: Any) -> Any:
         if not isinstance(given, dict) or given.keys() <= cls.model_fields.keys():
             return given
-        reading = info.context if isinstance(info.context, Reading) else Reading(is_strict=True)
-        return {
-            name: value
-            for name, value in given.items()
-            if name in cls.model_fields or _checked(cls, name, value, reading)
-        }
+        return {name: value for name, value in given.items() if name in cls.model_fields or _checked(cls, name, value)}
 
     def check_limits(self, **limits: int) -> None:
         """Raise `ApiError` if one of these fields is above its limit."""
@@ -94,8 +94,9 @@ class StrictModel(BaseModel):
                 raise ApiError(400, f"{name} is {value}; this server takes at most {limit}", param=name)
 
 
-def _checked(cls: type[StrictModel], name: str, value: Any, reading: Reading) -> bool:
+def _checked(cls: type[StrictModel], name: str, value: Any) -> bool:
     """Return False if the field can be dropped; raises if it cannot."""
+    reading = READING.get()
     is_known = name in cls.NOT_SUPPORTED
     harmless = cls.NOT_SUPPORTED.get(name, ())
     if is_known and (value is None or any(type(value) is type(each) and value == each for each in harmless)):
@@ -119,12 +120,20 @@ def _checked(cls: type[StrictModel], name: str, value: Any, reading: Reading) ->
     raise refusal("unsupported_field", name, f"{name} is {shown}; this server does not support it, only {accepted}")
 
 
-def of_type(what: str, *accepted: str, absent: str | None = None) -> BeforeValidator:
-    """Refuse objects whose `type` is not one of `accepted`; an object without a type counts as `absent`."""
+def of_type(what: str, *accepted: str, absent: str | None = None, has_placeholder: bool = False) -> BeforeValidator:
+    """Refuse objects whose `type` is not one of `accepted`; an object without a type counts as `absent`.
+
+    Args:
+        has_placeholder: instead of a part without text, such as a picture, take a text that names it, and say so: a
+            history that has one could not go on otherwise. Strict reading refuses it.
+    """
 
     def check(given: Any) -> Any:
         kind = _type_in(given, absent) if isinstance(given, dict) else accepted[0]
         if kind not in accepted:
+            if has_placeholder and isinstance(kind, str) and "text" not in given and not READING.get().is_strict:
+                READING.get().ignore(kind)
+                return {"type": accepted[0], "text": _placeholder(kind, given)}
             listed = " or ".join(map(repr, accepted))
             message = f"the type is {reprlib.repr(kind)}; this server takes {what} of type {listed} only"
             raise refusal("unsupported_content", "type", message)
@@ -133,13 +142,20 @@ def of_type(what: str, *accepted: str, absent: str | None = None) -> BeforeValid
     return BeforeValidator(check)
 
 
+def _placeholder(kind: str, given: Mapping[str, Any]) -> str:
+    names = (given.get(key) for key in ("tool_name", "title", "filename", "name"))
+    name = next((f" {name!r}" for name in names if isinstance(name, str)), "")
+    shown = kind.removeprefix("input_").removesuffix("_url").replace("_", " ")
+    return f"[{shown}{name} omitted: this model takes text only]"
+
+
 def leaving_out(what: str, is_left_out: Callable[[str], bool], absent: str | None = None) -> BeforeValidator:
     """Leave members of a list out, and say so, if `is_left_out` says so of their type. An object without a type counts
     as `absent`. Strict reading leaves nothing out."""
 
-    def check(given: Any, info: ValidationInfo) -> Any:
-        reading = info.context
-        if not isinstance(given, list) or not isinstance(reading, Reading) or reading.is_strict:
+    def check(given: Any) -> Any:
+        reading = READING.get()
+        if not isinstance(given, list) or reading.is_strict:
             return given
         kept = []
         for index, each in enumerate(given):

@@ -18,6 +18,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -188,20 +189,27 @@ def lines_of(trial: Trial, stage: str, command: Sequence[str]) -> Iterator[str]:
     with log.open("w") as errors:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0)
     assert process.stdout is not None
-    is_cut = False
+    was_cut = threading.Event()
+
+    def cut() -> None:
+        was_cut.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(SHARES[stage] * trial.seconds_left, cut)
+    timer.start()
     try:
-        with time_limit(SHARES[stage] * trial.seconds_left):
-            yield from process.stdout
-            process.wait()
-    except TimeoutError:
-        is_cut = True
-        trial.add(stage, "the rest", "cut", "the stage's time was up")
+        yield from process.stdout
+        process.wait()
     finally:
+        timer.cancel()
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            process.wait()
+    if was_cut.is_set():
+        trial.add(stage, "the rest", "cut", "the stage's time was up")
+        return
     has_failed = any(each.stage == stage and each.result == "failed" for each in trial.outcomes)
-    if process.returncode and not is_cut and not has_failed:
+    if process.returncode and not has_failed:
         trial.add(stage, "the stage", "failed", f"it ended with {process.returncode}", log.read_text())
 
 

@@ -1,5 +1,6 @@
 """Which executor a model gets, and that it gives the plain model's tokens in any batch."""
 
+import copy
 import random
 from array import array
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from inflight import LLM, ModelError, SamplingParams
 from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.attention.cpu_backend import CpuAttention
-from inflight.execution.preparation import own_attention
+from inflight.execution.preparation import own_attention, packed_way
 from inflight.execution.preparation.agreement import relative_error
 from inflight.execution.preparation.own_attention import make_executor
 from inflight.execution.preparation.proof import PlainModel, prove
@@ -212,6 +213,22 @@ def test_an_error_while_the_weights_are_prepacked_ends_the_load(monkeypatch: pyt
     monkeypatch.setattr(own_attention, "prepack_weights", fail_for_the_model)
     with pytest.raises(RuntimeError, match="the weights of BloomForCausalLM could not be prepacked"):
         LLM(model, **others.options())
+
+
+def test_a_model_that_cannot_be_prepacked_runs_as_rows_unless_it_has_to_run_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def spoil(model: PreTrainedModel, *args: Any) -> None:
+        model.lm_head = copy.deepcopy(model.lm_head)
+        model.lm_head.weight.mul_(2)
+
+    monkeypatch.setattr(packed_way, "prepack_experts", spoil)
+    llm = LLM(zoo.build("llama"), **others.options())
+    assert llm.model_info.executor == "rows"
+    assert "could not be prepacked: LlamaForCausalLM does not give the plain model's results" in llm.model_info.notes[0]
+    assert not any(others.wrong_tokens(zoo.build("llama"), p, o) for p, o in zip(prompts(), generate(llm), strict=True))
+    with pytest.raises(RuntimeError, match="the weights of LlamaForCausalLM could not be prepacked"):
+        LLM(zoo.build("llama"), executor="packed")
 
 
 def test_weights_are_not_prepacked_if_that_fails_on_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:

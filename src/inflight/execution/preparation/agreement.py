@@ -20,6 +20,13 @@ class NotFiniteError(ModelError):
         )
 
 
+class PrepackingError(RuntimeError):
+    """A model that does not give its plain results once it is prepacked, which cannot be undone."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(f"the weights of {type(model).__name__} could not be prepacked")
+
+
 @contextmanager
 def as_model_error(words: str) -> Iterator[None]:
     """Inside, every error that is no `ModelError` becomes one, with these words before its own."""

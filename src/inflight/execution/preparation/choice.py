@@ -19,7 +19,13 @@ from inflight.execution.attention import AttentionBackend, make_backend
 from inflight.execution.attention.grouping import group_calls
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.hf.hook import attention_in_use, restore_attention
-from inflight.execution.preparation.agreement import FULL_PRECISION, NotFiniteError, as_model_error, precision_of
+from inflight.execution.preparation.agreement import (
+    FULL_PRECISION,
+    NotFiniteError,
+    PrepackingError,
+    as_model_error,
+    precision_of,
+)
 from inflight.execution.preparation.own_attention import (
     find_way,
     make_executor,
@@ -81,7 +87,7 @@ def choose_executor(
 
     Raises:
         ModelError: no executor is exact; with all reasons.
-        RuntimeError: the model is not exact after prepacking, which is a mistake of ours.
+        PrepackingError: the model is not exact after prepacking, which is a mistake of ours.
     """
     if model.config.is_encoder_decoder:
         raise ModelError(
@@ -139,7 +145,7 @@ class _Search:
                 key = None
                 if not executors:
                     raise ModelError("; ".join(self._reasons.values())) from error
-            except RuntimeError:
+            except PrepackingError:
                 self._verdicts.forget(key)
                 raise
             else:

@@ -17,6 +17,7 @@ from inflight.execution.executors import Executor, RowsExecutor, SequentialExecu
 from inflight.execution.preparation.agreement import (
     FULL_PRECISION,
     NOISE_MARGIN,
+    PrepackingError,
     as_model_error,
     precision_of,
     relative_error,
@@ -159,7 +160,7 @@ def prepare_own_attention(
 
     Raises:
         ModelError: the model does not give its plain results.
-        RuntimeError: it does not give them after prepacking, which cannot be undone for another executor.
+        PrepackingError: it does not give them after prepacking.
     """
     way = verdict.way
     with as_model_error(f"{type(model).__name__} does not run as {way}: "):
@@ -172,7 +173,7 @@ def prepare_own_attention(
             prepack_weights(model, let_go)
             error = _compare(way, plain)
         except Exception as failure:
-            raise RuntimeError(f"the weights of {type(model).__name__} could not be prepacked") from failure
+            raise PrepackingError(model) from failure
     max_model_len, notes = own_limit(model.config.get_text_config())
     notes[:0] = [f"not {each}: {reason}" for each, reason in verdict.reasons.items()]
     if verdict.why_not_prepacked is not None:

@@ -36,6 +36,7 @@ from inflight.execution.preparation.agreement import (
     LOW_PRECISION,
     ROUNDED_ANEW,
     ROUNDED_IN_PARTS,
+    PrepackingError,
     Tolerance,
     as_model_error,
     embeddings_rounded_again,
@@ -136,7 +137,7 @@ def prepare_packed(
 
     Raises:
         ModelError: the model does not give its plain results, or cannot be divided.
-        RuntimeError: it does not give them after prepacking, which cannot be undone for another executor.
+        PrepackingError: it does not give them after prepacking.
     """
     with _refusing(model):
         workload = IN_SHORT if is_large else IN_A_ROW
@@ -164,7 +165,7 @@ def prepare_packed(
             attention_error, logits_error = proof.require_agreement(executor, tolerance)
             is_batch_invariant = _make_batch_invariant(executor, proof.vocab_size, is_large=is_large)
         except Exception as error:
-            raise RuntimeError(f"the weights of {type(model).__name__} could not be prepacked") from error
+            raise PrepackingError(model) from error
     return PreparationReport(
         specs=proof.specs,
         max_model_len=max_model_len,

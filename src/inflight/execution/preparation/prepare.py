@@ -1,5 +1,6 @@
 """`prepare`: from a model's name to a model that is loaded, proved exact, made fast, and has its cache."""
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,7 @@ from inflight.execution.hf.load import (
 )
 from inflight.execution.hf.source import read_config
 from inflight.execution.mapped_memory import give_back_freed_memory, let_go_of_file_pages
+from inflight.execution.preparation.agreement import PrepackingError
 from inflight.execution.preparation.choice import choose_executor
 from inflight.execution.preparation.describe import describe
 from inflight.execution.preparation.fingerprint import digest_of_weights
@@ -29,6 +31,8 @@ from inflight.execution.weights.formats import find_format
 from inflight.execution.weights.grouped_linear import can_group
 from inflight.execution.weights.linears import LetGo
 from inflight.execution.weights.rounded_model import round_weights, rounding_of
+
+logger = logging.getLogger(__name__)
 
 MAX_COPIED = 2**26
 """Parameters of a caller's model up to so many bytes are copied; larger ones are shared, and watched."""
@@ -51,14 +55,31 @@ class PreparedModel:
 
 
 def prepare(source: ModelSource, config: EngineConfig, rank: Rank | None = None) -> PreparedModel:
-    """Load a model, choose its executor, and allocate its cache.
+    """Load a model, choose its executor, and allocate its cache. A model that cannot be prepacked is loaded again, to
+    run as rows, if any executor may run it.
 
     Args:
         rank: whose part of the model is to run; None: all of it.
 
     Raises:
         ModelError: it cannot be loaded, no allowed executor runs it exactly, or there is too little memory.
+        PrepackingError: it cannot be prepacked, and does not run as rows either.
     """
+    try:
+        return _prepare(source, config, rank)
+    except PrepackingError as error:
+        if config.executor != "auto" or rank is not None:
+            raise
+        logger.warning("%s: %s; it is loaded again", error, error.__cause__)
+        try:
+            prepared = _prepare(source, replace(config, executor="rows"), None)
+        except ModelError:
+            raise error from error.__cause__
+        note = f"not packed: {error}: {error.__cause__}"
+    return replace(prepared, info=replace(prepared.info, notes=(note, *prepared.info.notes)))
+
+
+def _prepare(source: ModelSource, config: EngineConfig, rank: Rank | None) -> PreparedModel:
     if isinstance(source, PreTrainedModel):
         checkpoint_dtype = source.dtype
     else:

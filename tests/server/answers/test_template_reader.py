@@ -18,6 +18,7 @@ from inflight.server.answers import families
 from inflight.server.answers.answer_template import AnswerTemplate, answer_template_of
 from inflight.server.answers.families import Family, family_of
 from inflight.server.answers.pieces import CallDelta, Piece, Thought
+from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from tests.text.tokenizers_for_tests import byte_level
 
@@ -417,7 +418,11 @@ def test_the_tokenizers_own_template_counts_before_the_familys() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    [{"open": 3}, {"open": "!", "content": "xml-inline", "content_args": {"tag_pattern": "(?P<key>)(?P<value>))"}}],
+    [
+        {"open": 3},
+        {"open": "!", "content": "xml-inline", "content_args": {"tag_pattern": "(?P<key>)(?P<value>))"}},
+        {"open": "!", "content": "kv-lines", "content_args": {"value_parser": {"args": {"tag_pattern": "x"}}}},
+    ],
 )
 def test_a_template_that_cannot_be_read_is_said_and_left(field: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
@@ -450,6 +455,37 @@ def test_the_tokenizers_own_notation_of_values_loses_nothing(pattern: str, body:
     text = f"<call write>{body}</call>"
     read = parts_of(reader.feed(text) + reader.finish())
     assert read == ((text,) if arguments is None else (("write", arguments),))
+
+
+SLOW = "(?:a|aa)+$"
+CALLING = {"open": "!", "content": "xml-inline", "transform": "{content}"}
+
+
+@pytest.mark.parametrize(
+    ("field", "template"),
+    [
+        ("start_anchor", {"start_anchor_pattern": SLOW, "fields": {"content": {}}}),
+        ("content", {"fields": {"content": {"open_pattern": SLOW}}}),
+        ("thinking", {"fields": {"thinking": {"open": "!", "close_pattern": SLOW}}}),
+        ("tool_calls", {"fields": {"tool_calls": {**CALLING, "close_pattern": SLOW, "content": "json"}}}),
+        *(
+            ("tool_calls", {"fields": {"tool_calls": {**CALLING, "close": "?", "content_args": {"tag_pattern": tag}}}})
+            for tag in (SLOW, f"{SLOW}(?P<key>x)(?P<value>y)", "(?P<key>a)(?P<value>.)x(?:a|aa)+b")
+        ),
+    ],
+)
+def test_a_pattern_that_takes_for_ever_is_an_error_of_this_request(field: str, template: dict[str, Any]) -> None:
+    text = f"!{'a' * 60}b?"
+    known = AnswerTemplate({**families.NO_ANCHOR, **template})
+    prompt = text if field == "start_anchor" else ""
+
+    def read() -> None:
+        reader = known.reader(prompt, TOOLS, NAMES)
+        reader.feed(text)
+        reader.finish()
+
+    with pytest.raises(ApiError, match=f"a pattern of '{field}' in this model's response template takes too long"):
+        read()
 
 
 def test_marks_that_are_special_tokens_are_found() -> None:

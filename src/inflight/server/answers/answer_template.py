@@ -18,6 +18,7 @@ from inflight.server.answers.call_format import CallFormat, new_call_id
 from inflight.server.answers.call_text import CallText
 from inflight.server.answers.families import Family, ResponseTemplate, family_of
 from inflight.server.answers.pieces import Thought
+from inflight.server.answers.search_budget import SearchBudget
 from inflight.server.answers.template_reader import TemplateReader
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
@@ -47,7 +48,7 @@ class AnswerTemplate:
         self._family = family
         self._exact = hf.load_response_template(self._template)
         if self.has_calls:
-            CallText(self._exact.fields[CALLS], (), ())  # its patterns are checked
+            CallText(self._exact.fields[CALLS], (), (), SearchBudget())  # its patterns are checked
         self._special_token_ids: WeakKeyDictionary[Tokenizer, frozenset[int]] = WeakKeyDictionary()
 
     @property
@@ -73,14 +74,23 @@ class AnswerTemplate:
         return known
 
     def _found_special_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        patterns = []
-        for field in self._exact.fields.values():
-            if field.open_re is not None:
-                patterns += [field.open_re, field.close_re]
+        patterns = [
+            (name, pattern)
+            for name, field in self._exact.fields.items()
+            if field.open_re is not None
+            for pattern in filter(None, (field.open_re, field.close_re))
+        ]
+        budget = SearchBudget()
+
+        def may_begin(name: str, pattern: Any, text: str) -> bool:
+            """Whether a mark is, or begins with, this text."""
+            match = budget.search(name, pattern.search, text, partial=True)
+            return match is not None and match.end() - match.start() == len(text)
+
         return frozenset(
             token_id
             for token_id, token in tokenizer.inner.added_tokens_decoder.items()
-            if token.special and any(_may_begin(pattern, token.content) for pattern in filter(None, patterns))
+            if token.special and any(may_begin(*pattern, token.content) for pattern in patterns)
         )
 
     def reader(
@@ -99,12 +109,13 @@ class AnswerTemplate:
             names: the names of those that may be called; a call of another is content.
             is_parallel: whether there may be several calls; if not, all but the first are dropped.
         """
-        fields = self._exact.fields
+        fields, budget = self._exact.fields, SearchBudget()
         return TemplateReader(
             [field for name, field in fields.items() if name != CALLS or tools is not None],
             self._begun(prompt),
             thoughts=THOUGHTS,
-            calls=CallText(fields[CALLS], tools, names) if self.has_calls and tools is not None else None,
+            calls=CallText(fields[CALLS], tools, names, budget) if self.has_calls and tools is not None else None,
+            budget=budget,
             new_call_id=lambda: new_call_id(None if self.call_format is None else self.call_format.call_id_length),
             is_parallel=is_parallel,
         )
@@ -162,9 +173,8 @@ class AnswerTemplate:
     def _begun(self, prompt: str) -> str:
         """The part of the answer that the prompt has already. Where answers begin is not known of all families; then it
         is at most the mark of a thought."""
-        ends = [match.end() for match in self._exact.start_anchor_re.finditer(prompt)]
-        if ends:
-            return prompt[ends[-1] :][-MOST_BEGUN:]
+        if anchors := SearchBudget().search("start_anchor", self._exact.start_anchor_re.finditer, prompt):
+            return prompt[anchors[-1].end() :][-MOST_BEGUN:]
         end = prompt.rstrip()
         for name in THOUGHTS:
             field = self._exact.fields.get(name)
@@ -224,9 +234,3 @@ def _template_of_family(chat_template: str) -> AnswerTemplate | None:
     if "open" in (thoughts := fields[THOUGHTS[0]]) and thoughts["open"] not in chat_template:
         fields = {field: written for field, written in fields.items() if field != THOUGHTS[0]}  # it does not think
     return AnswerTemplate({**family.template, "fields": fields}, family)
-
-
-def _may_begin(pattern: Any, text: str) -> bool:
-    """Whether a compiled mark is, or begins with, this text."""
-    match = pattern.search(text, partial=True)
-    return match is not None and match.end() - match.start() == len(text)

@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import regex
@@ -18,6 +19,8 @@ from transformers.utils.chat_parsing import response_templates as hf
 from transformers.utils.chat_parsing.content_parsers import process_field
 
 from inflight.contracts.options import is_text
+from inflight.server.answers.search_budget import SearchBudget
+from inflight.server.wire.api_errors import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +46,24 @@ class CallText:
         field: the field of calls.
         tools: the tools that the model was told about, in OpenAI's form.
         names: the names of those that may be called.
+        budget: the time for searches.
+
+    Raises ValueError, regex.error: the field's patterns cannot be used.
 
     Attributes:
         has_json_strings: whether the strings of JSON tell which closing marks are text.
     """
 
     def __init__(
-        self, field: hf.ResponseTemplateField, tools: Sequence[Mapping[str, Any]], names: Collection[str]
+        self,
+        field: hf.ResponseTemplateField,
+        tools: Sequence[Mapping[str, Any]],
+        names: Collection[str],
+        budget: SearchBudget,
     ) -> None:
-        self.field = field
+        if "tag_pattern" in repr(field.content_args.get("value_parser")):
+            raise ValueError(f"{field.name} has a pattern for values within values, whose time cannot be bounded")
+        self.field, self._search = field, partial(budget.search, field.name)
         self._tools, self._names = list(tools), names
         self._keys = {tool["function"]["name"]: _keys_of(tool["function"].get("parameters")) for tool in tools}
         self._in_json = replace(field, content="json", content_args={})
@@ -60,6 +72,7 @@ class CallText:
         begin, end = (r"[{\[]", r"[}\]]") if field.content == "json" else ("", "")
         pattern = field.content_args.get("tag_pattern", "")
         value = _VALUE.search(pattern)
+        self._tags = regex.compile(pattern, regex.DOTALL)
         self._is_marked = value is not None and "(?P<key>" in pattern[: value.start()]
         if value is not None and self._is_marked:
             begin, end = f"(?:{pattern[: value.start()]})", f"(?:{pattern[value.end() :]})"
@@ -70,22 +83,25 @@ class CallText:
     def may_begin(self, text: str, start: int, end: int | None = None) -> bool:
         """Whether what stands behind an opening mark, up to `end`, may be a call; None: more text may follow."""
         if end is None:
-            return self._begins.match(text, start, partial=True) is not None
-        return self._begins.match(text, start, end) is not None
+            return self._search(self._begins.match, text, start, partial=True) is not None
+        return self._search(self._begins.match, text, start, end) is not None
 
     def may_end(self, text: str, start: int, end: int) -> bool:
         """Whether a closing mark at `end` may be that of the call whose opening mark ends at `start`."""
         is_empty = self._is_marked and _SPACE.fullmatch(text, start, end) is not None
-        return is_empty or (self.may_begin(text, start, end) and self._ends.match(text, start, end) is not None)
+        return is_empty or (
+            self.may_begin(text, start, end) and self._search(self._ends.match, text, start, end) is not None
+        )
 
     def opening(self, text: str, start: int, close: Any) -> Any:
         """The first opening mark from `start` on behind which a call may stand that `close` ends; None: there is none.
 
         Marks are matches in the text."""
-        for mark in self.field.open_re.finditer(text, start, close.end()):
+        while mark := self._search(self.field.open_re.search, text, start, close.end()):
             is_known = mark.groupdict().get("name") in (None, *self._names)
             if is_known and mark.end() <= close.start() and self.may_begin(text, mark.end(), close.start()):
                 return mark
+            start = max(mark.end(), start + 1)
         return None
 
     def read(self, text: str, opened: Any, end: int) -> list[ReadCall] | None:
@@ -103,6 +119,8 @@ class CallText:
                     return None
                 written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
                 read.append(ReadCall(name, written if is_text(written) else json.dumps(arguments, allow_nan=False)))
+        except ApiError:
+            raise
         except Exception as error:  # the patterns are the checkpoint's, and the text is the model's
             logger.debug("a call cannot be read: %r", error)
             return None
@@ -115,7 +133,7 @@ class CallText:
             return json.dumps(self._marked(body, name)), self._in_json
         if self._delims or args.get("unquoted_keys"):
             return _as_json(body, self._delims), self._in_json
-        if "tag_pattern" in args and regex.sub(args["tag_pattern"], "", body, flags=regex.DOTALL).strip():
+        if "tag_pattern" in args and self._search(self._tags.sub, "", body).strip():  # the library needs as long
             raise ValueError("there is text outside of the marks")
         return body, self.field
 
@@ -123,9 +141,9 @@ class CallText:
         """Arguments that are written one by one between marks. Raises ValueError if they cannot be told apart."""
         if not body.strip():
             return {}
-        first, last = self._begins.match(body), self._ends.match(body)
+        first, last = self._search(self._begins.match, body), self._search(self._ends.match, body)
         keys = None if name is None else self._keys.get(name)
-        between = self._between.finditer(body, first.end(), last.start())
+        between = self._search(self._between.finditer, body, first.end(), last.start())
         marks = [
             first,
             *(each for each in between if each["key"] != first["key"] and (keys is None or each["key"] in keys)),

@@ -19,6 +19,7 @@ from transformers.utils.chat_parsing import response_templates as hf
 from inflight.server.answers.call_parser import ObjectScanner
 from inflight.server.answers.call_text import CallText, ReadCall
 from inflight.server.answers.pieces import CallDelta, Piece, Thought
+from inflight.server.answers.search_budget import SearchBudget
 
 MOST_TRIED = 64
 """Marks of calls at which a thought that was not closed may end: each costs time that grows with the text."""
@@ -61,6 +62,7 @@ class TemplateReader:
         begun: the part of the answer that the prompt has already; nothing of it is reported.
         thoughts: the names of fields of thoughts. All others but that of calls are content.
         calls: reads the text of calls; None: there is no field of calls.
+        budget: the time for searches.
         is_parallel: whether there may be several calls; if not, all but the first are dropped.
 
     Attributes:
@@ -74,11 +76,12 @@ class TemplateReader:
         *,
         thoughts: Collection[str],
         calls: CallText | None,
+        budget: SearchBudget,
         new_call_id: Callable[[], str],
         is_parallel: bool = True,
     ) -> None:
         self.num_calls = 0
-        self._thoughts, self._calls = thoughts, calls
+        self._thoughts, self._calls, self._budget = thoughts, calls, budget
         self._new_call_id, self._is_parallel = new_call_id, is_parallel
         self._fields = fields
         self._implicit = next((field for field in fields if field.open_re is None), None)
@@ -169,7 +172,9 @@ class TemplateReader:
         pattern, literals, may_grow = field.close_re, field.close_literals, field.close_literal_can_extend
         if is_opening:
             pattern, literals, may_grow = field.open_re, field.open_literals, field.open_literal_can_extend
-        match = None if pattern is None else pattern.search(self._text, start, partial=not is_last)
+        if pattern is None:
+            return None, len(self._text)
+        match = self._budget.search(field.name, pattern.search, self._text, start, partial=not is_last)
         if match is None:
             return None, len(self._text)
         is_at_end = match.end() == len(self._text) and (literals is None or may_grow or match.start() == match.end())

@@ -14,9 +14,9 @@ import regex
 from transformers.utils.chat_parsing import response_templates as hf
 
 from inflight.contracts.structured_output import Thoughts
-from inflight.server.answers.call_format import CallFormat, new_call_id
+from inflight.server.answers.call_format import CallFormat, head_of, new_call_id
 from inflight.server.answers.call_text import CallText
-from inflight.server.answers.families import Family, ResponseTemplate, family_of
+from inflight.server.answers.families import NO_ANCHOR, Family, ResponseTemplate, family_of
 from inflight.server.answers.pieces import Thought
 from inflight.server.answers.search_budget import SearchBudget
 from inflight.server.answers.template_reader import TemplateReader
@@ -38,17 +38,25 @@ class AnswerTemplate:
     Args:
         template: see `transformers.utils.chat_parsing`.
         family: the family that it was taken from, or whose chat template it comes with.
+        call_format: how calls are written, for grammars; None: as the family does.
+
+    Attributes:
+        call_format: how calls are written, for grammars; None: that is not known.
 
     Raises:
         ValueError, regex.error: it is not one.
     """
 
-    def __init__(self, template: ResponseTemplate, family: Family | None = None) -> None:
+    def __init__(
+        self, template: ResponseTemplate, family: Family | None = None, call_format: CallFormat | None = None
+    ) -> None:
         self._template = dict(template)
         self._family = family
+        self.call_format = call_format or (family.call_format if family else None)
         self._exact = hf.load_response_template(self._template)
         if self.has_calls:
             CallText(self._exact.fields[CALLS], (), (), SearchBudget())  # its patterns are checked
+        self._others: dict[CallFormat, AnswerTemplate] = {}
         self._special_token_ids: WeakKeyDictionary[Tokenizer, frozenset[int]] = WeakKeyDictionary()
 
     @property
@@ -61,10 +69,16 @@ class AnswerTemplate:
         """Whether it says how tools are called."""
         return CALLS in self._exact.fields
 
-    @property
-    def call_format(self) -> CallFormat | None:
-        """How calls are written, for grammars; None: that is not known."""
-        return None if self._family is None else self._family.call_format
+    def with_calls(self, call_format: CallFormat) -> "AnswerTemplate":
+        """Return a template that differs only in how calls are written: as objects of JSON."""
+        if call_format not in self._others:
+            marks = {"open": call_format.begin} if call_format.begin else {"open_pattern": "(?!)"}
+            if call_format.end:
+                marks["close"] = call_format.end
+            fields = {**self._template["fields"], CALLS: {**marks, "repeats": True, "content": "json"}}
+            template = {**self._template, "fields": fields}
+            self._others[call_format] = AnswerTemplate(template, self._family, call_format)
+        return self._others[call_format]
 
     def special_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The special tokens among the marks of thoughts, content and calls."""
@@ -100,6 +114,7 @@ class AnswerTemplate:
         names: Collection[str],
         *,
         is_parallel: bool = True,
+        is_guaranteed: bool = False,
     ) -> TemplateReader:
         """Return a reader for one answer.
 
@@ -108,15 +123,20 @@ class AnswerTemplate:
             tools: the tools that the model was told about, in OpenAI's form; None: what looks like a call is content.
             names: the names of those that may be called; a call of another is content.
             is_parallel: whether there may be several calls; if not, all but the first are dropped.
+            is_guaranteed: whether a grammar makes the model begin calls as `head_of` does.
         """
-        fields, budget = self._exact.fields, SearchBudget()
+        fields, budget, form, calls = self._exact.fields, SearchBudget(), self.call_format, None
+        if self.has_calls and tools is not None:
+            is_bare = form is not None and form.is_begin_optional
+            heads = {head_of(form, name): name for name in names} if is_guaranteed and form is not None else None
+            calls = CallText(fields[CALLS], tools, names, budget, is_bare=is_bare, heads=heads)
         return TemplateReader(
             [field for name, field in fields.items() if name != CALLS or tools is not None],
             self._begun(prompt),
             thoughts=THOUGHTS,
-            calls=CallText(fields[CALLS], tools, names, budget) if self.has_calls and tools is not None else None,
+            calls=calls,
             budget=budget,
-            new_call_id=lambda: new_call_id(None if self.call_format is None else self.call_format.call_id_length),
+            new_call_id=lambda: new_call_id(None if form is None else form.call_id_length),
             is_parallel=is_parallel,
         )
 
@@ -182,6 +202,10 @@ class AnswerTemplate:
                 if end.endswith(mark):
                     return str(mark)
         return ""
+
+
+PLAIN_TEXT = AnswerTemplate({**NO_ANCHOR, "fields": {"content": {}}})
+"""An answer without thoughts and calls."""
 
 
 def answer_template_of(tokenizer: Tokenizer, chat_template: str) -> AnswerTemplate | None:

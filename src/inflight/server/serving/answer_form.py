@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from inflight.contracts.structured_output import StructuredOutput, Thoughts
-from inflight.server.answers.answer_template import AnswerTemplate, answer_template_of, chat_template_of
-from inflight.server.answers.call_format import CALL_FORMATS, PLAIN, CallFormat, format_of_template
-from inflight.server.answers.call_parser import CallParser
+from inflight.server.answers.answer_template import (
+    PLAIN_TEXT,
+    AnswerTemplate,
+    answer_template_of,
+    chat_template_of,
+)
+from inflight.server.answers.call_format import CALL_FORMATS, PLAIN, format_of_template
 from inflight.server.answers.pieces import Reader
-from inflight.server.answers.thoughts_first import ThoughtsFirst
 from inflight.server.serving.thinking import AS_THE_MODEL_WANTS, Thinking
 from inflight.server.tools.fields import ToolFields
-from inflight.server.tools.tool_use import check_free_choice, form_of_calls, marker_tokens
+from inflight.server.tools.tool_use import check_free_choice, form_of_calls
 from inflight.text.tokenizer import Tokenizer
 
 
@@ -86,21 +89,17 @@ def answer_form(
     if not fields.is_call_required:
         check_free_choice(written, is_known=reads_calls or call_format is not None)
     form = form_of_calls(fields, content, call_format or PLAIN, tokenizer, content_begin)
-    is_object = call_format is None or not call_format.head
-    if template is not None and reads_calls and (form is None or not is_object):
-        return AnswerForm(
-            _by_template(template, prompt, fields),
-            _after_thoughts(form, template, prompt, thinking),
-            bool(template.special_token_ids(tokenizer)),
-            thoughts,
-        )
-    tokens = {*marker_tokens(tokenizer, call_format or PLAIN).values()}
-    if template is not None:
-        tokens |= template.special_token_ids(tokenizer)
+    is_streamed = form is not None and (call_format is None or not call_format.head)
+    reading = template or PLAIN_TEXT
+    if is_streamed or not reads_calls:
+        reading = reading.with_calls(call_format or PLAIN)
+    tools = [tool.for_template() for tool in fields.usable_tools]
+    names = [tool.function.name for tool in fields.callable_tools]
+    options = {"is_parallel": fields.may_call_several, "is_guaranteed": is_streamed}
     return AnswerForm(
-        _by_format(template, prompt, fields, call_format or PLAIN, is_guaranteed=form is not None),
-        form if template is None else _after_thoughts(form, template, prompt, thinking),
-        not all(map(tokenizer.has_text, tokens)),
+        lambda: reading.reader(prompt, tools, names, **options),
+        _after_thoughts(form, reading, prompt, thinking),
+        bool(reading.special_token_ids(tokenizer)),
         thoughts,
     )
 
@@ -121,23 +120,3 @@ def _after_thoughts(
     if form is not None:
         return replace(form, thoughts=thoughts)
     return None if thoughts is None else StructuredOutput(thoughts=thoughts)
-
-
-def _by_template(template: AnswerTemplate, prompt: str, fields: ToolFields) -> Callable[[], Reader]:
-    tools = [tool.for_template() for tool in fields.usable_tools]
-    names = [tool.function.name for tool in fields.callable_tools]
-    return lambda: template.reader(prompt, tools, names, is_parallel=fields.may_call_several)
-
-
-def _by_format(
-    template: AnswerTemplate | None, prompt: str, fields: ToolFields, call_format: CallFormat, *, is_guaranteed: bool
-) -> Callable[[], Reader]:
-    names = [tool.function.name for tool in fields.callable_tools]
-
-    def make() -> Reader:
-        calls = CallParser(call_format, names, is_guaranteed=is_guaranteed, is_parallel=fields.may_call_several)
-        if template is None or not template.has_thoughts:
-            return calls
-        return ThoughtsFirst(template.reader(prompt, None, ()), calls)
-
-    return make

@@ -1,4 +1,4 @@
-"""What is parsed as a call and what as content, independently of how the text was split."""
+"""Objects of JSON as calls: what is a call and what content, independently of how the text was split."""
 
 import json
 import string
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inflight.server.answers.answer_template import PLAIN_TEXT
 from inflight.server.answers.call_format import (
     HERMES,
     LLAMA3,
@@ -16,15 +17,21 @@ from inflight.server.answers.call_format import (
     PLAIN,
     CallFormat,
     format_of_template,
+    head_of,
     new_call_id,
 )
-from inflight.server.answers.call_parser import CallParser, head_of
 from inflight.server.answers.pieces import CallDelta, Piece
+from inflight.server.answers.template_reader import TemplateReader
 from tests.server.tools.scripted import cut
 
 NAMES = ("weather", "send_mail")
 
 Calls = list[tuple[str, str]]
+
+
+def reader_of(call_format: CallFormat, names: Sequence[str] = NAMES, **options: Any) -> TemplateReader:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return PLAIN_TEXT.with_calls(call_format).reader("", tools, names, **options)
 
 
 def put_together(pieces: Iterable[Piece]) -> tuple[str, Calls]:
@@ -51,7 +58,7 @@ def put_together(pieces: Iterable[Piece]) -> tuple[str, Calls]:
 
 
 def read(call_format: CallFormat, deltas: Sequence[str], **options: Any) -> tuple[str, Calls]:
-    parser = CallParser(call_format, NAMES, **options)
+    parser = reader_of(call_format, **options)
     pieces = [piece for delta in deltas for piece in parser.feed(delta)]
     content, calls = put_together([*pieces, *parser.finish()])
     if options.get("is_parallel", True):
@@ -244,7 +251,7 @@ def test_any_arguments_are_parsed_unchanged(
 
 
 def test_guaranteed_calls_are_streamed_as_they_arrive() -> None:
-    parser = CallParser(HERMES, NAMES, is_guaranteed=True)
+    parser = reader_of(HERMES, is_guaranteed=True)
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
     *before, (name, arguments) = [(parser.feed(character), character) for character in text[:-1]][-1:], ([], "")
     assert before
@@ -256,7 +263,7 @@ def test_guaranteed_calls_are_streamed_as_they_arrive() -> None:
 
 
 def test_calls_in_free_text_are_reported_once_they_are_complete() -> None:
-    parser = CallParser(HERMES, NAMES)
+    parser = reader_of(HERMES)
     assert parser.feed("Let me see. ") == ["Let me see."]
     assert parser.feed(HERMES_CALL[:-15]) == []
     first, second = parser.feed(HERMES_CALL[-15:])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.server.answers.answer_template import PLAIN_TEXT
+from inflight.server.answers.answer_template import PLAIN_TEXT, AnswerTemplate
 from inflight.server.answers.call_format import (
     HERMES,
     LLAMA3,
@@ -20,18 +20,25 @@ from inflight.server.answers.call_format import (
     head_of,
     new_call_id,
 )
-from inflight.server.answers.pieces import CallDelta, Piece
+from inflight.server.answers.families import THINKING
+from inflight.server.answers.pieces import CallDelta, Piece, Thought
 from inflight.server.answers.template_reader import TemplateReader
 from tests.server.tools.scripted import cut
 
 NAMES = ("weather", "send_mail")
 
+
+def tools_of(names: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name}} for name in names]
+
+
+TOOLS = tools_of(NAMES)
+
 Calls = list[tuple[str, str]]
 
 
 def reader_of(call_format: CallFormat, names: Sequence[str] = NAMES, **options: Any) -> TemplateReader:
-    tools = [{"type": "function", "function": {"name": name}} for name in names]
-    return PLAIN_TEXT.with_calls(call_format).reader("", tools, names, **options)
+    return PLAIN_TEXT.with_calls(call_format).reader("", tools_of(names), names, **options)
 
 
 def put_together(pieces: Iterable[Piece]) -> tuple[str, Calls]:
@@ -67,6 +74,7 @@ def read(call_format: CallFormat, deltas: Sequence[str], **options: Any) -> tupl
 
 
 HERMES_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rome"}}'
 ROME = ("weather", '{"city": "Rome"}')
 TRICKY = r'{"a": "}</tool_call>{\"<tool_call>\\", "b": [{"c": {}}, "[TOOL_CALLS]"], "d": "]; "}'
 
@@ -273,6 +281,30 @@ def test_calls_in_free_text_are_reported_once_they_are_complete() -> None:
 
 def test_text_cut_off_inside_arguments_is_a_call_if_it_was_guaranteed() -> None:
     assert read(HERMES, [HERMES_CALL[:50]], is_guaranteed=True) == ("", [("weather", '{"cit')])
+
+
+@pytest.mark.parametrize(
+    ("call_format", "text", "thoughts", "content", "calls"),
+    [
+        (HERMES, f"<think>plan{HERMES_CALL}", "plan", "", [ROME]),
+        (HERMES, f"<think>plan <tool_call>? {HERMES_CALL}\n{HERMES_CALL}", "plan <tool_call>?", "", [ROME, ROME]),
+        (HERMES, f"<think>{HERMES_CALL}</think>a {HERMES_CALL}", HERMES_CALL, "a", [ROME]),
+        (MISTRAL, f"<think>plan [TOOL_CALLS][{LLAMA_CALL}]", "plan", "", [ROME]),
+        (LLAMA3, f"<think>\n{LLAMA_CALL}\n</think>\n\n{LLAMA_CALL}", LLAMA_CALL, "", [ROME]),
+        (LLAMA3, f"\n<think>plan</think>a {LLAMA_CALL}", "plan", f"a {LLAMA_CALL}", []),
+        (LLAMA3, f"<think>{LLAMA_CALL}", LLAMA_CALL, "", []),
+        (LLAMA3, f"<think>plan<|python_tag|>{LLAMA_CALL}", "plan", "", [ROME]),
+    ],
+)
+def test_calls_behind_and_within_thoughts(
+    call_format: CallFormat, text: str, thoughts: str, content: str, calls: Calls
+) -> None:
+    template = AnswerTemplate(THINKING.template, THINKING).with_calls(call_format)
+    for deltas in ([text], list(text)):
+        reader = template.reader("", TOOLS, NAMES)
+        pieces = [piece for delta in deltas for piece in reader.feed(delta)] + reader.finish()
+        assert "".join(piece.text for piece in pieces if isinstance(piece, Thought)) == thoughts
+        assert put_together(piece for piece in pieces if not isinstance(piece, Thought)) == (content, calls)
 
 
 def test_only_the_first_call_is_reported_without_parallel_calls() -> None:

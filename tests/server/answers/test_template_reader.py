@@ -545,11 +545,16 @@ def test_what_the_prompt_has_is_not_reported_and_nothing_else_is_lost(
         assert reader.num_calls == sum(isinstance(part, tuple) for part in parts or ())
 
 
-def test_arguments_that_no_utf8_can_encode_stay_escaped() -> None:
-    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "\\ud83d"}}</tool_call>'
-    pieces = read(Recorded(families.HERMES, "<|im_start|>assistant\n", text, ()), [text])
-    arguments = "".join(piece.arguments for piece in pieces if isinstance(piece, CallDelta))
-    assert arguments.encode() == b'{"city": "\\ud83d"}'
+@pytest.mark.parametrize(
+    "arguments", ['{"city": "\\ud83d"}', '{"city":  "\\u00e9\\/é",\n"days": 10E-1}', '{"arguments": {"city": "a"}}']
+)
+def test_arguments_in_json_stay_as_they_were_written(arguments: str) -> None:
+    for family, prompt, text in (
+        (families.HERMES, CHATML, f'<tool_call>{{"name": "get_weather", "arguments": {arguments}}}</tool_call>'),
+        (families.HARMONY, HARMONY, f"<|channel|>commentary to=functions.get_weather<|message|>{arguments}<|call|>"),
+    ):
+        pieces = read(Recorded(family, prompt, text, ()), [text])
+        assert "".join(piece.arguments for piece in pieces if isinstance(piece, CallDelta)) == arguments
 
 
 @pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.name)

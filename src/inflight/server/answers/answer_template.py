@@ -82,10 +82,9 @@ class AnswerTemplate:
 
     def special_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The special tokens among the marks of thoughts, content and calls."""
-        known = self._special_token_ids.get(tokenizer)
-        if known is None:
-            known = self._special_token_ids[tokenizer] = self._found_special_token_ids(tokenizer)
-        return known
+        if tokenizer not in self._special_token_ids:
+            self._special_token_ids[tokenizer] = self._found_special_token_ids(tokenizer)
+        return self._special_token_ids[tokenizer]
 
     def _found_special_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         patterns = [

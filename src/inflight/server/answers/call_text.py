@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import msgspec
 import regex
@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 FIRST_OBJECT = regex.compile(r"\s*+(?P<list>\[\s*+)?+\{")
 NEXT_OBJECT = regex.compile(r"[\s;,}]*+\{")
 BEHIND_OBJECTS = regex.compile(r"[\s;,}\]]*+")
-_OUTSIDE_STRINGS = re.compile(r'["{}\[\]]')
-_INSIDE_STRINGS = re.compile(r'["\\]')
+_TOLD_APART = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
 _SPACE = regex.compile(r"\s*+")
 _VALUE = regex.compile(r"\(\?P<value>((?:[^()\\]|\\.|\((?1)\))*)\)", regex.DOTALL)
 _CAST = hf.load_response_template(
@@ -40,11 +39,8 @@ _CAST = hf.load_response_template(
 """Reads calls in JSON; all that it adds is that arguments get the types of their schema."""
 
 
-class ReadCall(NamedTuple):
-    """A complete call; its arguments are JSON."""
-
-    name: str
-    arguments: str
+Calls: TypeAlias = list[tuple[str, str]]
+"""Names and arguments in JSON of complete calls."""
 
 
 class ObjectScanner:
@@ -61,27 +57,20 @@ class ObjectScanner:
 
     def feed(self, text: str) -> int | None:
         """Return how many characters of `text` belong to the object; None: all of them, and more will follow."""
-        position = 0
-        while position < len(text):
-            if self._is_escaped:
-                self._is_escaped = False
-                position += 1
-                continue
-            match = (_INSIDE_STRINGS if self.is_in_string else _OUTSIDE_STRINGS).search(text, position)
-            if match is None:
-                return None
-            position = match.end()
+        begin = int(self._is_escaped and text != "")
+        self._is_escaped = self._is_escaped and not begin
+        for match in _TOLD_APART.finditer(text, begin):
             match match[0]:
                 case "\\":
                     self._is_escaped = True
                 case '"':
                     self.is_in_string = not self.is_in_string
-                case "{" | "[":
+                case "{" | "[" if not self.is_in_string:
                     self._depth += 1
-                case _:
+                case "}" | "]" if not self.is_in_string:
                     self._depth -= 1
                     if self._depth <= 0:
-                        return position
+                        return match.end()
         return None
 
 
@@ -123,7 +112,7 @@ class CallText:
         self._keys = {tool["function"]["name"]: _keys_of(tool["function"].get("parameters")) for tool in tools}
         self._in_json = replace(field, content="json", content_args={})
         self._delims = field.content_args.get("string_delims", [])
-        self.is_json = field.content == "json" and not self._delims and not field.content_args.get("unquoted_keys")
+        self.is_json = field.content == "json" and not self._delims
         begin, end = (r"[{\[]", r"[}\]]") if field.content == "json" else ("", "")
         pattern = field.content_args.get("tag_pattern", "")
         value = _VALUE.search(pattern)
@@ -157,20 +146,20 @@ class CallText:
             start = max(mark.end(), start + 1)
         return None
 
-    def read(self, opened: Any, body: str, *, is_in_list: bool = False) -> list[ReadCall] | None:
+    def read(self, opened: Any, body: str, *, is_in_list: bool = False) -> Calls | None:
         """Read the calls that stand behind an opening mark (its match); None: there are none that can be made."""
         captures = {name: each for name, each in opened.groupdict().items() if each is not None}
         try:
             whole = f"[{body}]" if is_in_list else body
             value = process_field(*self._prepared(whole, captures.get("name")), captures)
             calls = json.dumps(value if isinstance(value, list) else [value])
-            read = []
+            read: Calls = []
             for each in parse_response(f"!{calls}", _CAST, prefix="", tools=self._tools).get("calls") or []:
                 function = each.get("function", each)
                 name, arguments = function["name"], function.get("arguments", function.get("parameters", self._default))
                 if name not in self._names or not isinstance(arguments, dict):
                     return None
-                read.append(ReadCall(name, _written(body, arguments)))
+                read.append((name, _written(body, arguments)))
         except ApiError:
             raise
         except Exception as error:  # the patterns are the checkpoint's, and the text is the model's

@@ -17,14 +17,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import response_templates as hf
 
-from inflight.server.answers.call_text import (
-    BEHIND_OBJECTS,
-    FIRST_OBJECT,
-    NEXT_OBJECT,
-    CallText,
-    ObjectScanner,
-    ReadCall,
-)
+from inflight.server.answers.call_text import BEHIND_OBJECTS, FIRST_OBJECT, NEXT_OBJECT, Calls, CallText, ObjectScanner
 from inflight.server.answers.pieces import CallDelta, Piece, Thought
 from inflight.server.answers.search_budget import SearchBudget
 
@@ -63,7 +56,7 @@ class _Call:
     last: Any = None
     following: Any = None
     is_torn: bool = False
-    end: tuple[list[ReadCall] | None, int] | None = None
+    end: tuple[Calls | None, int] | None = None
 
     def __post_init__(self) -> None:
         self.searched = self.searched_in_thought = self.scanned = self.behind
@@ -269,7 +262,7 @@ class TemplateReader:
         self._end_calls(None if call.is_none else [], end)
         return True
 
-    def _object_of(self, call: _Call, form: CallText, is_last: bool) -> tuple[list[ReadCall] | None, int] | None:
+    def _object_of(self, call: _Call, form: CallText, is_last: bool) -> tuple[Calls | None, int] | None:
         """Return what the next object of JSON says, and its end, if that is certain (see `_Call.end`)."""
         text, is_first = self._text, call.behind == call.mark.end()
         begun = (FIRST_OBJECT if is_first else NEXT_OBJECT).match(text, call.behind, partial=not is_last)
@@ -302,11 +295,11 @@ class TemplateReader:
                 return None, len(text) if call.first is None else call.first.end()
             call.searched += close.start() == close.end()
 
-    def _end_of(self, call: _Call, form: CallText, is_last: bool) -> tuple[list[ReadCall] | None, int] | None:
+    def _end_of(self, call: _Call, form: CallText, is_last: bool) -> tuple[Calls | None, int] | None:
         """Return a call's end if it is certain (see `_Call.end`)."""
         text, begin = self._text, call.mark.end()
 
-        def read(end: int) -> list[ReadCall] | None:
+        def read(end: int) -> Calls | None:
             return form.read(call.mark, text[begin:end])
 
         while True:
@@ -361,7 +354,7 @@ class TemplateReader:
         self._is_plain, self._is_first = self._is_plain and not is_thought, self._is_first and is_thought
         self._pieces.append(Thought(shown) if is_thought else shown)
 
-    def _end_calls(self, calls: list[ReadCall] | None, end: int) -> None:
+    def _end_calls(self, calls: Calls | None, end: int) -> None:
         begin, self._position = max(self._position, self._num_begun), end
         if calls is None:
             self._show(None, self._text[begin:end])

@@ -171,6 +171,13 @@ CASES: dict[str, tuple[CallFormat, str, str, Calls]] = {
         "",
         [ROME, ("send_mail", "{}")],
     ),
+    "Mistral, text behind": (
+        MISTRAL,
+        f'[TOOL_CALLS][{{"name": "weather", "arguments": {TRICKY}}}] and {{',
+        " and {",
+        [("weather", TRICKY)],
+    ),
+    "Llama, text behind": (LLAMA3, f"{LLAMA_CALL}] and", "] and", [ROME]),
     "Mistral, no list": (MISTRAL, "a[TOOL_CALLS] [1, 2]", "a[TOOL_CALLS] [1, 2]", []),
     "plain": (PLAIN, '{"name": "weather", "arguments": {"city": "Rome"}}', "", [ROME]),
 }

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_OBJECT = regex.compile(r"\s*+(?P<list>\[\s*+)?+\{")
 NEXT_OBJECT = regex.compile(r"[\s;,}]*+\{")
-BEHIND_OBJECTS = regex.compile(r"[\s;,}\]]*+")
+BEHIND_OBJECTS = regex.compile(r"[\s;,}]*+(?P<list>\])?+\s*+")
 _TOLD_APART = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
 _SPACE = regex.compile(r"\s*+")
 _VALUE = regex.compile(r"\(\?P<value>((?:[^()\\]|\\.|\((?1)\))*)\)", regex.DOTALL)

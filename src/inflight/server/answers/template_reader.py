@@ -32,6 +32,7 @@ class _Call:
     Attributes:
         mark: its opening mark.
         behind: where its text begins; in JSON behind the mark, or behind the last object.
+        is_list: whether there is a list of objects.
         is_none: whether the last object of JSON is no call.
         is_streamed: whether the object is certain to be a call, so that its arguments are reported as they come.
         searched: up to where closing marks were looked for.
@@ -46,6 +47,7 @@ class _Call:
 
     mark: Any
     behind: int
+    is_list: bool = False
     is_none: bool = False
     is_streamed: bool = False
     searched: int = 0
@@ -242,7 +244,7 @@ class TemplateReader:
             self._give_arguments(text[call.scanned : end])
             call.scanned = self._position = end
             if more is not None:
-                self._call = _Call(call.mark, end)
+                self._call = _Call(call.mark, end, call.is_list)
             return more is not None
         if not call.is_none:
             found = self._object_of(call, form, is_last)
@@ -250,14 +252,16 @@ class TemplateReader:
                 return call.is_streamed
             if found != (None, end) or end == call.mark.end():
                 self._end_calls(*found)
-                self._call = _Call(call.mark, found[1], is_none=found[0] is None)
+                self._call = _Call(call.mark, found[1], call.is_list, is_none=found[0] is None)
                 return True
         close, begin = self._find(form.field, end, is_last=False)
-        begin = begin if close is None else close.start()
-        if begin <= BEHIND_OBJECTS.match(text, end).end():
+        behind = BEHIND_OBJECTS.match(text, end)
+        if (begin if close is None else close.start()) <= behind.end():
             if close is None and not is_last:
                 return False
             end = len(text) if close is None else close.end()
+        elif behind["list"] and call.is_list:
+            end = behind.end("list")
         self._call = None
         self._end_calls(None if call.is_none else [], end)
         return True
@@ -270,7 +274,7 @@ class TemplateReader:
             return None, call.behind
         if begun.partial:
             return None
-        begin = begun.end() - 1
+        begin, call.is_list = begun.end() - 1, call.is_list or (is_first and begun["list"] is not None)
         if not self._is_in_thought and begin >= self._num_begun:
             for head, name in form.heads.items():
                 given = text[begin : begin + len(head)]
@@ -285,8 +289,7 @@ class TemplateReader:
             until = call.searched if close is None else close.start()
             if (length := call.scanner.feed(text[call.scanned : until])) is not None:
                 end = call.scanned + length
-                is_in_list = FIRST_OBJECT.match(text, call.mark.end())["list"] is not None
-                return form.read(call.mark, text[begin:end], is_in_list=is_in_list), end
+                return form.read(call.mark, text[begin:end], is_in_list=call.is_list), end
             call.scanned = max(call.scanned, until)
             if close is None and not is_last:
                 return None
